@@ -1,0 +1,268 @@
+"""
+Measure a training step and decoding, and draw results.
+
+    python bench.py train                     tokens/s, model FLOPs utilisation, peak memory over (n, k)
+    python bench.py train --peer              the same beside transformers' Llama of the unrolled depth
+    python bench.py decode --steps 1,4,32     tokens/s over r, against the memory that a token takes
+    python bench.py plot A.json B.json        accuracy over r and by difficulty, with error bars
+
+Without --model both measure a 27.3M-parameter Llama of shape (2,4,2) with random weights; a token's
+speed does not depend on the weights' values. Every figure is the median of repeated runs after a
+warm-up, with the smallest and the largest; the last line of output is JSON. Tokens/s mean little across
+different r, so the utilisation counts FLOPs: 6 per matmul parameter and token where gradients flow, 2
+where they do not, plus attention, against the matmul peak that this machine shows in the same run.
+"""
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+
+import torch
+
+from model import Config, InputError, RecurrentLM, cli, read_json
+from muon import Muon, param_groups
+from sample import generate
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = parser.add_subparsers(dest="command", required=True)
+    for name in ("train", "decode"):
+        p = sub.add_parser(name)
+        p.add_argument("--model", help="a checkpoint folder; default: the 27.3M model, random weights")
+        p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+        p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        p.add_argument("--batch_size", type=int, default=4 if name == "train" else 1)
+        p.add_argument("--repeat", type=int, default=5, help="timed runs of each figure")
+    p.add_argument("--steps", default="1,2,4,8,16,32", help="recurrences r")
+    p.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
+    p.add_argument("--tokens", type=int, default=64, help="new tokens")
+    p = sub.choices["train"]
+    p.add_argument("--steps", default="0+4,24+8", help="n+k pairs: recurrences without and with gradient")
+    p.add_argument("--context", type=int, default=256)
+    p.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw")
+    p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--peer", action="store_true", help="also time transformers' Llama of n + k unrolled recurrences")
+    p = sub.add_parser("plot")
+    p.add_argument("results", nargs="+", metavar="RESULT.json", help="written by eval_gsm8k.py")
+    p.add_argument("--labels", help="comma-separated names, one a file")
+    p.add_argument("--out", default="accuracy.png", help=".png or .svg (needs matplotlib; else a text chart is printed)")
+    args = parser.parse_args()
+    {"train": bench_train, "decode": bench_decode, "plot": plot}[args.command](args)
+
+
+# ---------------------------------------------------------------- measuring
+
+def sync(device):
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def timed(run, repeat, device):
+    """Median, smallest and largest seconds of run(), after one warm-up; and the warm-up's seconds."""
+    seconds = []
+    for _ in range(repeat + 1):
+        sync(device)
+        start = time.perf_counter()
+        run()
+        sync(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:]), min(seconds[1:]), max(seconds[1:]), seconds[0]
+
+
+def matmul_peak(device, dtype):
+    """FLOP/s of a large square matrix product on random data: the ceiling of this machine."""
+    n = 8192 if device.startswith("cuda") else 2048
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2 * n**3 / timed(lambda: a @ b, 10, device)[0]
+
+
+def peak_memory(device):
+    """Bytes: the most allocated on the GPU, or the process's largest resident set."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def load(args, dtype):
+    if args.model:
+        return RecurrentLM.load(args.model, dtype=dtype).to(args.device)
+    model = RecurrentLM(Config(4096, 512, 8, 2, 1408, 2, 4, 2))
+    model.init_weights(0)
+    return model.to(args.device, dtype)
+
+
+def step_flops(model, n, k, T):
+    """FLOPs per token of a training step, everything counted: layers, adapter, head, causal attention."""
+    c, p = model.config, model.num_params()
+    attention = 2 * T * c.n_head * c.head_dim  # forward, one layer: 2 products over T/2 columns on average
+    once = p["prelude"] + p["coda"] + c.vocab_size * c.n_embd + (c.n_prelude + c.n_coda) * attention / 2
+    core = p["core"] + p["adapter"] + c.n_core * attention / 2
+    return 6 * (once + k * core) + 2 * n * core
+
+
+def parse_list(flag, text, convert):
+    try:
+        return [convert(x) for x in text.split(",")]
+    except ValueError:
+        raise InputError(f"{flag} {text}: see --help for its form")
+
+
+def headline(args, model, peak):
+    c, cores = model.config, f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {cores}"
+    print(f"{name}, torch {torch.__version__}, {args.dtype}; matmul peak {peak / 1e9:,.0f} GFLOP/s; "
+          f"({c.n_prelude},{c.n_core},{c.n_coda}), width {c.n_embd}, {model.num_params()['total']:,} parameters")
+    return {"command": " ".join(sys.argv[1:]), "machine": name, "torch": torch.__version__, "dtype": args.dtype,
+            "matmul_peak": peak, "rows": []}
+
+
+def bench_train(args):
+    """One optimizer update per timed run: forward, backward, clip, step."""
+    dtype = getattr(torch, args.dtype)
+    model, B, T = load(args, torch.float32), args.batch_size, args.context
+    result = headline(args, model, peak := matmul_peak(args.device, dtype))
+    pairs = parse_list("--steps", args.steps, lambda x: tuple(map(int, x.split("+"))))
+    if any(len(pair) != 2 for pair in pairs):
+        raise InputError(f"--steps {args.steps}: write n+k pairs, such as 0+4,24+8")
+    c = model.config
+    idx = torch.randint(c.vocab_size, (B, T + 1), device=args.device)
+    depth = lambda pair: c.n_prelude + c.n_coda + sum(pair) * c.n_core
+    runs = [("nanoloop", pair, model, lambda pair: model(idx[:, :-1], idx[:, 1:], pair)[1]) for pair in pairs]
+    if args.peer:
+        for pair in pairs:
+            runs.append(("transformers", (0, sum(pair)), *llama(c, depth(pair), args, idx)))
+    if not args.no_compile:
+        model.compile_parts()
+    print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak memory':>12s}")
+    for name, pair, module, loss in runs:
+        opt = Muon(param_groups(module, 1e-3, 5e-5, 1e-4, args.optimizer if module is model else "adamw"))
+
+        def update():
+            with torch.autocast(args.device.split(":")[0], dtype, enabled=args.dtype != "float32", cache_enabled=False):
+                value = loss(pair)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+
+        if args.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats()
+        t, fast, slow, first = timed(update, args.repeat, args.device)
+        row = {"name": name, "n": pair[0], "k": pair[1], "tokens_per_s": B * T / t,
+               "mfu": step_flops(model, *pair, T) * B * T / t / peak, "seconds": [fast, t, slow], "first": first,
+               "peak_memory": peak_memory(args.device)}
+        result["rows"].append(row)
+        print(f"{name:14s}{str(pair):>9s} {B * T / t:9,.0f} {B * T / slow:7,.0f}-{B * T / fast:7,.0f} {row['mfu']:6.1%} "
+              f"{first:9.1f} s {row['peak_memory'] / 2**20:8,.0f} MiB", flush=True)
+    print(json.dumps(result))
+
+
+def llama(c, depth, args, idx):
+    """The peer: transformers' Llama of `depth` layers, random weights, and its loss on the same tokens."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise InputError("--peer needs transformers: pip install transformers")
+    peer = LlamaForCausalLM(LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=depth,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim)).to(args.device)
+    return peer, lambda pair: peer(input_ids=idx[:, :-1], labels=idx[:, :-1], shift_labels=idx[:, 1:], use_cache=False).loss
+
+
+def bench_decode(args):
+    """Greedy decoding of random prompts: new tokens per second over all sequences, prefill included."""
+    dtype = getattr(torch, args.dtype)
+    model, B = load(args, dtype), args.batch_size
+    result = headline(args, model, matmul_peak(args.device, dtype))
+    c = model.config
+    prompts = torch.randint(c.vocab_size, (B, args.prompt), generator=torch.Generator().manual_seed(0)).tolist()
+    print(f"{'r':>4s} {'tokens/s':>9s} {'range':>17s} {'cache a token':>14s} {'peak memory':>12s}")
+    for r in parse_list("--steps", args.steps, int):
+        run = lambda: [None for _ in generate(model, prompts, args.tokens, steps=r)]
+        t, fast, slow, _ = timed(run, args.repeat, args.device)
+        rate = [B * args.tokens / x for x in (slow, t, fast)]
+        slots = c.n_prelude + r * c.n_core + c.n_coda
+        cache = 2 * slots * c.n_kv_head * c.head_dim * dtype.itemsize
+        result["rows"].append({"r": r, "tokens_per_s": rate[1], "range": rate[::2], "cache_bytes_per_token": cache,
+                               "peak_memory": peak_memory(args.device)})
+        print(f"{r:4d} {rate[1]:9,.1f} {rate[0]:8,.1f}-{rate[2]:8,.1f} {cache:8,d} bytes "
+              f"{peak_memory(args.device) / 2**20:8,.0f} MiB", flush=True)
+    print(json.dumps(result))
+
+
+# ---------------------------------------------------------------- drawing
+
+def plot(args):
+    """Accuracy over r (feed-forward models as lines) and by difficulty, of results on the same questions."""
+    results = [read_json(path) for path in args.results]
+    for path, result in zip(args.results, results):
+        if not result.get("results"):
+            raise InputError(f"{path}: has no results: give files that eval_gsm8k.py wrote")
+    labels = args.labels.split(",") if args.labels else [
+        os.path.basename(os.path.normpath(result["model"])) for result in results]
+    if len(labels) != len(results):
+        raise InputError(f"--labels: {len(labels)} names for {len(results)} files")
+    try:
+        import matplotlib
+    except ImportError:
+        print("note: a text chart; for a picture: pip install matplotlib")
+        return text_chart(results, labels)
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    by_difficulty = any("by_difficulty" in row for result in results for row in result["results"])
+    fig, axes = plt.subplots(1, 2 if by_difficulty else 1, figsize=(11 if by_difficulty else 6, 4.2), squeeze=False)
+    left, right = axes[0][0], axes[0][-1]
+    for i, (result, label) in enumerate(zip(results, labels)):
+        rows, color = result["results"], f"C{i}"
+        if rows[0]["steps"] == 0:  # feed-forward: no dial
+            left.axhline(rows[0]["flexible"], color=color, ls="--", label=label)
+            left.axhspan(*(rows[0]["flexible"] + s * rows[0]["flexible_se"] for s in (-1, 1)), color=color, alpha=0.15)
+        else:
+            left.errorbar([row["steps"] for row in rows], [row["flexible"] for row in rows],
+                          [row["flexible_se"] for row in rows], color=color, marker="o", capsize=3, label=label)
+        for row in rows if by_difficulty else ():
+            points = sorted((int(d), *v) for d, v in row.get("by_difficulty", {}).items())
+            shade = 0.25 + 0.75 * (rows.index(row) + 1) / len(rows)  # deeper is darker
+            right.errorbar([p[0] for p in points], [p[1] for p in points], [p[2] for p in points], color=color, alpha=shade,
+                           ls="--" if row["steps"] == 0 else "-", capsize=2,
+                           label=f"{label}" + (f", r = {row['steps']}" if row["steps"] else ""))
+    left.set_xscale("log", base=2)
+    left.set_xlabel("recurrences r at test time")
+    left.set_ylabel(f"accuracy on {results[0]['task']} (n = {results[0]['n']})")
+    left.xaxis.set_major_formatter("{x:.0f}")
+    if by_difficulty:
+        right.set_xlabel("difficulty")
+        right.legend(fontsize=7)
+    for ax in axes[0]:
+        ax.set_ylim(0, 1.03)
+        ax.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    fig.tight_layout()
+    fig.savefig(args.out, dpi=130)
+    print(f"wrote {args.out}")
+
+
+def text_chart(results, labels):
+    """The same in the terminal: one bar of 50 columns for each model and r."""
+    for result, label in zip(results, labels):
+        print(f"{label}  ({result['task']}, n = {result['n']})")
+        for row in result["results"]:
+            name = f"r = {row['steps']}" if row["steps"] else "-"
+            print(f"  {name:>7s} {row['flexible']:.3f} ± {row['flexible_se']:.3f} {'█' * round(50 * row['flexible'])}")
+    difficulties = sorted({int(d) for result in results for row in result["results"] for d in row.get("by_difficulty", {})})
+    if difficulties:
+        print("\naccuracy by difficulty" + "".join(f"{d:6d}" for d in difficulties))
+    for result, label in zip(results, labels) if difficulties else ():
+        for row in result["results"]:
+            values = (row["by_difficulty"].get(str(d)) for d in difficulties)
+            name = f"{label}, r = {row['steps']}" if row["steps"] else label
+            print(f"{name:22s}" + "".join(f"{v[0]:6.2f}" if v else "     -" for v in values))
+
+
+if __name__ == "__main__":
+    cli(main)

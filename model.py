@@ -1,0 +1,511 @@
+"""
+The whole model: a Llama (or OLMo-2) whose middle layers are a recurrent block.
+
+    e   = prelude(embed(idx))                     a few ordinary layers, once
+    s   = s_0                                     small noise
+    s   = core(adapter([s, e]))                   r times: the "thinking", same weights each time
+    out = head(norm_f(coda(s)))                   a few ordinary layers, once
+
+With n_core = 0 it is an ordinary feed-forward Llama: the parent, and every baseline. What is
+unusual compared with nanoGPT: the depth r is an argument of forward(), gradients flow through
+the last k recurrences only, and a KV cache has one slot for every (recurrence, layer) pair.
+
+    model = RecurrentLM.load("out/tiny/task")
+    logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
+
+Paper: "Teaching Pretrained Language Models to Think Deeper with Retrofitted Recurrence",
+arXiv 2511.07384, section 3.
+"""
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+# Std of the initial state. The paper's code gives every converted model, whatever its width, the
+# value of Huginn's width: sqrt(2 / (5 * 5280)).
+STATE_STD = 0.008703882797784892
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
+
+
+class InputError(Exception):
+    """Bad input: one line that names the file or flag and the mend."""
+
+
+def cli(main):
+    """Run a script's main(): bad input ends in one line on stderr and exit code 1, no traceback."""
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `python sample.py | head`: the reader has gone, nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (InputError, OSError) as e:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: error: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@dataclass
+class Config:
+    """Everything that decides the forward pass; the content of a checkpoint's config.json."""
+    vocab_size: int
+    n_embd: int                       # C, the width
+    n_head: int
+    n_kv_head: int                    # query head i reads kv head i // (n_head / n_kv_head)
+    n_ffn: int
+    n_prelude: int
+    n_core: int                       # 0: an ordinary feed-forward model
+    n_coda: int
+    head_dim: int = 0                 # 0: n_embd / n_head
+    norm: str = "pre"                 # "pre": Llama. "post": OLMo-2, with norms on q and k
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # the "llama3" scaling of config.json, or None
+    context: int = 2048               # the longest sequence the model is meant for
+    tie_embeddings: bool = False
+    adapter: str = "linear"           # "linear": 2C -> C on [state, e]. "add": state + e
+    state_std: float = STATE_STD
+    embed_scale: float = 1.0          # factor on embeddings and initial state (Huginn: sqrt(C))
+    mean_recurrence: int = 32         # default r
+    backprop_depth: int = 8           # k: gradients flow through the last k recurrences
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self):
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        for key, allowed in (("norm", ("pre", "post")), ("adapter", ("linear", "add"))):
+            if getattr(self, key) not in allowed:
+                raise InputError(f"config: {key}={getattr(self, key)!r} is not one of {allowed}")
+        if self.n_head % self.n_kv_head:
+            raise InputError(f"config: n_head={self.n_head} is not a multiple of "
+                             f"n_kv_head={self.n_kv_head}")
+        kind = (self.rope_scaling or {}).get("rope_type", "llama3")
+        if kind != "llama3":
+            raise InputError(f"config: rope_scaling of type {kind!r} is not supported: only 'llama3'")
+
+    @property
+    def n_layer(self):
+        return self.n_prelude + self.n_core + self.n_coda
+
+
+class RMSNorm(nn.Module):
+    """Normalise in float32, cast back, then scale: the order matters in bf16 (as in Llama)."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y.type_as(x) * self.weight.type_as(x)
+
+
+def rotate(x, rope):
+    """Rotary embedding in Hugging Face's convention: the two halves of a head are the pairs."""
+    cos, sin = rope[0].type_as(x), rope[1].type_as(x)  # (T, D/2), or (B, 1, T, D/2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
+        q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+        self.split = (q, kv, kv)
+        self.qkv = nn.Linear(c.n_embd, q + 2 * kv, bias=False)
+        self.proj = nn.Linear(q, c.n_embd, bias=False)
+        if c.norm == "post":  # OLMo-2 normalises over all heads together, before the split
+            self.q_norm, self.k_norm = RMSNorm(q, c.norm_eps), RMSNorm(kv, c.norm_eps)
+        self.qk_norm = c.norm == "post"
+
+    def forward(self, x, rope, mask=None, cache=None, slot=0):
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).split(self.split, dim=-1)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q.view(B, T, self.n_head, self.head_dim).transpose(1, 2), rope)
+        k = rotate(k.view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2), rope)
+        v = v.view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(slot, k, v)
+        # One new token sees all that is cached, so it needs no mask.
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+                                           enable_gqa=self.n_head != self.n_kv_head)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.fc = nn.Linear(c.n_embd, 2 * c.n_ffn, bias=False)  # gate and up, stacked
+        self.proj = nn.Linear(c.n_ffn, c.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.fc(x).chunk(2, dim=-1)
+        return self.proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). (f: attention, then MLP)"""
+
+    def __init__(self, c):
+        super().__init__()
+        self.norm_1, self.norm_2 = RMSNorm(c.n_embd, c.norm_eps), RMSNorm(c.n_embd, c.norm_eps)
+        self.attn, self.mlp = Attention(c), MLP(c)
+        self.pre = c.norm == "pre"
+
+    def forward(self, x, rope, mask=None, cache=None, slot=0):
+        if self.pre:
+            x = x + self.attn(self.norm_1(x), rope, mask, cache, slot)
+            return x + self.mlp(self.norm_2(x))
+        x = x + self.norm_1(self.attn(x, rope, mask, cache, slot))
+        return x + self.norm_2(self.mlp(x))
+
+
+class RecurrentLM(nn.Module):
+    """See the top of this file. Attributes: config; folder, where it was loaded from, or None."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.folder, self._rope = config, None, None
+        c = config
+        self.embed = nn.Embedding(c.vocab_size, c.n_embd)
+        self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
+        if c.n_core and c.adapter == "linear":
+            self.adapter = nn.Linear(2 * c.n_embd, c.n_embd, bias=False)
+        self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
+        self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
+        self.norm_f = RMSNorm(c.n_embd, c.norm_eps)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        if c.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    # ---------------------------------------------------------------- the three parts
+
+    def run_prelude(self, idx, rope, mask=None, cache=None):
+        """idx (B, T) -> e (B, T, C)"""
+        x = self.embed(idx)
+        if self.config.embed_scale != 1:
+            x = x * self.config.embed_scale
+        for i, block in enumerate(self.prelude):
+            x = block(x, rope, mask, cache, i)
+        return x
+
+    def run_core(self, s, e, rope, mask=None, cache=None, slot=0):
+        """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
+        x = self.adapter(torch.cat((s, e), dim=-1)) if self.config.adapter == "linear" else s + e
+        for i, block in enumerate(self.core):
+            x = block(x, rope, mask, cache, slot + i)
+        return x.type_as(s)  # under autocast: one dtype, so that all recurrences share one graph
+
+    def run_coda(self, x, rope, mask=None, cache=None, slot=0):
+        """Last state (B, T, C) -> logits (B, T, V) in float32"""
+        for i, block in enumerate(self.coda):
+            x = block(x, rope, mask, cache, slot + i)
+        return self.head(self.norm_f(x)).float()
+
+    def compile_parts(self):
+        """
+        torch.compile the three parts, in place. The core is compiled once and reused for every
+        recurrence, so a new (n, k) never recompiles; names of parameters stay as they are.
+        """
+        for part in ("run_prelude", "run_core", "run_coda"):
+            setattr(self, part, torch.compile(getattr(self, part)))
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, idx, targets=None, steps=None, state=None):
+        """
+        idx: (B, T) int64. targets: (B, T) int64, already shifted, -100 = no loss.
+        steps: r recurrences, of which the last min(r, config.backprop_depth) carry gradient; or
+        (n, k): n without gradient, then k with; default config.mean_recurrence. The value does
+        not depend on the split. A feed-forward model has no recurrence and ignores it.
+        state: s_0 (B, T, C); default: drawn anew from torch's global generator.
+        Returns (logits (B, T, V) float32, mean cross-entropy or None).
+        Raises ValueError for a negative number of steps.
+        """
+        n, k = self.split_steps(steps)
+        rope = self.rope(idx.shape[1])
+        x = self.run_prelude(idx, rope)
+        if self.config.n_core:
+            e = x
+            s = self.initial_state(*idx.shape) if state is None else state
+            s = s.type_as(e)
+            with torch.no_grad():
+                for _ in range(n):
+                    s = self.run_core(s, e, rope)
+            for _ in range(k):
+                s = self.run_core(s, e, rope)
+            x = s
+        logits = self.run_coda(x, rope)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    def split_steps(self, steps=None):
+        """r or (n, k) or None -> (n, k); see forward()."""
+        if steps is None:
+            steps = self.config.mean_recurrence
+        if isinstance(steps, int):
+            k = min(steps, self.config.backprop_depth)
+            steps = (steps - k, k)
+        n, k = steps
+        if n < 0 or k < 0:
+            raise ValueError(f"steps={steps}: the number of recurrences cannot be negative")
+        return n, k
+
+    def initial_state(self, B, T, seeds=None):
+        """
+        s_0 (B, T, C) float32: normal, cut at 3 std, by the inverse of its distribution function.
+        seeds: B integers, each of which decides its row; default: torch's global generator.
+        """
+        std = self.config.state_std * self.config.embed_scale
+        s = torch.empty(B, T, self.config.n_embd, device=self.embed.weight.device).uniform_(-1, 1)
+        generator = torch.Generator(s.device)
+        for row, seed in zip(s, seeds if seeds is not None else ()):
+            row.uniform_(-1, 1, generator=generator.manual_seed(seed))
+        return torch.erfinv(s.mul_(math.erf(3 / math.sqrt(2)))).mul_(math.sqrt(2) * std).clamp_(-3 * std, 3 * std)
+
+    def rope(self, T):
+        """cos and sin, each (T, head_dim/2) float32, of positions 0..T-1; the table grows on demand."""
+        if self._rope is None or len(self._rope[0]) < T or self._rope[0].device != self.embed.weight.device:
+            c = self.config
+            f = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.int64).float() / c.head_dim)
+            if c.rope_scaling:
+                f = scale_llama3(f, c.rope_scaling)
+            angle = torch.outer(torch.arange(1 << (T - 1).bit_length()).float(), f)
+            self._rope = angle.cos().to(self.embed.weight.device), angle.sin().to(self.embed.weight.device)
+        return self._rope[0][:T], self._rope[1][:T]
+
+    # ---------------------------------------------------------------- counting
+
+    def num_params(self):
+        """
+        Parameters by part, as the paper's Tables 6 and 7 count them: embeddings with the head (once
+        if tied), prelude, core, coda, body (all layers; feed-forward: and final norm), adapter, norm_f, total.
+        """
+        count = lambda module: sum(p.numel() for p in module.parameters())
+        n = {"embeddings": self.embed.weight.numel() * (1 if self.config.tie_embeddings else 2),
+             "prelude": count(self.prelude), "core": count(self.core), "coda": count(self.coda),
+             "adapter": count(self.adapter) if hasattr(self, "adapter") else 0,
+             "norm_f": count(self.norm_f), "total": count(self)}
+        return n | {"body": n["prelude"] + n["core"] + n["coda"] + (0 if self.config.n_core else n["norm_f"])}
+
+    def flops_per_token(self, steps=None):
+        """
+        Training FLOPs per token by the paper's rule: 6 per parameter that carries gradient (N1)
+        and 2 per parameter that does not (N2), layers only (adapter, final norm, embeddings, head
+        and attention scores not counted); steps as in forward(). Feed-forward: layers and final norm.
+        """
+        n = self.num_params()
+        if not self.config.n_core:
+            return 6 * n["body"]
+        without, with_grad = self.split_steps(steps)
+        return 6 * (n["prelude"] + n["coda"] + with_grad * n["core"]) + 2 * without * n["core"]
+
+    # ---------------------------------------------------------------- from scratch, load, save
+
+    def init_weights(self, seed):
+        """Takase/Huginn initialisation, for baselines from scratch (the paper's Figure 2)."""
+        c = self.config
+        depth = c.n_prelude + c.n_coda + c.n_core * c.mean_recurrence  # effective depth
+        generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                shrink = math.sqrt(2 * depth) if name.endswith("proj.weight") else 1.0
+                nn.init.normal_(p, 0.0, math.sqrt(2 / (5 * c.n_embd)) / shrink, generator)
+
+    @classmethod
+    def load(cls, folder, device="cpu", dtype=None):
+        """
+        Read a checkpoint folder (config.json, model.safetensors or shards with their index), or
+        the newest step_* of a run's folder. dtype: cast to it; default: as stored.
+        Raises InputError naming the file that is missing, truncated or of another model.
+        """
+        folder = find_checkpoint(folder)
+        model = cls.empty(load_config(folder))
+        model.fill(read_tensors(folder, model.state_shapes(), device, dtype))
+        model.folder = folder
+        return model
+
+    @classmethod
+    def empty(cls, config):
+        """The model without storage (meta device): for counting, or to be filled."""
+        with torch.device("meta"):
+            return cls(config)
+
+    def state_shapes(self):
+        """Name -> shape of every tensor that a checkpoint of this model holds on disk."""
+        shapes = {name: tuple(t.shape) for name, t in self.state_dict().items()}
+        if self.config.tie_embeddings:
+            del shapes["head.weight"]
+        return shapes
+
+    def fill(self, tensors):
+        """Take {name: tensor}, all those of state_shapes(), as the weights, without a copy."""
+        tied = {"head.weight": tensors["embed.weight"]} if self.config.tie_embeddings else {}
+        self.load_state_dict(tensors | tied, assign=True)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def save(self, folder, tokenizer=None, extra=None, shard_bytes=5 * 10**9):
+        """
+        Write a checkpoint folder: config.json, model.safetensors (shards of about shard_bytes with
+        an index, when larger) and the tokenizer's file, copied from the folder `tokenizer` (default:
+        where this model was loaded from). extra: {file name: function(path)} adds files.
+        All or nothing: written beside, flushed to disk, then renamed into place.
+        """
+        folder, tokenizer, tensors = os.path.normpath(folder), tokenizer or self.folder, self.state_dict()
+        shards, size = {}, 0
+        for name in self.state_shapes():
+            shards.setdefault(size // shard_bytes, {})[name] = tensors[name].contiguous()
+            size += tensors[name].nbytes
+        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        files = files if len(shards) > 1 else ["model.safetensors"]
+        with whole_folder(folder) as new:
+            for file, shard in zip(files, shards.values()):
+                save_file(shard, os.path.join(new, file), {"format": "pt"})
+            if len(shards) > 1:
+                weight_map = {name: file for file, shard in zip(files, shards.values()) for name in shard}
+                write_json(os.path.join(new, "model.safetensors.index.json"),
+                           {"metadata": {"total_size": size}, "weight_map": weight_map})
+            write_json(os.path.join(new, "config.json"), {"model_type": "nanoloop"} | asdict(self.config))
+            for file in TOKENIZER_FILES if tokenizer else ():
+                if os.path.exists(os.path.join(tokenizer, file)):
+                    shutil.copyfile(os.path.join(tokenizer, file), os.path.join(new, file))
+            for file, write in (extra or {}).items():
+                write(os.path.join(new, file))
+
+
+def scale_llama3(freq, scaling):
+    """Llama-3.1's RoPE scaling: long wavelengths are stretched by `factor`, with a smooth band."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return freq * (smooth + (1 - smooth) / scaling["factor"])
+
+
+# -------------------------------------------------------------------- checkpoint folders
+
+@contextlib.contextmanager
+def whole_folder(folder):
+    """All or nothing: yields a new folder beside; at the end it is flushed to disk and takes the name."""
+    new, old = f"{folder}.tmp-{os.getpid()}", f"{folder}.old-{os.getpid()}"
+    os.makedirs(new)
+    try:
+        yield new
+        for file in [*os.listdir(new), "."]:  # on the disk before the name that promises it
+            fd = os.open(os.path.join(new, file), os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+        if os.path.exists(folder):
+            os.rename(folder, old)
+        os.rename(new, folder)
+    except SafetensorError as e:  # how safetensors reports a full disk
+        raise InputError(f"{folder}: cannot be written ({e})")
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def find_checkpoint(folder):
+    """A checkpoint folder as it is, or the newest complete step_* checkpoint of a run's folder."""
+    if not os.path.isdir(folder):
+        raise InputError(f"{folder}: no such folder")
+    if os.path.exists(os.path.join(folder, "config.json")):
+        return folder
+    steps = sorted(d for d in os.listdir(folder) if re.fullmatch(r"step_\d+", d))
+    if not steps:
+        raise InputError(f"{folder}: holds neither config.json nor a step_* checkpoint")
+    return os.path.join(folder, steps[-1])
+
+
+def load_config(folder):
+    """Config of a nanoloop checkpoint folder; InputError for a foreign or broken config.json."""
+    path = os.path.join(folder, "config.json")
+    raw = read_json(path)
+    kind = raw.pop("model_type", None)
+    if kind != "nanoloop":
+        raise InputError(f"{path}: model_type is {kind!r}, not a nanoloop checkpoint: convert it "
+                         f"first with `python surgery.py {folder} OUT` (--feed-forward for all layers)")
+    try:
+        return Config(**raw)
+    except TypeError as e:  # says which key is missing or unknown
+        raise InputError(f"{path}: {e}")
+
+
+@contextlib.contextmanager
+def open_safetensors(path, device="cpu"):
+    """safe_open (lazy) with one clear line for a missing, truncated or damaged file."""
+    if not os.path.exists(path):
+        raise InputError(f"{path}: no such file: fetch it, or name another folder")
+    try:
+        with safe_open(path, "pt", device=str(device)) as f:
+            yield f
+    except SafetensorError as e:
+        raise InputError(f"{path}: is truncated or damaged ({e}): fetch or write it again")
+
+
+def tensor_files(folder):
+    """Tensor name -> path of its safetensors file: model.safetensors, or the shards of an index."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if not os.path.exists(index):
+        path = os.path.join(folder, "model.safetensors")
+        with open_safetensors(path) as f:
+            return dict.fromkeys(f.keys(), path)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{index}: has no weight_map: fetch it again")
+    return {name: os.path.join(folder, file) for name, file in weight_map.items()}
+
+
+def read_tensors(folder, shapes, device="cpu", dtype=None):
+    """
+    The tensors named in `shapes` ({name: shape}), read lazily: nothing else of the folder is.
+    InputError names a missing or damaged file, a missing tensor, or the two shapes that differ.
+    """
+    where, out = tensor_files(folder), {}
+    missing = sorted(shapes.keys() - where.keys())
+    if missing:
+        raise InputError(f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}: "
+                         "incomplete, or of another model than config.json says")
+    for path in dict.fromkeys(where[name] for name in shapes):  # each file is opened once
+        with open_safetensors(path, device) as f:
+            for name in (n for n in shapes if where[n] == path):
+                t = f.get_tensor(name)
+                if t.shape != tuple(shapes[name]) or not t.is_floating_point():
+                    raise InputError(f"{path}: {name} is {t.dtype} of shape {tuple(t.shape)}; config.json "
+                                     f"asks for floats of shape {tuple(shapes[name])}")
+                out[name] = t.to(dtype or t.dtype)
+    return out
+
+
+def read_json(path):
+    """A JSON object from a file; InputError names the file where it is missing or broken."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            value = json.load(f)
+    except (OSError, ValueError) as e:
+        raise InputError(f"{path}: cannot be read as JSON ({e})")
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: is not a JSON object")
+    return value
+
+
+def write_json(path, value):
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1)
+        f.write("\n")
