@@ -13,8 +13,7 @@ the last k recurrences only, and a KV cache has one slot for every (recurrence, 
     model = RecurrentLM.load("out/tiny/task")
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
 
-Paper: "Teaching Pretrained Language Models to Think Deeper with Retrofitted Recurrence",
-arXiv 2511.07384, section 3.
+Paper: arXiv 2511.07384, section 3.
 """
 import contextlib
 import json
@@ -31,9 +30,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-# Std of the initial state. The paper's code gives every converted model, whatever its width, the
-# value of Huginn's width: sqrt(2 / (5 * 5280)).
-STATE_STD = 0.008703882797784892
+STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, which the paper gives every width
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 
 
@@ -83,15 +80,14 @@ class Config:
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        for key, allowed in (("norm", ("pre", "post")), ("adapter", ("linear", "add"))):
-            if getattr(self, key) not in allowed:
-                raise InputError(f"config: {key}={getattr(self, key)!r} is not one of {allowed}")
-        if self.n_head % self.n_kv_head:
-            raise InputError(f"config: n_head={self.n_head} is not a multiple of "
-                             f"n_kv_head={self.n_kv_head}")
         kind = (self.rope_scaling or {}).get("rope_type", "llama3")
-        if kind != "llama3":
-            raise InputError(f"config: rope_scaling of type {kind!r} is not supported: only 'llama3'")
+        for ok, what in ((self.norm in ("pre", "post"), f"norm={self.norm!r} is not pre or post"),
+                         (self.adapter in ("linear", "add"), f"adapter={self.adapter!r} is not linear or add"),
+                         (self.n_head % self.n_kv_head == 0, f"n_head={self.n_head} is not a multiple of "
+                                                             f"n_kv_head={self.n_kv_head}"),
+                         (kind == "llama3", f"rope_scaling of type {kind!r} is not supported, only llama3")):
+            if not ok:
+                raise InputError(f"config: {what}")
 
     @property
     def n_layer(self):
@@ -125,11 +121,11 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
         q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
         self.split = (q, kv, kv)
-        self.qkv = nn.Linear(c.n_embd, q + 2 * kv, bias=False)
+        self.qkv = nn.Linear(c.n_embd, sum(self.split), bias=False)
         self.proj = nn.Linear(q, c.n_embd, bias=False)
-        if c.norm == "post":  # OLMo-2 normalises over all heads together, before the split
-            self.q_norm, self.k_norm = RMSNorm(q, c.norm_eps), RMSNorm(kv, c.norm_eps)
         self.qk_norm = c.norm == "post"
+        if self.qk_norm:  # OLMo-2 normalises over all heads together, before the split
+            self.q_norm, self.k_norm = RMSNorm(q, c.norm_eps), RMSNorm(kv, c.norm_eps)
 
     def forward(self, x, rope, mask=None, cache=None, slot=0):
         B, T, _ = x.shape
@@ -198,8 +194,7 @@ class RecurrentLM(nn.Module):
     def run_prelude(self, idx, rope, mask=None, cache=None):
         """idx (B, T) -> e (B, T, C)"""
         x = self.embed(idx)
-        if self.config.embed_scale != 1:
-            x = x * self.config.embed_scale
+        x = x * self.config.embed_scale if self.config.embed_scale != 1 else x
         for i, block in enumerate(self.prelude):
             x = block(x, rope, mask, cache, i)
         return x
@@ -218,10 +213,7 @@ class RecurrentLM(nn.Module):
         return self.head(self.norm_f(x)).float()
 
     def compile_parts(self):
-        """
-        torch.compile the three parts, in place. The core is compiled once and reused for every
-        recurrence, so a new (n, k) never recompiles; names of parameters stay as they are.
-        """
+        """torch.compile the three parts, in place: the core once for all recurrences and every (n, k)."""
         for part in ("run_prelude", "run_core", "run_coda"):
             setattr(self, part, torch.compile(getattr(self, part)))
 
@@ -241,15 +233,12 @@ class RecurrentLM(nn.Module):
         rope = self.rope(idx.shape[1])
         x = self.run_prelude(idx, rope)
         if self.config.n_core:
-            e = x
-            s = self.initial_state(*idx.shape) if state is None else state
-            s = s.type_as(e)
+            e, x = x, (self.initial_state(*idx.shape) if state is None else state).type_as(x)
             with torch.no_grad():
                 for _ in range(n):
-                    s = self.run_core(s, e, rope)
+                    x = self.run_core(x, e, rope)
             for _ in range(k):
-                s = self.run_core(s, e, rope)
-            x = s
+                x = self.run_core(x, e, rope)
         logits = self.run_coda(x, rope)
         if targets is None:
             return logits, None
@@ -257,12 +246,9 @@ class RecurrentLM(nn.Module):
 
     def split_steps(self, steps=None):
         """r or (n, k) or None -> (n, k); see forward()."""
-        if steps is None:
-            steps = self.config.mean_recurrence
-        if isinstance(steps, int):
-            k = min(steps, self.config.backprop_depth)
-            steps = (steps - k, k)
-        n, k = steps
+        steps = self.config.mean_recurrence if steps is None else steps
+        k = min(steps, self.config.backprop_depth) if isinstance(steps, int) else steps[1]
+        n = steps - k if isinstance(steps, int) else steps[0]
         if n < 0 or k < 0:
             raise ValueError(f"steps={steps}: the number of recurrences cannot be negative")
         return n, k
@@ -273,21 +259,26 @@ class RecurrentLM(nn.Module):
         seeds: B integers, each of which decides its row; default: torch's global generator.
         """
         std = self.config.state_std * self.config.embed_scale
-        s = torch.empty(B, T, self.config.n_embd, device=self.embed.weight.device).uniform_(-1, 1)
+        s = torch.empty(B, T, self.config.n_embd, device=self.embed.weight.device)
         generator = torch.Generator(s.device)
-        for row, seed in zip(s, seeds if seeds is not None else ()):
+        if seeds is None:
+            s.uniform_(-1, 1)
+        for row, seed in zip(s, seeds or ()):
             row.uniform_(-1, 1, generator=generator.manual_seed(seed))
         return torch.erfinv(s.mul_(math.erf(3 / math.sqrt(2)))).mul_(math.sqrt(2) * std).clamp_(-3 * std, 3 * std)
 
     def rope(self, T):
         """cos and sin, each (T, head_dim/2) float32, of positions 0..T-1; the table grows on demand."""
-        if self._rope is None or len(self._rope[0]) < T or self._rope[0].device != self.embed.weight.device:
-            c = self.config
-            f = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.int64).float() / c.head_dim)
-            if c.rope_scaling:
-                f = scale_llama3(f, c.rope_scaling)
+        c, device = self.config, self.embed.weight.device
+        if self._rope is None or len(self._rope[0]) < T or self._rope[0].device != device:
+            f = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
+            if scaling := c.rope_scaling:  # Llama-3.1: long wavelengths are stretched, with a smooth band between
+                low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+                turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
+                smooth = ((turns - low) / (high - low)).clamp(0, 1)
+                f = f * (smooth + (1 - smooth) / scaling["factor"])
             angle = torch.outer(torch.arange(1 << (T - 1).bit_length()).float(), f)
-            self._rope = angle.cos().to(self.embed.weight.device), angle.sin().to(self.embed.weight.device)
+            self._rope = angle.cos().to(device), angle.sin().to(device)
         return self._rope[0][:T], self._rope[1][:T]
 
     # ---------------------------------------------------------------- counting
@@ -390,14 +381,6 @@ class RecurrentLM(nn.Module):
                 write(os.path.join(new, file))
 
 
-def scale_llama3(freq, scaling):
-    """Llama-3.1's RoPE scaling: long wavelengths are stretched by `factor`, with a smooth band."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return freq * (smooth + (1 - smooth) / scaling["factor"])
-
-
 # -------------------------------------------------------------------- checkpoint folders
 
 @contextlib.contextmanager
@@ -497,12 +480,9 @@ def read_json(path):
     """A JSON object from a file; InputError names the file where it is missing or broken."""
     try:
         with open(path, encoding="utf-8") as f:
-            value = json.load(f)
-    except (OSError, ValueError) as e:
-        raise InputError(f"{path}: cannot be read as JSON ({e})")
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: is not a JSON object")
-    return value
+            return dict(json.load(f))
+    except (OSError, ValueError, TypeError) as e:
+        raise InputError(f"{path}: cannot be read as a JSON object ({e})")
 
 
 def write_json(path, value):

@@ -167,6 +167,8 @@ def load_model(folder, args):
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as e:  # AssertionError: torch built without CUDA
         raise InputError(f"--device {args.device}: cannot be used here ({str(e).splitlines()[0]})")
+    if not 0 <= args.seed < 2**31:
+        raise InputError(f"--seed {args.seed}: lies between 0 and 2^31 - 1")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model = RecurrentLM.load(folder, args.device, dtype).eval()
     return model, Tokenizer.load(model.folder)

@@ -14,11 +14,14 @@ Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
 import contextlib
 import difflib
+import filecmp
+import functools
 import glob
 import inspect
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -31,7 +34,8 @@ from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from data import Shards, tiny
-from model import Config, InputError, RecurrentLM, cli, find_checkpoint, open_safetensors, read_json, write_json
+from model import (TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint, open_safetensors, read_json,
+                   write_json)
 from muon import Muon, param_groups
 
 
@@ -196,11 +200,16 @@ def save_checkpoint(s, model, opt, u, spent):
     names = {p: name for name, p in model.named_parameters()}
     state = {f"{names[p]}.{key}": t for p, d in opt.state.items() for key, t in d.items()}
     progress = {"config": asdict(s), "update": u, **spent}
-    model.save(os.path.join(s.out_dir, f"step_{u:06d}"), tokenizer=model.folder or s.data, extra={
+    model.save(os.path.join(s.out_dir, f"step_{u:06d}"), tokenizer=s.data, extra={
         "optimizer.safetensors": lambda path: save_file(state, path),
         "train.json": lambda path: write_json(path, progress)})
-    for folder in sorted(glob.glob(os.path.join(s.out_dir, "step_*[0-9]")))[:-s.keep]:
+    for folder in checkpoints(s)[:-s.keep]:
         shutil.rmtree(folder)
+
+
+def checkpoints(s):
+    """The complete checkpoints of out_dir, oldest first."""
+    return sorted(p for p in glob.glob(os.path.join(s.out_dir, "step_*")) if re.search(r"step_\d+$", p))
 
 
 def load_optimizer(folder, model, opt, u):
@@ -215,9 +224,9 @@ def load_optimizer(folder, model, opt, u):
 
 def resume_folder(s):
     """The newest checkpoint of out_dir, or None; InputError where it was made with other settings."""
-    if not glob.glob(os.path.join(s.out_dir, "step_*[0-9]")):
+    if not checkpoints(s):
         return None
-    folder = find_checkpoint(s.out_dir)
+    folder = checkpoints(s)[-1]
     old, new = read_json(os.path.join(folder, "train.json"))["config"], json.loads(json.dumps(asdict(s)))
     for key in new.keys() - FREE:
         if old.get(key) != new[key]:
@@ -292,11 +301,13 @@ def train(s, rank, world, device, say):
     if key:
         cost = per_update * (model.flops_per_token() if key == "match_flops" else 1)
         s.updates = max(1, round(budget / cost))
+    for file in TOKENIZER_FILES:
+        ours, theirs = os.path.join(s.data, file), os.path.join(model.folder or s.data, file)
+        if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
+            raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
     folder, start = resume_folder(s), 0
     if folder:
-        source = model.folder
         model = RecurrentLM.load(folder)
-        model.folder = source or model.folder
         progress = read_json(os.path.join(folder, "train.json"))
         start, before = progress["update"], {k: progress[k] for k in before}
     model.to(device)
@@ -317,12 +328,9 @@ def train(s, rank, world, device, say):
     autocast = lambda: torch.autocast(device.split(":")[0], torch.bfloat16, enabled=s.dtype == "bfloat16",
                                       cache_enabled=False)  # a cast cached under no_grad would lose its gradient
 
-    def batch(shards, seed, step, B):
-        """Rows and seeded initial states; the states depend on the row's number alone, not on the ranks."""
-        idx, targets, number = shards.batch(seed, step, rank, world, B)
-        state = None
-        if c.n_core:
-            state = model.initial_state(B, s.context, seeds=[1_000_003 * seed + int(i) for i in number])
+    def inputs(seed, idx, targets, number):
+        """On the device, with initial states that depend on a row's number alone, not on the ranks."""
+        state = model.initial_state(*idx.shape, [1_000_003 * seed + int(i) for i in number]) if c.n_core else None
         return idx.to(device), targets.to(device), state
 
     @torch.no_grad()
@@ -335,7 +343,7 @@ def train(s, rank, world, device, say):
         depths = s.eval_steps if c.n_core else [0]
         sums = torch.zeros(len(depths) + 1, device=device, dtype=torch.float64)
         for i in range(math.ceil(min(s.eval_rows, val_rows.rows) / (B_val * world))):
-            idx, targets, state = batch(val_rows, 0, i, B_val)
+            idx, targets, state = inputs(0, *val_rows.batch(0, i, rank, world, B_val))
             count = (targets != -100).sum()
             sums[-1] += count
             for j, r in enumerate(depths):
@@ -356,6 +364,8 @@ def train(s, rank, world, device, say):
     log_path = os.path.join(s.out_dir, "log.jsonl")
     if rank == 0:
         os.makedirs(s.out_dir, exist_ok=True)
+        for folder in glob.glob(os.path.join(glob.escape(s.out_dir), "step_*.tmp-*")):  # of a killed save
+            shutil.rmtree(folder)
         keep_log(log_path, start)
 
     def log(entry):
@@ -370,9 +380,8 @@ def train(s, rank, world, device, say):
         log({"update": u, "val": losses})
 
     # What an update costs, for the time left: the curriculum makes late updates dearer.
-    def cost(u):
-        r, k = mean_recurrence(s, u), backprop_depth(s, u)
-        return model.flops_per_token((r - k, k))
+    flops = functools.cache(lambda n, k: model.flops_per_token((n, k)))
+    cost = lambda u: flops(mean_recurrence(s, u) - backprop_depth(s, u), backprop_depth(s, u))
     ahead = sum(map(cost, range(start, s.updates)))
     done, spent = 0, dict(before)
 
@@ -384,14 +393,15 @@ def train(s, rank, world, device, say):
         for group in opt.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor(s, u)
         micro = [u * accumulate + a for a in range(accumulate)]
-        batches = [batch(rows, s.seed, m, B) for m in micro]
+        batches = [rows.batch(s.seed, m, rank, world, B) for m in micro]
         # The loss is the mean over all labels of the update, however they fall on ranks and micro-batches.
-        counts = torch.stack([(targets != -100).sum() for _, targets, _ in batches]).float()
+        counts = torch.stack([(targets != -100).sum() for _, targets, _ in batches]).to(device, torch.float32)
         total = counts.sum()
         if world > 1:
             dist.all_reduce(total)
         loss = torch.zeros((), device=device)
-        for m, (idx, targets, state), count in zip(micro, batches, counts):
+        for m, rows_m, count in zip(micro, batches, counts):
+            idx, targets, state = inputs(s.seed, *rows_m)
             n, k = draw_steps(s, u, m + 1)
             with ddp.no_sync() if world > 1 and m != micro[-1] else contextlib.nullcontext():
                 with autocast():
@@ -399,7 +409,7 @@ def train(s, rank, world, device, say):
                 part = torch.where(count > 0, part, 0.0) * (count / total)
                 (part * world).backward()  # DDP averages over the ranks
             loss += part.detach()
-            spent["flops"] += B * world * s.context * model.flops_per_token((n, k))
+            spent["flops"] += B * world * s.context * flops(n, k)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
         opt.step()
         opt.zero_grad(set_to_none=True)

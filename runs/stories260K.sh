@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The same road with a real pretrained checkpoint: a Llama of 260K parameters that writes children's
+# stories (karpathy/tinyllamas, in Hugging Face layout), retrofitted on the text of GSM8K.
+#
+#   bash runs/stories260K.sh FOLDER [GSM8K]
+#
+# FOLDER holds config.json, model.safetensors and tokenizer.model; GSM8K holds train.jsonl and
+# test.jsonl (default: FOLDER/../gsm8k). A few minutes on a CPU. It will score about zero: the model is
+# tiny; what is shown is that every part works on a real checkpoint with its own tokenizer.
+set -euo pipefail
+[[ $# -ge 1 ]] || { echo "usage: bash runs/stories260K.sh FOLDER [GSM8K]" >&2; exit 2; }
+folder=$(realpath "$1") gsm8k=$(realpath "${2:-$1/../gsm8k}")
+cd "$(dirname "$0")/.."
+out=out/stories260K
+
+[[ -e $out/retrofit ]] || python surgery.py "$folder" $out/retrofit --prelude 0-1 --core 2-3 --coda 4
+python data.py prepare --input "$gsm8k/train.jsonl" --field question,answer --tokenizer "$folder" --out $out/data
+python train.py --config=config/stories260K.toml
+python eval_gsm8k.py --model $out/recurrent --data "$gsm8k/test.jsonl" --limit 50 --shots 0 --max_new_tokens 128 --steps 1,4,8
+python sample.py --model $out/recurrent --steps 8 --tokens 100 --prompt "Once upon a time, there was a little girl named Lily. She liked to play"

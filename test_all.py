@@ -1,0 +1,646 @@
+"""
+Every promise of nanoloop, one test each: `python -m pytest -q test_all.py`, on a CPU, offline.
+
+Oracles come first: logits and gradients of the paper's own code, transformers' models, torch's
+AdamW, a run that was never killed. What needs those files finds them through the environment
+variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
+"""
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import surgery
+import train
+from data import Shards, Tokenizer, prepare, tiny
+from eval_gsm8k import STOPS, answer_batch, cut, flexible_extract, is_correct, make_prompt, strict_extract
+from model import Config, InputError, RecurrentLM
+from muon import Muon, newton_schulz, param_groups
+from sample import generate, newest_checkpoint, pick, stream
+
+# On busy cores two threads that wait for each other make models of this size 50 times slower.
+torch.set_num_threads(1)
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ASSETS = os.environ.get("NANOLOOP_ASSETS")
+needs_assets = pytest.mark.skipif(not ASSETS, reason="NANOLOOP_ASSETS is unset: no fixtures to compare with")
+
+
+def shared(*path):
+    return os.path.join(ASSETS, *path)
+
+
+def fixture(*path):
+    return shared("fixtures", *path)
+
+
+def expected(name):
+    return load_file(fixture(name, "expected", "expected.safetensors"))
+
+
+def run(*command, ok=True, **kwargs):
+    """Run a script of the repository as a user does; returns stdout + stderr. ok=False: it must fail in one line."""
+    p = subprocess.run([sys.executable, *map(str, command)], cwd=HERE, capture_output=True, text=True, **kwargs)
+    if ok:
+        assert p.returncode == 0, p.stdout + p.stderr
+    else:
+        assert p.returncode not in (0, None), p.stdout
+        assert "Traceback" not in p.stderr and len(p.stderr.strip().splitlines()) == 1, p.stderr
+    return p.stdout + p.stderr
+
+
+def call(main, *args):
+    """A script's main() in this process, which spares the seconds that importing torch takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", *map(str, args)])
+        main()
+
+
+def refusal(main, *args):
+    """The one line with which main() refuses these arguments (cli() prints it)."""
+    with pytest.raises((InputError, OSError)) as e:
+        call(main, *args)
+    assert len(str(e.value).splitlines()) == 1
+    return str(e.value)
+
+
+def convert(src, out, *flags):
+    call(surgery.main, src, out, *flags)
+    return RecurrentLM.load(out, dtype=torch.float32)
+
+
+def small(seed=0, **changes):
+    """A random model that is cheap to run."""
+    settings = dict(vocab_size=50, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2, n_coda=1,
+                    mean_recurrence=4, eos_token_id=1)
+    model = RecurrentLM(Config(**settings | changes))
+    model.init_weights(seed)
+    return model
+
+
+def same_weights(a, b):
+    a, b = (load_file(os.path.join(folder, "model.safetensors")) for folder in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------- the model
+
+@needs_assets
+@pytest.mark.parametrize("name, tolerance", [("hf_llama_gqa_untied", 1e-4), ("hf_llama3_rope", 3e-4), ("hf_olmo2", 1e-4)])
+def test_feed_forward_equals_transformers(name, tolerance, tmp_path):
+    """A converted Llama or OLMo-2 (tied, sharded, bf16, scaled RoPE) gives transformers' logits and loss."""
+    model, x = convert(fixture(name), tmp_path / "m", "--feed-forward"), expected(name)
+    ids = x["input_ids"]
+    assert (model(ids)[0] - x["logits"]).abs().max() < tolerance
+    assert abs(model(ids[:, :-1], ids[:, 1:])[1] - x["loss"]) < 1e-5
+
+
+@needs_assets
+@pytest.mark.parametrize("name", ["raven_llama", "raven_olmo2"])
+def test_recurrence_equals_the_papers_code(name, tmp_path):
+    """Logits at every r, and every gradient of a truncated (3, 2) step, are those of the paper's modelling code."""
+    model, x = convert(fixture(name), tmp_path / "m"), expected(name)
+    for r in (1, 2, 4, 8):
+        for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
+            logits = model(x["input_ids"], steps=steps, state=x["s0"])[0]
+            assert (logits - x[f"logits.{r}"]).abs().max() < 1e-4, (r, steps)
+    g = load_file(fixture(name, "expected", "grads.safetensors"))
+    loss = model(g["input_ids"], g["labels"], steps=(3, 2), state=g["s0"])[1]
+    loss.backward()
+    assert abs(loss - g["loss"]) < 1e-5
+    names = {"transformer.wte": "embed", "transformer.ln_f": "norm_f", "lm_head": "head", "core_block": "core",
+             "transformer.": "", "Wqkv": "qkv"}
+    params = dict(model.named_parameters())
+    for key, grad in g.items():
+        if key.startswith("grad."):
+            key = key.removeprefix("grad.")
+            for theirs, ours in names.items():
+                key = key.replace(theirs, ours)
+            assert (params.pop(key).grad - grad).norm() < 1e-3 * grad.norm(), key
+    assert not params, f"no gradient to compare with for {list(params)}"
+
+
+def test_gradient_stops_at_k():
+    """Only the last k recurrences and one pass of the prelude carry gradient; k = 0 leaves the core without."""
+    model, idx = small(), torch.arange(10)[None]
+    state = model.initial_state(1, 10, [0]).requires_grad_()
+    model(idx, idx, (0, 2), state)[1].backward()
+    assert state.grad is not None
+    state.grad = None
+    model.zero_grad()
+    model(idx, idx, (1, 2), state)[1].backward()
+    assert state.grad is None and model.embed.weight.grad.abs().sum() > 0
+    model.zero_grad()
+    model(idx, idx, (2, 0), state)[1].backward()
+    assert all(p.grad is None for p in model.core.parameters()) and model.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_transformers_as_oracle(kind, tmp_path):
+    """A folder that the installed transformers writes (its config keys, its logits) goes in unchanged."""
+    tf = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=128)
+    peer = (tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)) if kind == "llama" else tf.Olmo2ForCausalLM(tf.Olmo2Config(
+        **sizes, rope_theta=500000.0)))
+    for p in peer.parameters():  # norms of 1 would hide a misplaced one
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    peer.save_pretrained(tmp_path / "hf")
+    model = convert(tmp_path / "hf", tmp_path / "m", "--feed-forward")
+    ids = torch.randint(96, (2, 40))
+    with torch.no_grad():
+        assert (model(ids)[0] - peer(ids).logits).abs().max() < 1e-4
+
+
+def test_initial_state():
+    """Noise has the reference's spread and cut, and a row's noise follows from its seed alone."""
+    model = small(n_embd=64, n_head=4)
+    s = model.initial_state(64, 128)
+    std = model.config.state_std
+    assert abs(s.std() / std - 0.98658) < 0.005 and s.abs().max() <= 3 * std and abs(s.mean()) < std / 50
+    assert torch.equal(model.initial_state(3, 8, [5, 6, 7])[1:], model.initial_state(2, 8, [6, 7]))
+
+
+def test_save_and_load(tmp_path):
+    """A saved model comes back bit for bit, in one file or in shards, tied or not; a save replaces the old one whole."""
+    for shards, tied in ((10**9, False), (20_000, True)):
+        model = small(tie_embeddings=tied)
+        model.save(tmp_path / "m", shard_bytes=shards)
+        again = RecurrentLM.load(str(tmp_path / "m"))
+        assert again.config == model.config
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1 and os.listdir(tmp_path) == ["m"]
+
+
+@needs_assets
+def test_counts_are_the_papers():
+    """num_params and flops_per_token give the paper's Tables 6 and 7 and the FLOPs behind its figures."""
+    count = lambda *a, **k: RecurrentLM.empty(Config(*a, **k))
+    tiny_llama = (32000, 2048, 32, 4, 5632)
+    n = count(*tiny_llama, 22, 0, 0).num_params()
+    assert (n["embeddings"], n["body"]) == (131_072_000, 968_976_384)
+    model = count(*tiny_llama, 4, 8, 4)
+    n = model.num_params()
+    assert [n[k] for k in ("body", "prelude", "core", "coda", "adapter", "norm_f")] == [
+        704_708_608, 176_177_152, 352_354_304, 176_177_152, 8_388_608, 2_048]
+    assert count(*tiny_llama, 6, 10, 6).num_params()["body"] == 968_974_336
+    llama = (128256, 2048, 32, 8, 8192)
+    assert count(*llama, 16, 0, 0).num_params()["body"] == 973_146_112
+    assert count(*llama, 4, 6, 4).num_params()["body"] == 851_501_056
+    # One update of a published run lasts 2^20 tokens; its curriculum is summed here step by step.
+    row = next(r for r in json.load(open(fixture("flops.json")))["rows"]
+               if r["split"] == [4, 8, 4] and r["edges"] == "floor" and r["warmup_type"] == "linear")
+    R, W = row["train_rec"], int(row["warmup"] * row["max_steps"])
+    edges = [int(r / R * W) for r in range(R)] + [W]
+    total = sum((edges[r] - edges[r - 1]) * model.flops_per_token((max(r - 8, 0), min(r, 8)))
+                for r in range(1, R + 1) if edges[r] <= row["chkpt"])
+    last = sum(e <= row["chkpt"] for e in edges)  # the recurrence that the checkpoint falls into
+    total += (row["chkpt"] - edges[last - 1]) * model.flops_per_token((max(min(last, R) - 8, 0), min(last, R, 8)))
+    assert abs(total * 2**20 / row["FLOPs"] - 1) < 1e-8
+
+
+# ---------------------------------------------------------------- surgery
+
+@needs_assets
+def test_surgery_takes_the_layers_in_a_row(tmp_path):
+    """r = 1 with the identity adapter equals the kept layers run in a row; a trained adapter gives the paper's logits."""
+    model = convert(fixture("hf_llama_gqa_untied"), tmp_path / "m", "--prelude", "0-1", "--core", "3-5", "--coda", "6,7")
+    x = expected("surgery")
+    for wanted in ("logits.identity.1", "logits.hf_pruned"):
+        assert (model(x["input_ids"], steps=1, state=x["s0"])[0] - x[wanted]).abs().max() < 1e-4
+    # The same layers through our own feed-forward model, layer by layer.
+    parent = convert(fixture("hf_llama_gqa_untied"), tmp_path / "p", "--feed-forward")
+    parent.prelude = torch.nn.ModuleList(parent.prelude[i] for i in (0, 1, 3, 4, 5, 6, 7))
+    assert torch.equal(model(x["input_ids"], steps=1)[0], parent(x["input_ids"])[0])
+    model.adapter.weight.data = x["adapter"]
+    for r in (1, 4):
+        assert (model(x["input_ids"], steps=r, state=x["s0"])[0] - x[f"logits.{r}"]).abs().max() < 1e-4
+
+
+@needs_assets
+def test_surgery_unties_and_retrofits_our_own(tmp_path):
+    """A tied source gets a head of its own; a feed-forward checkpoint of ours goes in as Hugging Face's does."""
+    stories = shared("assets", "stories260K")
+    flags = ("--prelude", "0-1", "--core", "2-3", "--coda", "4")
+    direct = convert(stories, tmp_path / "a", *flags)
+    convert(stories, tmp_path / "parent", "--feed-forward")
+    convert(tmp_path / "parent", tmp_path / "b", *flags)
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert torch.equal(direct.head.weight, direct.embed.weight) and direct.head.weight is not direct.embed.weight
+    assert (tmp_path / "b" / "tokenizer.model").exists()
+
+
+@needs_assets
+def test_surgery_refuses(tmp_path):
+    """Every wrong input to surgery.py ends in one line that names it, and leaves no OUT behind."""
+    src, out = fixture("hf_llama_gqa_untied"), tmp_path / "out"
+    three = lambda *parts: [x for pair in zip(("--prelude", "--core", "--coda"), parts) for x in pair]
+    bad = tmp_path / "bad"
+
+    def broken(change):
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(src, bad)
+        change()
+        return bad
+
+    def edit(**keys):
+        with open(bad / "config.json") as f:
+            config = json.load(f)
+        (bad / "config.json").write_text(json.dumps(config | keys))
+
+    def cut():
+        with open(bad / "model.safetensors", "r+b") as f:
+            f.truncate(100_000)
+
+    def drop_one():
+        tensors = load_file(bad / "model.safetensors")
+        del tensors["model.layers.3.mlp.up_proj.weight"]
+        save_file(tensors, bad / "model.safetensors")
+
+    for args, word in (
+            ((tmp_path / "none", out, "--feed-forward"), "none"), ((src, out), "--prelude"),
+            ((src, out, *three("0-1", "3-8", "7")), "--core"), ((src, out, *three("0-3", "3-5", "7")), "--core"),
+            ((src, out, *three("0", "1-x", "7")), "--core"), ((src, out, "--preset", "tinyllama-4-8-4"), "--preset")):
+        assert word in refusal(surgery.main, *args)
+    for change, word in ((lambda: edit(model_type="gpt2"), "gpt2"), (cut, "model.safetensors"),
+                         (drop_one, "layers.3.mlp.up_proj"), (lambda: edit(hidden_size=128), "(320, 128)"),
+                         (lambda: (bad / "config.json").write_text("{"), "config.json"),
+                         (lambda: os.remove(bad / "model.safetensors"), "model.safetensors"),
+                         (lambda: shutil.copy(shared("assets", "tokenizers", "tinyllama", "tokenizer.model"), bad), "tokenizer")):
+        assert word in refusal(surgery.main, broken(change), out, "--feed-forward")
+    assert not out.exists() and not list(tmp_path.glob("*.tmp-*"))
+    out.mkdir()
+    assert "--overwrite" in run("surgery.py", src, out, "--feed-forward", ok=False)  # as a user sees it
+
+
+# ---------------------------------------------------------------- Muon
+
+def test_muon_update_is_the_official_one():
+    """The update equals the official formula matrix by matrix, and torch.optim.Muon's where present."""
+    torch.manual_seed(0)
+    shapes = [(32, 64), (64, 32), (32, 64), (48, 48)]
+    ours, plain = ([torch.nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(i)))
+                    for i, s in enumerate(shapes)] for _ in range(2))
+    opt = Muon([dict(kind="muon", params=ours, lr=0.02, weight_decay=0.1)])
+    peer = torch.optim.Muon([torch.nn.Parameter(p.detach().clone()) for p in plain], lr=0.02, weight_decay=0.1) \
+        if hasattr(torch.optim, "Muon") else None
+    momentum = [torch.zeros_like(p) for p in plain]
+    for _ in range(4):
+        grads = [torch.randn_like(p) for p in plain]
+        for p, g in zip(ours, grads):
+            p.grad = g.clone()
+        opt.step()
+        with torch.no_grad():
+            for p, g, m in zip(plain, grads, momentum):
+                m.copy_(0.95 * m + 0.05 * g)
+                u = (0.05 * g + 0.95 * m).bfloat16()
+                u = u.T if g.size(0) > g.size(1) else u
+                X = u / (u.norm() + 1e-7)
+                for _ in range(5):
+                    A = X @ X.T
+                    X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+                X = (X.T if g.size(0) > g.size(1) else X).float()
+                p.mul_(1 - 0.02 * 0.1).sub_(0.02 * X * max(1, g.size(0) / g.size(1)) ** 0.5)
+        if peer:
+            for p, g in zip(peer.param_groups[0]["params"], grads):
+                p.grad = g
+            peer.step()
+    for i, (p, q) in enumerate(zip(ours, plain)):  # bf16 products round differently when batched
+        assert (p - q).abs().max() < 2e-3, i
+        assert not peer or (p - peer.param_groups[0]["params"][i]).abs().max() < 2e-3, i
+        assert torch.equal(p.grad, grads[i]), "the gradient was changed"
+
+
+def test_newton_schulz_orthogonalises():
+    """In float64's eyes the result has singular values near 1 along the input's own singular directions."""
+    G = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0))
+    U, S, V = torch.linalg.svd(G.double(), full_matrices=False)
+    X = newton_schulz(G).double()
+    values = torch.einsum("bir,bij,bjr->br", U, X, V.mT)
+    assert values.min() > 0.6 and values.max() < 1.3
+    assert torch.allclose(newton_schulz(G[:1]), newton_schulz(G)[:1])
+
+
+def test_adamw_is_torchs():
+    """The AdamW half is torch's AdamW."""
+    a, b = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
+    ours = Muon([dict(kind="adamw", params=[a], lr=0.01, weight_decay=0.1)])
+    torchs = torch.optim.AdamW([b], lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    for i in range(5):
+        a.grad = torch.randn(5, 3, generator=torch.Generator().manual_seed(i))
+        b.grad = a.grad.clone()
+        ours.step(), torchs.step()
+    assert torch.allclose(a, b, atol=1e-7)
+
+
+def test_optimizer_state_survives_a_reload():
+    """Groups hold each parameter once, by kind; an optimizer continued from its state_dict goes on bit for bit."""
+    def fresh():
+        model = small()
+        return model, Muon(param_groups(model, 0.01, 0.001, 1e-4))
+
+    def update(model, opt, i):
+        idx = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(i))
+        model(idx, idx, 2, model.initial_state(2, 12, [0, 1]))[1].backward()
+        opt.step()
+        opt.zero_grad()
+
+    (a, opt_a), (b, opt_b) = fresh(), fresh()
+    kinds = {p: g["kind"] for g in opt_a.param_groups for p in g["params"]}
+    assert all((kinds[p] == "muon") == (p.dim() == 2 and "embed" not in n and "head" not in n)
+               for n, p in a.named_parameters())
+    for i in range(3):
+        update(a, opt_a, i)
+    b.load_state_dict(a.state_dict())
+    opt_b.load_state_dict(copy.deepcopy(opt_a.state_dict()))
+    update(a, opt_a, 3), update(b, opt_b, 3)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+# ---------------------------------------------------------------- decoding and scoring
+
+def decode_model(n_core=2, norm="pre", vocab_size=64):
+    """A tiny random model whose noise (std 1) and recurrences change what it says."""
+    model = RecurrentLM(Config(vocab_size, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=n_core,
+                               n_coda=1, norm=norm, context=64, state_std=1.0, mean_recurrence=3))
+    model.init_weights(seed=1)
+    return model
+
+
+def decode(model, prompts, n, **kw):
+    """(B, n) tokens"""
+    return torch.stack(list(generate(model, prompts, n, **kw)), dim=1)
+
+
+@needs_assets
+@pytest.mark.parametrize("name", ("raven_llama", "raven_olmo2"))
+def test_greedy_tokens_of_the_papers_code(name, tmp_path):
+    """Cached greedy decoding gives the tokens that the paper's own code gave (4 steps, zero state)."""
+    model, x = convert(fixture(name), tmp_path / "m"), expected(name)
+    prompt, greedy = x["greedy_prompt"], x["greedy"]
+    new = greedy.shape[1] - prompt.shape[1]
+    out = decode(model, prompt.tolist(), new, steps=4, state="zero")
+    assert torch.cat((prompt, out), 1).tolist() == greedy.tolist()
+
+
+@pytest.mark.parametrize("n_core, norm, steps", ((2, "pre", 5), (2, "post", 2), (2, "pre", 0), (0, "pre", None)))
+def test_cache_equals_full_recomputation(n_core, norm, steps):
+    """Every cached token is the one that a full forward pass over the text so far gives, noise and all."""
+    model = decode_model(n_core, norm)
+    prompts = torch.randint(64, (3, 7))
+    text = torch.cat((prompts, decode(model, prompts.tolist(), 12, steps=steps, seed=5)), 1)
+    noise = model.initial_state(19, 1, [5 * 1_000_003 + position for position in range(19)])[:, 0].expand(3, -1, -1)
+    with torch.no_grad():
+        logits, _ = model(text, steps=steps, state=noise)
+    assert text[:, 7:].tolist() == logits[:, 6:-1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("n_core", (2, 0))
+def test_batch_equals_alone(n_core):
+    """A row's tokens depend on neither the batch's other rows and padding, nor the rows dropped on the
+    way, nor on how many tokens are asked for."""
+    model = decode_model(n_core)
+    prompts = [torch.randint(64, (n,)).tolist() for n in (1, 9, 4, 17)]
+    alone = [decode(model, [p], 20, seed=3)[0].tolist() for p in prompts]
+    assert decode(model, prompts, 10, seed=3).tolist() == [row[:10] for row in alone]
+    tokens = generate(model, prompts, 20, seed=3)
+    first = [next(tokens) for _ in range(5)]
+    rest = [tokens.send([3, 0])] + list(tokens)
+    assert torch.stack(first, 1).tolist() == [row[:5] for row in alone]
+    assert torch.stack(rest, 1).tolist() == [alone[3][5:], alone[0][5:]]
+
+
+def test_decoding_leaves_the_model_trainable():
+    """Decoding first and training after works: no inference tensor stays behind in the model."""
+    model = decode_model()
+    decode(model, [[1, 2, 3]], 4)
+    model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]]), steps=2)[1].backward()
+
+
+def test_bf16_decodes():
+    """bfloat16 models decode, padded too."""
+    assert decode(decode_model().bfloat16(), [[1], [2, 3]], 4).shape == (2, 4)
+
+
+def test_pick_follows_temperature_top_k_and_top_p():
+    """Draws have softmax(logits / temperature)'s frequencies, cut to the top k and to the nucleus."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]].expand(20000, 4)
+    rng = torch.Generator().manual_seed(0)
+    share = lambda *a: (pick(logits, *a, rng).bincount(minlength=4) / 20000)[[1, 3, 0, 2]]
+    close = lambda a, b: torch.testing.assert_close(a, torch.tensor(b), atol=0.015, rtol=0)
+    close(share(1.0, 0, 1.0), [0.5, 0.3, 0.15, 0.05])
+    close(share(1.0, 2, 1.0), [0.625, 0.375, 0.0, 0.0])
+    close(share(1.0, 0, 0.7), [0.625, 0.375, 0.0, 0.0])
+    close(share(0.5, 0, 1.0), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365])
+    for settings in ((0, 0, 1.0), (1e-40, 0, 1.0), (1.0, 1, 1.0), (1.0, 0, 1e-9)):  # all of them greedy
+        assert pick(logits[:5], *settings, rng).tolist() == [1] * 5
+
+
+@needs_assets
+@pytest.mark.parametrize("name", ("tinyllama", "llama3"))
+def test_streamed_text_is_whole(name):
+    """Pieces join to the text, spaces included, and no piece shows half a character."""
+    tokenizer = Tokenizer.load(shared("assets", "tokenizers", name))
+    text = "Once upon a time 日本語 in Zürich 🙂👩‍👩‍👧, so.\n  Über"
+    ids = tokenizer.encode(text)
+    pieces = list(stream(tokenizer, ids[:3], ids[3:]))
+    assert tokenizer.decode(ids[:3]) + "".join(pieces) == text and len(pieces) > 10
+    assert "\ufffd" not in "".join(pieces)
+
+
+@needs_assets
+def test_answer_extraction_by_table():
+    """Cut, extraction and comparison equal lm-eval's on every row of the fixture."""
+    for line in open(fixture("gsm8k_extract.jsonl")):
+        row = json.loads(line)
+        text = cut(row["output"], STOPS["cot"])
+        found = {"cut": text, "flexible": flexible_extract(text), "strict": strict_extract(text)}
+        for answer in (row["answer"], row["gold"]):
+            found |= {f"{key}_correct": is_correct(found[key], answer) for key in ("flexible", "strict")}
+            assert {key: row[key] for key in found} == found, row["why"]
+
+
+@needs_assets
+def test_prompts_are_the_papers():
+    """The 0-, 1- and 8-shot prompts equal lm-eval's character by character."""
+    oracle = json.load(open(fixture("gsm8k_prompt.json")))
+    for shots in (0, 1, 8):
+        assert make_prompt(oracle["doc"]["question"], "cot", shots) == oracle[str(shots)]
+    assert list(STOPS["cot"]) == oracle["until"]
+
+
+def test_batched_answers_equal_single_ones():
+    """answer_batch ends each row at its own stop or EOS and gives the text that the row gives alone."""
+    class Letters:  # one character a token: stops span tokens
+        eos_id, decode = 63, staticmethod(lambda ids: "".join(chr(40 + i) for i in ids))
+
+    model, stops = decode_model(), ("5", "AB", "@")
+    prompts = [torch.randint(64, (n % 7 + 1,)).tolist() for n in range(10)]
+    texts, count = answer_batch(model, Letters, prompts, 30, stops, 3, 0, "noise")
+    alone = [answer_batch(model, Letters, [p], 30, stops, 3, 0, "noise") for p in prompts]
+    full = decode(model, prompts, 30, steps=3)
+    whole = [Letters.decode(row[:row.index(63)] if 63 in row else row) for row in full.tolist()]
+    assert texts == [text for (text,), _ in alone] == [cut(text, stops) for text in whole]
+    assert count == sum(n for _, n in alone) < 10 * 30
+
+
+def test_decoding_refuses_bad_prompts():
+    """An empty prompt, ids beyond the vocabulary and more than the context are InputErrors."""
+    for prompts, n, word in (([[1], []], 4, "empty"), ([[64]], 4, "vocabulary"), ([[1] * 60], 5, "context")):
+        with pytest.raises(InputError, match=word):
+            next(generate(decode_model(), prompts, n))
+
+
+def test_newest_checkpoint(tmp_path):
+    """The last written nanoloop config.json wins; foreign models and half-written saves do not count."""
+    with pytest.raises(InputError, match="tiny.sh"):
+        newest_checkpoint(str(tmp_path))
+    for age, (name, kind) in enumerate((("a/step_000002", "nanoloop"), ("a/step_000001", "nanoloop"), ("b", "llama"),
+                                        ("a/step_000003.tmp-12", "nanoloop"))):
+        (tmp_path / name).mkdir(parents=True)
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps({"model_type": kind}))
+        os.utime(path, (age, age))
+    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "a/step_000001")
+
+
+# ---------------------------------------------------------------- training
+
+def settings(**changes):
+    return train.Settings(**dict(out_dir="x", data="x") | changes)
+
+
+@needs_assets
+def test_schedules_are_the_papers():
+    """Mean recurrence, backprop depth, learning rate and the drawn (n, k) are those that the paper's code gives."""
+    with open(fixture("curriculum.json")) as f:
+        oracle = json.load(f)
+    for x in oracle["schedules"]:
+        s = settings(updates=x["total"], curriculum_warmup=x["warmup"], mean_recurrence=x["max_mean_rec"],
+                     curriculum=x["warmup_type"])
+        runs = [r for r, length in x["mean_recurrence_runs"] for _ in range(length)]
+        assert [train.mean_recurrence(s, u) for u in range(x["total"])] == runs
+    for x in oracle["backprop_schedules"]:  # the paper's code falls back at the last update: we do not
+        s = settings(updates=x["total"], backprop_warmup=x["warmup"], curriculum="none")
+        runs = [k for k, length in x["backprop_depth_runs"] for _ in range(length)]
+        assert [train.backprop_depth(s, u) for u in range(x["total"] - 1)] == runs[:-1]
+    for x in oracle["lr_factors"]["cases"]:
+        s = settings(updates=x["total"], warmup=x["warmup"], cooldown=x["cooldown"])
+        assert all(abs(train.lr_factor(s, u) - f) < 1e-9 for u, f in x["points"])
+    for x in oracle["sampler"]["cases"]:
+        s = settings(mean_recurrence=x["mean_recurrence"], backprop_depth=x["backprop_depth"], curriculum="none")
+        assert [list(train.draw_steps(s, 0, i)) for i in range(1, 65)] == x["exact_data_step_1_to_64"]
+
+
+def test_settings_say_what_is_wrong(tmp_path):
+    """Values keep their types, '=' may stand in one, and a wrong key or type names the key and the mend."""
+    config = tmp_path / "c.toml"
+    config.write_text('out_dir = "a=b"\ndata = "d"\nlr = 1\neval_steps = [1, 2]\n')
+    s = train.read_settings([f"--config={config}", "--updates=1e3", "--eval_steps=4,8", "--compile=false"])
+    assert (s.out_dir, s.lr, s.updates, s.eval_steps, s.compile) == ("a=b", 1.0, 1000, [4, 8], False)
+    for arg, words in (("--uptades=3", "updates"), ("--updates=1.5", "int"), ("--lr=fast", "float"), ("--compile=3", "bool"),
+                       ("--updates=0", "at least 1"), ("--curriculum=cubic", "linear"), ("updates=3", "--key=value"),
+                       (f"--config={tmp_path}/no.toml", "no.toml")):
+        with pytest.raises(InputError, match=words):
+            train.read_settings([f"--config={config}", arg])
+
+
+RUN = ("--n_prelude=1", "--n_core=1", "--n_coda=1", "--n_embd=32", "--n_ffn=64", "--context=26", "--batch_size=16",
+       "--micro_batch=8", "--mean_recurrence=3", "--backprop_depth=2", "--updates=12", "--save_every=3", "--eval_every=6",
+       "--eval_rows=32", "--eval_steps=1,4", "--compile=false", "--lr=0.01", "--adam_lr=0.003")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus") / "tiny"
+    tiny(str(folder), quick=True)
+    return folder
+
+
+def losses(folder):
+    with open(os.path.join(folder, "log.jsonl")) as f:
+        lines = [json.loads(line) for line in f]
+    return {x["update"]: x["loss"] for x in lines if "loss" in x}
+
+
+def test_killed_run_ends_with_the_same_weights(corpus, tmp_path):
+    """SIGKILL at any moment, then the same command: the same weights bit for bit, the same log, nothing half-written."""
+    base = ["train.py", f"--data={corpus}/task", *RUN]
+    run(*base, f"--out_dir={tmp_path}/whole")
+    kills = 0
+    for _ in range(20):
+        p = subprocess.Popen([sys.executable, *base, f"--out_dir={tmp_path}/killed"], cwd=HERE, stdout=subprocess.PIPE,
+                             text=True)
+        updates = 0
+        for line in p.stdout:
+            updates += "loss" in line and "validation" not in line
+            if updates == 4 and kills < 3:  # past a checkpoint, between two
+                kills += 1
+                p.send_signal(signal.SIGKILL)
+        if p.wait() == 0:
+            break
+    assert kills >= 2 and p.returncode == 0
+    assert same_weights(tmp_path / "whole" / "step_000012", tmp_path / "killed" / "step_000012")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+    assert sorted(os.listdir(tmp_path / "killed")) == ["log.jsonl", "step_000012"]
+    assert "choose another" in run(*base, f"--out_dir={tmp_path}/killed", "--lr=0.02", ok=False)
+
+
+# Sums in another order differ in their last bits. Muon's bfloat16 steps make 1e-3 of that, AdamW 1e-5.
+@pytest.mark.parametrize("optimizer, tolerance", [("muon", 2e-3), ("adamw", 2e-5)])
+def test_two_ranks_follow_one(optimizer, tolerance, corpus, tmp_path):
+    """Two ranks under torchrun with the same global batch follow one rank's losses, label counts unequal."""
+    base = ["train.py", f"--data={corpus}/pretrain", *RUN, "--context=50", "--updates=6", f"--optimizer={optimizer}"]
+    run(*base, "--micro_batch=16", f"--out_dir={tmp_path}/one")
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *base, "--micro_batch=8",
+        f"--out_dir={tmp_path}/two", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one.keys() == two.keys() and all(abs(one[u] - two[u]) < tolerance for u in one), (one, two)
+
+
+def test_accumulation_is_the_mean_over_all_labels(corpus, tmp_path):
+    """Micro-batches with different numbers of labels give the update of the whole batch, at a fixed r."""
+    base = ["train.py", f"--data={corpus}/pretrain", *RUN, "--context=50", "--updates=4", "--recurrence_sampler=fixed",
+            "--optimizer=adamw"]
+    run(*base, "--micro_batch=16", f"--out_dir={tmp_path}/one")
+    run(*base, "--micro_batch=4", f"--out_dir={tmp_path}/four")
+    one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert all(abs(one[u] - four[u]) < 2e-5 for u in one), (one, four)
+
+
+def test_training_refuses(corpus, tmp_path):
+    """A missing or corrupt data set, a wrong context and a tokenizer of another model each end in one line."""
+    base = [*RUN, f"--out_dir={tmp_path}/run"]
+    assert "nothing" in run("train.py", *base, f"--data={tmp_path}/nothing", ok=False)
+    assert "--context" in refusal(train.main, *base, f"--data={corpus}/task", "--context=30")
+    bad = tmp_path / "bad"
+    shutil.copytree(corpus / "task", bad)
+    with open(bad / "train_000000.npy", "r+b") as f:
+        f.truncate(5000)
+    assert "train_000000.npy" in refusal(train.main, *base, f"--data={bad}")
+    small(vocab_size=8).save(tmp_path / "model")
+    assert "vocabulary" in refusal(train.main, *base, f"--data={corpus}/task", f"--init_from={tmp_path}/model")
+    assert not (tmp_path / "run").exists()
+
+
+def test_quick_run_end_to_end():
+    """`bash runs/tiny.sh --quick` plays every stage: corpus, pretraining, surgery, healing, task, parents, scores, chart."""
+    shutil.rmtree(os.path.join(HERE, "out", "tiny-quick"), ignore_errors=True)
+    p = subprocess.run(["bash", "runs/tiny.sh", "--quick"], cwd=HERE, capture_output=True, text=True,
+                       env=os.environ | {"PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]})
+    assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
+    for name in ("recurrent", "parent_tokens", "parent_flops"):
+        with open(os.path.join(HERE, "out", "tiny-quick", f"eval_{name}.json")) as f:
+            result = json.load(f)
+        assert [row["steps"] for row in result["results"]] == ([1, 2, 4, 8, 16, 32] if name == "recurrent" else [0])
+        assert result["n"] >= 100
+    text = run("sample.py", "--steps", "32", "--tokens", "4")
+    assert "tokens/s" in text
