@@ -2,7 +2,7 @@
 Text to tokens to batches: tokenizers, `prepare`, the loader, and a small corpus made from nothing.
 
     python data.py tiny --out out/data/tiny              # the embedded corpus: seconds, no download
-    python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 16
+    python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 8
     python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out out/data/gsm8k
 
 A data set is a folder. `train_000000.npy` is a row of tokens (uint16, or uint32 for vocabularies above 65536):
@@ -19,12 +19,14 @@ import functools
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
-import shutil
 import signal
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +57,7 @@ class Tokenizer:
         path = next((p for file in TOKENIZER_FILES if os.path.isfile(p := os.path.join(folder, file))), None)
         if path is None:
             raise InputError(f"{folder}: no tokenizer.model or tokenizer.json here (--tokenizer)")
-        content = Path(path).read_bytes()
+        content = Path(path).read_bytes() or b"empty"  # of which SentencePiece would make a tokenizer
         try:
             if path.endswith(".json"):
                 return _byte_level(path, *_read_byte_level(json.loads(content)))
@@ -68,7 +70,7 @@ class Tokenizer:
             bos, eos = (i if i >= 0 else None for i in (sp.bos_id(), sp.eos_id()))
             return Tokenizer(path, sp.encode, sp.decode, sp.vocab_size(), bos, eos)
         except BaseException as e:  # a panic in tiktoken's Rust is no Exception
-            raise InputError(f"{path}: broken, or not SentencePiece, Llama-3's lines or byte-level BPE ({e!r})")
+            raise InputError(f"{path}: not SentencePiece, Llama-3's lines or byte-level BPE, or cut ({e!r:.200})")
 
     def encode(self, text, bos=False):
         """Token ids of plain text: "</s>" in it is four characters, never EOS."""
@@ -76,16 +78,15 @@ class Tokenizer:
         return [self.bos_id] * (bos and self.bos_id is not None) + self._encode(text)
 
     def decode(self, ids):
-        """Text of ids; special ids give their name (byte-level) or nothing (SentencePiece)."""
         try:
-            return self._decode([int(i) for i in ids])
+            return self._decode([int(i) for i in ids])  # special ones: their name (byte-level) or nothing
         except (KeyError, IndexError, OverflowError, TypeError):
             raise InputError(f"{self.files[0]}: {ids} are not all ids below {self.vocab_size}")
 
 
 def _read_byte_level(spec):
     """tokenizer.json of Llama-3.2, OLMo-2, GPT-2 (split regex, vocabulary, merges) -> _byte_level's arguments."""
-    model, pre, post = spec["model"], spec["pre_tokenizer"], spec["post_processor"] or {}
+    model, pre, post = spec["model"], spec["pre_tokenizer"], spec.get("post_processor") or {}
     *split, level = pre.get("pretokenizers", [pre])
     assert (model["type"], level["type"], spec["normalizer"], level["add_prefix_space"],
             level.get("use_regex", True)) == ("BPE", "ByteLevel", None, False, not split), "another kind"
@@ -122,19 +123,18 @@ def _byte_level(path, pattern, pieces, ids, added, plain, bos_id):
 
 
 # ---- prepare: text files to shards -----------------------------------------------------------
-CHUNK = 1 << 18  # bytes of text that a worker gets at once
-load_once = functools.cache(Tokenizer.load)
+load_once = functools.cache(Tokenizer.load)  # once a process
 
 
-def _chunks(inputs, fields):
-    """Yield (path, number of its first document here, documents: .parquet rows or bytes, bytes of the file)."""
+def _chunks(inputs, fields, most):
+    """Yield (path, number of the first document, documents: rows or bytes, bytes of the file: about `most`)."""
     for path in inputs:
         first, size = 1, os.path.getsize(path)
         if path.endswith(".txt"):
             yield path, first, [Path(path).read_bytes()], size
         elif path.endswith(".jsonl"):
             with open(path, "rb") as f:
-                for lines in iter(lambda: f.readlines(CHUNK), []):
+                for lines in iter(lambda: f.readlines(most), []):
                     yield path, first, lines, sum(map(len, lines))
                     first += len(lines)
         else:
@@ -159,16 +159,23 @@ def _tokenize(folder, fields, chunk):
             if not path.endswith(".txt"):
                 text = "\n".join(row[field] for field in fields)
         except (ValueError, RecursionError, KeyError, TypeError) as e:  # bad UTF-8 is refused, never replaced
-            raise InputError(f"{path}:{number}: no UTF-8 text, no JSON or no string in --field {fields} ({e!r})")
+            raise InputError(f"{path}:{number}: not UTF-8, not JSON or no text in --field {fields} ({e!r:.200})")
         if text.strip():
             tokens += [*tokenizer.encode(text, bos=True), tokenizer.eos_id]
     return np.array(tokens, np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32), size
 
 
+def _start_worker():
+    """Ctrl-C is the parent's to handle; and a worker whose parent was killed would wait for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, procs=1):
     """
-    Pack .txt (a file is a document), .jsonl and .parquet files into shards of about shard_tokens, the last `val` of
-    each for validation. The same call again goes on after the last whole shard and writes the same bytes.
+    Pack .txt (a file is a document), .jsonl and .parquet files into shards of about shard_tokens, the last `val`
+    of each for validation. The same call again goes on after the last whole shard and writes the same bytes.
     """
     if not 0 <= val < 1 or shard_tokens < 1 or procs < 1:
         raise InputError(f"--val {val} is not in [0, 1), or --shard_tokens or --procs is below 1")
@@ -189,7 +196,8 @@ def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, 
             return print(f"{out}: is complete, nothing to do")
     elif not {"train_000000.npy", "val_000000.npy", "progress.json.tmp"}.issuperset(os.listdir(out)):
         raise InputError(f"{out}: holds other files; choose another --out")
-    shards, pieces, packed, start_time = done["shards"], [], 0, time.time()
+    shards, pieces, packed, begun = done["shards"], [], 0, time.time()
+    start, total = done["bytes"], sum(map(os.path.getsize, inputs))
 
     def close_shard():
         tokens, number = np.concatenate(pieces), len(shards["train"])
@@ -201,23 +209,27 @@ def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, 
                 np.save(os.path.join(out, shards[split][-1][0]), part)
         write_json(progress + ".tmp", done)  # lists whole shards only; the same call again goes on from here
         os.replace(progress + ".tmp", progress)
-        share, speed = done["bytes"] / sum(map(os.path.getsize, inputs)), packed / (time.time() - start_time)
-        print(f"{out}: {number + 1} shards, {share:.0%} of the input, {speed:,.0f} tokens/s", flush=True)
 
-    chunks = itertools.islice(_chunks(inputs, fields), done["chunks"], None)
-    with ProcessPoolExecutor(procs, None, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    chunks = itertools.islice(_chunks(inputs, fields, min(shard_tokens, 1 << 18)), done["chunks"], None)
+    with ProcessPoolExecutor(procs, None, _start_worker) as pool:
         while some := list(itertools.islice(chunks, 16 * procs)):
-            for tokens, size in pool.map(functools.partial(_tokenize, folder, fields), some):
-                pieces.append(tokens)
-                packed += len(tokens)
-                done |= {"chunks": done["chunks"] + 1, "bytes": done["bytes"] + size}
-                if sum(map(len, pieces)) >= shard_tokens:
-                    close_shard()
+            try:
+                for tokens, size in pool.map(functools.partial(_tokenize, folder, fields), some):
+                    pieces.append(tokens)
+                    packed += len(tokens)
+                    done |= {"chunks": done["chunks"] + 1, "bytes": done["bytes"] + size}
+                    if sum(map(len, pieces)) >= shard_tokens:
+                        close_shard()
+            except BrokenProcessPool:
+                raise InputError("a worker was killed (memory?): the same command with fewer --procs goes on")
+            seconds, left = time.time() - begun, total - done["bytes"]
+            print(f"{done['bytes'] / total:.0%} of the input, {packed / seconds:,.0f} tokens/s, "
+                  f"ETA {left * seconds / max(1, done['bytes'] - start) / 60:.1f} min")
     if sum(map(len, pieces)):
         close_shard()
     if not shards["train"]:
         raise InputError(f"{inputs[0]}: no text in the input (--input)")
-    shutil.copy(tokenizer.files[0], out)
+    Path(out, os.path.basename(tokenizer.files[0])).write_bytes(Path(tokenizer.files[0]).read_bytes())
     opening = np.load(os.path.join(out, "train_000000.npy"), mmap_mode="r")[:12]
     prompt = tokenizer.decode(i for i in opening if i not in (tokenizer.bos_id, tokenizer.eos_id))
     done |= {"prompt": prompt.strip("\ufffd \n").split("\n")[0], "row": None}
@@ -236,15 +248,14 @@ def _shuffled(numbers, seed, rows):
         return x ^ (x >> 31)
     epoch, row = np.divmod(numbers.astype(np.uint64), rows)
     key = mix(epoch + mix(np.array([seed % 2**64], np.uint64) + 0x9E3779B97F4A7C15))
-    # A Feistel network permutes the next power of 4; what lands outside goes through again.
-    half = max(1, ((rows - 1).bit_length() + 1) // 2)
+    half = max(1, ((rows - 1).bit_length() + 1) // 2)  # bits: a Feistel network permutes the next power of 4,
     outside = np.ones(len(row), bool)
     while outside.any():
         left, right = row[outside] >> half, row[outside] & (2**half - 1)
         for turn in range(6):
             left, right = right, left ^ (mix(right + mix(key[outside] + turn)) & (2**half - 1))
         row[outside] = left << half | right
-        outside = row >= rows
+        outside = row >= rows  # and what lands outside goes through again
     return row.astype(np.int64)
 
 
@@ -256,11 +267,13 @@ class Shards:
         if not os.path.isfile(path):
             raise InputError(f"{folder}: no complete data set (no meta.json); run `python data.py prepare`")
         self.meta, self.T, self.rows, self.starts, self.shards = read_json(path), T, 0, [], []
+        if lacking := {"row", "vocab_size", "eos_id", "shards"} - self.meta.keys():
+            raise InputError(f"{path}: lacks {sorted(lacking)}: not a data set's; make it with `python data.py`")
         row, self.vocab_size = self.meta["row"], self.meta["vocab_size"]
         if row and T != row:
             raise InputError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
         if vocab_size is not None and vocab_size < self.vocab_size:
-            raise InputError(f"{folder}: ids up to {self.vocab_size - 1}, but the model's vocab_size is {vocab_size}")
+            raise InputError(f"{path}: ids up to {self.vocab_size - 1}, the model's vocab_size is {vocab_size}")
         for name, length in self.meta["shards"][split]:
             path = os.path.join(folder, name)
             answers = path.replace(".npy", ".targets.npy")
@@ -302,6 +315,7 @@ class Shards:
 # answer needs every sentence in order, and a model shallower than the story must reuse its layers.
 WORDS = ["<unk>", "</s>", "has", "gets", "loses", "times", "so", *"0123456789"]  # the id is the place
 EOS, SO, ZERO = 1, 6, 7
+PROMPT = "has 7 loses 4 times 3 gets 2 gets 1 loses 4 times 2 loses 3 gets 4 times 3 loses 1 gets 2"
 # The sentences, as ids of verb and number; the count becomes count * factor + summand.
 VERB, NUMBER, FACTOR, SUMMAND = np.array(
     [(3, ZERO + i, 1, i) for i in (1, 2, 3, 4)] + [(4, ZERO + i, 1, -i) for i in (1, 2, 3, 4)]
@@ -319,26 +333,38 @@ def _stories(rng, n, length):
     return np.stack([VERB[said], NUMBER[said], np.full_like(said, SO), ZERO + count], axis=2)
 
 
-def _rows(stories, T, labelled=None, lengths=None):
-    """-> (2, n, T), tokens and targets: worked stories of `lengths` sentences, or direct ones of 12."""
-    idx, targets = rows = np.full((2, len(stories), T), EOS)
+def _worked(stories, lengths):
+    """-> (2, n, 52), tokens and targets of `so has 3 so 3 loses 4 so 9 EOS ...`: every next token is a target."""
+    idx, targets = rows = np.full((2, len(stories), 52), EOS)
+    idx[:, 0], idx[:, 1:49] = SO, stories.reshape(-1, 48)
+    idx[np.arange(52) > 4 * lengths[:, None]] = EOS
+    idx[lengths == 0] = EOS
+    targets[:, :-1], targets[:, -1] = np.where(idx[:, :-1] == EOS, -100, idx[:, 1:]), -100
+    return rows
+
+
+def _worked_pairs(first, second, lengths):
+    """A story of `lengths` sentences, then one of 12 - lengths: two documents fill a row of 52 tokens."""
+    column = np.arange(52) - (4 * lengths[:, None] + 2)  # of the second document; both have EOS at their end
+    one, two = _worked(first, lengths), _worked(second, 12 - lengths)
+    return np.where(column < 0, one, np.take_along_axis(two, np.broadcast_to(column.clip(0), two.shape), 2))
+
+
+def _direct(stories, labelled):
+    """-> (2, n, 26) of `has 3 loses 4 ... 9 EOS`: at the first `labelled` numbers the target is the answer so far."""
+    idx, targets = rows = np.full((2, len(stories), 26), EOS)
+    idx[:, :24], idx[:, 24] = stories[:, :, :2].reshape(-1, 24), stories[:, 11, 3]
     targets[:] = -100
-    if lengths is not None:  # `so has 3 so 3 loses 4 so 9 EOS...`: every next token is a target
-        idx[:, 0], idx[:, 1:49] = SO, stories.reshape(-1, 48)
-        idx[np.arange(T) > 4 * lengths[:, None]] = EOS
-        targets[:, :-1] = np.where(idx[:, :-1] == EOS, -100, idx[:, 1:])
-    else:  # `has 3 loses 4 9 EOS...`: at the first `labelled` sentences the target is the answer so far
-        idx[:, :24], idx[:, 24] = stories[:, :, :2].reshape(-1, 24), stories[:, 11, 3]
-        targets[:, 1:2 * labelled:2] = stories[:, :labelled, 3]
-        targets[:, 24] = EOS if labelled == 12 else -100
+    targets[:, 1:2 * labelled:2] = stories[:, :labelled, 3]
+    targets[:, 24] = EOS if labelled == 12 else -100
     return rows
 
 
 def tiny(out, seed=0, quick=False):
     """
-    Write out/{pretrain,task} (data sets), out/tokenizer, out/test.jsonl and out/test18.jsonl, a function of the seed.
-    pretrain: half worked stories of 1-12 sentences, half stories of 12 with the first 3 answers as targets.
-    task: stories of 12 with all answers. quick: a tenth of the rows.
+    Write the data sets out/{pretrain,task}, out/tokenizer, out/test.jsonl and out/test18.jsonl from the seed.
+    pretrain: rows of two documents; half of them worked stories of 1-12 sentences, half direct stories of 12
+    with the first 3 answers as targets. task: direct stories of 12 with all answers. quick: a tenth of the rows.
     """
     arguments, sizes, seen = {"seed": seed, "quick": quick}, {"train": 8_000 if quick else 80_000, "val": 1024}, []
     meta = os.path.join(out, "task", "meta.json")
@@ -354,23 +380,24 @@ def tiny(out, seed=0, quick=False):
         for folder in ("pretrain", "task", "tokenizer"):
             os.makedirs(os.path.join(new, folder))
             Path(new, folder, "tokenizer.model").write_bytes(model.getvalue())
-        for kind, T, prompt in (("pretrain", 50, "so has 7 so"), ("task", 26, "has 7 loses 4 times 3 gets 2")):
+        for kind, T, say in (("pretrain", 52, "so has 7 so"), ("task", 26, PROMPT)):
+            info = {"vocab_size": 17, "eos_id": EOS, "row": T, "shards": {}, "arguments": arguments, "prompt": say}
             for split, n in sizes.items():
                 rng = np.random.default_rng([seed, kind == "task", split == "val"])
-                stories, lengths, half = _stories(rng, n, 12), np.full(n, 12), n // 2
+                stories, lengths, quarter = _stories(rng, n, 12), np.full(n, 12), n // 4
                 if kind == "pretrain":
-                    lengths[:half] = rng.integers(1, 13, size=half)
-                    kinds = _rows(stories[:half], T, lengths=lengths[:half]), _rows(stories[half:], T, 3)
-                    idx, targets = np.concatenate(kinds, axis=1)[:, rng.permutation(n)]
+                    lengths[:quarter] = rng.integers(1, 13, size=quarter)
+                    lengths[quarter:2 * quarter] = 12 - lengths[:quarter]
+                    worked = _worked_pairs(stories[:quarter], stories[quarter:2 * quarter], lengths[:quarter])
+                    direct = _direct(stories[2 * quarter:], 3).reshape(2, -1, 52)
+                    idx, targets = np.concatenate((worked, direct), axis=1)[:, rng.permutation(n // 2)]
                 else:
-                    idx, targets = _rows(stories, T, 12)
+                    idx, targets = _direct(stories, 12)
+                info["shards"][split] = [[f"{split}_000000.npy", idx.size]]
                 seen += [(stories, lengths)] if split == "train" else []
                 for end, array in ((".npy", idx.astype(np.uint16)), (".targets.npy", targets.astype(np.int32))):
                     np.save(os.path.join(new, kind, f"{split}_000000{end}"), array.ravel())
-            shards = {split: [[f"{split}_000000.npy", n * T]] for split, n in sizes.items()}
-            Path(new, kind, "meta.json").write_text(json.dumps({
-                "vocab_size": 17, "eos_id": EOS, "row": T, "shards": shards, "arguments": arguments, "prompt": prompt},
-                indent=1))
+            Path(new, kind, "meta.json").write_text(json.dumps(info, indent=1))
         for length in (*range(1, 13), 18):
             name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
             # From 6 sentences on no test story begins a training row. There are too few shorter ones.
@@ -378,9 +405,8 @@ def tiny(out, seed=0, quick=False):
             stories = _stories(np.random.default_rng([seed, 2, length]), 10 * n, length)
             with open(os.path.join(new, name), "a") as f:
                 for s in [s for s in stories if length < 6 or s.tobytes() not in known][:n]:
-                    question = " ".join(WORDS[i] for i in s[:, :2].ravel())
-                    row = {"question": question, "answer": WORDS[s[-1, 3]], "difficulty": length}
-                    f.write(json.dumps(row) + "\n")
+                    f.write(json.dumps({"question": " ".join(WORDS[i] for i in s[:, :2].ravel()),
+                                        "answer": WORDS[s[-1, 3]], "difficulty": length}) + "\n")
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 
@@ -394,7 +420,7 @@ def main():
     p.add_argument("--field", default="text", help="one or several, comma separated (default: text)")
     p.add_argument("--val", type=float, default=0.01, help="validation share (default: 0.01)")
     p.add_argument("--shard_tokens", type=int, default=10**8, help="tokens a shard (default: 10^8)")
-    p.add_argument("--procs", type=int, default=os.cpu_count(), help="processes (default: all cores)")
+    p.add_argument("--procs", type=int, default=min(os.cpu_count(), 8), help="processes (default: cores, up to 8)")
     p = commands.add_parser("tiny", help="make the embedded corpus", description=tiny.__doc__)
     p.add_argument("--out", required=True, help="folder to make")
     p.add_argument("--seed", type=int, default=0)

@@ -89,10 +89,6 @@ class Config:
             if not ok:
                 raise InputError(f"config: {what}")
 
-    @property
-    def n_layer(self):
-        return self.n_prelude + self.n_core + self.n_coda
-
 
 class RMSNorm(nn.Module):
     """Normalise in float32, cast back, then scale: the order matters in bf16 (as in Llama)."""
@@ -189,12 +185,13 @@ class RecurrentLM(nn.Module):
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    # ---------------------------------------------------------------- the three parts
+    def embed_idx(self, idx):
+        # Not a part of run_prelude: the compiled backward of an embedding adds up in any order (on a CPU,
+        # by atomic adds), and a resumed run would not end with the same bits.
+        return self.embed(idx) * self.config.embed_scale
 
-    def run_prelude(self, idx, rope, mask=None, cache=None):
-        """idx (B, T) -> e (B, T, C)"""
-        x = self.embed(idx)
-        x = x * self.config.embed_scale if self.config.embed_scale != 1 else x
+    def run_prelude(self, x, rope, mask=None, cache=None):
+        """Embeddings (B, T, C) -> e (B, T, C)"""
         for i, block in enumerate(self.prelude):
             x = block(x, rope, mask, cache, i)
         return x
@@ -217,21 +214,17 @@ class RecurrentLM(nn.Module):
         for part in ("run_prelude", "run_core", "run_coda"):
             setattr(self, part, torch.compile(getattr(self, part)))
 
-    # ---------------------------------------------------------------- forward
-
     def forward(self, idx, targets=None, steps=None, state=None):
         """
-        idx: (B, T) int64. targets: (B, T) int64, already shifted, -100 = no loss.
-        steps: r recurrences, of which the last min(r, config.backprop_depth) carry gradient; or
-        (n, k): n without gradient, then k with; default config.mean_recurrence. The value does
-        not depend on the split. A feed-forward model has no recurrence and ignores it.
-        state: s_0 (B, T, C); default: drawn anew from torch's global generator.
-        Returns (logits (B, T, V) float32, mean cross-entropy or None).
-        Raises ValueError for a negative number of steps.
+        idx (B, T) int64; targets (B, T) int64, already shifted, -100 = no loss; state: s_0 (B, T, C),
+        default: drawn anew. steps: (n, k) recurrences without, then with gradient; or r, of which the
+        last config.backprop_depth carry gradient (default r: config.mean_recurrence). The value does
+        not depend on the split. A feed-forward model ignores it; a negative number is a ValueError.
+        Returns logits (B, T, V) float32 and the mean cross-entropy, or None without targets.
         """
         n, k = self.split_steps(steps)
         rope = self.rope(idx.shape[1])
-        x = self.run_prelude(idx, rope)
+        x = self.run_prelude(self.embed_idx(idx), rope)
         if self.config.n_core:
             e, x = x, (self.initial_state(*idx.shape) if state is None else state).type_as(x)
             with torch.no_grad():
@@ -281,8 +274,6 @@ class RecurrentLM(nn.Module):
             self._rope = angle.cos().to(device), angle.sin().to(device)
         return self._rope[0][:T], self._rope[1][:T]
 
-    # ---------------------------------------------------------------- counting
-
     def num_params(self):
         """
         Parameters by part, as the paper's Tables 6 and 7 count them: embeddings with the head (once
@@ -297,17 +288,14 @@ class RecurrentLM(nn.Module):
 
     def flops_per_token(self, steps=None):
         """
-        Training FLOPs per token by the paper's rule: 6 per parameter that carries gradient (N1)
-        and 2 per parameter that does not (N2), layers only (adapter, final norm, embeddings, head
-        and attention scores not counted); steps as in forward(). Feed-forward: layers and final norm.
+        Training FLOPs per token by the paper's rule: 6 per parameter that carries gradient (N1) and 2 per
+        one that does not (N2), of the layers alone; steps as in forward(). Feed-forward: and the final norm.
         """
         n = self.num_params()
         if not self.config.n_core:
             return 6 * n["body"]
         without, with_grad = self.split_steps(steps)
         return 6 * (n["prelude"] + n["coda"] + with_grad * n["core"]) + 2 * without * n["core"]
-
-    # ---------------------------------------------------------------- from scratch, load, save
 
     def init_weights(self, seed):
         """Takase/Huginn initialisation, for baselines from scratch (the paper's Figure 2)."""
@@ -408,12 +396,10 @@ def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest complete step_* checkpoint of a run's folder."""
     if not os.path.isdir(folder):
         raise InputError(f"{folder}: no such folder")
-    if os.path.exists(os.path.join(folder, "config.json")):
-        return folder
     steps = sorted(d for d in os.listdir(folder) if re.fullmatch(r"step_\d+", d))
-    if not steps:
-        raise InputError(f"{folder}: holds neither config.json nor a step_* checkpoint")
-    return os.path.join(folder, steps[-1])
+    if steps or os.path.exists(os.path.join(folder, "config.json")):
+        return os.path.join(folder, steps[-1]) if steps else folder
+    raise InputError(f"{folder}: holds neither config.json nor a step_* checkpoint")
 
 
 def load_config(folder):
@@ -456,10 +442,7 @@ def tensor_files(folder):
 
 
 def read_tensors(folder, shapes, device="cpu", dtype=None):
-    """
-    The tensors named in `shapes` ({name: shape}), read lazily: nothing else of the folder is.
-    InputError names a missing or damaged file, a missing tensor, or the two shapes that differ.
-    """
+    """The tensors of `shapes` ({name: shape}), and nothing else, read from a folder's files. InputError."""
     where, out = tensor_files(folder), {}
     missing = sorted(shapes.keys() - where.keys())
     if missing:

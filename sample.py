@@ -129,7 +129,7 @@ def generate(model, prompts, max_new_tokens, steps=None, temperature=0.0, top_k=
             visible = (j <= i) & (j >= pad[:, None, None]) | (j == i)           # (B, T, end)
             mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf).unsqueeze(1)
         cache.extend(end - start)
-        x = model.run_prelude(idx, rope, mask, cache)
+        x = model.run_prelude(model.embed_idx(idx), rope, mask, cache)
         slot = c.n_prelude
         if c.n_core:
             e, x = x, noise[position]

@@ -63,7 +63,7 @@ def main():
         config = load_config(args.src) if native else hf_config(args.src, raw)
         if config.n_core:
             raise InputError(f"{args.src}: has a recurrent block already: name its feed-forward parent")
-        n_layer = config.n_layer
+        n_layer = config.n_prelude + config.n_coda
         if args.feed_forward:
             if flags:
                 raise InputError(f"--{flags[0]}: --feed-forward takes all layers: drop one of the two")

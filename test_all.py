@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import data
 import surgery
 import train
 from data import Shards, Tokenizer, prepare, tiny
@@ -88,6 +90,13 @@ def small(seed=0, **changes):
 def same_weights(a, b):
     a, b = (load_file(os.path.join(folder, "model.safetensors")) for folder in (a, b))
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus") / "tiny"
+    tiny(str(folder), quick=True)
+    return folder
 
 
 # ---------------------------------------------------------------- the model
@@ -512,6 +521,239 @@ def test_newest_checkpoint(tmp_path):
     assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "a/step_000001")
 
 
+# ---------------------------------------------------------------- tokenizers and data
+
+HARD = ["", " ", "Hello  world", "naïve 👩‍👩‍👧‍👦 🏳️‍🌈 café", "汉字和かな", "1234567890 3.14",
+        "a\n\n\n  b\t\tc\r\n", "\x00\x01\x7f\x85",
+        "don't DON'T 'ſ", " " * 77 + "x", "<s></s><|endoftext|><|begin_of_text|><|eot_id|>", "|||IP_ADDRESS||| x",
+        "a" * 5000, "\u2028\u00a0\ufeff ﷺ"]
+
+
+@needs_assets
+@pytest.mark.parametrize("name", ["tokenizers/llama3", "tokenizers/tinyllama", "tokenizers/olmo2", "stories260K"])
+def test_tokenizer_round_trip(name):
+    """Any text comes back from its ids, and no text becomes BOS or EOS."""
+    tokenizer = Tokenizer.load(shared("assets", name))
+    for text in HARD:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eos_id not in ids and (tokenizer.bos_id is None or tokenizer.bos_id not in ids)
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.encode("a", bos=True) == [tokenizer.bos_id][tokenizer.bos_id is None:] + tokenizer.encode("a")
+    if name == "tokenizers/llama3":  # the published ids
+        assert tokenizer.encode("Hello world", bos=True) == [128000, 9906, 1917] and tokenizer.eos_id == 128001
+    tokenizer.decode(tokenizer.encode("half a pair \ud83d") + [tokenizer.eos_id])
+    with pytest.raises(InputError):
+        tokenizer.decode([tokenizer.vocab_size])
+
+
+@needs_assets
+def test_olmo2_ids_match_tokenizers():
+    """Byte-level ids equal those of the tokenizers library, which reads the same tokenizer.json."""
+    oracle = pytest.importorskip("tokenizers").Tokenizer.from_file(f"{ASSETS}/assets/tokenizers/olmo2/tokenizer.json")
+    oracle.encode_special_tokens = True  # special tokens in text stay text
+    with open(f"{ASSETS}/assets/gsm8k/test.jsonl", encoding="utf-8") as f:
+        lines = f.read().splitlines()
+    tokenizer = Tokenizer.load(f"{ASSETS}/assets/tokenizers/olmo2")
+    for text in HARD + lines:
+        assert tokenizer.encode(text) == oracle.encode(text).ids, text
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 100257)
+
+
+def test_byte_level_json_in_any_id_order(tmp_path):
+    """A tokenizer.json whose ids are not in merge order is read exactly, with the BOS of its template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    oracle = tokenizers.ByteLevelBPETokenizer()
+    texts = ["the cat sat on the mat, then that cat ate the hat 你好"] * 9
+    oracle.train_from_iterator(texts, vocab_size=300, min_frequency=1)
+    spec = json.loads(oracle.to_str())
+    spec["pre_tokenizer"]["add_prefix_space"] = False
+    vocab, first = spec["model"]["vocab"], {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
+    order = np.random.default_rng(0).permutation(len(vocab)).tolist()
+    spec["model"]["vocab"] = {piece: order[i] for piece, i in vocab.items()}
+    spec["added_tokens"] = [dict(id=len(vocab) + i, content=name, special=True, normalized=False,
+                                 single_word=False, lstrip=False, rstrip=False)
+                            for i, name in enumerate(["<|begin|>", "</s>"])]
+    spec["post_processor"] = {
+        "type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [len(vocab)], "tokens": ["<|begin|>"]}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer, oracle = Tokenizer.load(str(tmp_path)), tokenizers.Tokenizer.from_str(json.dumps(spec))
+    for text in ["the cat ate that", "then 你好 hat", "zzz\x00"]:
+        assert tokenizer.encode(text, bos=True) == oracle.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_id == len(vocab) + 1 and tokenizer.vocab_size == len(vocab) + 2
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"normalizer": {"type": "NFC"}}))
+    with pytest.raises(InputError, match="byte-level BPE"):
+        Tokenizer.load(str(tmp_path))
+
+
+def word_documents(path, n):
+    """n short documents in the embedded corpus's words, written to path; returns their texts."""
+    rng = np.random.default_rng(0)
+    rows = [" ".join(["has", *map(str, rng.integers(10, size=rng.integers(1, 9)))]) for _ in range(n)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return rows
+
+
+def test_prepare_resumes_byte_identical(corpus, tmp_path, monkeypatch):
+    """A killed prepare goes on after its last whole shard and ends with the same bytes; twice does nothing."""
+    rows = word_documents(tmp_path / "a.jsonl", 500)
+    arguments = dict(inputs=[str(tmp_path / "a.jsonl")], tokenizer=f"{corpus}/tokenizer", val=0.1,
+                     shard_tokens=1000)
+    prepare(out=str(tmp_path / "whole"), **arguments)
+    save = np.save
+    with monkeypatch.context() as patch:
+        def die(path, array):
+            save(path, array)
+            if path.endswith("train_000002.npy"):
+                raise KeyboardInterrupt
+        patch.setattr(np, "save", die)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out=str(tmp_path / "killed"), **arguments)
+    with pytest.raises(InputError, match="no meta.json"):
+        Shards(str(tmp_path / "killed"), "train", 8)
+    prepare(out=str(tmp_path / "killed"), procs=2, **arguments)
+    names = sorted(os.listdir(tmp_path / "whole"))
+    assert names == sorted(os.listdir(tmp_path / "killed"))
+    for name in names:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes(), name
+    tokenizer, stream = Tokenizer.load(str(tmp_path / "whole")), []
+    meta = json.loads((tmp_path / "whole" / "meta.json").read_text())["shards"]
+    assert len(meta["train"]) > 3
+    for (train, _), (val, _) in zip(meta["train"], meta["val"], strict=True):
+        stream += [*np.load(tmp_path / "whole" / train), *np.load(tmp_path / "whole" / val)]
+    assert stream == [i for row in rows for i in [*tokenizer.encode(row), tokenizer.eos_id]]
+    prepare(out=str(tmp_path / "whole"), **arguments)
+    with pytest.raises(InputError, match="other arguments"):
+        prepare(out=str(tmp_path / "whole"), **(arguments | {"val": 0.2}))
+
+
+def test_prepare_refuses_bad_input(corpus, tmp_path):
+    """Bad text is refused with the file, the line and the mend."""
+    for content, message in [(b'{"text": "has 1"}\n{"text": ', ":2: "), (b'{"text": "\xff"}', ":1: "),
+                             (b"", "empty"), (b"\n\n", "no text"), (b'{"q": "has"}', "--field"),
+                             (b'{"text": null}', "--field"), (b"[1]", ":1: ")]:
+        (tmp_path / "bad.jsonl").write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            prepare([str(tmp_path / "bad.jsonl")], f"{corpus}/tokenizer", str(tmp_path / "out"))
+    with pytest.raises(InputError, match="tokenizer"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_loader_is_a_pure_function(corpus):
+    """2 ranks with batch B see what 1 rank with 2B sees; an epoch visits every row once."""
+    shards = Shards(f"{corpus}/task", "val", 26)
+    both = shards.batch(7, 3, 0, 1, 8)
+    parts = [shards.batch(7, 3, rank, 2, 4) for rank in (0, 1)]
+    for whole, a, b in zip(both, *parts):
+        assert np.concatenate([a, b]).tolist() == whole.tolist()
+    assert both[2].tolist() == list(range(24, 32))
+    for rows in (1, 2, 3, 10, 1000, 4096):
+        first, second = data._shuffled(np.arange(2 * rows), 5, rows).reshape(2, rows)
+        assert sorted(first) == sorted(second) == list(range(rows))
+        assert rows < 10 or (first.tolist() != second.tolist() and (first == np.arange(rows)).mean() < 0.5)
+    assert 0 <= data._shuffled(np.arange(10**12, 10**12 + 64), 5, 10**9).min()
+
+
+def test_loader_windows(corpus, tmp_path):
+    """Windows follow one another without crossing shards; targets are the next token."""
+    word_documents(tmp_path / "a.jsonl", 300)
+    out = str(tmp_path / "out")
+    prepare([str(tmp_path / "a.jsonl")], f"{corpus}/tokenizer", out, shard_tokens=500, val=0)
+    shards = Shards(out, "train", 16, vocab_size=17)
+    idx, targets, _ = shards.batch(0, 0, 0, 1, shards.rows)
+    files = [np.load(f"{out}/{name}") for name, _ in shards.meta["shards"]["train"]]
+    windows = [(f[i:i + 16].tolist(), f[i + 1:i + 17].tolist()) for f in files for i in range(0, len(f) - 16, 16)]
+    assert sorted(windows) == sorted(zip(idx.tolist(), targets.tolist()))
+
+
+def test_loader_refuses_bad_folders(corpus, tmp_path):
+    """A cut shard, a wrong T, a small vocabulary, a missing folder: each is said, never trained on."""
+    with pytest.raises(InputError, match="--context=26"):
+        Shards(f"{corpus}/task", "train", 32)
+    with pytest.raises(InputError, match="vocab_size is 16"):
+        Shards(f"{corpus}/task", "train", 26, vocab_size=16)
+    with pytest.raises(InputError, match="meta.json"):
+        Shards(str(tmp_path), "train", 26)
+    for name in ("train_000000.npy", "train_000000.targets.npy"):
+        for size in (0, 50, 5000, None):
+            folder = str(tmp_path / f"{name}{size}")
+            shutil.copytree(f"{corpus}/task", folder)
+            os.truncate(f"{folder}/{name}", size) if size is not None else os.remove(f"{folder}/{name}")
+            with pytest.raises(InputError, match=name):
+                Shards(folder, "train", 26)
+
+
+def solve(sentences):
+    """The answer after every sentence of a story (a list of words): the task, said once more."""
+    answers = []
+    for verb, number in zip(sentences[::2], map(int, sentences[1::2])):
+        last = int(answers[-1]) if answers else 0
+        count = {"has": number, "gets": last + number, "loses": last - number, "times": last * number}[verb]
+        answers.append(str(count % 10))
+    return answers
+
+
+def test_tiny_rows_say_the_truth(corpus):
+    """Every row of the embedded corpus is a story with its true answers, labelled where it should be."""
+    tokenizer = Tokenizer.load(f"{corpus}/tokenizer")
+    words = [tokenizer.decode([i]) for i in range(17)]
+    assert words[1:] == ["", "has", "gets", "loses", "times", "so", *"0123456789"]
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (17, None, 1)
+    assert solve("has 7 loses 4 times 3 gets 2 gets 1 loses 4".split())[-1] == "8"
+    kinds, lengths = {"worked": 0, "direct": 0}, set()
+    for kind, T, n in (("pretrain", 52, 512), ("task", 26, 1024)):
+        idx, targets, _ = Shards(f"{corpus}/{kind}", "val", T).batch(0, 0, 0, 1, n)
+        # A row is one document or two, each with EOS at its end, or one and padding of EOS.
+        ends = [[i for i, token in enumerate(row) if token == 1] for row in idx.tolist()]
+        documents = [(row[a + 1:b + 1], label[a + 1:b + 1]) for row, label, at in zip(idx.tolist(), targets.tolist(), ends)
+                     for a, b in zip([-1, *at], at)]
+        assert all(at[-1] == T - 1 for at in ends)
+        for row, label in documents:
+            end = len(row) - 1
+            assert label[end] == -100
+            if end == 0:
+                continue
+            text, said = [words[i] for i in row[:end]], {i: words[y] for i, y in enumerate(label) if y >= 0}
+            if text[0] == "so":
+                kinds["worked"] += 1
+                lengths.add(end // 4)
+                story = [w for i in range(1, end, 4) for w in text[i:i + 2]]
+                assert text[4::4] == solve(story) and label[:end] == row[1:end + 1]
+            else:
+                kinds["direct"] += 1
+                story, answers = text[:-1], solve(text[:-1])
+                assert len(story) == 24 and text[-1] == answers[-1]
+                shown = 3 if kind == "pretrain" else 12
+                expected = {2 * i + 1: answers[i] for i in range(shown)} | ({24: ""} if kind == "task" else {})
+                assert said == expected
+    assert kinds["direct"] == 512 + 1024 and 460 < kinds["worked"] <= 512 and lengths == set(range(1, 13))
+    for name, counts in (("test.jsonl", {i: 100 for i in range(1, 13)}), ("test18.jsonl", {18: 300})):
+        with open(f"{corpus}/{name}") as f:
+            rows = [json.loads(line) for line in f]
+        for row in rows:
+            assert row["answer"] == solve(row["question"].split())[-1]
+            assert len(row["question"].split()) == 2 * row["difficulty"]
+            counts[row["difficulty"]] -= 1
+        assert not any(counts.values())
+
+
+def test_tiny_again(corpus, tmp_path):
+    """The corpus depends on the seed alone, and a second call leaves a whole one untouched."""
+    before = os.stat(f"{corpus}/test.jsonl").st_mtime_ns
+    tiny(str(corpus), quick=True)
+    assert os.stat(f"{corpus}/test.jsonl").st_mtime_ns == before
+    tiny(str(tmp_path / "again"), quick=True)
+    for name in ("pretrain/train_000000.npy", "task/train_000000.targets.npy", "tokenizer/tokenizer.model",
+                 "test.jsonl"):
+        with open(f"{corpus}/{name}", "rb") as a, open(tmp_path / "again" / name, "rb") as b:
+            assert a.read() == b.read()
+    with pytest.raises(InputError, match="--out"):
+        tiny(str(corpus), seed=1)
+
+
 # ---------------------------------------------------------------- training
 
 def settings(**changes):
@@ -558,13 +800,6 @@ RUN = ("--n_prelude=1", "--n_core=1", "--n_coda=1", "--n_embd=32", "--n_ffn=64",
        "--eval_rows=32", "--eval_steps=1,4", "--compile=false", "--lr=0.01", "--adam_lr=0.003")
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus") / "tiny"
-    tiny(str(folder), quick=True)
-    return folder
-
-
 def losses(folder):
     with open(os.path.join(folder, "log.jsonl")) as f:
         lines = [json.loads(line) for line in f]
@@ -598,7 +833,7 @@ def test_killed_run_ends_with_the_same_weights(corpus, tmp_path):
 @pytest.mark.parametrize("optimizer, tolerance", [("muon", 2e-3), ("adamw", 2e-5)])
 def test_two_ranks_follow_one(optimizer, tolerance, corpus, tmp_path):
     """Two ranks under torchrun with the same global batch follow one rank's losses, label counts unequal."""
-    base = ["train.py", f"--data={corpus}/pretrain", *RUN, "--context=50", "--updates=6", f"--optimizer={optimizer}"]
+    base = ["train.py", f"--data={corpus}/pretrain", *RUN, "--context=52", "--updates=6", f"--optimizer={optimizer}"]
     run(*base, "--micro_batch=16", f"--out_dir={tmp_path}/one")
     run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *base, "--micro_batch=8",
         f"--out_dir={tmp_path}/two", env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -608,7 +843,7 @@ def test_two_ranks_follow_one(optimizer, tolerance, corpus, tmp_path):
 
 def test_accumulation_is_the_mean_over_all_labels(corpus, tmp_path):
     """Micro-batches with different numbers of labels give the update of the whole batch, at a fixed r."""
-    base = ["train.py", f"--data={corpus}/pretrain", *RUN, "--context=50", "--updates=4", "--recurrence_sampler=fixed",
+    base = ["train.py", f"--data={corpus}/pretrain", *RUN, "--context=52", "--updates=4", "--recurrence_sampler=fixed",
             "--optimizer=adamw"]
     run(*base, "--micro_batch=16", f"--out_dir={tmp_path}/one")
     run(*base, "--micro_batch=4", f"--out_dir={tmp_path}/four")
