@@ -137,7 +137,7 @@ def bench_train(args):
             runs.append(("transformers", (0, sum(pair)), *llama(c, depth(pair), args, idx)))
     if not args.no_compile:
         model.compile_parts()
-    print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak memory':>12s}")
+    print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak so far':>12s}")
     for name, pair, module, loss in runs:
         opt = Muon(param_groups(module, 1e-3, 5e-5, 1e-4, args.optimizer if module is model else "adamw"))
 

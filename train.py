@@ -259,7 +259,6 @@ def main():
 
 
 def train(s, rank, world, device, say):
-    # Data.
     if s.data.startswith(TINY) and not os.path.isdir(s.data) and rank == 0:
         tiny(TINY)
     if world > 1:
@@ -275,12 +274,6 @@ def train(s, rank, world, device, say):
 
     # Model: from our newest checkpoint, from another run or surgery, or from scratch.
     before = {"tokens": 0, "flops": 0}  # spent since surgery, over all stages: what match_* reads
-    for key in ("match_tokens", "match_flops"):
-        if getattr(s, key):
-            budget = read_json(os.path.join(find_checkpoint(getattr(s, key)), "train.json"))[key[6:]]
-            break
-    else:
-        key, budget = None, None
     if s.init_from:
         model = RecurrentLM.load(s.init_from, dtype=torch.float32)
         earlier = os.path.join(model.folder, "train.json")
@@ -298,9 +291,9 @@ def train(s, rank, world, device, say):
                          f"{c.vocab_size - 1}: prepare the data with the tokenizer of {s.init_from}")
     c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth
     per_update = s.batch_size * s.context
-    if key:
-        cost = per_update * (model.flops_per_token() if key == "match_flops" else 1)
-        s.updates = max(1, round(budget / cost))
+    for key, cost in (("tokens", per_update), ("flops", per_update * model.flops_per_token())):
+        if run := getattr(s, f"match_{key}"):
+            s.updates = max(1, round(read_json(os.path.join(find_checkpoint(run), "train.json"))[key] / cost))
     for file in TOKENIZER_FILES:
         ours, theirs = os.path.join(s.data, file), os.path.join(model.folder or s.data, file)
         if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
