@@ -24,7 +24,7 @@ import torch
 
 from model import Config, InputError, RecurrentLM, cli, read_json
 from muon import Muon, param_groups
-from sample import generate
+from sample import check_device, generate
 
 
 def main():
@@ -51,6 +51,11 @@ def main():
     p.add_argument("--labels", help="comma-separated names, one a file")
     p.add_argument("--out", default="accuracy.png", help=".png or .svg (needs matplotlib; else a text chart is printed)")
     args = parser.parse_args()
+    for key in ("batch_size", "repeat", "context", "prompt", "tokens"):
+        if getattr(args, key, 1) < 1:
+            raise InputError(f"--{key} {getattr(args, key)}: must be at least 1")
+    if args.command != "plot":
+        check_device(args.device)
     {"train": bench_train, "decode": bench_decode, "plot": plot}[args.command](args)
 
 
@@ -122,12 +127,12 @@ def headline(args, model, peak):
 
 def bench_train(args):
     """One optimizer update per timed run: forward, backward, clip, step."""
+    pairs = parse_list("--steps", args.steps, lambda x: tuple(map(int, x.split("+"))))
+    if any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
+        raise InputError(f"--steps {args.steps}: write n+k pairs, such as 0+4,24+8")
     dtype = getattr(torch, args.dtype)
     model, B, T = load(args, torch.float32), args.batch_size, args.context
     result = headline(args, model, peak := matmul_peak(args.device, dtype))
-    pairs = parse_list("--steps", args.steps, lambda x: tuple(map(int, x.split("+"))))
-    if any(len(pair) != 2 for pair in pairs):
-        raise InputError(f"--steps {args.steps}: write n+k pairs, such as 0+4,24+8")
     c = model.config
     idx = torch.randint(c.vocab_size, (B, T + 1), device=args.device)
     depth = lambda pair: c.n_prelude + c.n_coda + sum(pair) * c.n_core
@@ -175,13 +180,16 @@ def llama(c, depth, args, idx):
 
 def bench_decode(args):
     """Greedy decoding of random prompts: new tokens per second over all sequences, prefill included."""
+    steps = parse_list("--steps", args.steps, int)
+    if min(steps) < 0:
+        raise InputError(f"--steps {args.steps}: recurrences cannot be negative")
     dtype = getattr(torch, args.dtype)
     model, B = load(args, dtype), args.batch_size
     result = headline(args, model, matmul_peak(args.device, dtype))
     c = model.config
     prompts = torch.randint(c.vocab_size, (B, args.prompt), generator=torch.Generator().manual_seed(0)).tolist()
     print(f"{'r':>4s} {'tokens/s':>9s} {'range':>17s} {'cache a token':>14s} {'peak memory':>12s}")
-    for r in parse_list("--steps", args.steps, int):
+    for r in steps:
         run = lambda: [None for _ in generate(model, prompts, args.tokens, steps=r)]
         t, fast, slow, _ = timed(run, args.repeat, args.device)
         rate = [B * args.tokens / x for x in (slow, t, fast)]
@@ -200,8 +208,12 @@ def plot(args):
     """Accuracy over r (feed-forward models as lines) and by difficulty, of results on the same questions."""
     results = [read_json(path) for path in args.results]
     for path, result in zip(args.results, results):
-        if not result.get("results"):
-            raise InputError(f"{path}: has no results: give files that eval_gsm8k.py wrote")
+        if result.get("script") != "eval_gsm8k" or not result.get("results"):
+            raise InputError(f"{path}: holds no results: give files that eval_gsm8k.py wrote")
+        for row in result["results"]:  # difficulties are the x axis: what is no number has no place there
+            row["by_difficulty"] = {int(d): v for d, v in row.get("by_difficulty", {}).items() if d.isdecimal()}
+    if os.path.splitext(args.out)[1] not in (".png", ".svg"):
+        raise InputError(f"--out {args.out}: write .png or .svg")
     labels = args.labels.split(",") if args.labels else [
         os.path.basename(os.path.normpath(result["model"])) for result in results]
     if len(labels) != len(results):
@@ -214,23 +226,24 @@ def plot(args):
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    by_difficulty = any("by_difficulty" in row for result in results for row in result["results"])
+    by_difficulty = any(row["by_difficulty"] for result in results for row in result["results"])
     fig, axes = plt.subplots(1, 2 if by_difficulty else 1, figsize=(11 if by_difficulty else 6, 4.2), squeeze=False)
     left, right = axes[0][0], axes[0][-1]
     for i, (result, label) in enumerate(zip(results, labels)):
         rows, color = result["results"], f"C{i}"
-        if rows[0]["steps"] == 0:  # feed-forward: no dial
+        recurrent = result["config"]["n_core"] > 0
+        if not recurrent:  # no dial
             left.axhline(rows[0]["flexible"], color=color, ls="--", label=label)
             left.axhspan(*(rows[0]["flexible"] + s * rows[0]["flexible_se"] for s in (-1, 1)), color=color, alpha=0.15)
         else:
             left.errorbar([row["steps"] for row in rows], [row["flexible"] for row in rows],
                           [row["flexible_se"] for row in rows], color=color, marker="o", capsize=3, label=label)
         for row in rows if by_difficulty else ():
-            points = sorted((int(d), *v) for d, v in row.get("by_difficulty", {}).items())
+            points = sorted((d, *v) for d, v in row["by_difficulty"].items())
             shade = 0.25 + 0.75 * (rows.index(row) + 1) / len(rows)  # deeper is darker
             right.errorbar([p[0] for p in points], [p[1] for p in points], [p[2] for p in points], color=color, alpha=shade,
-                           ls="--" if row["steps"] == 0 else "-", capsize=2,
-                           label=f"{label}" + (f", r = {row['steps']}" if row["steps"] else ""))
+                           ls="-" if recurrent else "--", capsize=2,
+                           label=f"{label}, r = {row['steps']}" if recurrent else label)
     left.set_xscale("log", base=2)
     left.set_xlabel("recurrences r at test time")
     left.set_ylabel(f"accuracy on {results[0]['task']} (n = {results[0]['n']})")
@@ -252,15 +265,15 @@ def text_chart(results, labels):
     for result, label in zip(results, labels):
         print(f"{label}  ({result['task']}, n = {result['n']})")
         for row in result["results"]:
-            name = f"r = {row['steps']}" if row["steps"] else "-"
+            name = f"r = {row['steps']}" if result["config"]["n_core"] else "-"
             print(f"  {name:>7s} {row['flexible']:.3f} ± {row['flexible_se']:.3f} {'█' * round(50 * row['flexible'])}")
-    difficulties = sorted({int(d) for result in results for row in result["results"] for d in row.get("by_difficulty", {})})
+    difficulties = sorted({d for result in results for row in result["results"] for d in row["by_difficulty"]})
     if difficulties:
         print("\naccuracy by difficulty" + "".join(f"{d:6d}" for d in difficulties))
     for result, label in zip(results, labels) if difficulties else ():
         for row in result["results"]:
-            values = (row["by_difficulty"].get(str(d)) for d in difficulties)
-            name = f"{label}, r = {row['steps']}" if row["steps"] else label
+            values = (row["by_difficulty"].get(d) for d in difficulties)
+            name = f"{label}, r = {row['steps']}" if result["config"]["n_core"] else label
             print(f"{name:22s}" + "".join(f"{v[0]:6.2f}" if v else "     -" for v in values))
 
 

@@ -206,7 +206,10 @@ def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, 
         for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
             if len(part):
                 shards[split].append([f"{split}_{number:06d}.npy", len(part)])
-                np.save(os.path.join(out, shards[split][-1][0]), part)
+                try:
+                    np.save(os.path.join(out, shards[split][-1][0]), part)
+                except OSError as e:
+                    raise InputError(f"{out}: cannot be written ({e}): the same command goes on when there is room")
         write_json(progress + ".tmp", done)  # lists whole shards only; the same call again goes on from here
         os.replace(progress + ".tmp", progress)
 
@@ -260,9 +263,9 @@ def _shuffled(numbers, seed, rows):
 
 
 class Shards:
-    """Windows of T tokens of a split, "train" or "val". vocab_size: the model's, refused if below the data's."""
+    """Windows of T tokens of a split, "train" or "val"; .rows of them an epoch. Raises InputError."""
 
-    def __init__(self, folder, split, T, vocab_size=None):
+    def __init__(self, folder, split, T):
         path = os.path.join(folder, "meta.json")
         if not os.path.isfile(path):
             raise InputError(f"{folder}: no complete data set (no meta.json); run `python data.py prepare`")
@@ -272,9 +275,7 @@ class Shards:
         row, self.vocab_size = self.meta["row"], self.meta["vocab_size"]
         if row and T != row:
             raise InputError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
-        if vocab_size is not None and vocab_size < self.vocab_size:
-            raise InputError(f"{path}: ids up to {self.vocab_size - 1}, the model's vocab_size is {vocab_size}")
-        for name, length in self.meta["shards"][split]:
+        for name, length in self.meta["shards"].get(split, ()):
             path = os.path.join(folder, name)
             answers = path.replace(".npy", ".targets.npy")
             tokens = self._open(path, np.uint16 if self.vocab_size <= 65536 else np.uint32, length)

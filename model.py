@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, which the paper gives every width
+LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 
 
@@ -79,15 +80,23 @@ class Config:
     eos_token_id: int | None = None
 
     def __post_init__(self):
+        for key in ("n_prelude", "n_core", "n_coda", "head_dim", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn",
+                    "context", "mean_recurrence", "backprop_depth"):
+            value, low = getattr(self, key), key not in ("n_prelude", "n_core", "n_coda", "head_dim")
+            if type(value) is not int or value < low:
+                raise InputError(f"config.json: {key}={value!r} is not an integer of at least {int(low)}")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        kind = (self.rope_scaling or {}).get("rope_type", "llama3")
-        for ok, what in ((self.norm in ("pre", "post"), f"norm={self.norm!r} is not pre or post"),
+        scaling = dict(self.rope_scaling or {})
+        kind = scaling.get("rope_type", scaling.get("type", "llama3"))
+        for ok, what in ((self.head_dim > 0 and self.head_dim % 2 == 0, f"head_dim={self.head_dim} is not even"),
+                         (self.norm in ("pre", "post"), f"norm={self.norm!r} is not pre or post"),
                          (self.adapter in ("linear", "add"), f"adapter={self.adapter!r} is not linear or add"),
                          (self.n_head % self.n_kv_head == 0, f"n_head={self.n_head} is not a multiple of "
                                                              f"n_kv_head={self.n_kv_head}"),
-                         (kind == "llama3", f"rope_scaling of type {kind!r} is not supported, only llama3")):
+                         (kind == "llama3", f"rope_scaling of type {kind!r} is not supported, only llama3"),
+                         (not scaling or LLAMA3_ROPE <= scaling.keys(), f"rope_scaling lacks one of {LLAMA3_ROPE}")):
             if not ok:
-                raise InputError(f"config: {what}")
+                raise InputError(f"config.json: {what}")
 
 
 class RMSNorm(nn.Module):
@@ -396,7 +405,7 @@ def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest complete step_* checkpoint of a run's folder."""
     if not os.path.isdir(folder):
         raise InputError(f"{folder}: no such folder")
-    steps = sorted(d for d in os.listdir(folder) if re.fullmatch(r"step_\d+", d))
+    steps = sorted((d for d in os.listdir(folder) if re.fullmatch(r"step_\d+", d)), key=lambda d: int(d[5:]))
     if steps or os.path.exists(os.path.join(folder, "config.json")):
         return os.path.join(folder, steps[-1]) if steps else folder
     raise InputError(f"{folder}: holds neither config.json nor a step_* checkpoint")
@@ -412,7 +421,7 @@ def load_config(folder):
                          f"first with `python surgery.py {folder} OUT` (--feed-forward for all layers)")
     try:
         return Config(**raw)
-    except TypeError as e:  # says which key is missing or unknown
+    except (TypeError, ValueError, InputError) as e:  # says which key is missing, unknown or wrong
         raise InputError(f"{path}: {e}")
 
 

@@ -13,6 +13,7 @@ and however long the prompt is. --state zero does without noise.
 Text goes to stdout, everything said about it to stderr. eval_gsm8k.py decodes with generate() too.
 """
 import argparse
+import contextlib
 import glob
 import math
 import os
@@ -161,12 +162,17 @@ def add_model_arguments(parser, dtype):
     parser.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state; default: noise")
 
 
+def check_device(device):
+    """InputError where torch cannot compute on it."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as e:  # AssertionError: torch built without CUDA
+        raise InputError(f"--device {device}: cannot be used here ({str(e).splitlines()[0]})")
+
+
 def load_model(folder, args):
     """(model, tokenizer) of a checkpoint or run folder; args: add_model_arguments' flags."""
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as e:  # AssertionError: torch built without CUDA
-        raise InputError(f"--device {args.device}: cannot be used here ({str(e).splitlines()[0]})")
+    check_device(args.device)
     if not 0 <= args.seed < 2**31:
         raise InputError(f"--seed {args.seed}: lies between 0 and 2^31 - 1")
     dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -183,13 +189,18 @@ def describe(model):
 
 # -------------------------------------------------------------------- the command
 
-def newest_checkpoint(root="out"):
-    """The folder under root whose config.json is a nanoloop model's and was written last."""
+def newest_checkpoint(root="out", recurrent=False):
+    """The folder under root whose config.json is a nanoloop model's and was written last; a recurrent one if asked."""
     paths = [p for p in glob.glob(os.path.join(glob.escape(root), "**", "config.json"), recursive=True)
              if ".tmp-" not in p and ".old-" not in p]  # halves of a save that is under way
+    found = []
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
-        if read_json(path).get("model_type") == "nanoloop":
-            return os.path.dirname(path)
+        with contextlib.suppress(InputError):  # somebody else's file
+            if (config := read_json(path)).get("model_type") == "nanoloop":
+                found.append((os.path.dirname(path), config.get("n_core", 0)))
+    for folder, n_core in found:
+        if n_core or not (recurrent and any(n for _, n in found)):
+            return folder
     raise InputError(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or name one with --model")
 
 
@@ -262,7 +273,7 @@ def main():
     say = lambda text: print(text, file=sys.stderr, flush=True)
     sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not end the text
     prompt = read_prompt(args)
-    model, tokenizer = load_model(args.model or newest_checkpoint(), args)
+    model, tokenizer = load_model(args.model or newest_checkpoint(recurrent=args.steps is not None), args)
     if prompt is None:
         prompt, source = corpus_prompt(model.folder)
         say(f"prompt: {source}")

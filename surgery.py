@@ -50,6 +50,8 @@ def main():
     args = parser.parse_args()
     if os.path.exists(args.out) and not args.overwrite:
         raise InputError(f"{args.out}: exists already: choose another OUT or add --overwrite")
+    if os.path.exists(args.out) and not os.path.exists(os.path.join(args.out, "model.safetensors")):
+        raise InputError(f"{args.out}: is not a checkpoint folder, so --overwrite leaves it: choose another OUT")
     args.src = find_checkpoint(args.src)
 
     raw = read_json(os.path.join(args.src, "config.json"))
@@ -60,7 +62,10 @@ def main():
         model = from_raven(args.src, raw)
     else:
         native = raw.get("model_type") == "nanoloop"
-        config = load_config(args.src) if native else hf_config(args.src, raw)
+        try:
+            config = load_config(args.src) if native else hf_config(args.src, raw)
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+            raise InputError(f"{os.path.join(args.src, 'config.json')}: a value is of the wrong kind ({e})")
         if config.n_core:
             raise InputError(f"{args.src}: has a recurrent block already: name its feed-forward parent")
         n_layer = config.n_prelude + config.n_coda
@@ -96,7 +101,8 @@ def parse_layers(flag, text):
     for piece in filter(None, text.split(",")):
         first, dash, last = piece.partition("-")
         try:
-            layers += range(int(first), int(last if dash else first) + 1)
+            some = range(int(first), int(last if dash else first) + 1)
+            layers += some if some else [int("none")]
         except ValueError:
             raise InputError(f"--{flag} {text}: write layers as 0-3 or 0,2,5-7")
     return layers

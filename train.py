@@ -7,7 +7,7 @@ The training loop: pretraining, healing and task training of recurrent and ordin
 
 What is unusual: every micro-step draws its number of recurrences, r = n + k, from a heavy-tailed
 distribution whose mean follows a curriculum; only the last k carry gradient. All randomness (rows,
-recurrences, initial states) is a function of (seed, update), so a run that was killed is started
+recurrences, initial states) is a function of (seed, micro-step), so a run that was killed is started
 again with the same command and ends with the same weights. `--help` lists the settings.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
@@ -91,6 +91,11 @@ class Settings:
 
 # May differ between the parts of a resumed run: they do not touch the weights.
 FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile"}
+BOUNDS = dict.fromkeys(("n_embd", "n_head", "n_kv_head", "n_ffn", "updates", "batch_size", "micro_batch", "context",
+                        "mean_recurrence", "backprop_depth", "eval_every", "eval_rows", "save_every", "keep",
+                        "log_every"), (1, 10**9)) | dict.fromkeys(("n_prelude", "n_core", "n_coda", "seed"), (0, 10**9)) \
+    | dict.fromkeys(("curriculum_warmup", "backprop_warmup", "warmup", "cooldown"), (0, 1)) \
+    | dict.fromkeys(("lr", "adam_lr", "weight_decay", "clip"), (0, 1e6))
 CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "curriculum": ("linear", "1-sqrt", "none"),
            "optimizer": ("muon", "adamw"), "dtype": ("float32", "bfloat16")}
 
@@ -115,7 +120,7 @@ def read_settings(argv):
         try:
             with open(value, "rb") as f:
                 file = tomllib.load(f)
-        except (OSError, tomllib.TOMLDecodeError) as e:
+        except (OSError, ValueError) as e:  # also what is not TOML, or not UTF-8
             raise InputError(f"--config={value}: {e}")
         for k, v in file.items():
             put(k, v, value)
@@ -126,10 +131,13 @@ def read_settings(argv):
     for key, allowed in CHOICES.items():
         if getattr(s, key) not in allowed:
             raise InputError(f"--{key}={getattr(s, key)}: is not one of {', '.join(allowed)}")
-    for key in ("updates", "batch_size", "micro_batch", "context", "mean_recurrence", "backprop_depth",
-                "eval_every", "eval_rows", "save_every", "keep", "log_every"):
-        if getattr(s, key) < 1:
-            raise InputError(f"--{key}={getattr(s, key)}: must be at least 1")
+    for key, (low, high) in BOUNDS.items():
+        if not low <= getattr(s, key) <= high:
+            raise InputError(f"--{key}={getattr(s, key)}: must lie between {low} and {high}")
+    if not s.eval_steps or min(s.eval_steps) < 0:
+        raise InputError(f"--eval_steps={s.eval_steps}: give recurrences such as 1,2,4")
+    if s.match_tokens and s.match_flops:
+        raise InputError("--match_tokens: and --match_flops exclude each other: give one")
     return s
 
 
@@ -139,14 +147,14 @@ def convert(key, kind, value, source):
         if kind is bool:
             return value if isinstance(value, bool) else {"true": True, "false": False}[value.lower()]
         if kind == list[int]:
-            return [int(v) for v in (value.split(",") if isinstance(value, str) else value)]
+            return [convert(key, int, v, source) for v in (value.split(",") if isinstance(value, str) else value)]
         if isinstance(value, bool) or kind is str and not isinstance(value, str):
             raise ValueError
         number = kind(float(value)) if kind is int and float(value) == int(float(value)) else kind(value)
         if kind is int and number != float(value):
             raise ValueError
         return number
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
         name = "list of integers, like 1,2,4" if kind == list[int] else kind.__name__
         raise InputError(f"{source}: {key} must be of type {name}, not {value!r}")
 
@@ -195,11 +203,11 @@ def lr_factor(s, u):
 
 # ---------------------------------------------------------------- checkpoints
 
-def save_checkpoint(s, model, opt, u, spent):
+def save_checkpoint(s, model, opt, u, progress):
     """out_dir/step_*: the model, the optimizer and where the run is; old ones go when the new one is whole."""
     names = {p: name for name, p in model.named_parameters()}
     state = {f"{names[p]}.{key}": t for p, d in opt.state.items() for key, t in d.items()}
-    progress = {"config": asdict(s), "update": u, **spent}
+    progress = {"config": asdict(s), "update": u, **progress}
     model.save(os.path.join(s.out_dir, f"step_{u:06d}"), tokenizer=s.data, extra={
         "optimizer.safetensors": lambda path: save_file(state, path),
         "train.json": lambda path: write_json(path, progress)})
@@ -209,30 +217,41 @@ def save_checkpoint(s, model, opt, u, spent):
 
 def checkpoints(s):
     """The complete checkpoints of out_dir, oldest first."""
-    return sorted(p for p in glob.glob(os.path.join(s.out_dir, "step_*")) if re.search(r"step_\d+$", p))
+    folders = glob.glob(os.path.join(glob.escape(s.out_dir), "step_*"))
+    return sorted((p for p in folders if re.search(r"step_\d+$", p)), key=lambda p: int(p.rpartition("_")[2]))
 
 
 def load_optimizer(folder, model, opt, u):
-    params, path = dict(model.named_parameters()), os.path.join(folder, "optimizer.safetensors")
+    """Fill opt as it was after update u. InputError where its file is not of this model."""
+    path = os.path.join(folder, "optimizer.safetensors")
+    names, fields = {p: name for name, p in model.named_parameters()}, {"muon": ["momentum"], "adamw": ["exp_avg", "exp_avg_sq"]}
     with open_safetensors(path) as f:
-        for key in f.keys():
-            name, _, field = key.rpartition(".")
-            opt.state[params[name]][field] = f.get_tensor(key).to(params[name].device)
+        wanted = {f"{names[p]}.{x}": (p, x) for g in opt.param_groups for p in g["params"] for x in fields[g["kind"]]}
+        if wanted.keys() != set(f.keys()) or any(p.shape != tuple(f.get_slice(key).get_shape()) for key, (p, _) in wanted.items()):
+            raise InputError(f"{path}: is not this model's: delete {folder} to go on from an older checkpoint")
+        for key, (p, x) in wanted.items():
+            opt.state[p][x] = f.get_tensor(key).to(p.device)
     for group in opt.param_groups:
         group["step"] = u
 
 
-def resume_folder(s):
-    """The newest checkpoint of out_dir, or None; InputError where it was made with other settings."""
+def resume_folder(s, accumulate):
+    """The newest checkpoint of out_dir and its train.json, or None; InputError if it was made with other settings."""
     if not checkpoints(s):
-        return None
+        return None, None
     folder = checkpoints(s)[-1]
-    old, new = read_json(os.path.join(folder, "train.json"))["config"], json.loads(json.dumps(asdict(s)))
+    progress = read_json(os.path.join(folder, "train.json"))
+    if {"config", "update", "tokens", "flops", "accumulate"} - progress.keys():
+        raise InputError(f"{folder}/train.json: is incomplete: delete {folder} to go on from an older checkpoint")
+    old, new = progress["config"], json.loads(json.dumps(asdict(s)))
     for key in new.keys() - FREE:
         if old.get(key) != new[key]:
             raise InputError(f"{s.out_dir}: holds a run with {key}={old.get(key)}, not {new[key]}: choose another "
                              "--out_dir, or delete that folder")
-    return folder
+    if progress["accumulate"] != accumulate:  # every micro-step draws its own r
+        raise InputError(f"--micro_batch={s.micro_batch}: makes {accumulate} micro-steps an update, the run in {s.out_dir} "
+                         f"made {progress['accumulate']}: scale it with the number of processes")
+    return folder, progress
 
 
 # ---------------------------------------------------------------- the run
@@ -259,7 +278,7 @@ def main():
 
 
 def train(s, rank, world, device, say):
-    if s.data.startswith(TINY) and not os.path.isdir(s.data) and rank == 0:
+    if os.path.normpath(s.data).startswith(TINY + os.sep) and not os.path.isdir(s.data) and rank == 0:
         tiny(TINY)
     if world > 1:
         dist.barrier()
@@ -281,7 +300,7 @@ def train(s, rank, world, device, say):
             before = {k: read_json(earlier)[k] for k in before}
     else:
         c = Config(rows.meta["vocab_size"], s.n_embd, s.n_head, s.n_kv_head, s.n_ffn, s.n_prelude, s.n_core, s.n_coda,
-                   mean_recurrence=s.mean_recurrence, eos_token_id=rows.meta["eos_id"])
+                   context=max(2048, s.context), mean_recurrence=s.mean_recurrence, eos_token_id=rows.meta["eos_id"])
         model = RecurrentLM(c)
         model.init_weights(s.seed)
     c = model.config
@@ -289,6 +308,8 @@ def train(s, rank, world, device, say):
     if vocab > c.vocab_size:
         raise InputError(f"{s.data}: its tokenizer has ids up to {vocab - 1}, the model's vocabulary ends at "
                          f"{c.vocab_size - 1}: prepare the data with the tokenizer of {s.init_from}")
+    if s.context > c.context:
+        raise InputError(f"--context={s.context}: {s.init_from} was made for at most {c.context} tokens")
     c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth
     per_update = s.batch_size * s.context
     for key, cost in (("tokens", per_update), ("flops", per_update * model.flops_per_token())):
@@ -298,10 +319,9 @@ def train(s, rank, world, device, say):
         ours, theirs = os.path.join(s.data, file), os.path.join(model.folder or s.data, file)
         if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
             raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
-    folder, start = resume_folder(s), 0
+    (folder, progress), start = resume_folder(s, accumulate), 0
     if folder:
         model = RecurrentLM.load(folder)
-        progress = read_json(os.path.join(folder, "train.json"))
         start, before = progress["update"], {k: progress[k] for k in before}
     model.to(device)
     opt = Muon(param_groups(model, s.lr, s.adam_lr, s.weight_decay, s.optimizer))
@@ -341,7 +361,8 @@ def train(s, rank, world, device, say):
             sums[-1] += count
             for j, r in enumerate(depths):
                 with autocast():
-                    sums[j] += model(idx, targets, (r, 0), state)[1].double() * count
+                    loss = model(idx, targets, (r, 0), state)[1].double()
+                sums[j] += torch.where(count > 0, loss, 0.0) * count
         if world > 1:
             dist.all_reduce(sums)
         return {r: (sums[j] / sums[-1]).item() for j, r in enumerate(depths)}
@@ -399,7 +420,7 @@ def train(s, rank, world, device, say):
             with ddp.no_sync() if world > 1 and m != micro[-1] else contextlib.nullcontext():
                 with autocast():
                     part = ddp(idx, targets, (n, k), state)[1]
-                part = torch.where(count > 0, part, 0.0) * (count / total)
+                part = torch.where(count > 0, part, 0.0) * (count / total.clamp(min=1))
                 (part * world).backward()  # DDP averages over the ranks
             loss += part.detach()
             spent["flops"] += B * world * s.context * flops(n, k)
@@ -413,8 +434,9 @@ def train(s, rank, world, device, say):
         if u1 % s.log_every == 0 or last or u1 % s.save_every == 0:
             if world > 1:
                 dist.all_reduce(loss)
-            if not math.isfinite(loss):
-                raise InputError(f"loss is {loss.item()} at update {u1}: nothing was saved since; lower --lr, or look at the data")
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise InputError(f"--lr={s.lr}: loss {loss.item()}, gradient norm {norm.item()} at update {u1}, and nothing "
+                                 "was saved since the last checkpoint: lower it, or look at the data")
             now = time.time()
             speed, mark, marked = (u1 - marked) * per_update / (now - mark), now, u1
             eta = (now - clock) / done * (ahead - done)
@@ -427,7 +449,7 @@ def train(s, rank, world, device, say):
         if u1 % s.eval_every == 0 or last:
             report(u1)
         if rank == 0 and (u1 % s.save_every == 0 or last):
-            save_checkpoint(s, model, opt, u1, spent)
+            save_checkpoint(s, model, opt, u1, {"accumulate": accumulate, **spent})
     say(f"done: {find_checkpoint(s.out_dir)}, {spent['tokens']:,} tokens and {spent['flops']:.3g} FLOPs since surgery, "
         f"{time.time() - clock:.0f} s" if rank == 0 else "")
 
@@ -436,7 +458,7 @@ def keep_log(path, start):
     """Drop the lines of updates that a resumed run will do again."""
     if os.path.exists(path):
         with open(path) as f:
-            lines = [line for line in f if line.endswith("\n") and json.loads(line)["update"] <= start]
+            lines = [line for line in f if (m := re.match(r'{"update": (\d+),.*}\n', line)) and int(m[1]) <= start > 0]
         with open(path + ".tmp", "w") as f:
             f.writelines(lines)
         os.replace(path + ".tmp", path)
