@@ -270,11 +270,13 @@ def main():
         torch.set_float32_matmul_precision("high")
     if world > 1:
         dist.init_process_group("nccl" if device != "cpu" else "gloo")
-    try:
-        train(s, rank, world, device, print if rank == 0 else lambda *a, **k: None)
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+    train(s, rank, world, device, print if rank == 0 else lambda *a, **k: None)
+    if world > 1:
+        # All ranks are done, and leave together and at once: in an ordinary exit a thread of gloo's
+        # aborts the process now and then ("terminate called without an active exception").
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def train(s, rank, world, device, say):
