@@ -135,11 +135,12 @@ def bench_train(args):
     result = headline(args, model, peak := matmul_peak(args.device, dtype))
     c = model.config
     idx = torch.randint(c.vocab_size, (B, T + 1), device=args.device)
+    idx, targets = idx[:, :-1].contiguous(), idx[:, 1:].contiguous()
     depth = lambda pair: c.n_prelude + c.n_coda + sum(pair) * c.n_core
-    runs = [("nanoloop", pair, model, lambda pair: model(idx[:, :-1], idx[:, 1:], pair)[1]) for pair in pairs]
+    runs = [("nanoloop", pair, model, lambda pair: model(idx, targets, pair)[1]) for pair in pairs]
     if args.peer:
         for pair in pairs:
-            runs.append(("transformers", (0, sum(pair)), *llama(c, depth(pair), args, idx)))
+            runs.append(("transformers", (0, sum(pair)), *llama(c, depth(pair), args, idx, targets)))
     if not args.no_compile:
         model.compile_parts()
     print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak so far':>12s}")
@@ -166,7 +167,7 @@ def bench_train(args):
     print(json.dumps(result))
 
 
-def llama(c, depth, args, idx):
+def llama(c, depth, args, idx, targets):
     """The peer: transformers' Llama of `depth` layers, random weights, and its loss on the same tokens."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -175,7 +176,7 @@ def llama(c, depth, args, idx):
     peer = LlamaForCausalLM(LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=depth,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim)).to(args.device)
-    return peer, lambda pair: peer(input_ids=idx[:, :-1], labels=idx[:, :-1], shift_labels=idx[:, 1:], use_cache=False).loss
+    return peer, lambda pair: peer(input_ids=idx, labels=idx, shift_labels=targets, use_cache=False).loss
 
 
 def bench_decode(args):
