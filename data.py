@@ -1,7 +1,7 @@
 """
 Text to tokens to batches: tokenizers, `prepare`, the loader, and a small corpus made from nothing.
 
-    python data.py tiny --out out/data/tiny              # the embedded corpus: seconds, no download
+    python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 8
     python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out out/data/gsm8k
 
