@@ -69,6 +69,8 @@ class Tokenizer:
             sp = sentencepiece.SentencePieceProcessor(model_proto=content)
             bos, eos = (i if i >= 0 else None for i in (sp.bos_id(), sp.eos_id()))
             return Tokenizer(path, sp.encode, sp.decode, sp.vocab_size(), bos, eos)
+        except KeyboardInterrupt:
+            raise
         except BaseException as e:  # a panic in tiktoken's Rust is no Exception
             raise InputError(f"{path}: not SentencePiece, Llama-3's lines or byte-level BPE, or cut ({e!r:.200})")
 

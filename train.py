@@ -89,13 +89,10 @@ class Settings:
     compile: bool = True           # torch.compile
 
 
-# May differ between the parts of a resumed run: they do not touch the weights.
+# May differ between the parts of a resumed run: they leave the weights alone, but for rounding.
 FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile"}
-BOUNDS = dict.fromkeys(("n_embd", "n_head", "n_kv_head", "n_ffn", "updates", "batch_size", "micro_batch", "context",
-                        "mean_recurrence", "backprop_depth", "eval_every", "eval_rows", "save_every", "keep",
-                        "log_every"), (1, 10**9)) | dict.fromkeys(("n_prelude", "n_core", "n_coda", "seed"), (0, 10**9)) \
-    | dict.fromkeys(("curriculum_warmup", "backprop_warmup", "warmup", "cooldown"), (0, 1)) \
-    | dict.fromkeys(("lr", "adam_lr", "weight_decay", "clip"), (0, 1e6))
+MAY_BE_ZERO = {"n_prelude", "n_core", "n_coda", "seed"}  # of the integers
+FRACTIONS = {"curriculum_warmup", "backprop_warmup", "warmup", "cooldown"}
 CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "curriculum": ("linear", "1-sqrt", "none"),
            "optimizer": ("muon", "adamw"), "dtype": ("float32", "bfloat16")}
 
@@ -131,7 +128,8 @@ def read_settings(argv):
     for key, allowed in CHOICES.items():
         if getattr(s, key) not in allowed:
             raise InputError(f"--{key}={getattr(s, key)}: is not one of {', '.join(allowed)}")
-    for key, (low, high) in BOUNDS.items():
+    for key in (key for key, kind in known.items() if kind in (int, float)):
+        low, high = int(known[key] is int and key not in MAY_BE_ZERO), 1 if key in FRACTIONS else 10**9
         if not low <= getattr(s, key) <= high:
             raise InputError(f"--{key}={getattr(s, key)}: must lie between {low} and {high}")
     if not s.eval_steps or min(s.eval_steps) < 0:
@@ -223,11 +221,12 @@ def checkpoints(s):
 
 def load_optimizer(folder, model, opt, u):
     """Fill opt as it was after update u. InputError where its file is not of this model."""
-    path = os.path.join(folder, "optimizer.safetensors")
-    names, fields = {p: name for name, p in model.named_parameters()}, {"muon": ["momentum"], "adamw": ["exp_avg", "exp_avg_sq"]}
+    path, names = os.path.join(folder, "optimizer.safetensors"), {p: name for name, p in model.named_parameters()}
+    buffers = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}
+    wanted = {f"{names[p]}.{x}": (p, x) for g in opt.param_groups for p in g["params"] for x in buffers[g["kind"]]}
     with open_safetensors(path) as f:
-        wanted = {f"{names[p]}.{x}": (p, x) for g in opt.param_groups for p in g["params"] for x in fields[g["kind"]]}
-        if wanted.keys() != set(f.keys()) or any(p.shape != tuple(f.get_slice(key).get_shape()) for key, (p, _) in wanted.items()):
+        shapes = {key: tuple(f.get_slice(key).get_shape()) for key in f.keys()}
+        if shapes != {key: tuple(p.shape) for key, (p, _) in wanted.items()}:
             raise InputError(f"{path}: is not this model's: delete {folder} to go on from an older checkpoint")
         for key, (p, x) in wanted.items():
             opt.state[p][x] = f.get_tensor(key).to(p.device)
