@@ -16,6 +16,7 @@ the last k recurrences only, and a KV cache has one slot for every (recurrence, 
 Paper: arXiv 2511.07384, section 3.
 """
 import contextlib
+import glob
 import json
 import math
 import os
@@ -33,6 +34,8 @@ from safetensors.torch import save_file
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, which the paper gives every width
 LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
+CARRIED_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # of use to transformers alone
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # in safetensors' words
 
 
 class InputError(Exception):
@@ -65,7 +68,7 @@ class Config:
     n_core: int                       # 0: an ordinary feed-forward model
     n_coda: int
     head_dim: int = 0                 # 0: n_embd / n_head
-    norm: str = "pre"                 # "pre": Llama. "post": OLMo-2, with norms on q and k
+    norm: str = "pre"                 # "pre": Llama. "post": OLMo-2, with norms on q and k. "sandwich": Huginn
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # the "llama3" scaling of config.json, or None
@@ -89,7 +92,7 @@ class Config:
         scaling = dict(self.rope_scaling or {})
         kind = scaling.get("rope_type", scaling.get("type", "llama3"))
         for ok, what in ((self.head_dim > 0 and self.head_dim % 2 == 0, f"head_dim={self.head_dim} is not even"),
-                         (self.norm in ("pre", "post"), f"norm={self.norm!r} is not pre or post"),
+                         (self.norm in ("pre", "post", "sandwich"), f"norm={self.norm!r} is not pre, post or sandwich"),
                          (self.adapter in ("linear", "add"), f"adapter={self.adapter!r} is not linear or add"),
                          (self.n_head % self.n_kv_head == 0, f"n_head={self.n_head} is not a multiple of "
                                                              f"n_kv_head={self.n_kv_head}"),
@@ -131,15 +134,19 @@ class Attention(nn.Module):
         self.qk_norm = c.norm == "post"
         if self.qk_norm:  # OLMo-2 normalises over all heads together, before the split
             self.q_norm, self.k_norm = RMSNorm(q, c.norm_eps), RMSNorm(kv, c.norm_eps)
+        self.has_bias = c.norm == "sandwich"
+        if self.has_bias:  # Huginn adds one to q and k; it has as many heads for either
+            self.qk_bias = nn.Parameter(torch.zeros(2, 1, c.n_head, c.head_dim))
 
     def forward(self, x, rope, mask=None, cache=None, slot=0):
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q.view(B, T, self.n_head, self.head_dim).transpose(1, 2), rope)
-        k = rotate(k.view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2), rope)
-        v = v.view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)
+        q, k, v = (x.view(B, T, -1, self.head_dim) for x in (q, k, v))
+        if self.has_bias:
+            q, k = q + self.qk_bias[0].type_as(q), k + self.qk_bias[1].type_as(k)
+        q, k, v = rotate(q.transpose(1, 2), rope), rotate(k.transpose(1, 2), rope), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(slot, k, v)
         # One new token sees all that is cached, so it needs no mask.
@@ -160,20 +167,24 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). (f: attention, then MLP)"""
+    """Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). Huginn: norm(x + f(norm(x))). (f: attention, then MLP)"""
 
     def __init__(self, c):
         super().__init__()
         self.norm_1, self.norm_2 = RMSNorm(c.n_embd, c.norm_eps), RMSNorm(c.n_embd, c.norm_eps)
-        self.attn, self.mlp = Attention(c), MLP(c)
-        self.pre = c.norm == "pre"
+        self.attn, self.mlp, self.norm = Attention(c), MLP(c), c.norm
+        if c.norm == "sandwich":
+            self.norm_3, self.norm_4 = RMSNorm(c.n_embd, c.norm_eps), RMSNorm(c.n_embd, c.norm_eps)
 
     def forward(self, x, rope, mask=None, cache=None, slot=0):
-        if self.pre:
+        if self.norm == "pre":
             x = x + self.attn(self.norm_1(x), rope, mask, cache, slot)
             return x + self.mlp(self.norm_2(x))
-        x = x + self.norm_1(self.attn(x, rope, mask, cache, slot))
-        return x + self.norm_2(self.mlp(x))
+        if self.norm == "post":
+            x = x + self.norm_1(self.attn(x, rope, mask, cache, slot))
+            return x + self.norm_2(self.mlp(x))
+        x = self.norm_2(x + self.attn(self.norm_1(x), rope, mask, cache, slot))
+        return self.norm_4(x + self.mlp(self.norm_3(x)))
 
 
 class RecurrentLM(nn.Module):
@@ -213,10 +224,12 @@ class RecurrentLM(nn.Module):
         return x.type_as(s)  # under autocast: one dtype, so that all recurrences share one graph
 
     def run_coda(self, x, rope, mask=None, cache=None, slot=0):
-        """Last state (B, T, C) -> logits (B, T, V) in float32"""
+        """Last state (B, T, C) -> what the head reads (B, T, C)"""
+        if self.config.norm == "sandwich":
+            x = self.norm_f(x)  # Huginn's final norm stands before its coda, too
         for i, block in enumerate(self.coda):
             x = block(x, rope, mask, cache, slot + i)
-        return self.head(self.norm_f(x)).float()
+        return self.norm_f(x)
 
     def compile_parts(self):
         """torch.compile the three parts, in place: the core once for all recurrences and every (n, k)."""
@@ -241,7 +254,7 @@ class RecurrentLM(nn.Module):
                     x = self.run_core(x, e, rope)
             for _ in range(k):
                 x = self.run_core(x, e, rope)
-        logits = self.run_coda(x, rope)
+        logits = self.head(self.run_coda(x, rope)).float()
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -319,13 +332,13 @@ class RecurrentLM(nn.Module):
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
         """
-        Read a checkpoint folder (config.json, model.safetensors or shards with their index), or
-        the newest step_* of a run's folder. dtype: cast to it; default: as stored.
+        Read a checkpoint folder (config.json, model.safetensors), or the newest step_* of a run's
+        folder. dtype: cast to it; default: as stored.
         Raises InputError naming the file that is missing, truncated or of another model.
         """
         folder = find_checkpoint(folder)
         model = cls.empty(load_config(folder))
-        model.fill(read_tensors(folder, model.state_shapes(), device, dtype))
+        model.fill(read_tensors(os.path.join(folder, "model.safetensors"), model.state_shapes(), device, dtype))
         model.folder = folder
         return model
 
@@ -349,41 +362,47 @@ class RecurrentLM(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def save(self, folder, tokenizer=None, extra=None, shard_bytes=5 * 10**9):
+    def save(self, folder, tokenizer=None, extra=None):
         """
-        Write a checkpoint folder: config.json, model.safetensors (shards of about shard_bytes with
-        an index, when larger) and the tokenizer's file, copied from the folder `tokenizer` (default:
-        where this model was loaded from). extra: {file name: function(path)} adds files.
-        All or nothing: written beside, flushed to disk, then renamed into place.
+        Write a checkpoint folder: see save_folder(). tokenizer: default: the folder that this model
+        was loaded from.
         """
-        folder, tokenizer, tensors = os.path.normpath(folder), tokenizer or self.folder, self.state_dict()
-        shards, size = {}, 0
-        for name in self.state_shapes():
-            shards.setdefault(size // shard_bytes, {})[name] = tensors[name].contiguous()
-            size += tensors[name].nbytes
-        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        files = files if len(shards) > 1 else ["model.safetensors"]
-        with whole_folder(folder) as new:
-            for file, shard in zip(files, shards.values()):
-                save_file(shard, os.path.join(new, file), {"format": "pt"})
-            if len(shards) > 1:
-                weight_map = {name: file for file, shard in zip(files, shards.values()) for name in shard}
-                write_json(os.path.join(new, "model.safetensors.index.json"),
-                           {"metadata": {"total_size": size}, "weight_map": weight_map})
-            write_json(os.path.join(new, "config.json"), {"model_type": "nanoloop"} | asdict(self.config))
-            for file in TOKENIZER_FILES if tokenizer else ():
-                if os.path.exists(os.path.join(tokenizer, file)):
-                    shutil.copyfile(os.path.join(tokenizer, file), os.path.join(new, file))
-            for file, write in (extra or {}).items():
-                write(os.path.join(new, file))
+        tensors = self.state_dict()
+        save_folder(folder, {"model_type": "nanoloop"} | asdict(self.config),
+                    {name: tensors[name].contiguous() for name in self.state_shapes()}, tokenizer or self.folder, extra)
 
 
 # -------------------------------------------------------------------- checkpoint folders
 
+def save_folder(folder, config, tensors, tokenizer=None, extra=None):
+    """
+    Write config.json from a dict, model.safetensors from {name: tensor}, and the tokenizer's files, copied
+    from the folder `tokenizer`; extra: {file name: function(path)} adds files. All or nothing.
+    """
+    with whole_folder(folder) as new:
+        save_file(tensors, os.path.join(new, "model.safetensors"), {"format": "pt"})
+        write_json(os.path.join(new, "config.json"), config)
+        for file in TOKENIZER_FILES + CARRIED_FILES if tokenizer else ():
+            if os.path.exists(os.path.join(tokenizer, file)):
+                shutil.copyfile(os.path.join(tokenizer, file), os.path.join(new, file))
+        for file, write in (extra or {}).items():
+            write(os.path.join(new, file))
+
+
 @contextlib.contextmanager
 def whole_folder(folder):
     """All or nothing: yields a new folder beside; at the end it is flushed to disk and takes the name."""
+    folder = os.path.normpath(folder)
     new, old = f"{folder}.tmp-{os.getpid()}", f"{folder}.old-{os.getpid()}"
+    for left in glob.glob(glob.escape(folder) + ".old-*") + glob.glob(glob.escape(folder) + ".tmp-*"):
+        try:  # what a process that was killed left here
+            os.kill(int(left.rpartition("-")[2]), 0)
+        except ProcessLookupError:
+            if ".old-" in left and not os.path.exists(folder):
+                os.rename(left, folder)
+            shutil.rmtree(left, ignore_errors=True)
+        except (ValueError, OSError):  # somebody else's folder, or process
+            continue
     os.makedirs(new)
     try:
         yield new
@@ -394,8 +413,8 @@ def whole_folder(folder):
         if os.path.exists(folder):
             os.rename(folder, old)
         os.rename(new, folder)
-    except SafetensorError as e:  # how safetensors reports a full disk
-        raise InputError(f"{folder}: cannot be written ({e})")
+    except (SafetensorError, OSError) as e:  # the former is how safetensors reports a full disk
+        raise InputError(f"{folder}: cannot be written ({e}); what was there before is untouched")
     finally:
         shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
@@ -437,35 +456,25 @@ def open_safetensors(path, device="cpu"):
         raise InputError(f"{path}: is truncated or damaged ({e}): fetch or write it again")
 
 
-def tensor_files(folder):
-    """Tensor name -> path of its safetensors file: model.safetensors, or the shards of an index."""
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if not os.path.exists(index):
-        path = os.path.join(folder, "model.safetensors")
-        with open_safetensors(path) as f:
-            return dict.fromkeys(f.keys(), path)
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: has no weight_map: fetch it again")
-    return {name: os.path.join(folder, file) for name, file in weight_map.items()}
-
-
-def read_tensors(folder, shapes, device="cpu", dtype=None):
-    """The tensors of `shapes` ({name: shape}), and nothing else, read from a folder's files. InputError."""
-    where, out = tensor_files(folder), {}
-    missing = sorted(shapes.keys() - where.keys())
+def check_tensors(f, path, shapes):
+    """Compare an open safetensors file's header with {name: shape}: InputError, or {name: kind, as in FLOATS}."""
+    missing, kinds = sorted(shapes.keys() - set(f.keys())), {}
     if missing:
-        raise InputError(f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}: "
-                         "incomplete, or of another model than config.json says")
-    for path in dict.fromkeys(where[name] for name in shapes):  # each file is opened once
-        with open_safetensors(path, device) as f:
-            for name in (n for n in shapes if where[n] == path):
-                t = f.get_tensor(name)
-                if t.shape != tuple(shapes[name]) or not t.is_floating_point():
-                    raise InputError(f"{path}: {name} is {t.dtype} of shape {tuple(t.shape)}; config.json "
-                                     f"asks for floats of shape {tuple(shapes[name])}")
-                out[name] = t.to(dtype or t.dtype)
-    return out
+        raise InputError(f"{path}: {len(missing)} tensors are missing, such as {missing[0]}: incomplete, or of "
+                         "another model than config.json says")
+    for name, shape in shapes.items():
+        has, kinds[name] = tuple(f.get_slice(name).get_shape()), f.get_slice(name).get_dtype()
+        if has != tuple(shape) or kinds[name] not in FLOATS:
+            raise InputError(f"{path}: {name} is {kinds[name]} of shape {has}; config.json asks for {', '.join(FLOATS)} "
+                             f"of shape {tuple(shape)}")
+    return kinds
+
+
+def read_tensors(path, shapes, device="cpu", dtype=None):
+    """The tensors of `shapes` ({name: shape}), and nothing else, of one safetensors file. InputError."""
+    with open_safetensors(path, device) as f:
+        kinds = check_tensors(f, path, shapes)
+        return {name: f.get_tensor(name).to(dtype or FLOATS[kinds[name]]) for name in shapes}
 
 
 def read_json(path):

@@ -137,10 +137,8 @@ def generate(model, prompts, max_new_tokens, steps=None, temperature=0.0, top_k=
             for _ in range(r):
                 x = model.run_core(x, e, rope, mask, cache, slot)
                 slot += c.n_core
-        for i, block in enumerate(model.coda):
-            x = block(x, rope, mask, cache, slot + i)
-        # Not run_coda: it would compute the head, the widest matrix, for all of the prompt.
-        logits = model.head(model.norm_f(x[:, -1])).float()                     # (B, V)
+        x = model.run_coda(x, rope, mask, cache, slot)
+        logits = model.head(x[:, -1]).float()                                   # (B, V)
         token = pick(logits, temperature, top_k, top_p, rng)
         rows = yield token
         if rows is not None:
@@ -249,6 +247,8 @@ def parse_args():
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to go on from; - reads stdin; default: from the model's corpus")
     source.add_argument("--prompt_file", help="read the prompt from this file")
+    p.add_argument("--special", action="store_true",
+                   help="read the names of special tokens in the prompt, such as <|eot_id|>, as those tokens")
     p.add_argument("--tokens", type=int, default=256, help="new tokens at most; default: %(default)s")
     p.add_argument("--samples", type=int, default=1, help="number of texts; number i uses seed + i")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy, the likeliest token")
@@ -282,7 +282,7 @@ def main():
     if not c.n_core and args.steps is not None:
         say("this is a feed-forward model: --steps has no effect")
 
-    ids = tokenizer.encode(prompt, bos=True)
+    ids = tokenizer.encode(prompt, bos=True, special=args.special)
     room = min(args.tokens, c.context - len(ids))
     if room < 1:
         raise InputError(f"the prompt's {len(ids)} tokens leave no room in the model's context of {c.context}: "
