@@ -15,41 +15,59 @@ the step, 2 ranks see what 1 rank with twice the batch sees, and each epoch's or
 """
 import argparse
 import base64
+import fcntl
 import functools
+import hashlib
 import io
 import itertools
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from email.utils import parsedate_to_datetime
 from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 import numpy as np
+import requests
 import sentencepiece
 import tiktoken
 import torch
+import urllib3
 
-from model import TOKENIZER_FILES, InputError, cli, read_json, whole_folder, write_json
+from model import CARRIED_FILES, TOKENIZER_FILES, InputError, cli, read_json, whole_folder, write_json
 
 # ---- tokenizers ------------------------------------------------------------------------------
 SPLIT_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-LLAMA3_NAMES = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
+LLAMA3_NAMES = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",  # 3.1, 3.2
+                7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}  # others: reserved_special_token_0, ...
 
 
 class Tokenizer:
-    """.vocab_size: highest id + 1; .bos_id: None where the tokenizer adds none; .files: to copy along."""
+    """
+    .vocab_size: highest id + 1; .bos_id: None where the tokenizer adds none; .special: {name: id} of special tokens;
+    .files: to copy along, the tokenizer's own first.
+    """
 
-    def __init__(self, path, encode, decode, vocab_size, bos_id, eos_id):
-        assert eos_id is not None, "no end-of-text token"
-        self.files, self._encode, self._decode = [path], encode, decode
-        self.vocab_size, self.bos_id, self.eos_id = vocab_size, bos_id, eos_id
+    def __init__(self, path, encode, decode, vocab_size, bos_id, eos_id, plain, special):
+        """encode: of text without names; plain, special: {name: id} read always, and where encode() is asked to."""
+        if eos_id is None:
+            raise InputError(f"{path}: has no end-of-text token")
+        more = (os.path.join(os.path.dirname(path), file) for file in CARRIED_FILES)
+        self.files, self._encode, self._decode = [path, *filter(os.path.exists, more)], encode, decode
+        self.vocab_size, self.bos_id, self.eos_id, self.special = vocab_size, bos_id, eos_id, special
+        self._names = plain | special
+        self._find = [re.compile(f"({'|'.join(map(re.escape, sorted(names, reverse=True))) or '(?!)'})")
+                      for names in (plain, self._names)]  # of two that begin alike the longer first
 
     @staticmethod
     def load(folder):
@@ -60,24 +78,29 @@ class Tokenizer:
         content = Path(path).read_bytes() or b"empty"  # of which SentencePiece would make a tokenizer
         try:
             if path.endswith(".json"):
-                return _byte_level(path, *_read_byte_level(json.loads(content)))
+                return _byte_level(path, *_read_byte_level(path, json.loads(content)))
             if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", content):
                 pieces = [base64.b64decode(piece) for piece, _ in map(bytes.split, content.splitlines())]
                 assert len(pieces) == 128000, f"{len(pieces)} lines, not 128000"
-                added = {f"<|{LLAMA3_NAMES.get(i, f'reserved_{i}')}|>": 128000 + i for i in range(256)}
-                return _byte_level(path, SPLIT_LLAMA3, pieces, range(128000), added, set(), 128000)
+                spare = (f"reserved_special_token_{i}" for i in range(256))
+                special = {f"<|{LLAMA3_NAMES.get(i) or next(spare)}|>": 128000 + i for i in range(256)}
+                return _byte_level(path, SPLIT_LLAMA3, pieces, range(128000), {}, special, 128000)
             sp = sentencepiece.SentencePieceProcessor(model_proto=content)
             bos, eos = (i if i >= 0 else None for i in (sp.bos_id(), sp.eos_id()))
-            return Tokenizer(path, sp.encode, sp.decode, sp.vocab_size(), bos, eos)
-        except KeyboardInterrupt:
+            special = {sp.id_to_piece(i): i for i in range(sp.vocab_size()) if sp.is_control(i)}
+            return Tokenizer(path, sp.encode, sp.decode, sp.vocab_size(), bos, eos, {}, special)
+        except (InputError, KeyboardInterrupt):
             raise
         except BaseException as e:  # a panic in tiktoken's Rust is no Exception
-            raise InputError(f"{path}: not SentencePiece, Llama-3's lines or byte-level BPE, or cut ({e!r:.200})")
+            raise InputError(f"{path}: is no tokenizer, or damaged: fetch it again ({e!r:.200})")
 
-    def encode(self, text, bos=False):
-        """Token ids of plain text: "</s>" in it is four characters, never EOS."""
+    def encode(self, text, bos=False, special=False):
+        """Token ids. "</s>" in text is four characters, and EOS only with special. bos: begin with BOS, if any."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON's "\\ud83d" alone
-        return [self.bos_id] * (bos and self.bos_id is not None) + self._encode(text)
+        ids = []
+        for i, part in enumerate(self._find[special].split(text)):
+            ids += [self._names[part]] if i % 2 else self._encode(part)
+        return [self.bos_id] * (bos and self.bos_id not in (None, *ids[:1])) + ids
 
     def decode(self, ids):
         try:
@@ -86,42 +109,322 @@ class Tokenizer:
             raise InputError(f"{self.files[0]}: {ids} are not all ids below {self.vocab_size}")
 
 
-def _read_byte_level(spec):
+def _read_byte_level(path, spec):
     """tokenizer.json of Llama-3.2, OLMo-2, GPT-2 (split regex, vocabulary, merges) -> _byte_level's arguments."""
-    model, pre, post = spec["model"], spec["pre_tokenizer"], spec.get("post_processor") or {}
+    model, pre, post = spec["model"], spec["pre_tokenizer"] or {}, spec.get("post_processor") or {}
     *split, level = pre.get("pretokenizers", [pre])
-    assert (model["type"], level["type"], spec["normalizer"], level["add_prefix_space"],
-            level.get("use_regex", True)) == ("BPE", "ByteLevel", None, False, not split), "another kind"
-    kinds = [(s["type"], s["behavior"], s["invert"]) for s in split]  # the two known ones do the same
-    assert kinds in ([], [("Split", "Removed", True)], [("Split", "Isolated", False)]), f"splits by {kinds}"
+    splits = [(s["type"], s.get("behavior"), s.get("invert"), *s.get("pattern", ())) for s in split]
+    kind, normalizer = model.get("type", "BPE"), spec.get("normalizer")  # old files leave the type out
+    if ((kind, normalizer, level.get("type"), level.get("add_prefix_space"), level.get("use_regex", True)) !=
+            ("BPE", None, "ByteLevel", False, not split) or splits not in (  # the two known ones do the same
+                [], [("Split", "Removed", True, "Regex")], [("Split", "Isolated", False, "Regex")])):
+        parts = re.findall(r'"type": "(?!Sequence)(\w+)"', json.dumps([normalizer, pre]))
+        raise InputError(f"{path}: holds {' with '.join([kind, *parts[:1]])}, not plain byte-level BPE: put the model's "
+                         "tokenizer.model (SentencePiece) beside it, or name a folder that has one")
     # GPT-2's alphabet writes the 188 printable bytes as themselves, the others as characters from 256 on.
     order = sorted(range(256), key=lambda b: not chr(b).isprintable() or b == 32)
     byte = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(order)}
     merged = ("".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"])
     pieces = list(dict.fromkeys([*byte, *merged]))
     ids = [model["vocab"][piece] for piece in pieces]
-    added = {t["content"]: t["id"] for t in spec["added_tokens"]}
-    plain = {t["content"] for t in spec["added_tokens"] if not t["special"]}
+    plain, special = ({t["content"]: t["id"] for t in spec["added_tokens"] if t["special"] == s} for s in (False, True))
     first = [s["single"][0] for s in post.get("processors", [post]) if s.get("type") == "TemplateProcessing"]
-    bos = next((added[s["SpecialToken"]["id"]] for s in first if "SpecialToken" in s), None)
+    bos = next((special[s["SpecialToken"]["id"]] for s in first if "SpecialToken" in s), None)
     pattern = split[0]["pattern"]["Regex"] if split else SPLIT_GPT2
-    return pattern, [bytes(byte[c] for c in piece) for piece in pieces], ids, added, plain, bos
+    return pattern, [bytes(byte[c] for c in piece) for piece in pieces], ids, plain, special, bos
 
 
-def _byte_level(path, pattern, pieces, ids, added, plain, bos_id):
-    """pieces: bytes in merge order; ids: theirs; added: {name: id}, of which text may contain `plain`."""
-    ids = [*ids, *added.values()]
+def _byte_level(path, pattern, pieces, ids, plain, special, bos_id):
+    """pieces: bytes in merge order; ids: theirs; plain, special: as Tokenizer's."""
+    ids = [*ids, *(added := plain | special).values()]
     code = {i: c for c, i in enumerate(ids)}  # tiktoken's: it merges in the order of its codes
     coder = tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks={p: c for c, p in enumerate(pieces)},
                               special_tokens={name: code[i] for name, i in added.items()})
-    coder.encode_ordinary_batch(list(map(chr, range(256))))  # fails where a byte is missing
+    text = list(map(chr, range(256)))
+    assert coder.decode_batch(coder.encode_ordinary_batch(text)) == text, "lacks a byte, or the regex drops one"
 
-    def encode(text, most=400_000):  # characters at once: the regex gives up on 10^6 blanks in a row
-        return [ids[c] for i in range(0, len(text), most)
-                for c in coder.encode(text[i:i + most], allowed_special=plain, disallowed_special=())]
+    def encode(text):  # cut, as the regex gives up on 10^6 blanks in a row; before a line, as there a token begins
+        parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
+        return [ids[c] for part in parts for c in coder.encode_ordinary(part)]
 
     eos = next((added[n] for n in ("<|endoftext|>", "<|end_of_text|>", "</s>") if n in added), None)
-    return Tokenizer(path, encode, lambda i: coder.decode([code[x] for x in i]), max(ids) + 1, bos_id, eos)
+    return Tokenizer(path, encode, lambda i: coder.decode([code[x] for x in i]), max(ids) + 1, bos_id, eos, plain, special)
+
+
+# ---- the hub: checkpoints by name ------------------------------------------------------------
+# The cache is laid out as huggingface.co/docs/hub/local-cache says, shared with every tool that keeps to it.
+TRIES, FIRST_WAIT, THREADS, CHUNK = 5, 1.0, 4, 1 << 17  # in a row; seconds, doubling; files at once; bytes
+INDEX, TOKENIZER = "model.safetensors.index.json", " or ".join(TOKENIZER_FILES)
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, "tokenizer_config.json",
+               "special_tokens_map.json", INDEX)
+SPEC = re.compile(r"(?![^@]*--)(?!.*\.\.)(\w[\w.-]*/\w[\w.-]*)(?:@(\w(?:[\w./+-]*\w)?))?", re.ASCII)
+INSIDE = re.compile(r"(?!/)(?!(?:.*/)?\.\.(?:/|$))[^\0]+", re.DOTALL)  # a name that stays in the folder it is joined to
+
+
+def _whole(path, size):
+    return os.path.isfile(path) and os.path.getsize(path) == size
+
+
+def _shards(index):
+    names = read_json(index).get("weight_map")
+    names = list(names.values()) if isinstance(names, dict) else []
+    if not names or not all(isinstance(n, str) and INSIDE.fullmatch(n) and n.endswith(".safetensors") for n in names):
+        raise InputError(f"{index}: names other files than .safetensors of its own folder: choose another model")
+    return sorted(set(names))
+
+
+def _lacking(snapshot):
+    """What a snapshot folder needs to be a checkpoint and does not have."""
+    def has(name):
+        return os.path.isfile(os.path.join(snapshot, name))  # not so where a link's blob is gone
+    weights = _shards(os.path.join(snapshot, INDEX)) if has(INDEX) else ["model.safetensors"]
+    return [f for f in ("config.json", *weights) if not has(f)] + [TOKENIZER] * (not any(map(has, TOKENIZER_FILES)))
+
+
+def _pause(error, failures):
+    """Seconds until the next try: 1, 2, 4, ... or what the server asks for (docs/hub/rate-limits), a minute at most."""
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    asked = headers.get("Retry-After") or "".join(re.findall(r"\bt=(\d+)", headers.get("RateLimit", ""))[:1])
+    try:
+        asked = float(asked) if asked.isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        asked = 0
+    return min(60, max(asked, FIRST_WAIT * 2**(failures - 1)))
+
+
+class _Hub:
+    """A model at a revision: its list of files, and those files into its folder of the cache."""
+
+    def __init__(self, model, revision, folder, token):
+        self.model, self.revision, self.folder, self.token = model, revision, folder, token
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        self.session, self.stop, self.done = requests.Session(), threading.Event(), {}  # done: {hash: bytes on disk}
+        self.session.headers["Accept-Encoding"] = "identity"  # offsets and sizes are the file's own
+        if token:  # redirected to another host, requests takes it out again
+            self.session.headers["Authorization"] = f"Bearer {token}"
+        self.session.auth = lambda request: request  # or ~/.netrc would come before the token
+
+    def get(self, path, start=0):
+        """An answer, its body unread. What may pass is a RequestException, what will not an InputError."""
+        try:
+            r = self.session.get(f"{self.endpoint}/{path}", stream=True, timeout=(10, 30),
+                                 headers={"Range": f"bytes={start}-"} if start else None)
+        except ValueError as e:  # so requests refuses addresses
+            raise InputError(f"HF_ENDPOINT={self.endpoint}: leads to what is no address ({e!r:.200}): correct it")
+        if r.status_code in (200, 206, 416):
+            return r
+        r.close()
+        status, host, page = f"{r.status_code} {r.reason}", urlsplit(r.url).netloc, f"{self.endpoint}/{self.model}"
+        storage = host != urlsplit(self.endpoint).netloc  # whose links expire: the hub gives a new one
+        if storage or r.status_code in (408, 429) or r.status_code >= 500:
+            raise requests.HTTPError(f"{host} answers {status}", response=r)
+        mend = "set HF_TOKEN to one that may read it" if self.token else "set HF_TOKEN"
+        gated = f"gated: check the name, accept the terms on {page} and {mend}"
+        why = {"GatedRepo": f"is {gated}",
+               "RevisionNotFound": f"has no revision {self.revision}: see {page}/tree/main for its revisions",
+               "EntryNotFound": f"has no {path.rpartition('/resolve/')[2]}: choose another revision"}
+        other = {401: f"is missing, private or {gated}", 403: f"is {gated}",
+                 404: f"no such model on {self.endpoint}: check the name"}
+        raise InputError(f"{self.model}: " + (why.get(r.headers.get("X-Error-Code")) or other.get(
+            r.status_code, f"{host} answers {status}: check HF_ENDPOINT")))
+
+    def retry(self, attempt, what, sha=None):
+        """attempt() until it is through; InputError when TRIES in a row did not bring a byte more of blob sha."""
+        failures, best = 0, self.done.get(sha, 0)
+        while True:
+            try:
+                return attempt()
+            except (requests.RequestException, urllib3.exceptions.HTTPError) as e:  # few of the latter come through
+                failures = 1 if self.done.get(sha, 0) > best else failures + 1
+                best, wait = max(best, self.done.get(sha, 0)), _pause(e, failures)
+                why = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]  # less urllib3's preamble
+                if failures == TRIES:
+                    raise InputError(f"{what}: {TRIES} tries at {self.endpoint} failed ({why}): check the connection "
+                                     "and HF_ENDPOINT (the same command goes on), or name a local folder")
+                print(f"{what}: {why}; next try in {wait:.0f} s", file=sys.stderr)
+                if self.stop.wait(wait):
+                    raise InterruptedError
+
+    def listing(self):
+        """-> commit, {file: (bytes, hash)}. The hash names the blob: sha256 of LFS files, git's sha1 of others."""
+        path = f"api/models/{self.model}/revision/{quote(self.revision, safe='')}?blobs=true"
+        content, files = self.retry(lambda: self.get(path).content, f"the list of {self.model}"), {}
+        try:
+            info = json.loads(content)
+            for entry in info["siblings"]:
+                lfs, name = entry.get("lfs"), entry["rfilename"]
+                size, sha = (lfs["size"], lfs["sha256"]) if lfs else (entry["size"], entry["blobId"])
+                sound = INSIDE.fullmatch(name) and re.fullmatch("[0-9a-f]{64}" if lfs else "[0-9a-f]{40}", sha)
+                if not sound or size < 0:
+                    raise ValueError(entry)
+                files[name] = size, sha
+            return re.fullmatch("[0-9a-f]{40}", info["sha"])[0], files
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise InputError(f"{self.endpoint}: sends no list of {self.model}'s files ({e!r:.200}): check HF_ENDPOINT")
+
+    def fetch(self, path, size, sha):
+        """A file into blobs/sha, whichever process is the first to do it."""
+        blob, (cache, folder) = os.path.join(self.folder, "blobs", sha), os.path.split(self.folder)
+        os.makedirs(locks := os.path.join(cache, ".locks", folder), exist_ok=True)
+        with open(os.path.join(locks, sha + ".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # as huggingface_hub does
+            if not _whole(blob, size):
+                with open(blob + ".incomplete", "a+b") as part:
+                    self.complete(part, path, size, sha)
+                os.replace(part.name, blob)
+        self.done[sha] = size
+
+    def complete(self, part, path, size, sha):
+        """Go on where an earlier run ended; on return the file is checked and on the disk."""
+        def begin():
+            return hashlib.sha256() if len(sha) == 64 else hashlib.sha1(b"blob %d\0" % size)
+
+        def drop():
+            nonlocal digest
+            part.truncate(0)
+            digest, self.done[sha] = begin(), part.seek(0)
+
+        def attempt():
+            if (have := part.tell()) == size:
+                return
+            with self.get(path, have) as r:
+                span = re.fullmatch(rf"bytes {have}-\d+/({size}|\*)", r.headers.get("Content-Range", ""))
+                if r.status_code != 206 or not span:
+                    drop()
+                    if r.status_code != 200:  # which is the file from its start
+                        raise requests.RequestException(f"asked for the bytes from {have} on, it does not send them")
+                for chunk in r.iter_content(CHUNK):
+                    if self.stop.is_set():
+                        raise InterruptedError
+                    if part.tell() + len(chunk) > size:
+                        drop()
+                        raise requests.RequestException(f"it sends more than the {size} bytes that were promised")
+                    part.write(chunk)
+                    digest.update(chunk)
+                    self.done[sha] = part.tell()
+            if part.tell() < size:
+                raise requests.RequestException(f"it ends after {part.tell()} of {size} bytes")
+
+        part.seek(0)
+        digest = hashlib.file_digest(part, begin)
+        if part.tell() > size:
+            drop()
+        for _ in range(2):  # once more, as what the earlier run left may be wrong
+            self.retry(attempt, path, sha)
+            if (found := digest.hexdigest()) == sha:
+                part.flush()
+                return os.fsync(part.fileno())
+            drop()
+        os.remove(part.name)
+        raise InputError(f"{path}: its hash is {found}, not {sha}: check HF_ENDPOINT, or try again later")
+
+    def fetch_all(self, commit, files):
+        """{name: (bytes, hash)} into blobs/, THREADS at a time; then, all being whole, into snapshots/commit."""
+        blobs = os.path.join(self.folder, "blobs")
+        os.makedirs(blobs, exist_ok=True)
+        todo = {sha: (f"{self.model}/resolve/{commit}/{quote(name)}", size, sha)
+                for name, (size, sha) in files.items() if not _whole(os.path.join(blobs, sha), size)}
+        for _, size, sha in todo.values():
+            part = os.path.join(blobs, sha + ".incomplete")
+            self.done[sha] = min(size, os.path.getsize(part)) if os.path.exists(part) else 0
+        total, before, begun = sum(size for _, size, _ in todo.values()), sum(map(self.done.get, todo)), time.time()
+        if (free := shutil.disk_usage(blobs).free) < total - before:
+            raise InputError(f"{blobs}: needs {(total - before) / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free: "
+                             "make room or set HF_HOME to a folder on another disk")
+        queue, errors, shown, screen = iter(todo.values()), [], begun, sys.stderr.isatty()
+        self.stop.clear()
+
+        def work():
+            try:
+                for file in queue:  # the threads share it
+                    self.fetch(*file)
+            except BaseException as e:
+                errors.append(e)
+                self.stop.set()
+
+        def show(end):
+            have, seconds = sum(map(self.done.get, todo)), time.time() - begun
+            rate = max(1, have - before) / max(1e-3, seconds)
+            minutes, rest = divmod(int((total - have) / rate), 60)
+            text = f"{have / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.1f} MB/s, ETA {minutes}:{rest:02d}"
+            print(f"\r{text}\x1b[K" if screen else text, end=end, file=sys.stderr, flush=True)
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(THREADS)]  # no exit waits for a daemon
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive() and not self.stop.is_set():
+                    thread.join(0.2)
+                    if total >= 10**8 and time.time() - shown > (1 if screen else 10):
+                        shown = time.time()
+                        show("" if screen else "\n")
+        finally:  # of Ctrl-C, too
+            self.stop.set()
+            for thread in threads:
+                thread.join(0.2)
+            if total >= 10**8:
+                show("\n")
+        if errors:
+            raise errors[0]
+        for name, (_, sha) in files.items():
+            blob, link = os.path.join(blobs, sha), os.path.join(self.folder, "snapshots", commit, name)
+            new = f"{link}.{os.urandom(4).hex()}"  # of this process alone, pids being the same in two containers
+            os.makedirs(os.path.dirname(link), exist_ok=True)
+            try:
+                os.symlink(os.path.relpath(blob, os.path.dirname(link)), new)
+            except OSError:  # a file system without links
+                shutil.copyfile(blob, new)
+            os.replace(new, link)
+
+
+def download(spec):
+    """
+    "org/name" or "org/name@REVISION" of the Hugging Face hub -> a folder with its config.json, safetensors and
+    tokenizer, complete and checked. A complete one in the usual cache (HF_HOME) is taken without any request.
+    """
+    if not (match := SPEC.fullmatch(spec)):
+        raise InputError(f"{spec}: neither a folder here nor org/name or org/name@REVISION as on the hub")
+    env, model, revision = os.environ.get, match[1], match[2] or "main"
+    home = env("HF_HOME") or os.path.join(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(env("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    folder = os.path.join(cache, "models--" + model.replace("/", "--"))
+    ref = Path(folder, "refs", revision)
+    commit = re.match("[0-9a-f]{40}|", ref.read_text("latin-1") if ref.is_file() else "")[0] or revision
+    snapshot = os.path.join(folder, "snapshots", commit)
+    lacking, offline = _lacking(snapshot), env("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    if not lacking or offline and lacking == [TOKENIZER]:
+        print(f"{spec}: taken from {snapshot}; delete that folder to fetch it anew", file=sys.stderr)
+        return snapshot
+    if offline:
+        raise InputError(f"{spec}: {snapshot} lacks {', '.join(lacking)}, but HF_HUB_OFFLINE is set: unset it")
+    file = Path(env("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
+    token = (env("HF_TOKEN") or (file.read_text("latin-1") if file.is_file() else "")).strip()
+    if not re.fullmatch("[!-~]*", token):  # checked here, as requests would print it
+        raise InputError("HF_TOKEN (or the token's file): holds blanks or other signs that no token has: correct it")
+    hub = _Hub(model, revision, folder, token)
+    try:
+        commit, files = hub.listing()
+        weights = [name for name in (INDEX, "model.safetensors") if name in files][:1]
+        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
+        for wrong, why in (("config.json" not in files, "has no config.json, so it is no checkpoint of transformers"),
+                           (not weights and pickled, "has pickled weights only, which are never loaded, as unpickling "
+                                                     "can run any code; take a conversion to safetensors"),
+                           (not weights, "has no model.safetensors")):
+            if wrong:
+                raise InputError(f"{spec}: {why}: choose another revision or model")
+        hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
+        snapshot = os.path.join(folder, "snapshots", commit)
+        weights = _shards(os.path.join(snapshot, INDEX)) if INDEX in weights else weights
+        if absent := [name for name in weights if name not in files]:
+            raise InputError(f"{spec}: has no {absent[0]}, which its {INDEX} names: choose another revision")
+        hub.fetch_all(commit, {name: files[name] for name in weights})
+        if revision != commit:
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit)
+    except OSError as e:
+        raise InputError(f"{folder}: fetching into it failed ({e}): make room or set HF_HOME; the same command goes on")
+    return snapshot
 
 
 # ---- prepare: text files to shards -----------------------------------------------------------
@@ -234,7 +537,8 @@ def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, 
         close_shard()
     if not shards["train"]:
         raise InputError(f"{inputs[0]}: no text in the input (--input)")
-    Path(out, os.path.basename(tokenizer.files[0])).write_bytes(Path(tokenizer.files[0]).read_bytes())
+    for path in tokenizer.files:
+        shutil.copyfile(path, os.path.join(out, os.path.basename(path)))
     opening = np.load(os.path.join(out, "train_000000.npy"), mmap_mode="r")[:12]
     prompt = tokenizer.decode(i for i in opening if i not in (tokenizer.bos_id, tokenizer.eos_id))
     done |= {"prompt": prompt.strip("\ufffd \n").split("\n")[0], "row": None}
