@@ -4,6 +4,7 @@ Measure a training step and decoding, and draw results.
     python bench.py train                     tokens/s, model FLOPs utilisation, peak memory over (n, k)
     python bench.py train --peer              the same beside transformers' Llama of the unrolled depth
     python bench.py decode --steps 1,4,32     tokens/s over r, against the memory that a token takes
+    python bench.py surgery                   TinyLlama's true shape, random weights: memory and time against a plain copy
     python bench.py plot A.json B.json        accuracy over r and by difficulty, with error bars
 
 Without --model both measure a 27.3M-parameter Llama of shape (2,4,2) with random weights; a token's
@@ -14,17 +15,21 @@ where they do not, plus attention, against the matmul peak that this machine sho
 """
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
 
-from model import Config, InputError, RecurrentLM, cli, read_json
+from model import Config, InputError, RecurrentLM, cli, read_json, save_folder
 from muon import Muon, param_groups
 from sample import check_device, generate
+from surgery import TINYLLAMA, export
 
 
 def main():
@@ -46,6 +51,9 @@ def main():
     p.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw")
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--peer", action="store_true", help="also time transformers' Llama of n + k unrolled recurrences")
+    p = sub.add_parser("surgery")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    p.add_argument("--repeat", type=int, default=3, help="timed runs")
     p = sub.add_parser("plot")
     p.add_argument("results", nargs="+", metavar="RESULT.json", help="written by eval_gsm8k.py")
     p.add_argument("--labels", help="comma-separated names, one a file")
@@ -54,9 +62,9 @@ def main():
     for key in ("batch_size", "repeat", "context", "prompt", "tokens"):
         if getattr(args, key, 1) < 1:
             raise InputError(f"--{key} {getattr(args, key)}: must be at least 1")
-    if args.command != "plot":
+    if "device" in args:
         check_device(args.device)
-    {"train": bench_train, "decode": bench_decode, "plot": plot}[args.command](args)
+    {"train": bench_train, "decode": bench_decode, "surgery": bench_surgery, "plot": plot}[args.command](args)
 
 
 # ---------------------------------------------------------------- measuring
@@ -201,6 +209,57 @@ def bench_decode(args):
         print(f"{r:4d} {rate[1]:9,.1f} {rate[0]:8,.1f}-{rate[2]:8,.1f} {cache:8,d} bytes "
               f"{peak_memory(args.device) / 2**20:8,.0f} MiB", flush=True)
     print(json.dumps(result))
+
+
+def bench_surgery(args):
+    """
+    `surgery.py --preset tinyllama-4-8-4` as a process of its own, on a checkpoint made here and deleted after: its peak
+    memory against the bytes that it writes, and its time against copying as many bytes, the source not in the page cache.
+    """
+    dtype, here = getattr(torch, args.dtype), os.path.dirname(os.path.abspath(__file__))
+    with tempfile.TemporaryDirectory(prefix="nanoloop-") as folder:
+        src, out, copy = (os.path.join(folder, name) for name in ("src", "out", "copy"))
+        maker = multiprocessing.get_context("spawn").Process(target=synthetic, args=(src, dtype))
+        maker.start(), maker.join()  # apart, as a child's peak memory begins at its parent's
+        command = [sys.executable, os.path.join(here, "surgery.py"), src, out, "--preset", "tinyllama-4-8-4", "--overwrite"]
+        seconds, copying = [], []
+        for _ in range(args.repeat):
+            forget(src)
+            start = time.perf_counter()
+            _, status, usage = os.wait4(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid, 0)
+            seconds.append(time.perf_counter() - start)
+            if status:
+                raise InputError("surgery: failed, see above")
+            forget(src), forget(out)
+            start = time.perf_counter()
+            with open(os.path.join(out, "model.safetensors"), "rb") as a, open(copy, "wb") as b:
+                while block := a.read(1 << 24):
+                    b.write(block)
+                b.flush()
+                os.fsync(b.fileno())
+            copying.append(time.perf_counter() - start)
+        written = sum(entry.stat().st_size for entry in os.scandir(out))
+    peak = usage.ru_maxrss * 1024
+    spread = lambda x: f"{statistics.median(x):.1f} s ({min(x):.1f}-{max(x):.1f})"
+    print(f"surgery of TinyLlama's shape, {args.dtype}: wrote {written / 1e9:.2f} GB, peak memory {peak / 1e9:.2f} GB "
+          f"({peak / written:.2f} of it)\n{spread(seconds)}; copying as many bytes {spread(copying)}")
+    print(json.dumps({"dtype": args.dtype, "written": written, "peak_memory": peak, "seconds": seconds, "copying": copying}))
+
+
+def synthetic(folder, dtype):
+    """A checkpoint of TinyLlama's shape in Hugging Face layout, with random weights."""
+    shapes = RecurrentLM.empty(TINYLLAMA).state_shapes()
+    tensors = {name: torch.empty(shape, dtype=dtype).normal_(0, 0.02) for name, shape in shapes.items()}
+    save_folder(folder, *export(TINYLLAMA, tensors, dtype))
+
+
+def forget(folder):
+    """Drop a folder's files from the page cache, so that reading them reads the disk."""
+    os.sync()
+    for entry in os.scandir(folder):
+        fd = os.open(entry.path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 # ---------------------------------------------------------------- drawing

@@ -2,98 +2,165 @@
 Turn a pretrained model into a depth-recurrent one: early layers become the prelude, later ones the
 recurrent block and the coda, those in between are dropped, and a fresh adapter joins them.
 
-    python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21
     python surgery.py SRC OUT --preset tinyllama-4-8-4
-    python surgery.py SRC OUT --feed-forward            all layers, unchanged: the parent
+    python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21 --verify
+    python surgery.py SRC OUT --shape 4,8,4 --select angular --text corpus.txt
+    python surgery.py SRC OUT --feed-forward                    all layers, unchanged: the parent
+    python surgery.py SRC OUT --export hf                       a checkpoint of ours, back in Hugging Face layout
+    python surgery.py --preset tinyllama-4-8-4 --dry-run        the paper's tables, without weights
 
-SRC is a Hugging Face folder of the Llama or OLMo-2 architecture (config.json, safetensors, the
-tokenizer's file), a feed-forward checkpoint or run of our own, or a released Recurrent-* model, which
-already is recurrent and takes no layer flags. Only the tensors that are kept are read; their precision
-stays. OUT is a nanoloop checkpoint.
+SRC is a folder, or a hub id (org/name or org/name@REVISION) that is downloaded once. It holds a Llama or OLMo-2 in
+Hugging Face layout, a checkpoint or run of our own, or a released Recurrent-* model or Huginn-0125, which are recurrent
+already and take no layer flags. OUT is a nanoloop checkpoint; with --export hf, a Llama or OLMo-2 in Hugging Face layout
+if feed-forward, else in the layout of the released models. Tensors are only stacked and taken apart, never rounded; those
+of dropped layers are not read.
 
-Paper: arXiv 2511.07384, section 3 and Table 8. The paper's rule takes core and coda from the end.
+Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, the default, takes core and coda from the end.
 """
 import argparse
+import functools
+import itertools
+import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from data import Tokenizer
-from model import (STATE_STD, TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint, load_config,
-                   read_json, read_tensors, tensor_files)
+from data import Tokenizer, download
+from model import (FLOATS, STATE_STD, TOKENIZER_FILES, Config, InputError, RecurrentLM, check_tensors, cli, find_checkpoint,
+                   load_config, open_safetensors, read_json, save_folder, write_json)
 
-PRESETS = {  # name: layers of the source, prelude, core, coda (the paper's Table 8, 0-based)
-    "tinyllama-2-4-2": (22, "0-1", "16-19", "20-21"),
-    "tinyllama-4-8-4": (22, "0-3", "10-17", "18-21"),
-    "tinyllama-6-10-6": (22, "0-5", "6-15", "16-21"),
-    "llama-3.2-1b-2-4-2": (16, "0-1", "10-13", "14-15"),
-    "llama-3.2-1b-4-6-4": (16, "0-3", "6-11", "12-15"),
-    "olmo-2-1b-4-6-4": (16, "0-3", "6-11", "12-15"),
+PARTS = ("prelude", "core", "coda")
+TINYLLAMA = Config(32000, 2048, 32, 4, 5632, 22, 0, 0)
+LLAMA = Config(128256, 2048, 32, 8, 8192, 16, 0, 0, tie_embeddings=True)
+OLMO2 = Config(100352, 2048, 16, 16, 8192, 16, 0, 0, norm="post")
+PRESETS = {  # name: the source, and the numbers of its layers in the three parts (the paper's Table 8, 0-based)
+    "tinyllama-2-4-2": (TINYLLAMA, "0-1", "16-19", "20-21"),
+    "tinyllama-4-8-4": (TINYLLAMA, "0-3", "10-17", "18-21"),
+    "tinyllama-6-10-6": (TINYLLAMA, "0-5", "6-15", "16-21"),
+    "llama-3.2-1b-2-4-2": (LLAMA, "0-1", "10-13", "14-15"),
+    "llama-3.2-1b-4-6-4": (LLAMA, "0-3", "6-11", "12-15"),
+    "olmo-2-1b-4-6-4": (OLMO2, "0-3", "6-11", "12-15"),
 }
+LLAMA_TOKENIZER = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "add_eos_token": False,
+                   "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # of a folder that does not say
+SAMPLE = "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("src", nargs="?")
+    add("out", nargs="?")
+    for part in PARTS:
+        add(f"--{part}", metavar="LAYERS", help="such as 0-3 or 0,2,5-7; '' for none")
+    add("--preset", choices=PRESETS, help="the paper's choices of layers")
+    add("--shape", metavar="P,R,C", help="sizes of the parts; the paper's rule takes the layers, or ...")
+    add("--select", choices=("block-influence", "angular"), help="... how much each changes the hidden state on --text: "
+        "ShortGPT's measure (arXiv 2403.03853; with --feed-forward --shape is the depth) or Encode-Think-Decode's "
+        "(2510.07358, which can find the sizes itself)")
+    add("--text", metavar="FILE", help="of which --select reads up to 16 windows of 1024 tokens")
+    add("--feed-forward", action="store_true", help="a model without recurrent block: all layers, or ...")
+    add("--layers", help="... these")
+    add("--adapter", choices=("linear", "add"), default="linear")
+    add("--adapter-init", choices=("identity", "default"), default="identity", help="identity: pass the prelude's output "
+        "through, so that r = 1 equals the kept layers run in a row; default: torch's Linear init, as the paper")
+    add("--seed", type=int, default=0, help="of the adapter's default init")
+    add("--mean_recurrence", type=int, help="the result's default r (the released models' config.json always says 32)")
+    add("--export", choices=("hf",), help="write OUT in Hugging Face layout")
+    add("--verify", action="store_true", help="compare all hidden states of SRC's layers in a row and of OUT at r = 1 with "
+        "the identity adapter, in float32")
+    add("--dry-run", action="store_true", help="say what would be done; SRC may be left out if there is a --preset")
+    add("--overwrite", action="store_true", help="replace OUT")
+    args = parser.parse_args()
+    for wrong, why in (
+            (args.src is None and not (args.preset and args.dry_run), "SRC: is missing: a folder or a hub id"),
+            (args.out is None and not args.dry_run, "OUT: is missing: name the folder to write"),
+            ((args.mean_recurrence or 1) < 1, f"--mean_recurrence {args.mean_recurrence}: must be at least 1")):
+        if wrong:
+            raise InputError(why)
+    if args.out and os.path.exists(args.out):
+        if not args.overwrite:
+            raise InputError(f"{args.out}: exists already: choose another OUT or add --overwrite")
+        if not os.path.exists(os.path.join(args.out, "model.safetensors")):
+            raise InputError(f"{args.out}: is not a checkpoint folder, so --overwrite leaves it: choose another OUT")
+    return args
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("src")
-    parser.add_argument("out")
-    for part in ("prelude", "core", "coda"):
-        parser.add_argument(f"--{part}", metavar="LAYERS", help="such as 0-3 or 0,2,5-7; '' for none")
-    parser.add_argument("--preset", choices=PRESETS, help="the paper's choices of layers")
-    parser.add_argument("--feed-forward", action="store_true", help="take all layers, unchanged")
-    parser.add_argument("--adapter", choices=("linear", "add"), default="linear")
-    parser.add_argument("--adapter-init", choices=("identity", "default"), default="identity",
-                        help="identity: pass the prelude's output through, so that r = 1 equals the kept layers "
-                             "run in a row; default: torch's Linear init, as the paper")
-    parser.add_argument("--seed", type=int, default=0, help="of the adapter's default init")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT")
-    args = parser.parse_args()
-    if os.path.exists(args.out) and not args.overwrite:
-        raise InputError(f"{args.out}: exists already: choose another OUT or add --overwrite")
-    if os.path.exists(args.out) and not os.path.exists(os.path.join(args.out, "model.safetensors")):
-        raise InputError(f"{args.out}: is not a checkpoint folder, so --overwrite leaves it: choose another OUT")
-    args.src = find_checkpoint(args.src)
-
-    raw = read_json(os.path.join(args.src, "config.json"))
-    flags = [f for f in ("prelude", "core", "coda", "preset") if getattr(args, f) is not None]
-    if raw.get("model_type") == "huginn_raven":
-        if flags or args.feed_forward:
-            raise InputError(f"--{(flags + ['feed-forward'])[0]}: {args.src} is recurrent already: drop the flag")
-        model = from_raven(args.src, raw)
+    args = parse_args()
+    if args.src is None:
+        source, tokenizer = Source(args.preset, PRESETS[args.preset][0], {}, hf_parts(PRESETS[args.preset][0])), None
     else:
-        native = raw.get("model_type") == "nanoloop"
-        try:
-            config = load_config(args.src) if native else hf_config(args.src, raw)
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
-            raise InputError(f"{os.path.join(args.src, 'config.json')}: a value is of the wrong kind ({e})")
-        if config.n_core:
-            raise InputError(f"{args.src}: has a recurrent block already: name its feed-forward parent")
-        n_layer = config.n_prelude + config.n_coda
-        if args.feed_forward:
-            if flags:
-                raise InputError(f"--{flags[0]}: --feed-forward takes all layers: drop one of the two")
-            layers = list(range(n_layer)), [], []
-        else:
-            layers = choose_layers(args, n_layer)
-        model = (from_nanoloop if native else from_hf)(
-            args.src, config, layers, args.adapter, init_adapter(config.n_embd, args.adapter_init, args.seed))
-        for part, chosen in zip(("prelude", "core", "coda"), layers):
-            print(f"{part:8s} layers {' '.join(map(str, chosen)) or '-'}")
-        dropped = sorted(set(range(n_layer)) - set(sum(layers, [])))
-        print(f"dropped  layers {' '.join(map(str, dropped)) or '-'}")
-
-    if any(os.path.exists(os.path.join(args.src, file)) for file in TOKENIZER_FILES):
-        ids = Tokenizer.load(args.src).vocab_size
-        if ids > model.config.vocab_size:
-            raise InputError(f"{args.src}: the tokenizer has ids up to {ids - 1}, the vocabulary of config.json ends at "
-                             f"{model.config.vocab_size - 1}: the tokenizer is of another model")
-    else:
-        print(f"note: {args.src} has no {' or '.join(TOKENIZER_FILES)}: OUT will have no tokenizer")
-    for name, count in model.num_params().items():
-        print(f"{name:10s} {count:15,d}")
-    model.save(args.out, tokenizer=args.src)
+        source = open_source(args.src)
+        tokenizer = load_tokenizer(source)
+    flags = [flag for flag in ("feed_forward", *PARTS, "preset", "shape", "select", "layers")
+             if getattr(args, flag) not in (None, False)]
+    if flags and source.config.n_core:
+        raise InputError(f"--{flags[0].replace('_', '-')}: {source.folder} is recurrent already: drop the flag")
+    result, layers = source, None
+    if flags or not (source.config.n_core or args.export):
+        layers = choose_layers(args, source, tokenizer)
+        result = retrofit(source, layers, args.adapter, init_adapter(source.config.n_embd, args.adapter_init, args.seed))
+    if args.mean_recurrence:
+        if not result.config.n_core:
+            raise InputError("--mean_recurrence: the result is feed-forward: drop the flag")
+        result.config.mean_recurrence = args.mean_recurrence
+    print_sizes(args, source, result, layers)
+    if args.src is None:
+        return
+    dtype = check(result)
+    if args.dry_run:
+        return print("dry run: nothing was written")
+    config, extra = {"model_type": "nanoloop"} | asdict(result.config), {}
+    tensors = {name: read(result, name, dtype) for name in result.parts}
+    if args.export:
+        config, tensors = export(result.config, tensors, dtype)
+        if tokenizer and {"<s>", "</s>"} <= tokenizer.special.keys() and len(tokenizer.files) == 1:
+            extra["tokenizer_config.json"] = lambda path: write_json(path, LLAMA_TOKENIZER)
+    save_folder(args.out, config, tensors, source.folder, extra)
     print(f"wrote {args.out}")
+    if args.verify:
+        verify(source, layers, args.out, tokenizer)
 
+
+def load_tokenizer(source):
+    """The source's Tokenizer, or None, saying so. InputError if its ids exceed the model's vocabulary."""
+    if not any(os.path.exists(os.path.join(source.folder, file)) for file in TOKENIZER_FILES):
+        return print(f"note: {source.folder} has no {' or '.join(TOKENIZER_FILES)}: OUT will have no tokenizer")
+    tokenizer, V = Tokenizer.load(source.folder), source.config.vocab_size
+    if tokenizer.vocab_size > V:
+        raise InputError(f"{source.folder}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the vocabulary of "
+                         f"config.json ends at {V - 1}: the tokenizer is of another model")
+    return tokenizer
+
+
+def print_sizes(args, source, result, layers):
+    """The result's rows of the paper's Tables 6-8: parameters, and layers of the source."""
+    def row(name, n, *columns):
+        print(f"{name:20s}" + "".join(f"{n[k]:15,d}" if n else f"{k:>15s}" for k in columns))
+
+    count = lambda config: RecurrentLM.empty(config).num_params()
+    row("parameters", None, "embeddings", "body", *PARTS)
+    if layers:  # the paper counts the heads of tied sources, as all of its models have one
+        untied = replace(source.config, tie_embeddings=False)
+        row(f"source, {untied.n_prelude} layers", count(untied), "embeddings", "body")
+    c, n = result.config, count(result.config)
+    row(f"result ({c.n_prelude},{c.n_core},{c.n_coda})", n, "embeddings", "body", *PARTS)
+    print(f"and adapter {n['adapter']:,}, final norm {n['norm_f']:,}: {n['total']:,} in all")
+    if args.preset == "tinyllama-2-4-2":
+        print("note: the paper's Table 7 has a row TinyLlama (2,4,2) with a body of 486,572,032: these are 8 layers of "
+              "Llama-3.2-1B (8 x 60,821,504), as in llama-3.2-1b-2-4-2")
+    if layers:
+        flags = " ".join(f"--{part} {ranges(chosen) or repr('')}" for part, chosen in zip(PARTS, layers)) if layers[1] else \
+            f"--feed-forward --layers {ranges(layers[0])}"
+        dropped = ranges(sorted(set(range(source.config.n_prelude)) - set(sum(layers, []))))
+        print(f"layers: {flags}; dropped: {dropped or 'none'}")
+
+
+# ---------------------------------------------------------------- which layers
 
 def parse_layers(flag, text):
     """'0-3,7' -> [0, 1, 2, 3, 7]; '' -> []"""
@@ -108,30 +175,209 @@ def parse_layers(flag, text):
     return layers
 
 
-def choose_layers(args, n_layer):
-    """The three lists of layers, from --preset or the three flags; InputError if they cannot be."""
-    texts = args.prelude, args.core, args.coda
-    if args.preset:
-        if any(text is not None for text in texts):
-            raise InputError("--preset: names all layers itself: drop --prelude, --core and --coda")
-        expected, *texts = PRESETS[args.preset]
-        if expected != n_layer:
-            raise InputError(f"--preset {args.preset}: is for models of {expected} layers, {args.src} has {n_layer}")
-    elif None in texts:
-        raise InputError(f"--{('prelude', 'core', 'coda')[texts.index(None)]}: is missing: give all three, or --preset, "
-                         "or --feed-forward")
-    layers = [parse_layers(flag, text) for flag, text in zip(("prelude", "core", "coda"), texts)]
+def ranges(layers):
+    """[0, 1, 2, 3, 7] -> '0-3,7': parse_layers() the other way"""
+    runs = []
+    for i in layers:
+        runs = runs[:-1] + [(runs[-1][0], i)] if runs and runs[-1][1] == i - 1 else runs + [(i, i)]
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs)
+
+
+def choose_layers(args, source, tokenizer):
+    """Lists of the source's layers for prelude, core and coda, as the flags say; InputError if they cannot be."""
+    L, shape, texts = source.config.n_prelude, None, (args.prelude, args.core, args.coda)
+    ways = {f for f in ("preset", "shape", "layers") if getattr(args, f) is not None} | (
+        {"prelude"} if any(text is not None for text in texts) else set())
+    fitting = {"shape"} if args.select else {"layers"} if args.feed_forward else {"preset", "shape", "prelude"}
+    if len(ways) > 1 or ways - fitting:
+        raise InputError(f"--{sorted(ways - fitting or ways)[0]}: give one of --preset, --shape or --prelude --core --coda; "
+                         "for --feed-forward --layers; for --select --shape alone")
+    if args.shape is not None:
+        try:
+            shape = [int(n) for n in args.shape.split(",")]
+        except ValueError:
+            shape = []
+        if len(shape) != (1 if args.feed_forward else 3) or min(shape) < 0 or not 0 < sum(shape) <= L:
+            raise InputError(f"--shape {args.shape}: write {'one number' if args.feed_forward else 'P,R,C'}, together at "
+                             f"most the {L} layers of {source.folder}")
+    if args.select:
+        layers = select(args, source, tokenizer, shape)
+    elif args.feed_forward:
+        layers = list(range(L)) if args.layers is None else parse_layers("layers", args.layers), [], []
+    elif shape:  # the paper's rule
+        layers = list(range(shape[0])), list(range(L - sum(shape[1:]), L - shape[2])), list(range(L - shape[2], L))
+    else:
+        expected, *texts = PRESETS[args.preset] if args.preset else (source.config, *texts)
+        if None in texts:
+            raise InputError(f"--{PARTS[texts.index(None)]}: is missing: give all three parts, or --preset, --shape or "
+                             "--feed-forward")
+        if expected.n_prelude != L:
+            raise InputError(f"--preset {args.preset}: is for {expected.n_prelude} layers, {source.folder} has {L}")
+        layers = [parse_layers(part, text) for part, text in zip(PARTS, texts)]
     seen = {}
-    for flag, chosen in zip(("prelude", "core", "coda"), layers):
+    for flag, chosen in zip(("layers",) if args.feed_forward else PARTS, layers):
         for i in chosen:
-            if not 0 <= i < n_layer:
-                raise InputError(f"--{flag}: layer {i} does not exist: {args.src} has layers 0-{n_layer - 1}")
+            if not 0 <= i < L:
+                raise InputError(f"--{flag}: layer {i} does not exist: {source.folder} has layers 0-{L - 1}")
             if i in seen:
                 raise InputError(f"--{flag}: layer {i} is taken by --{seen[i]} already")
             seen[i] = flag
-    if not layers[1]:
-        raise InputError("--core: needs at least one layer (--feed-forward makes a model without recurrent block)")
+    if not layers[0 if args.feed_forward else 1]:
+        raise InputError("--layers: names none" if args.feed_forward else
+                         "--core: needs at least one layer (--feed-forward makes a model without recurrent block)")
     return layers
+
+
+def select(args, source, tokenizer, shape):
+    """
+    Layers by measurement. block-influence keeps the most influential ones, in order. angular keeps the first and
+    the last layers, and as the core those between the two knees of the distances, where the state changes steadily.
+    """
+    if args.text is None or tokenizer is None:
+        raise InputError("--select: needs --text FILE and a source with a tokenizer")
+    try:
+        with open(args.text, encoding="utf-8") as f:
+            ids = tokenizer.encode(f.read(1_000_000), bos=True)
+    except UnicodeDecodeError as e:
+        raise InputError(f"{args.text}: is not UTF-8 text ({e})")
+    L, T = source.config.n_prelude, min(1024, source.config.context, len(ids))
+    windows = torch.tensor(ids[:min(16, len(ids) // max(1, T)) * T]).view(-1, max(1, T))
+    if T < 2:
+        raise InputError(f"{args.text}: has no text to measure on")
+    influence, angle = measure(build(source), windows)
+    if args.feed_forward or args.select == "block-influence":
+        if shape is None:
+            raise InputError(f"--select {args.select}: needs --shape here: how many layers to keep")
+        score = influence if args.select == "block-influence" else angle
+        kept = iter(sorted(sorted(range(L), key=lambda i: score[i])[L - sum(shape):]))
+        layers = [list(itertools.islice(kept, n)) for n in (*shape, 0, 0)[:3]]
+    else:
+        first, last = max(1, knee(angle)), min(L - 2, L - 1 - knee(angle[::-1]))  # of the steady middle
+        if first > last and shape is None:
+            raise InputError(f"--select angular: finds no steady middle in {source.folder} on {args.text}: give --shape")
+        P, R, C = shape or (first, last + 1 - first, L - 1 - last)
+        inside = lambda s: len({*range(s, s + R)} & {*range(first, last + 1)})
+        start = max(range(P, L - C - R + 1), key=lambda s: (inside(s), -sum(angle[s:s + R])))
+        layers = list(range(P)), list(range(start, start + R)), list(range(L - C, L))
+    print(f"{'layer':>5s} {'block influence':>16s} {'angular distance':>17s}")
+    places = {i: "kept" if args.feed_forward else part for part, chosen in zip(PARTS, layers) for i in chosen}
+    for i in range(L):
+        print(f"{i:5d} {influence[i]:16.6f} {angle[i]:17.6f}  {places.get(i, 'dropped')}")
+    return layers
+
+
+@torch.no_grad()
+def measure(model, idx):
+    """
+    How much each layer of a feed-forward model changes the hidden state: two lists, means over all tokens of
+    idx (B, T). Block influence: 1 - cosine of its input and output (ShortGPT; the last layer's before the final
+    norm). Angular distance: arccos(cosine) / pi. Cosines are in float64.
+    """
+    sums = torch.zeros(2, len(model.prelude), dtype=torch.float64)
+    for row in idx:
+        x, rope = model.embed_idx(row[None]), model.rope(len(row))
+        for i, block in enumerate(model.prelude):
+            y = block(x, rope)
+            cosine = F.cosine_similarity(x.double(), y.double(), dim=-1, eps=0).clamp(-1, 1)
+            sums[:, i] += torch.stack([(1 - cosine).sum(), cosine.acos().sum() / math.pi])
+            x = y
+    return (sums / idx.numel()).tolist()
+
+
+def knee(y):
+    """Kneedle (Satopää et al., 2011): where a falling convex curve, scaled to 0-1, is farthest below its chord."""
+    low, high = min(y), max(y)
+    return max(range(len(y)), key=lambda i: 1 - i / max(1, len(y) - 1) - (y[i] - low) / ((high - low) or 1))
+
+
+# ---------------------------------------------------------------- sources: tensors by name, not yet read
+
+class Part(NamedTuple):
+    """A tensor in a file. One of ours is one of them, or several, stacked."""
+    name: str
+    shape: tuple             # that config.json promises
+    change: object = None    # function(tensor), applied after reading
+
+
+@dataclass
+class Source:
+    """A checkpoint of any layout as one of ours. A feed-forward one has all of its layers in the prelude."""
+    folder: str
+    config: Config
+    files: dict              # tensor name -> path
+    parts: dict              # our tensor name -> list of Part, or a tensor
+
+
+def open_source(src):
+    """The Source of a folder, a run's folder or a hub id, of any of the three layouts. InputError."""
+    folder = find_checkpoint(src if os.path.isdir(src) else fetch(src))
+    raw, files = read_json(os.path.join(folder, "config.json")), tensor_files(folder)
+    kind = raw.get("model_type")
+    try:
+        config = load_config(folder) if kind == "nanoloop" else (raven_config if kind == "huginn_raven" else hf_config)(
+            folder, raw, files)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+        raise InputError(f"{os.path.join(folder, 'config.json')}: a value is of the wrong kind ({e})")
+    if kind == "nanoloop":
+        parts = {name: [Part(name, shape)] for name, shape in RecurrentLM.empty(config).state_shapes().items()}
+        if not config.n_core:  # a coda after no core is more prelude
+            for name in [name for name in parts if name.startswith("coda.")]:
+                _, i, rest = name.split(".", 2)
+                parts[f"prelude.{config.n_prelude + int(i)}.{rest}"] = parts.pop(name)
+            config = replace(config, n_prelude=config.n_prelude + config.n_coda, n_coda=0)
+    elif kind == "huginn_raven":
+        parts = {ours: [Part(*item, rotary_order(config, ours)) for item in theirs.items()]
+                 for ours, theirs in raven_names(config).items()}
+        if extra := sorted(files.keys() - {part.name for stack in parts.values() for part in stack}):
+            print(f"note: ignored {len(extra)} tensors that the model does not use: {' '.join(extra[:4])}")
+    else:
+        parts = hf_parts(config)
+    return Source(folder, config, files, parts)
+
+
+def fetch(src):
+    try:
+        return download(src)
+    except InputError as e:
+        raise InputError(f"{src}: no such folder here; as a model on the hub: {e}")
+
+
+def tensor_files(folder):
+    """Tensor name -> path of its safetensors file: model.safetensors, or the shards of an index."""
+    index, path = (os.path.join(folder, file) for file in ("model.safetensors.index.json", "model.safetensors"))
+    if os.path.exists(index):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InputError(f"{index}: has no weight_map: fetch it again")
+        return {name: os.path.join(folder, file) for name, file in weight_map.items()}
+    pickles = sorted(f for f in os.listdir(folder) if f.endswith((".bin", ".pth", ".pt")))
+    if pickles and not os.path.exists(path):
+        raise InputError(f"{folder}: has its weights only as {pickles[0]}, a pickle, which may run any code when it is "
+                         "loaded and never is here: get the model's safetensors")
+    with open_safetensors(path) as f:
+        return dict.fromkeys(f.keys(), path)
+
+
+def retrofit(source, layers, adapter="linear", adapter_weight=None):
+    """
+    The Source with the given layers (numbers of the source's, three lists) as prelude, core and coda; feed-forward
+    where the core is empty. A tied head becomes a copy in a recurrent model. adapter: "linear", with adapter_weight
+    (C, 2C), or "add".
+    """
+    n = dict(zip((f"n_{part}" for part in PARTS), map(len, layers)))
+    tied = source.config.tie_embeddings
+    config = replace(source.config, **n, adapter=adapter, tie_embeddings=tied and not n["n_core"])
+    parts = {name: stack for name, stack in source.parts.items() if not name.startswith("prelude.")}
+    if tied and not config.tie_embeddings:
+        parts["head.weight"] = parts["embed.weight"]
+    if n["n_core"] and adapter == "linear":
+        parts["adapter.weight"] = adapter_weight
+    for part, chosen in zip(PARTS, layers):
+        for i, layer in enumerate(chosen):
+            prefix = f"prelude.{layer}."
+            parts |= {f"{part}.{i}.{name.removeprefix(prefix)}": stack
+                      for name, stack in source.parts.items() if name.startswith(prefix)}
+    return Source(source.folder, config, source.files, parts)
 
 
 def init_adapter(C, kind, seed=0):
@@ -140,6 +386,72 @@ def init_adapter(C, kind, seed=0):
         return torch.cat((torch.zeros(C, C), torch.eye(C)), dim=1)
     bound = (2 * C) ** -0.5
     return torch.empty(C, 2 * C).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+
+
+def check(source):
+    """Look at all headers before anything is read or written: InputError, or the dtype that holds all tensors exactly."""
+    stored = [part for stack in source.parts.values() if isinstance(stack, list) for part in stack]
+    if missing := sorted({part.name for part in stored} - source.files.keys()):
+        raise InputError(f"{source.folder}: {len(missing)} tensors are missing, such as {missing[0]}: incomplete, or of "
+                         "another model than config.json says")
+    kinds = set()
+    for path in dict.fromkeys(source.files[part.name] for part in stored):
+        with open_safetensors(path) as f:
+            kinds |= set(check_tensors(f, path, {p.name: p.shape for p in stored if source.files[p.name] == path}).values())
+    dtypes = [FLOATS[kind] for kind in sorted(kinds)]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    if len(dtypes) > 1:
+        print(f"note: {source.folder} mixes {' and '.join(sorted(kinds))}: OUT is {dtype}, which holds all of them exactly")
+    return dtype
+
+
+def read(source, name, dtype=None):
+    """One tensor of a checked Source. A file is opened for each, or its pages would count as memory until it is closed."""
+    stack = source.parts[name]
+    if isinstance(stack, torch.Tensor):
+        return stack.to(dtype)
+    read = []
+    for part in stack:
+        with open_safetensors(source.files[part.name]) as f:
+            t = f.get_tensor(part.name)
+        read.append(part.change(t) if part.change else t)
+    return (torch.cat(read) if len(read) > 1 else read[0]).to(dtype)
+
+
+def build(source, dtype=torch.float32):
+    """The Source as a model. InputError."""
+    check(source)
+    model = RecurrentLM.empty(source.config)
+    model.fill({name: read(source, name, dtype) for name in source.parts})
+    return model.eval()
+
+
+# ---------------------------------------------------------------- verification
+
+@torch.no_grad()
+def verify(source, layers, out, tokenizer):
+    """
+    Run the kept layers of the source in a row, and the checkpoint in OUT at r = 1 with the identity adapter (and
+    zero state) on the same tokens, and print the largest difference of every hidden state. InputError if there is one.
+    layers: None, if all of the source was taken as it is.
+    """
+    ids = torch.tensor(tokenizer.encode(SAMPLE, bos=True) if tokenizer else range(min(32, source.config.vocab_size)))[None]
+    one = build(source if layers is None else retrofit(source, (sum(layers, []), [], [])))
+    two, states = build(open_source(out)), ([], [])
+    for model, seen in zip((one, two), states):
+        if layers is not None and hasattr(model, "adapter"):
+            model.adapter.weight.data = init_adapter(model.config.n_embd, "identity")
+        seen.append(model.embed_idx(ids))
+        for block in (*model.prelude, *model.core, *model.coda):
+            block.register_forward_hook(lambda _, x, y, seen=seen: seen.append(y))
+        seen.append(model(ids, steps=1, state=torch.zeros(*ids.shape, model.config.n_embd))[0])
+    differences = [(a - b).abs().max().item() for a, b in zip(*states, strict=True)]
+    kept = range(len(differences) - 2) if layers is None else sum(layers, [])
+    for name, x in zip(("embedding", *(f"layer {i}" for i in kept), "logits"), differences):
+        print(f"verify: {name:10s} {x}")
+    if max(differences) > 0 or max(differences) != max(differences):
+        raise InputError(f"{out}: differs from {source.folder} by {max(differences)}: delete it and try again, or report it")
+    print(f"verify: OUT at r = 1 equals the source's layers in a row on {ids.numel()} tokens, in float32")
 
 
 # ---------------------------------------------------------------- Hugging Face layout
@@ -157,10 +469,10 @@ def need(folder, raw, *keys):
     raise InputError(f"{os.path.join(folder, 'config.json')}: lacks {keys[0]}")
 
 
-def hf_config(folder, raw):
+def hf_config(folder, raw, files):
     """
-    Config of the whole source as a feed-forward model, from config.json as transformers 4 or 5
-    writes it. InputError for an architecture that this model class is not.
+    Config of a feed-forward model from config.json as transformers 4 or 5 writes it. InputError for
+    an architecture that this model class is not.
     """
     path = os.path.join(folder, "config.json")
     kind = raw.get("model_type")
@@ -183,102 +495,125 @@ def hf_config(folder, raw):
         bos_token_id=first_id(raw.get("bos_token_id")), eos_token_id=first_id(raw.get("eos_token_id")))
 
 
-def from_hf(folder, config, layers, adapter, adapter_weight=None):
-    """
-    A RecurrentLM of the given layers (three lists of numbers in the source), all else from the
-    source; feed-forward where the core is empty. A tied head becomes a copy in a recurrent model.
-    adapter: "linear", with adapter_weight (C, 2C), or "add".
-    """
-    c, tied = retrofit_config(config, layers, adapter), config.tie_embeddings
+def hf_parts(config):
+    """The parts of a Source in Hugging Face layout."""
+    return {ours: [Part(*item) for item in theirs.items()] for ours, theirs in hf_names(config).items()}
+
+
+def hf_names(c):
+    """Our tensor name -> {name in Hugging Face layout: shape}, in the order in which they are stacked."""
     norms = ("input_layernorm", "post_attention_layernorm") if c.norm == "pre" else \
         ("post_attention_layernorm", "post_feedforward_layernorm")
     q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-    parts = {  # ours: the source's tensors that are stacked into it, and their shapes
+    block = {
         "norm_1": {norms[0]: (c.n_embd,)}, "norm_2": {norms[1]: (c.n_embd,)},
         "attn.qkv": {f"self_attn.{x}_proj": (n, c.n_embd) for x, n in (("q", q), ("k", kv), ("v", kv))},
         "attn.proj": {"self_attn.o_proj": (c.n_embd, q)},
         "mlp.fc": {f"mlp.{x}_proj": (c.n_ffn, c.n_embd) for x in ("gate", "up")},
         "mlp.proj": {"mlp.down_proj": (c.n_embd, c.n_ffn)}}
     if c.norm == "post":
-        parts |= {f"attn.{x}_norm": {f"self_attn.{x}_norm": (n,)} for x, n in (("q", q), ("k", kv))}
-    table = (c.vocab_size, c.n_embd)
-    plan = {"embed": {"model.embed_tokens.weight": table}, "norm_f": {"model.norm.weight": (c.n_embd,)},
-            "head": {"model.embed_tokens.weight" if tied else "lm_head.weight": table}}
-    for part, chosen in zip(("prelude", "core", "coda"), layers):
-        for i, layer in enumerate(chosen):
-            for ours, theirs in parts.items():
-                plan[f"{part}.{i}.{ours}"] = {f"model.layers.{layer}.{k}.weight": v for k, v in theirs.items()}
-    read = read_tensors(folder, {k: shape for theirs in plan.values() for k, shape in theirs.items()})
-    state = {f"{ours}.weight": torch.cat([read[k] for k in theirs]) if len(theirs) > 1 else read[next(iter(theirs))]
-             for ours, theirs in plan.items()}
-    return assemble(c, state, tied, adapter_weight)
-
-
-def retrofit_config(config, layers, adapter):
-    """The source's Config with the new numbers of layers; a recurrent model has untied embeddings."""
-    sizes = dict(zip(("n_prelude", "n_core", "n_coda"), map(len, layers)))
-    return replace(config, **sizes, adapter=adapter, tie_embeddings=config.tie_embeddings and not sizes["n_core"])
-
-
-def assemble(config, state, tied, adapter_weight):
-    """A RecurrentLM of the tensors in `state`, whose source was tied or not, and the adapter's weight."""
-    model = RecurrentLM.empty(config)
-    if tied:
-        state["head.weight"] = state["embed.weight"].clone()
-    if config.n_core and config.adapter == "linear":
-        state["adapter.weight"] = adapter_weight.type_as(state["embed.weight"])
-    model.fill(state)
-    return model
-
-
-def from_nanoloop(folder, config, layers, adapter, adapter_weight=None):
-    """As from_hf(), from a feed-forward checkpoint of our own."""
-    shapes = RecurrentLM.empty(config).state_shapes()
-    blocks = [f"prelude.{i}." for i in range(config.n_prelude)] + [f"coda.{i}." for i in range(config.n_coda)]
-    source = {name: name for name in ("embed.weight", "norm_f.weight", "head.weight") if name in shapes}
-    for part, chosen in zip(("prelude", "core", "coda"), layers):
-        for i, layer in enumerate(chosen):
-            source |= {f"{part}.{i}.{name.removeprefix(blocks[layer])}": name
-                       for name in shapes if name.startswith(blocks[layer])}
-    read = read_tensors(folder, {name: shapes[name] for name in source.values()})
-    state = {ours: read[name] for ours, name in source.items()}
-    return assemble(retrofit_config(config, layers, adapter), state, config.tie_embeddings, adapter_weight)
+        block |= {f"attn.{x}_norm": {f"self_attn.{x}_norm": (n,)} for x, n in (("q", q), ("k", kv))}
+    names = {"embed": {"model.embed_tokens": (c.vocab_size, c.n_embd)}, "norm_f": {"model.norm": (c.n_embd,)}}
+    if not c.tie_embeddings:
+        names["head"] = {"lm_head": (c.vocab_size, c.n_embd)}
+    for i in range(c.n_prelude):
+        for ours, theirs in block.items():
+            names[f"prelude.{i}.{ours}"] = {f"model.layers.{i}.{k}": shape for k, shape in theirs.items()}
+    return {f"{ours}.weight": {f"{k}.weight": v for k, v in theirs.items()} for ours, theirs in names.items()}
 
 
 # ---------------------------------------------------------------- the released models' layout
 
-def from_raven(folder, raw):
-    """A RecurrentLM from a released Recurrent-* folder (model_type huginn_raven); REFERENCE: its modelling code."""
-    rename = {"embed": "transformer.wte", "norm_f": "transformer.ln_f", "head": "lm_head", "adapter": "transformer.adapter",
-              "core": "transformer.core_block", "prelude": "transformer.prelude", "coda": "transformer.coda"}
-    names = tensor_files(folder)
-    if any(name.endswith("qk_bias") for name in names):
-        raise InputError(f"{folder}: Huginn's own block style is not supported, only the retrofitted Recurrent-* models")
+RAVEN_NAMES = {"embed": "transformer.wte", "norm_f": "transformer.ln_f", "head": "lm_head", "adapter": "transformer.adapter",
+               "prelude": "transformer.prelude", "core": "transformer.core_block", "coda": "transformer.coda"}
+RAVEN_CONFIG = {  # what the released configs hold and the models do not depend on
+    "activation_checkpoint_impl": "per-iteration", "architecture_class_name": "RecurrentGPT",
+    "architectures": ["RavenForCausalLM"], "auto_map": {
+        "AutoConfig": "raven_config_minimal.RavenConfig", "AutoModelForCausalLM": "raven_modeling_minimal.RavenForCausalLM"},
+    "bias": False, "block_class_name": "SandwichBlock", "block_size": 4096, "effective_expected_depth": 132,
+    "init_orthogonal": False, "init_strategy": "takase", "mlp_class_name": "GatedMLP", "nonlin_name": "SiLU",
+    "norm_class_name": "RMSNorm_llama", "padding_multiple": 4096, "rope_base": 500000.0,
+    "sampling_scheme": "poisson-lognormal-filling", "state_init": "like-init", "test_time_noise": 0,
+    "test_time_noise_type": "fixed", "transformers_version": "4.51.0"}
+RAVEN_STDS = {"embedding": STATE_STD, "out_proj": 0.0005356869554443541}  # Huginn's, whatever the width
+
+
+def raven_config(folder, raw, files):
+    """Config of a released Recurrent-* model or Huginn-0125; facts from their modelling code."""
     init = raw.get("init_values", {})
-    c = Config(
+    huginn = any(name.endswith("qk_bias") for name in files)
+    theta = raw.get("rope_base") if huginn else raw.get("rope_theta")  # the others' rope_base is never read
+    return Config(
         vocab_size=need(folder, raw, "vocab_size", "padded_vocab_size"), n_embd=need(folder, raw, "n_embd"),
         n_head=need(folder, raw, "n_heads"), n_kv_head=need(folder, raw, "num_key_value_heads", "n_heads"),
         n_ffn=need(folder, raw, "intermediate_size"), n_prelude=need(folder, raw, "n_layers_in_prelude"),
         n_core=need(folder, raw, "n_layers_in_recurrent_block"), n_coda=need(folder, raw, "n_layers_in_coda"),
-        head_dim=raw.get("head_dim") or 0, norm="post" if any(".q_norm." in name for name in names) else "pre",
-        norm_eps=need(folder, raw, "norm_eps"), rope_theta=float(raw.get("rope_theta") or 10000.0),  # never rope_base
-        rope_scaling=raw.get("rope_scaling"), context=raw.get("max_position_embeddings") or need(folder, raw, "block_size"),
+        head_dim=raw.get("head_dim") or 0,
+        norm="sandwich" if huginn else "post" if any(".q_norm." in name for name in files) else "pre",
+        norm_eps=need(folder, raw, "norm_eps"), rope_theta=float(theta or 10000.0), rope_scaling=raw.get("rope_scaling"),
+        context=raw.get("max_position_embeddings") or need(folder, raw, "block_size"),
         tie_embeddings=bool(raw.get("tie_embeddings", raw.get("tie_word_embeddings", False))),
-        adapter="linear" if "transformer.adapter.weight" in names else "add",
+        adapter="linear" if "transformer.adapter.weight" in files else "add",
         state_std=init.get("std", STATE_STD), embed_scale=init.get("embed_scale", 1.0),
         mean_recurrence=raw.get("mean_recurrence", 32), backprop_depth=raw.get("mean_backprop_depth", 8),
         bos_token_id=first_id(raw.get("bos_token_id")), eos_token_id=first_id(raw.get("eos_token_id")))
-    model = RecurrentLM.empty(c)
-    theirs = {}
-    for name in model.state_shapes():
-        first, _, rest = name.partition(".")
-        theirs[name] = f"{rename[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")
-    read = read_tensors(folder, {theirs[name]: shape for name, shape in model.state_shapes().items()})
-    ignored = sorted(names.keys() - theirs.values())
-    if ignored:
-        print(f"note: ignored {len(ignored)} tensors that the model does not use: {' '.join(ignored[:4])}")
-    model.fill({name: read[k] for name, k in theirs.items()})
-    return model
+
+
+def raven_names(c):
+    """Our tensor name -> {name in the released layout: shape}; one each."""
+    names = {}
+    for ours, shape in RecurrentLM.empty(c).state_shapes().items():
+        first, _, rest = ours.partition(".")
+        names[ours] = {f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv"): shape}
+    return names
+
+
+def rotary_order(c, name, back=False):
+    """
+    Huginn rotates adjacent pairs where Llama pairs the halves of a head: the same numbers in another order of the rows of
+    q and k. The function(tensor) that reorders our tensor `name` from pairs to halves (back: the other way), or None.
+    """
+    if c.norm != "sandwich" or not name.endswith(("attn.qkv.weight", "attn.qk_bias")):
+        return None
+    rows = 2 * c.n_head * c.head_dim  # q and k; v stays
+
+    def change(t):
+        flat = t.reshape(-1, t.shape[-1] if name.endswith("weight") else 1)
+        split = flat[:rows].unflatten(0, (-1, 2, c.head_dim // 2) if back else (-1, c.head_dim // 2, 2))
+        return torch.cat((split.transpose(1, 2).reshape(rows, -1), flat[rows:])).reshape(t.shape)
+
+    return change
+
+
+def export(c, tensors, dtype):
+    """(config.json as a dict, {name: tensor}) of our tensors in Hugging Face layout; a recurrent model's as released."""
+    config = {"vocab_size": c.vocab_size, "intermediate_size": c.n_ffn, "num_key_value_heads": c.n_kv_head,
+              "head_dim": c.head_dim, "rope_theta": c.rope_theta, "max_position_embeddings": c.context,
+              "torch_dtype": str(dtype).removeprefix("torch.")}
+    optional = {"bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "rope_scaling": c.rope_scaling}
+    config |= {key: value for key, value in optional.items() if value is not None}
+    if c.n_core:
+        names = raven_names(c)
+        config |= RAVEN_CONFIG | {
+            "n_layers": c.n_prelude + c.n_core + c.n_coda, "n_layers_in_prelude": c.n_prelude,
+            "n_layers_in_recurrent_block": c.n_core, "n_layers_in_coda": c.n_coda,
+            "n_embd": c.n_embd, "n_heads": c.n_head, "norm_eps": c.norm_eps,
+            "init_values": RAVEN_STDS | {"std": c.state_std, "embed_scale": c.embed_scale}, "injection_type": c.adapter,
+            "mean_recurrence": c.mean_recurrence, "mean_backprop_depth": c.backprop_depth, "model_type": "huginn_raven",
+            "padded_vocab_size": c.vocab_size, "tie_embeddings": c.tie_embeddings, "qk_bias": c.norm == "sandwich"}
+        config |= {"initial_state_mode": "random"} if c.norm == "post" else {}
+        config |= {"rope_base": c.rope_theta} if c.norm == "sandwich" else {}
+    else:
+        names, kind = hf_names(c), "Olmo2" if c.norm == "post" else "Llama"
+        config |= {"architectures": [kind + "ForCausalLM"], "model_type": kind.lower(), "hidden_size": c.n_embd,
+                   "num_attention_heads": c.n_head, "num_hidden_layers": c.n_prelude, "rms_norm_eps": c.norm_eps,
+                   "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": c.tie_embeddings}
+    out = {}
+    for ours, theirs in names.items():
+        change = rotary_order(c, ours, back=True)
+        pieces = tensors[ours].split([shape[0] for shape in theirs.values()])
+        out |= {name: change(t) if change else t for name, t in zip(theirs, pieces, strict=True)}
+    return dict(sorted(config.items())), out
 
 
 if __name__ == "__main__":

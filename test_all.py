@@ -6,12 +6,18 @@ AdamW, a run that was never killed. What needs those files finds them through th
 variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
 """
 import copy
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -21,9 +27,9 @@ from safetensors.torch import load_file, save_file
 import data
 import surgery
 import train
-from data import Shards, Tokenizer, prepare, tiny
+from data import Shards, Tokenizer, download, prepare, tiny
 from eval_gsm8k import STOPS, answer_batch, cut, flexible_extract, is_correct, make_prompt, strict_extract
-from model import Config, InputError, RecurrentLM
+from model import Config, InputError, RecurrentLM, save_folder, whole_folder
 from muon import Muon, newton_schulz, param_groups
 from sample import generate, newest_checkpoint, pick, stream
 
@@ -179,14 +185,18 @@ def test_initial_state():
 
 
 def test_save_and_load(tmp_path):
-    """A saved model comes back bit for bit, in one file or in shards, tied or not; a save replaces the old one whole."""
-    for shards, tied in ((10**9, False), (20_000, True)):
+    """A saved model comes back bit for bit, tied or not; a save replaces the old one whole, and what killed ones left."""
+    os.makedirs(tmp_path / "m.tmp-999999999")
+    for tied in (False, True):
         model = small(tie_embeddings=tied)
-        model.save(tmp_path / "m", shard_bytes=shards)
+        model.save(tmp_path / "m")
         again = RecurrentLM.load(str(tmp_path / "m"))
-        assert again.config == model.config
+        assert again.config == model.config and os.listdir(tmp_path) == ["m"]
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1 and os.listdir(tmp_path) == ["m"]
+    os.rename(tmp_path / "m", tmp_path / "m.old-999999999")  # killed between the two renames of a save
+    with pytest.raises(InputError, match="no room"), whole_folder(str(tmp_path / "m")):
+        raise OSError("no room")
+    assert again.config == RecurrentLM.load(str(tmp_path / "m")).config
 
 
 @needs_assets
@@ -248,15 +258,197 @@ def test_surgery_unties_and_retrofits_our_own(tmp_path):
 
 
 @needs_assets
+@pytest.mark.parametrize("name", ["raven_llama", "raven_olmo2", "hf_llama_gqa_untied", "hf_llama3_rope", "hf_olmo2"])
+def test_export_is_the_inverse_of_import(name, tmp_path):
+    """In and out again gives the same tensors under the same names; the released layout's config.json key by key;
+    transformers reads the other one and gives our logits."""
+    convert(fixture(name), tmp_path / "m", *(["--feed-forward"] if name.startswith("hf") else []))
+    call(surgery.main, tmp_path / "m", tmp_path / "out", "--export", "hf", "--verify")
+    files = [file for file in os.listdir(fixture(name)) if file.endswith(".safetensors")]
+    before = {k: v for file in files for k, v in load_file(fixture(name, file)).items()}
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
+    if name.startswith("raven"):
+        with open(fixture(name, "config.json")) as a, open(tmp_path / "out" / "config.json") as b:
+            assert json.load(a) == json.load(b)
+    else:
+        tf = pytest.importorskip("transformers", reason="transformers is not installed")
+        peer, x = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32), expected(name)
+        with torch.no_grad():
+            assert (peer(x["input_ids"]).logits - x["logits"]).abs().max() < 3e-4
+
+
+@needs_assets
+def test_export_carries_the_tokenizer(tmp_path):
+    """transformers' tokenizer of an exported folder gives our ids."""
+    pytest.importorskip("google.protobuf", reason="protobuf is not installed, which transformers wants here")
+    tf = pytest.importorskip("transformers", reason="transformers is not installed")
+    call(surgery.main, shared("assets", "stories260K"), tmp_path / "out", "--feed-forward", "--export", "hf")
+    text = "Once upon a time, there was  a little girl.\nShe said: 12."
+    ids = Tokenizer.load(tmp_path / "out").encode(text, bos=True)
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "out")(text).input_ids == ids
+
+
+def huginn(w, c, ids, s, steps):
+    """Huginn-0125's forward pass, literally and in float64: adjacent pairs are rotated as complex numbers."""
+    w = {k: v.double() for k, v in w.items()}
+    C, H = c["n_embd"], c["n_heads"]
+    norm = lambda x, name: x * (x.pow(2).mean(-1, keepdim=True) + c["norm_eps"]).rsqrt() * w[f"transformer.{name}.weight"]
+    angle = torch.arange(ids.shape[1]).double()[:, None] / c["rope_base"] ** (torch.arange(0, C // H, 2).double() / (C // H))
+    turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
+
+    def block(x, name):
+        qkv = norm(x, f"{name}.norm_1") @ w[f"transformer.{name}.attn.Wqkv.weight"].T
+        q, k, v = qkv.unflatten(-1, (3, H, -1)).unbind(2)
+        bias = w[f"transformer.{name}.attn.qk_bias"]
+        q, k = (torch.view_as_real(torch.view_as_complex((x + b).unflatten(-1, (-1, 2))) * turn).flatten(-2)
+                for x, b in ((q, bias[0]), (k, bias[1])))
+        score = torch.einsum("bqhd,bkhd->bhqk", q, k) / (C // H) ** 0.5
+        score = score.masked_fill(torch.ones_like(score).triu(1).bool(), -torch.inf).softmax(-1)
+        y = torch.einsum("bhqk,bkhd->bqhd", score, v).flatten(2) @ w[f"transformer.{name}.attn.proj.weight"].T
+        x = norm(x + y, f"{name}.norm_2")
+        gate, up = (norm(x, f"{name}.norm_3") @ w[f"transformer.{name}.mlp.fc.weight"].T).chunk(2, -1)
+        return norm(x + (torch.nn.functional.silu(gate) * up) @ w[f"transformer.{name}.mlp.proj.weight"].T, f"{name}.norm_4")
+
+    e = w["transformer.wte.weight"][ids] * c["init_values"]["embed_scale"]
+    for i in range(c["n_layers_in_prelude"]):
+        e = block(e, f"prelude.{i}")
+    for _ in range(steps):
+        s = torch.cat((s, e), -1) @ w["transformer.adapter.weight"].T
+        for i in range(c["n_layers_in_recurrent_block"]):
+            s = block(s, f"core_block.{i}")
+    s = norm(s, "ln_f")
+    for i in range(c["n_layers_in_coda"]):
+        s = block(s, f"coda.{i}")
+    return norm(s, "ln_f") @ w["transformer.wte.weight"].T
+
+
+def test_huginn_goes_in_and_out(tmp_path):
+    """Huginn's block style, by its literal formulas, with and without the cache; exported, the same tensors again."""
+    C, F, shape = 32, 48, {"prelude": 1, "core_block": 2, "coda": 1}
+    c = {"model_type": "huginn_raven", "n_embd": C, "n_heads": 4, "intermediate_size": F, "vocab_size": 64, "norm_eps": 1e-6,
+         "rope_base": 50000, "rope_theta": 10000, "qk_bias": True, "block_size": 64, "tie_embeddings": True,
+         "init_values": {"std": 0.1, "embed_scale": C ** 0.5}, "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 2,
+         "n_layers_in_coda": 1}
+    torch.manual_seed(0)
+    random = lambda *size: torch.randn(*size) * 0.2 + (len(size) == 1)
+    w = {"transformer.wte.weight": random(64, C), "transformer.adapter.weight": random(C, 2 * C),
+         "transformer.ln_f.weight": random(C)}
+    for part, n in shape.items():
+        for i in range(n):
+            name = f"transformer.{part}.{i}."
+            w |= {name + f"norm_{j}.weight": random(C) for j in (1, 2, 3, 4)} | {
+                name + "attn.Wqkv.weight": random(3 * C, C), name + "attn.proj.weight": random(C, C),
+                name + "attn.qk_bias": random(2, 1, 4, C // 4), name + "mlp.fc.weight": random(2 * F, C),
+                name + "mlp.proj.weight": random(C, F)}
+    (tmp_path / "src").mkdir()
+    save_file(w | {"freqs_cis": torch.zeros(3)}, tmp_path / "src" / "model.safetensors")
+    (tmp_path / "src" / "config.json").write_text(json.dumps(c))
+    model = convert(tmp_path / "src", tmp_path / "m", "--mean_recurrence", 3)
+    ids = torch.randint(64, (2, 9))
+    s = model.initial_state(2, 9, [0, 1])
+    for steps in (1, 3):
+        assert (model(ids, steps=steps, state=s)[0] - huginn(w, c, ids, s.double(), steps)).abs().max() < 1e-4
+    text = torch.cat((ids, decode(model, ids.tolist(), 5, state="zero")), 1)
+    logits = model(text, state=torch.zeros(2, 14, C))[0]
+    assert text[:, 9:].tolist() == logits[:, 8:-1].argmax(-1).tolist()
+    call(surgery.main, tmp_path / "m", tmp_path / "out", "--export", "hf")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert w.keys() == after.keys() and all(torch.equal(w[k], after[k]) for k in w)
+    again = convert(tmp_path / "out", tmp_path / "again")
+    assert again.config == model.config and again.config.mean_recurrence == 3
+
+
+@needs_assets
+def test_verified_surgery(tmp_path, capsys, monkeypatch):
+    """--verify finds 0.0 for every hidden state, whatever the adapter and OUT's layout, and says where a weight is wrong."""
+    src, flags = fixture("hf_olmo2"), ("--shape", "1,2,1", "--verify")
+    for i, more in enumerate(((), ("--adapter", "add"), ("--adapter-init", "default", "--export", "hf"), ("--overwrite",))):
+        call(surgery.main, src, tmp_path / f"{min(i, 2)}", *flags, *more)
+        said = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("verify:")]
+        assert [words[-1] for words in said[:-1]] == ["0.0"] * 6
+
+    def wrong(folder, config, tensors, *rest):
+        tensors["coda.0.attn.proj.weight"][3, 4] += 1e-3
+        save_folder(folder, config, tensors, *rest)
+
+    monkeypatch.setattr(surgery, "save_folder", wrong)
+    assert "differs" in refusal(surgery.main, src, tmp_path / "wrong", *flags)
+    assert "layer 4    0.0\n" not in capsys.readouterr().out
+
+
+def test_tables_of_the_paper(capsys):
+    """--dry-run prints the paper's Tables 6-8 for every preset from the shapes alone; the mislabelled row is said."""
+    tiny_llama, llama, olmo = "131,072,000 968,976,384", "525,336,576 973,146,112", "411,041,792 1,073,874,944"
+    table = {  # source; body, prelude, core, coda; layers
+        "tinyllama-2-4-2": (tiny_llama, "352,354,304 88,088,576 176,177,152 88,088,576", "0-1 16-19 20-21"),
+        "tinyllama-4-8-4": (tiny_llama, "704,708,608 176,177,152 352,354,304 176,177,152", "0-3 10-17 18-21"),
+        "tinyllama-6-10-6": (tiny_llama, "968,974,336 264,265,728 440,442,880 264,265,728", "0-5 6-15 16-21"),
+        "llama-3.2-1b-2-4-2": (llama, "486,572,032 121,643,008 243,286,016 121,643,008", "0-1 10-13 14-15"),
+        "llama-3.2-1b-4-6-4": (llama, "851,501,056 243,286,016 364,929,024 243,286,016", "0-3 6-11 12-15"),
+        "olmo-2-1b-4-6-4": (olmo, "939,638,784 268,468,224 402,702,336 268,468,224", "0-3 6-11 12-15")}
+    assert table.keys() == surgery.PRESETS.keys()
+    for preset, (source, parts, layers) in table.items():
+        call(surgery.main, "--preset", preset, "--dry-run")
+        said = " ".join(capsys.readouterr().out.split())
+        assert source in said and f"{source.split()[0]} {parts}" in said
+        assert "and adapter 8,388,608, final norm 2,048" in said
+        assert "--prelude {} --core {} --coda {};".format(*layers.split()) in said
+        assert ("486,572,032" in said) == ("2-4-2" in preset)
+
+
+@needs_assets
+def test_layer_choice(tmp_path, capsys):
+    """Both measures equal the fixture's; the choices follow their rules, and the printed flags give the same model."""
+    with open(fixture("block_influence.json")) as f:
+        oracle = json.load(f)
+    model = surgery.build(surgery.open_source(fixture("hf_llama_gqa_untied")))
+    influence, angle = surgery.measure(model, expected("hf_llama_gqa_untied")["input_ids"])
+    assert influence == pytest.approx(oracle["bi"], abs=1e-6)
+    assert angle == pytest.approx(oracle["angular_distance"], abs=1e-6)
+    assert surgery.knee([1, 0.5, 0.15, 0.12, 0.1, 0.09]) == 2
+    stories = shared("assets", "stories260K")
+    text = ("--text", shared("assets", "gsm8k", "test.jsonl"))
+    for flags, choice in (
+            (("--select", "block-influence", "--shape", "1,2,1", *text), "--prelude 0 --core 1-2 --coda 3"),
+            (("--select", "block-influence", "--shape", "3", "--feed-forward", *text), "--feed-forward --layers 0-1,3"),
+            (("--select", "angular", *text), "--prelude 0-1 --core 2-3 --coda 4"),
+            (("--select", "angular", "--shape", "1,2,1", *text), "--prelude 0 --core 2-3 --coda 4"),
+            (("--shape", "1,2,1",), "--prelude 0 --core 2-3 --coda 4")):
+        call(surgery.main, stories, tmp_path / "a", *flags, "--overwrite")
+        assert choice in capsys.readouterr().out
+        call(surgery.main, stories, tmp_path / "b", *choice.split(), "--overwrite")
+        assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@needs_assets
+def test_precision_and_kept_tensors(tmp_path, capsys):
+    """Weights keep their type; mixed ones get the type that holds all; dropped layers need not even be there."""
+    src = tmp_path / "src"
+    shutil.copytree(fixture("hf_llama_gqa_untied"), src)
+    tensors = {k: v for k, v in load_file(src / "model.safetensors").items() if not k.startswith("model.layers.2.")}
+    for change, dtype in ((lambda k: torch.float16, torch.float16), (lambda k: torch.bfloat16, torch.bfloat16),
+                          (lambda k: torch.float16 if "norm" in k else torch.bfloat16, torch.float32)):
+        stored = {k: v.to(change(k)) for k, v in tensors.items()}
+        save_file(stored, src / "model.safetensors")
+        call(surgery.main, src, tmp_path / "m", "--prelude", "0", "--core", "3,5", "--coda", "7", "--overwrite")
+        out = load_file(tmp_path / "m" / "model.safetensors")
+        assert {t.dtype for t in out.values()} == {dtype}
+        assert torch.equal(out["core.1.mlp.proj.weight"], stored["model.layers.5.mlp.down_proj.weight"].to(dtype))
+    assert "mixes BF16 and F16" in capsys.readouterr().out
+
+
+@needs_assets
 def test_surgery_refuses(tmp_path):
-    """Every wrong input to surgery.py ends in one line that names it, and leaves no OUT behind."""
+    """Every wrong input to surgery.py ends in one line that names it, and leaves OUT as it was, or absent."""
     src, out = fixture("hf_llama_gqa_untied"), tmp_path / "out"
     three = lambda *parts: [x for pair in zip(("--prelude", "--core", "--coda"), parts) for x in pair]
     bad = tmp_path / "bad"
 
     def broken(change):
         shutil.rmtree(bad, ignore_errors=True)
-        shutil.copytree(src, bad)
+        shutil.copytree(fixture("hf_llama3_rope") if change is no_shard else src, bad)
         change()
         return bad
 
@@ -269,25 +461,451 @@ def test_surgery_refuses(tmp_path):
         with open(bad / "model.safetensors", "r+b") as f:
             f.truncate(100_000)
 
-    def drop_one():
+    def change_one(change):
         tensors = load_file(bad / "model.safetensors")
-        del tensors["model.layers.3.mlp.up_proj.weight"]
-        save_file(tensors, bad / "model.safetensors")
+        name = "model.layers.3.mlp.up_proj.weight"
+        tensors[name] = change(tensors[name]) if change else tensors.pop(name).new_zeros(1)
+        save_file({k: v for k, v in tensors.items() if change or k != name}, bad / "model.safetensors")
+
+    def no_shard():
+        os.remove(bad / "model-00002-of-00002.safetensors")
+
+    def pickled():
+        os.rename(bad / "model.safetensors", bad / "pytorch_model.bin")
 
     for args, word in (
-            ((tmp_path / "none", out, "--feed-forward"), "none"), ((src, out), "--prelude"),
+            (("no/such/path", out, "--feed-forward"), "no such folder"), ((src, out), "--prelude"), ((src,), "OUT"),
             ((src, out, *three("0-1", "3-8", "7")), "--core"), ((src, out, *three("0-3", "3-5", "7")), "--core"),
-            ((src, out, *three("0", "1-x", "7")), "--core"), ((src, out, "--preset", "tinyllama-4-8-4"), "--preset")):
-        assert word in refusal(surgery.main, *args)
-    for change, word in ((lambda: edit(model_type="gpt2"), "gpt2"), (cut, "model.safetensors"),
-                         (drop_one, "layers.3.mlp.up_proj"), (lambda: edit(hidden_size=128), "(320, 128)"),
-                         (lambda: (bad / "config.json").write_text("{"), "config.json"),
+            ((src, out, *three("0", "1-x", "7")), "--core"), ((src, out, "--preset", "tinyllama-4-8-4"), "--preset"),
+            ((src, out, "--shape", "4,4,4"), "--shape"), ((src, out, "--layers", "1"), "--layers"),
+            ((src, out, "--shape", "1,2,1", *three("0", "1", "2")), "--shape"),
+            ((src, out, "--select", "angular"), "--text"),
+            ((src, out, "--feed-forward", "--layers", "3-9"), "--layers"),
+            ((src, out, "--feed-forward", "--mean_recurrence", "4"), "--mean_recurrence"),
+            ((fixture("raven_llama"), out, "--shape", "1,2,1"), "--shape")):
+        assert word in refusal(surgery.main, *args), args
+    for change, word in ((lambda: edit(model_type="gpt2"), "gpt2"), (cut, "model.safetensors"), (no_shard, "00002-of-00002"),
+                         (lambda: change_one(None), "layers.3.mlp.up_proj"), (lambda: edit(hidden_size=128), "(320, 128)"),
+                         (lambda: change_one(torch.Tensor.double), "F64"), (lambda: change_one(torch.Tensor.char), "I8"),
+                         (lambda: (bad / "config.json").write_text("{"), "config.json"), (pickled, "pickle"),
                          (lambda: os.remove(bad / "model.safetensors"), "model.safetensors"),
-                         (lambda: shutil.copy(shared("assets", "tokenizers", "tinyllama", "tokenizer.model"), bad), "tokenizer")):
+                         (lambda: shutil.copy(shared("assets/tokenizers/tinyllama/tokenizer.model"), bad), "tokenizer")):
         assert word in refusal(surgery.main, broken(change), out, "--feed-forward")
     assert not out.exists() and not list(tmp_path.glob("*.tmp-*"))
-    out.mkdir()
+    convert(src, out, "--feed-forward")
     assert "--overwrite" in run("surgery.py", src, out, "--feed-forward", ok=False)  # as a user sees it
+    before = (out / "model.safetensors").read_bytes()
+    # A limit on the size of files stands for a full disk.
+    command = f"ulimit -f 500; exec {sys.executable} surgery.py {src} {out} --shape 1,2,1 --overwrite"
+    full = subprocess.run(["bash", "-c", command], cwd=HERE, capture_output=True, text=True)
+    assert full.returncode == 1 and str(out) in full.stderr and len(full.stderr.splitlines()) == 1, full.stderr
+    assert (out / "model.safetensors").read_bytes() == before and not list(tmp_path.glob("*.tmp-*"))
+
+
+# ---------------------------------------------------------------- the hub
+
+COMMIT, MODEL = "0123456789abcdef" * 2 + "01234567", "some/model"
+SHARDS = {f"model-0000{i}-of-00002.safetensors": np.random.default_rng(i).bytes(200_000 + i) for i in (1, 2)}
+FIRST, SECOND = SHARDS
+CHECKPOINT = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}", "README.md": b"not wanted",
+              "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("abc", [*SHARDS] * 2))}).encode(),
+              **SHARDS}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """
+    A hub on 127.0.0.1 with the files of `files`, in a new cache. fault(handler, name, start, body) may answer in its
+    place by returning True; name: the file or "list". requests: (name, Range) of each; tokens: what it was sent.
+    """
+    def lfs(name):
+        return name.endswith(".safetensors")
+
+    def listing(files):
+        return {"sha": COMMIT, "siblings": [
+            {"rfilename": name, "size": len(body), "blobId": blob_of("", body)}
+            | ({"lfs": {"sha256": blob_of(name, body), "size": len(body)}} if lfs(name) else {})
+            for name, body in files.items()]}
+
+    def blob_of(name, body):
+        return (hashlib.sha256(body) if lfs(name) else hashlib.sha1(b"blob %d\0" % len(body) + body)).hexdigest()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version, disable_nagle_algorithm, log_message = "HTTP/1.1", True, lambda *_: None
+
+        def reply(self, status, body=b"", **headers):
+            self.send_response(status)
+            for key, value in {"Content_Length": len(body), **headers}.items():
+                self.send_header(key.replace("_", "-"), str(value))
+            self.end_headers()
+            self.wfile.write(body)
+            return True
+
+        def cut(self, start, body, most):
+            """An answer of which only `most` bytes come before the connection breaks."""
+            self.close_connection = True
+            headers = {"Content_Length": len(body) - start, **span(start, body)}
+            return self.reply(206 if start else 200, body[start:start + most], **headers)
+
+        def do_GET(self):
+            path, asked = unquote(self.path.partition("?")[0]), self.headers.get("Range")
+            name = "list" if path.startswith("/api/") else path.partition(f"/resolve/{COMMIT}/")[2]
+            start = int(asked[6:-1]) if asked else 0
+            state.requests.append((name, asked))
+            state.tokens.append(self.headers.get("Authorization"))
+            body = json.dumps(state.listing or listing(state.files)).encode() if name == "list" else state.files[name]
+            if not state.fault(self, name, start, body):
+                self.reply(206 if start else 200, body[start:], **span(start, body))
+
+    for key in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(key, raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # clients that hang up are the point here
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    state = SimpleNamespace(files=dict(CHECKPOINT), listing=None, fault=lambda *_: False, requests=[], tokens=[],
+                            port=server.server_port, folder=tmp_path / "hub" / "models--some--model",
+                            blob=lambda name: state.folder / "blobs" / blob_of(name, state.files[name]))
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(data, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(data, "CHUNK", 1 << 14)
+    yield state
+    server.shutdown()
+    server.server_close()
+
+
+def fetched(hub, spec=MODEL):
+    """download(); what it returns must be whole and right."""
+    folder = download(spec)
+    assert folder == str(hub.folder / "snapshots" / COMMIT)
+    assert sorted(os.listdir(folder)) == sorted(hub.files.keys() - {"README.md"})
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name), "rb") as f:
+            assert f.read() == hub.files[name], name
+    assert not list(hub.folder.glob("blobs/*.incomplete"))
+    return folder
+
+
+def span(start, body):
+    """The header of an answer that sends body from `start` on."""
+    return {"Content_Range": f"bytes {start}-{len(body) - 1}/{len(body)}"} if start else {}
+
+
+def fails(error):
+    def call(*args):
+        raise error
+    return call
+
+
+def not_fetched(spec=MODEL):
+    """The one line with which download() fails."""
+    with pytest.raises(InputError) as e:
+        download(spec)
+    assert len(str(e.value).splitlines()) == 1
+    return str(e.value)
+
+
+def test_hub_fetches_once(hub, monkeypatch, capsys):
+    """A sharded checkpoint is fetched with what belongs to it, once: then, as offline, nothing is asked for."""
+    assert "HF_HUB_OFFLINE" in download_offline(monkeypatch) and not hub.requests
+    fetched(hub)
+    names = [name for name, _ in hub.requests]
+    assert names[0] == "list" and len(names) == 6 and {*names[1:4]}.isdisjoint(SHARDS)  # small ones first
+    assert os.readlink(hub.folder / "snapshots" / COMMIT / FIRST) == f"../../blobs/{hub.blob(FIRST).name}"
+    for spec in (MODEL, f"{MODEL}@main", f"{MODEL}@{COMMIT}"):
+        capsys.readouterr()
+        fetched(hub, spec)
+        assert COMMIT in capsys.readouterr().err
+    (hub.folder / "snapshots" / COMMIT / "tokenizer.json").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "True")
+    download(MODEL)  # lacks only the tokenizer, which the caller may have elsewhere
+    hub.blob(FIRST).unlink()
+    assert FIRST in not_fetched()
+    assert len(hub.requests) == 6
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    fetched(hub)
+    assert len(hub.requests) == 8  # the list and the shard; the tokenizer's blob was there
+
+
+def download_offline(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        return not_fetched()
+
+
+def test_hub_cache_is_the_usual_one(hub):
+    """huggingface_hub finds in the cache what download() has put there, under the revision's name as well."""
+    peer = pytest.importorskip("huggingface_hub")
+    folder, cache = fetched(hub, f"{MODEL}@refs/pr/1"), hub.folder.parent
+    for revision in ("refs/pr/1", COMMIT):
+        assert peer.snapshot_download(MODEL, revision=revision, cache_dir=cache, local_files_only=True) == folder
+        assert peer.try_to_load_from_cache(MODEL, FIRST, cache, revision) == os.path.join(folder, FIRST)
+    assert [len(repo.revisions) for repo in peer.scan_cache_dir(cache).repos] == [1]
+
+
+def test_hub_files_in_folders_and_single_file(hub):
+    """Shards may lie in folders; a model of one file has no index; a revision with "/" and "+" is asked for as one."""
+    hub.files = {"config.json": b"{}", "tokenizer.model": b"", "model.safetensors": b"w" * 10}
+    fetched(hub, f"{MODEL}@a/b+c")
+    assert (hub.folder / "refs/a/b+c").read_text() == COMMIT
+    shard, hub.files = "deep er/x#1.safetensors", {"config.json": b"{}"}
+    hub.files |= {"model.safetensors.index.json": json.dumps({"weight_map": {"a": shard}}).encode(), shard: b"w" * 20}
+    assert open(f"{download(f'{MODEL}@other')}/{shard}", "rb").read() == b"w" * 20
+
+
+def test_hub_goes_on_after_breaks(hub):
+    """However often the connection breaks: the next request asks for the rest, and the file is right."""
+    hub.fault = lambda h, name, start, body: name == FIRST and start < 150_000 and h.cut(start, body, 20_000)
+    fetched(hub)
+    starts = [int((asked or "bytes=0-")[6:-1]) for name, asked in hub.requests if name == FIRST]
+    assert len(starts) > data.TRIES + 2 and starts == sorted({*starts})
+
+
+def stale(hub, name, part):
+    """Leave `part` of a file in the cache, as a process that was killed does."""
+    hub.folder.joinpath("blobs").mkdir(parents=True, exist_ok=True)
+    hub.folder.joinpath("blobs", hub.blob(name).name + ".incomplete").write_bytes(part)
+
+
+@pytest.mark.parametrize("part, starts", [
+    (SHARDS[FIRST][:100_000], ["bytes=100000-"]), (SHARDS[FIRST], []), (SHARDS[FIRST] + b"more", [None]),
+    (b"?" * 100_000, ["bytes=100000-", None]), (b"?" * len(SHARDS[FIRST]), [None])])
+def test_hub_goes_on_after_a_kill(hub, part, starts):
+    """Half a file is completed, a whole one taken; one that is wrong shows at the end and is fetched anew."""
+    stale(hub, FIRST, part)
+    fetched(hub)
+    assert [asked for name, asked in hub.requests if name == FIRST] == starts
+
+
+LIES = {
+    "the whole file": lambda h, start, body: h.reply(200, body),
+    "no range": lambda h, start, body: h.reply(206, body[start:]),
+    "another start": lambda h, start, body: h.reply(206, body[1:], **span(1, body)),
+    "another total": lambda h, start, body: h.reply(206, body[start:], **span(start, body + b"?")),
+    "too much": lambda h, start, body: h.reply(206, body[start:] + b"?" * 50_000, **span(start, body)),
+    "416": lambda h, start, body: h.reply(416, Content_Range=f"bytes */{len(body)}"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_hub_that_lies_about_ranges(hub, lie):
+    """An answer that is not the range asked for is not appended: the file is fetched from its start, and right."""
+    stale(hub, FIRST, SHARDS[FIRST][:100_000])
+    hub.fault = lambda h, name, start, body: start and LIES[lie](h, start, body)
+    fetched(hub)
+    again = [None] * (lie != "the whole file")
+    assert [asked for name, asked in hub.requests if name == FIRST] == ["bytes=100000-", *again]
+
+
+@pytest.mark.parametrize("answer", [
+    lambda h, start, body: h.reply(200, body + b"?"),
+    lambda h, start, body: LIES["416"](h, start, body) if start else h.cut(0, body, 50_000)], ids=["more", "breaks"])
+def test_hub_that_always_lies(hub, answer):
+    """Neither more bytes than promised nor the same ones again and again are progress: a few tries, then one line."""
+    hub.fault = lambda h, name, start, body: name == FIRST and answer(h, start, body)
+    assert FIRST in not_fetched() and not hub.blob(FIRST).exists()
+    assert data.TRIES <= len([name for name, _ in hub.requests if name == FIRST]) <= data.TRIES + 1
+
+
+@pytest.mark.parametrize("status, headers", [(429, {"Retry_After": 1}), (500, {}), (503, {"Retry_After": "soon"})])
+def test_hub_that_is_busy(hub, status, headers):
+    """Passing failures are asked again, after the pause that the hub wants; without end they end in one line."""
+    turn, begun = {"list": 2, "config.json": 1, FIRST: 3}, time.time()
+
+    def fault(handler, name, start, body):
+        turn[name] = turn.get(name, 0) - 1
+        return turn[name] >= 0 and handler.reply(status, b"busy", **headers if name == "config.json" else {})
+    hub.fault = fault
+    fetched(hub)
+    assert (time.time() - begun > 1) == (status == 429)
+    hub.folder.rename(hub.folder.with_name("old"))
+    for name in ("list", SECOND):
+        turn[name] = 10**6
+        hub.requests.clear()
+        message = not_fetched()
+        assert str(status) in message and "127.0.0.1" in message
+        assert len([n for n, _ in hub.requests if n == name]) == data.TRIES
+        turn[name] = 0
+
+
+def test_hub_pauses():
+    """Retry-After in seconds or as a date, and the hub's RateLimit, are heeded up to a minute; else 1, 2, 4, ... s."""
+    def pause(failures=1, **headers):
+        return data._pause(SimpleNamespace(response=SimpleNamespace(headers=headers)), failures)
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 30))
+    assert 28 < pause(**{"Retry-After": date}) <= 30 and pause(**{"Retry-After": "3000"}) == 60
+    assert pause(RateLimit='"resolvers";r=0;t=55') == 55
+    assert [pause(i) for i in (1, 2, 3, 4)] == [1, 2, 4, 8] and data._pause(OSError(), 1) == 1
+
+
+@pytest.mark.parametrize("name, status, code, token, says", [
+    ("list", 401, "RepoNotFound", "", ["private or gated", "HF_TOKEN", f"/{MODEL}"]),
+    ("list", 401, "", "hf_secret", ["one that may read it"]),
+    (FIRST, 401, "GatedRepo", "", ["is gated", "HF_TOKEN", f"/{MODEL}"]),
+    ("config.json", 403, "", "hf_secret", ["is gated", f"/{MODEL}"]),
+    ("list", 404, "RepoNotFound", "", ["no such model"]),
+    ("list", 404, "RevisionNotFound", "", ["no revision v9"]),
+    (FIRST, 404, "EntryNotFound", "", [FIRST]),
+    ("list", 410, "", "", ["410"])])
+def test_hub_that_refuses(hub, monkeypatch, name, status, code, token, says):
+    """What will not pass is said in one line that names the mend and no token; it is asked for once."""
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.fault = lambda h, n, start, body: n == name and h.reply(status, b"no", X_Error_Code=code)
+    message = not_fetched(f"{MODEL}@v9")
+    assert all(part in message for part in says) and "hf_secret" not in message, message
+    assert [n for n, _ in hub.requests].count(name) == 1
+
+
+def test_hub_with_a_wrong_file(hub):
+    """A file whose hash stays wrong is fetched twice and ends in one line; nothing is left that looks complete."""
+    wrong = b"?" * len(SHARDS[SECOND])
+    hub.fault = lambda h, name, start, body: name == SECOND and h.reply(200, wrong)
+    for _ in range(2):  # the cache is not taken for warm either
+        message = not_fetched()
+        assert all(part in message for part in (SECOND, hub.blob(SECOND).name, hashlib.sha256(wrong).hexdigest()))
+        assert not list(hub.folder.glob(f"*/{hub.blob(SECOND).name}*")) and not (hub.folder / "refs").exists()
+        assert not list(hub.folder.glob("snapshots/*/*.safetensors"))
+    assert [name for name, _ in hub.requests].count(SECOND) == 4
+    hub.fault = lambda *_: False
+    fetched(hub)
+
+
+def entry(name, size=1, sha="0" * 40):
+    return {"rfilename": name, "size": size, "blobId": sha}
+
+
+@pytest.mark.parametrize("listing, says", [
+    ({"sha": COMMIT, "siblings": [entry("config.json"), entry("pytorch_model.bin")]}, "pickled"),
+    ({"sha": COMMIT, "siblings": [entry("config.json")]}, "no model.safetensors"),
+    ({"sha": COMMIT, "siblings": [entry("model.safetensors")]}, "no config.json"),
+    ({"sha": COMMIT, "siblings": [entry("../config.json")]}, "HF_ENDPOINT"),
+    ({"sha": COMMIT, "siblings": [entry("/etc/config.json")]}, "HF_ENDPOINT"),
+    ({"sha": COMMIT, "siblings": [entry("config.json", sha="../" + "0" * 37)]}, "HF_ENDPOINT"),
+    ({"sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}, "HF_ENDPOINT"),
+    ({"sha": "../..", "siblings": []}, "HF_ENDPOINT"), ({"error": "\n"}, "HF_ENDPOINT"), ([1], "HF_ENDPOINT")])
+def test_hub_lists_that_are_refused(hub, listing, says):
+    """Pickled weights, no checkpoint, no list, names or hashes that lead out of the cache: one line, none fetched."""
+    hub.listing = listing
+    assert says in not_fetched() and len(hub.requests) == 1 and not hub.folder.exists()
+
+
+@pytest.mark.parametrize("weight_map", [{"a": "../../x.safetensors"}, {"a": "/x.safetensors"}, {"a": "x.bin"}, {"a": 1},
+                                        {"a": "absent.safetensors"}, {}, None])
+def test_hub_indexes_that_are_refused(hub, weight_map):
+    """An index that names files outside its folder, others than safetensors or absent ones: one line."""
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    assert "index.json" in not_fetched() and {name for name, _ in hub.requests}.isdisjoint(SHARDS)
+
+
+def test_hub_answers_that_are_no_json(hub, monkeypatch):
+    """A page in place of the list, no answer at all and no address: one line that names HF_ENDPOINT."""
+    hub.fault = lambda h, *_: h.reply(200, b"<html>\n")
+    assert "HF_ENDPOINT" in not_fetched()
+    for endpoint in ("http://127.0.0.1:1", "huggingface", "http://[", "http://.x"):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert "HF_ENDPOINT" in not_fetched() and endpoint in not_fetched()
+
+
+@pytest.mark.parametrize("spec", ["", "model", "a/b/c", "../x", "a/..", "a/b@", "a/b@../c", "a/b@c/", "a--b/c", "a b"])
+def test_hub_names_that_are_refused(hub, spec):
+    """Only org/name and org/name@REVISION are asked for; what could leave or mix up the cache is refused."""
+    with pytest.raises(InputError, match="org/name@REVISION"):
+        download(spec)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("source", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME"])
+def test_hub_token(hub, monkeypatch, tmp_path, source):
+    """The token of the environment or of its file goes to the endpoint, and not to the host that stores the files."""
+    (tmp_path / "token").write_text("hf_secret\n")
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login who password else\n")  # which requests would prefer
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if source != "HF_HOME":
+        (tmp_path / "token").rename(tmp_path / "elsewhere")
+        monkeypatch.setenv(source, {"HF_TOKEN": "hf_secret", "HF_TOKEN_PATH": str(tmp_path / "elsewhere")}[source])
+    seen = []
+
+    def fault(handler, name, start, body):
+        if handler.headers["Host"].startswith("localhost"):
+            return seen.append(handler.headers["Authorization"])
+        assert handler.headers["Authorization"] == "Bearer hf_secret"
+        if name in SHARDS:
+            return handler.reply(302, Location=f"http://localhost:{hub.port}{handler.path}")
+    hub.fault = fault
+    fetched(hub)
+    assert seen == [None, None] and hub.tokens.count("Bearer hf_secret") == 6
+
+
+def test_hub_storage_that_forgets(hub):
+    """A storage host refuses a link that has expired: the hub is asked for a new one."""
+    turn = iter(range(9))
+
+    def fault(handler, name, start, body):
+        if name == FIRST and handler.headers["Host"].startswith("127"):
+            return handler.reply(302, Location=f"http://localhost:{hub.port}{handler.path}")
+        return name == FIRST and next(turn) < 2 and handler.reply(403, b"expired")
+    hub.fault = fault
+    fetched(hub)
+
+
+def test_hub_bad_token_is_not_printed(hub, monkeypatch):
+    """A token that no header can hold is refused without being printed."""
+    monkeypatch.setenv("HF_TOKEN", "hf_sec\nret")
+    assert "HF_TOKEN" in (message := not_fetched()) and "ret" not in message.replace("correct", "")
+
+
+def test_hub_full_disk(hub, monkeypatch):
+    """Weights that do not fit are not begun, and a disk that fills up on the way leaves a part to go on from."""
+    free = sum(map(len, SHARDS.values()))
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda path: SimpleNamespace(free=free - 1))
+    message = not_fetched()
+    assert "HF_HOME" in message and str(hub.folder) in message and {n for n, _ in hub.requests}.isdisjoint(SHARDS)
+    stale(hub, FIRST, SHARDS[FIRST][:1])  # one byte less to fetch
+    with monkeypatch.context() as patch:
+        patch.setattr(data.os, "fsync", fails(OSError(28, "No space left on device")))
+        message = not_fetched()
+        assert "No space left" in message and str(hub.folder) in message
+    fetched(hub)
+
+
+def test_hub_without_links(hub, monkeypatch):
+    """On a file system without symbolic links the snapshot holds copies."""
+    monkeypatch.setattr(data.os, "symlink", fails(OSError("no links here")))
+    assert not os.path.islink(os.path.join(fetched(hub), FIRST))
+    assert not [name for name in os.listdir(hub.folder / "snapshots" / COMMIT) if name not in CHECKPOINT]
+
+
+def test_hub_interrupt(hub):
+    """Ctrl-C ends a download at once, though one file hangs and one goes on; the next run goes on from the parts."""
+    def fault(handler, name, start, body):
+        if name in SHARDS:
+            handler.cut(start, body, 100_000)
+            if name == SECOND:
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGINT)
+            for i in range(100_000, 180_000, 20_000):
+                release.wait(0.2 if name == FIRST else 9)
+                handler.wfile.write(body[i:i + 20_000])
+            return True
+    release, hub.fault, begun = threading.Event(), fault, time.time()
+    with pytest.raises(KeyboardInterrupt):
+        download(MODEL)
+    assert time.time() - begun < 5 and not list(hub.folder.glob("snapshots/*/*.safetensors"))
+    release.set()
+    hub.fault = lambda *_: False
+    fetched(hub)
+    assert all(150_000 > int(asked[6:-1]) > 50_000 for name, asked in hub.requests[-2:])
+
+
+def test_hub_two_at_once(hub):
+    """Two downloads of one model at the same time fetch each file once."""
+    hub.fault = lambda *_: time.sleep(0.05)
+    other = threading.Thread(target=download, args=(MODEL,))
+    other.start()
+    fetched(hub)
+    other.join()
+    assert sorted(name for name, _ in hub.requests if name != "list") == sorted(hub.files.keys() - {"README.md"})
 
 
 # ---------------------------------------------------------------- Muon
@@ -523,41 +1141,85 @@ def test_newest_checkpoint(tmp_path):
 
 # ---------------------------------------------------------------- tokenizers and data
 
-HARD = ["", " ", "Hello  world", "naïve 👩‍👩‍👧‍👦 🏳️‍🌈 café", "汉字和かな", "1234567890 3.14",
-        "a\n\n\n  b\t\tc\r\n", "\x00\x01\x7f\x85",
-        "don't DON'T 'ſ", " " * 77 + "x", "<s></s><|endoftext|><|begin_of_text|><|eot_id|>", "|||IP_ADDRESS||| x",
-        "a" * 5000, "\u2028\u00a0\ufeff ﷺ"]
+HARD = ["", " ", "Hello  world", "naïve 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 café", "汉字和かな한국어 Ωмिक\u064e", "1234567890 3.14",
+        "a\n\n\n  b\t\tc\r\n", "".join(map(chr, [*range(32), *range(127, 160)])), "e\u0301\u0323\u0308" * 9,
+        "don't DON'T 'ſ", "<s></s><|endoftext|><|begin_of_text|><|eot_id|>", "|||IP_ADDRESS||| x",
+        "a" * 5000, "漢" * 600, "\u2028\u00a0\ufeff ﷺ\U0010ffff", "\ufeffx",
+        *(" " * n + "x" + "\n" * n for n in range(1, 101))]
+TOKENIZERS = ["tokenizers/llama3", "tokenizers/tinyllama", "tokenizers/olmo2", "stories260K"]
 
 
 @needs_assets
-@pytest.mark.parametrize("name", ["tokenizers/llama3", "tokenizers/tinyllama", "tokenizers/olmo2", "stories260K"])
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizer_round_trip(name):
-    """Any text comes back from its ids, and no text becomes BOS or EOS."""
+    """Any text comes back from its ids (a lone surrogate as U+FFFD), and no text becomes BOS or EOS unless asked."""
     tokenizer = Tokenizer.load(shared("assets", name))
     for text in HARD:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.eos_id not in ids and (tokenizer.bos_id is None or tokenizer.bos_id not in ids)
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
-    assert tokenizer.encode("a", bos=True) == [tokenizer.bos_id][tokenizer.bos_id is None:] + tokenizer.encode("a")
+    bos = [tokenizer.bos_id][tokenizer.bos_id is None:]
+    assert tokenizer.encode("a", bos=True) == bos + tokenizer.encode("a")
     if name == "tokenizers/llama3":  # the published ids
         assert tokenizer.encode("Hello world", bos=True) == [128000, 9906, 1917] and tokenizer.eos_id == 128001
-    tokenizer.decode(tokenizer.encode("half a pair \ud83d") + [tokenizer.eos_id])
+    assert tokenizer.decode(tokenizer.encode("\udc00x \ud83d\ude00 a half \ud83d")) == "\ufffdx 😀 a half \ufffd"
+    begin, end = "<|begin_of_text|>" if "llama3" in name else "<s>", tokenizer.decode([tokenizer.eos_id]) or "</s>"
+    text, read = f"{begin * len(bos)}a{end} b", tokenizer.encode("a") + [tokenizer.eos_id] + tokenizer.encode(" b")
+    assert tokenizer.encode(text, special=True) == tokenizer.encode(text, bos=True, special=True) == bos + read
     with pytest.raises(InputError):
         tokenizer.decode([tokenizer.vocab_size])
 
 
+def oracle(name):
+    """The tokenizer of an asset as the tokenizers library computes it, from files converted by transformers."""
+    tokenizers, convert = map(pytest.importorskip, ("tokenizers", "transformers.convert_slow_tokenizer"))
+    models, normalizers, processors = tokenizers.models, tokenizers.normalizers, tokenizers.processors
+    path = shared("assets", name, "tokenizer.model")
+    if name == "tokenizers/olmo2":
+        return tokenizers.Tokenizer.from_file(shared("assets", name, "tokenizer.json"))
+    if name == "tokenizers/llama3":  # with the names that Llama-3.2's tokenizer_config.json gives the ids
+        names = ("begin_of_text end_of_text 0 1 finetune_right_pad_id 2 start_header_id end_header_id eom_id eot_id "
+                 "python_tag").split() + list(range(3, 248))
+        names = [f"<|{n if len(str(n)) > 3 else f'reserved_special_token_{n}'}|>" for n in names]
+        theirs = convert.TikTokenConverter(path, extra_special_tokens=names).converted()
+        theirs.post_processor = processors.Sequence([theirs.post_processor, processors.TemplateProcessing(
+            single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 128000)])])
+        return theirs
+    sp = data.sentencepiece.SentencePieceProcessor(model_file=path)
+    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+    scores = {piece: sp.get_score(i) for piece, i in vocab.items() if i > 2 and not sp.is_byte(i)}
+    theirs = tokenizers.Tokenizer(models.BPE(vocab, convert.generate_merges(vocab, scores), unk_token="<unk>",
+                                             fuse_unk=True, byte_fallback=True))
+    # As TinyLlama's own tokenizer.json. Today's LlamaTokenizer differs: no space before text that begins with one.
+    theirs.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    theirs.add_special_tokens(["<s>", "</s>"])
+    return theirs
+
+
 @needs_assets
-def test_olmo2_ids_match_tokenizers():
-    """Byte-level ids equal those of the tokenizers library, which reads the same tokenizer.json."""
-    oracle = pytest.importorskip("tokenizers").Tokenizer.from_file(f"{ASSETS}/assets/tokenizers/olmo2/tokenizer.json")
-    oracle.encode_special_tokens = True  # special tokens in text stay text
-    with open(f"{ASSETS}/assets/gsm8k/test.jsonl", encoding="utf-8") as f:
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_token_ids_match_tokenizers(name, tmp_path):
+    """Ids equal the tokenizers library's, special names read or not; Llama-3's tokenizer.json gives its .model's."""
+    theirs, ours = oracle(name), Tokenizer.load(shared("assets", name))
+    with open(shared("assets", "gsm8k", "test.jsonl"), encoding="utf-8") as f:
         lines = f.read().splitlines()
-    tokenizer = Tokenizer.load(f"{ASSETS}/assets/tokenizers/olmo2")
-    for text in HARD + lines:
-        assert tokenizer.encode(text) == oracle.encode(text).ids, text
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 100257)
+    texts = [*HARD, *lines, "\n".join(lines * 2)]
+    assert len(texts[-1]) > 400_000  # of which byte-level encode() makes two parts
+    for special in (False, True):
+        theirs.encode_special_tokens = not special
+        for text in texts:
+            assert ours.encode(text, special=special) == theirs.encode(text, add_special_tokens=False).ids, text[:200]
+    if name == "tokenizers/olmo2":
+        assert (ours.bos_id, ours.eos_id) == (None, 100257)
+    if name == "tokenizers/llama3":
+        (tmp_path / "tokenizer.json").write_text(theirs.to_str())
+        hub = Tokenizer.load(str(tmp_path))
+        assert all((t.bos_id, t.eos_id, t.vocab_size) == (128000, 128001, 128256) for t in (hub, ours))
+        for text in texts:
+            assert hub.encode(text, bos=True, special=True) == ours.encode(text, bos=True, special=True)
+        for i, token in theirs.get_added_tokens_decoder().items():
+            assert ours.encode(token.content, special=True) == hub.encode(token.content, special=True) == [i]
 
 
 def test_byte_level_json_in_any_id_order(tmp_path):
@@ -584,9 +1246,36 @@ def test_byte_level_json_in_any_id_order(tmp_path):
         assert tokenizer.encode(text, bos=True) == oracle.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_id == len(vocab) + 1 and tokenizer.vocab_size == len(vocab) + 2
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"normalizer": {"type": "NFC"}}))
-    with pytest.raises(InputError, match="byte-level BPE"):
+
+
+def test_other_tokenizers_are_refused_by_name(corpus, tmp_path):
+    """A tokenizer.json that is not byte-level BPE is named, with the mend; a damaged one is told apart."""
+    level, meta = {"type": "ByteLevel", "add_prefix_space": False}, {"type": "Metaspace"}
+    split = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "MergedWithNext", "invert": False}
+    spec = {"model": {"type": "BPE"}, "normalizer": None, "pre_tokenizer": level}
+    for changes, message in (({"model": {"type": "Unigram"}, "pre_tokenizer": meta}, "Unigram with Metaspace, not"),
+                             ({"model": {"type": "WordPiece"}, "pre_tokenizer": None}, "WordPiece, not"),
+                             ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}}, "with Split, not"),
+                             ({"normalizer": {"type": "NFC"}}, "BPE with NFC, not"),
+                             ({"pre_tokenizer": meta}, "BPE with Metaspace, .*: put .*tokenizer.model"),
+                             ({}, "damaged: fetch it again")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec | changes))
+        with pytest.raises(InputError, match=message):
+            Tokenizer.load(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec)[:-9])
+    with pytest.raises(InputError, match="damaged: fetch it again"):
         Tokenizer.load(str(tmp_path))
+    shutil.copy(f"{corpus}/tokenizer/tokenizer.model", tmp_path)
+    assert Tokenizer.load(str(tmp_path)).files == [str(tmp_path / "tokenizer.model")]  # wins beside TinyLlama's .json
+
+
+def test_special_tokens_in_the_prompt(corpus, tmp_path, capsys):
+    """sample.py reads "</s>" in a prompt as characters, with --special as the token."""
+    import sample
+    small(vocab_size=17, context=8).save(str(tmp_path / "m"), tokenizer=f"{corpus}/tokenizer")
+    for flags, count in (((), 2), (("--special",), 3)):  # the word 7</s> is unknown
+        call(sample.main, "--model", tmp_path / "m", "--prompt", "has 7</s>", *flags)
+        assert f"{count} prompt tokens leave room" in capsys.readouterr().err
 
 
 def word_documents(path, n):
