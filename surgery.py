@@ -22,15 +22,16 @@ import functools
 import itertools
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from data import Tokenizer, download
-from model import (FLOATS, STATE_STD, TOKENIZER_FILES, Config, InputError, RecurrentLM, check_tensors, cli, find_checkpoint,
-                   load_config, open_safetensors, read_json, save_folder, write_json)
+from data import INDEX, Tokenizer, download, shards
+from model import (FLOATS, LLAMA3_ROPE, STATE_STD, TOKENIZER_FILES, Config, InputError, RecurrentLM, check_tensors, cli,
+                   find_checkpoint, load_config, open_safetensors, read_json, save_folder, write_json)
 
 PARTS = ("prelude", "core", "coda")
 TINYLLAMA = Config(32000, 2048, 32, 4, 5632, 22, 0, 0)
@@ -76,12 +77,14 @@ def parse_args():
     add("--overwrite", action="store_true", help="replace OUT")
     args = parser.parse_args()
     for wrong, why in (
-            (args.src is None and not (args.preset and args.dry_run), "SRC: is missing: a folder or a hub id"),
-            (args.out is None and not args.dry_run, "OUT: is missing: name the folder to write"),
-            ((args.mean_recurrence or 1) < 1, f"--mean_recurrence {args.mean_recurrence}: must be at least 1")):
+            (not args.src and not (args.preset and args.dry_run), "SRC: is missing: a folder or a hub id"),
+            (not args.out and not args.dry_run, "OUT: is missing: name the folder to write"),
+            (not 0 <= args.seed < 2**31, f"--seed {args.seed}: lies between 0 and 2^31 - 1"),
+            (args.mean_recurrence is not None and args.mean_recurrence < 1,
+             f"--mean_recurrence {args.mean_recurrence}: must be at least 1")):
         if wrong:
             raise InputError(why)
-    if args.out and os.path.exists(args.out):
+    if args.out and os.path.lexists(args.out):
         if not args.overwrite:
             raise InputError(f"{args.out}: exists already: choose another OUT or add --overwrite")
         if not os.path.exists(os.path.join(args.out, "model.safetensors")):
@@ -91,10 +94,12 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if args.src is None:
-        source, tokenizer = Source(args.preset, PRESETS[args.preset][0], {}, hf_parts(PRESETS[args.preset][0])), None
+    if not args.src:
+        source, tokenizer = Source(args.preset, config := PRESETS[args.preset][0], {}, stacks(config, "llama")), None
     else:
         source = open_source(args.src)
+        if args.out and f"{os.path.realpath(source.folder)}/".startswith(f"{os.path.realpath(args.out)}/"):
+            raise InputError(f"{args.out}: holds {source.folder}, which would be lost: choose another OUT")
         tokenizer = load_tokenizer(source)
     flags = [flag for flag in ("feed_forward", *PARTS, "preset", "shape", "select", "layers")
              if getattr(args, flag) not in (None, False)]
@@ -103,24 +108,24 @@ def main():
     result, layers = source, None
     if flags or not (source.config.n_core or args.export):
         layers = choose_layers(args, source, tokenizer)
-        result = retrofit(source, layers, args.adapter, init_adapter(source.config.n_embd, args.adapter_init, args.seed))
+        result = retrofit(source, layers, args.adapter)
     if args.mean_recurrence:
         if not result.config.n_core:
             raise InputError("--mean_recurrence: the result is feed-forward: drop the flag")
         result.config.mean_recurrence = args.mean_recurrence
+    dtype = check(result) if args.src else None  # before shapes that are wrong are counted
     print_sizes(args, source, result, layers)
-    if args.src is None:
-        return
-    dtype = check(result)
     if args.dry_run:
         return print("dry run: nothing was written")
+    if layers and result.config.n_core and args.adapter == "linear":
+        result.parts["adapter.weight"] = init_adapter(result.config.n_embd, args.adapter_init, args.seed)
     config, extra = {"model_type": "nanoloop"} | asdict(result.config), {}
     tensors = {name: read(result, name, dtype) for name in result.parts}
     if args.export:
         config, tensors = export(result.config, tensors, dtype)
         if tokenizer and {"<s>", "</s>"} <= tokenizer.special.keys() and len(tokenizer.files) == 1:
             extra["tokenizer_config.json"] = lambda path: write_json(path, LLAMA_TOKENIZER)
-    save_folder(args.out, config, tensors, source.folder, extra)
+    save_folder(os.path.realpath(args.out), config, tensors, source.folder, extra)  # what a link leads to is replaced
     print(f"wrote {args.out}")
     if args.verify:
         verify(source, layers, args.out, tokenizer)
@@ -162,16 +167,17 @@ def print_sizes(args, source, result, layers):
 
 # ---------------------------------------------------------------- which layers
 
-def parse_layers(flag, text):
+def parse_layers(flag, text, source):
     """'0-3,7' -> [0, 1, 2, 3, 7]; '' -> []"""
-    layers = []
+    layers, L = [], source.config.n_prelude
     for piece in filter(None, text.split(",")):
-        first, dash, last = piece.partition("-")
-        try:
-            some = range(int(first), int(last if dash else first) + 1)
-            layers += some if some else [int("none")]
-        except ValueError:
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
             raise InputError(f"--{flag} {text}: write layers as 0-3 or 0,2,5-7")
+        if last >= L:
+            raise InputError(f"--{flag}: layer {max(first, L)} does not exist: {source.folder} has layers 0-{L - 1}")
+        layers += range(first, last + 1)
     return layers
 
 
@@ -203,7 +209,7 @@ def choose_layers(args, source, tokenizer):
     if args.select:
         layers = select(args, source, tokenizer, shape)
     elif args.feed_forward:
-        layers = list(range(L)) if args.layers is None else parse_layers("layers", args.layers), [], []
+        layers = list(range(L)) if args.layers is None else parse_layers("layers", args.layers, source), [], []
     elif shape:  # the paper's rule
         layers = list(range(shape[0])), list(range(L - sum(shape[1:]), L - shape[2])), list(range(L - shape[2], L))
     else:
@@ -213,15 +219,10 @@ def choose_layers(args, source, tokenizer):
                              "--feed-forward")
         if expected.n_prelude != L:
             raise InputError(f"--preset {args.preset}: is for {expected.n_prelude} layers, {source.folder} has {L}")
-        layers = [parse_layers(part, text) for part, text in zip(PARTS, texts)]
-    seen = {}
-    for flag, chosen in zip(("layers",) if args.feed_forward else PARTS, layers):
-        for i in chosen:
-            if not 0 <= i < L:
-                raise InputError(f"--{flag}: layer {i} does not exist: {source.folder} has layers 0-{L - 1}")
-            if i in seen:
-                raise InputError(f"--{flag}: layer {i} is taken by --{seen[i]} already")
-            seen[i] = flag
+        layers = [parse_layers(part, text, source) for part, text in zip(PARTS, texts)]
+    flags, taken = "--layers" if args.feed_forward else "--prelude --core --coda", sum(layers, [])
+    if twice := [i for i in taken if taken.count(i) > 1]:
+        raise InputError(f"{flags}: layer {twice[0]} is taken twice")
     if not layers[0 if args.feed_forward else 1]:
         raise InputError("--layers: names none" if args.feed_forward else
                          "--core: needs at least one layer (--feed-forward makes a model without recurrent block)")
@@ -245,6 +246,8 @@ def select(args, source, tokenizer, shape):
     if T < 2:
         raise InputError(f"{args.text}: has no text to measure on")
     influence, angle = measure(build(source), windows)
+    if not math.isfinite(sum(influence)):
+        raise InputError(f"{source.folder}: computes NaN on {args.text}: take another model")
     if args.feed_forward or args.select == "block-influence":
         if shape is None:
             raise InputError(f"--select {args.select}: needs --shape here: how many layers to keep")
@@ -310,29 +313,47 @@ class Source:
 
 def open_source(src):
     """The Source of a folder, a run's folder or a hub id, of any of the three layouts. InputError."""
-    folder = find_checkpoint(src if os.path.isdir(src) else fetch(src))
-    raw, files = read_json(os.path.join(folder, "config.json")), tensor_files(folder)
+    folder = find_checkpoint(src if os.path.exists(src) else fetch(src))
+    raw, files = read_json(path := os.path.join(folder, "config.json")), tensor_files(folder)
     kind = raw.get("model_type")
+    config = load_config(folder) if kind == "nanoloop" else None
     try:
-        config = load_config(folder) if kind == "nanoloop" else (raven_config if kind == "huginn_raven" else hf_config)(
-            folder, raw, files)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
-        raise InputError(f"{os.path.join(folder, 'config.json')}: a value is of the wrong kind ({e})")
-    if kind == "nanoloop":
-        parts = {name: [Part(name, shape)] for name, shape in RecurrentLM.empty(config).state_shapes().items()}
-        if not config.n_core:  # a coda after no core is more prelude
-            for name in [name for name in parts if name.startswith("coda.")]:
-                _, i, rest = name.split(".", 2)
-                parts[f"prelude.{config.n_prelude + int(i)}.{rest}"] = parts.pop(name)
-            config = replace(config, n_prelude=config.n_prelude + config.n_coda, n_coda=0)
-    elif kind == "huginn_raven":
-        parts = {ours: [Part(*item, rotary_order(config, ours)) for item in theirs.items()]
-                 for ours, theirs in raven_names(config).items()}
-        if extra := sorted(files.keys() - {part.name for stack in parts.values() for part in stack}):
-            print(f"note: ignored {len(extra)} tensors that the model does not use: {' '.join(extra[:4])}")
-    else:
-        parts = hf_parts(config)
+        config = config or (raven_config if kind == "huginn_raven" else hf_config)(raw, files)
+        check_values(config)
+        if config.n_prelude + config.n_core + config.n_coda > len(files):  # looked at before so many are counted
+            raise ValueError(f"promises more layers than there are tensors ({len(files)}): incomplete, or of another model")
+        parts = stacks(config, kind)
+    except (InputError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
+        why = str(e) if isinstance(e, (InputError, ValueError)) else f"a value is of the wrong kind ({e!r:.200})"
+        raise InputError(f"{path}: {why.removeprefix('config.json: ')}")
+    if extra := sorted(files.keys() - {part.name for stack in parts.values() for part in stack}):
+        print(f"note: ignored {len(extra)} tensors that the model does not use: {' '.join(extra[:4])}")
+    if not config.n_core:  # a coda after no core is more prelude
+        for name in [name for name in parts if name.startswith("coda.")]:
+            _, i, rest = name.split(".", 2)
+            parts[f"prelude.{config.n_prelude + int(i)}.{rest}"] = parts.pop(name)
+        config = replace(config, n_prelude=config.n_prelude + config.n_coda, n_coda=0)
     return Source(folder, config, files, parts)
+
+
+def stacks(config, kind):
+    """The parts of a Source of that model_type."""
+    if kind == "nanoloop":
+        return {name: [Part(name, shape)] for name, shape in RecurrentLM.empty(config).state_shapes().items()}
+    names = (raven_names if kind == "huginn_raven" else hf_names)(config)
+    return {ours: [Part(*item, rotary_order(config, ours)) for item in theirs.items()] for ours, theirs in names.items()}
+
+
+def check_values(c):
+    """InputError for what Config takes as it comes, but the model cannot compute with."""
+    number = lambda x: type(x) in (int, float) and 0 <= x < 1e18
+    scaling = [c.rope_scaling[key] for key in LLAMA3_ROPE if c.rope_scaling]
+    for ok, key in ((type(c.tie_embeddings) is bool, "tie_embeddings"),
+                    (all(number(x) and x > 0 for x in scaling), "rope_scaling"),
+                    *((number(getattr(c, key)), key) for key in ("norm_eps", "rope_theta", "state_std", "embed_scale")),
+                    *((type(getattr(c, key)) in (int, type(None)), key) for key in ("bos_token_id", "eos_token_id"))):
+        if not ok:
+            raise InputError(f"{key}={getattr(c, key)!r} is not a value that it can have: fetch it again")
 
 
 def fetch(src):
@@ -344,12 +365,10 @@ def fetch(src):
 
 def tensor_files(folder):
     """Tensor name -> path of its safetensors file: model.safetensors, or the shards of an index."""
-    index, path = (os.path.join(folder, file) for file in ("model.safetensors.index.json", "model.safetensors"))
+    index, path = (os.path.join(folder, file) for file in (INDEX, "model.safetensors"))
     if os.path.exists(index):
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InputError(f"{index}: has no weight_map: fetch it again")
-        return {name: os.path.join(folder, file) for name, file in weight_map.items()}
+        shards(index)
+        return {name: os.path.join(folder, file) for name, file in read_json(index)["weight_map"].items()}
     pickles = sorted(f for f in os.listdir(folder) if f.endswith((".bin", ".pth", ".pt")))
     if pickles and not os.path.exists(path):
         raise InputError(f"{folder}: has its weights only as {pickles[0]}, a pickle, which may run any code when it is "
@@ -358,11 +377,11 @@ def tensor_files(folder):
         return dict.fromkeys(f.keys(), path)
 
 
-def retrofit(source, layers, adapter="linear", adapter_weight=None):
+def retrofit(source, layers, adapter="linear"):
     """
     The Source with the given layers (numbers of the source's, three lists) as prelude, core and coda; feed-forward
-    where the core is empty. A tied head becomes a copy in a recurrent model. adapter: "linear", with adapter_weight
-    (C, 2C), or "add".
+    where the core is empty. A tied head becomes a copy in a recurrent model. adapter: "linear", whose weight is still
+    to be added, or "add".
     """
     n = dict(zip((f"n_{part}" for part in PARTS), map(len, layers)))
     tied = source.config.tie_embeddings
@@ -370,8 +389,6 @@ def retrofit(source, layers, adapter="linear", adapter_weight=None):
     parts = {name: stack for name, stack in source.parts.items() if not name.startswith("prelude.")}
     if tied and not config.tie_embeddings:
         parts["head.weight"] = parts["embed.weight"]
-    if n["n_core"] and adapter == "linear":
-        parts["adapter.weight"] = adapter_weight
     for part, chosen in zip(PARTS, layers):
         for i, layer in enumerate(chosen):
             prefix = f"prelude.{layer}."
@@ -444,13 +461,14 @@ def verify(source, layers, out, tokenizer):
         seen.append(model.embed_idx(ids))
         for block in (*model.prelude, *model.core, *model.coda):
             block.register_forward_hook(lambda _, x, y, seen=seen: seen.append(y))
-        seen.append(model(ids, steps=1, state=torch.zeros(*ids.shape, model.config.n_embd))[0])
+        state = torch.full((*ids.shape, model.config.n_embd), float(layers is None))  # 1: the adapter's other half counts
+        seen.append(model(ids, steps=1, state=state)[0])
     differences = [(a - b).abs().max().item() for a, b in zip(*states, strict=True)]
     kept = range(len(differences) - 2) if layers is None else sum(layers, [])
     for name, x in zip(("embedding", *(f"layer {i}" for i in kept), "logits"), differences):
         print(f"verify: {name:10s} {x}")
-    if max(differences) > 0 or max(differences) != max(differences):
-        raise InputError(f"{out}: differs from {source.folder} by {max(differences)}: delete it and try again, or report it")
+    if wrong := [x for x in differences if x != 0]:  # NaN, too, which max() may pass over
+        raise InputError(f"{out}: differs from {source.folder} by {wrong[0]}: delete it and try again, or report it")
     print(f"verify: OUT at r = 1 equals the source's layers in a row on {ids.numel()} tokens, in float32")
 
 
@@ -461,43 +479,38 @@ def first_id(value):
     return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None
 
 
-def need(folder, raw, *keys):
+def need(raw, *keys):
     """The first of `keys` that config.json has."""
     for key in keys:
         if raw.get(key) is not None:
             return raw[key]
-    raise InputError(f"{os.path.join(folder, 'config.json')}: lacks {keys[0]}")
+    raise InputError(f"lacks {keys[0]}")
 
 
-def hf_config(folder, raw, files):
+def hf_config(raw, files):
     """
     Config of a feed-forward model from config.json as transformers 4 or 5 writes it. InputError for
     an architecture that this model class is not.
     """
-    path = os.path.join(folder, "config.json")
     kind = raw.get("model_type")
     if kind not in ("llama", "olmo2"):
-        raise InputError(f"{path}: model_type {kind!r} is not supported: only llama, olmo2 and huginn_raven are")
+        raise InputError(f"model_type {kind!r} is not supported: only llama, olmo2 and huginn_raven are")
     for key, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if raw.get(key, wanted) != wanted:
-            raise InputError(f"{path}: {key}={raw[key]!r} is not supported, only {wanted!r}")
+            raise InputError(f"{key}={raw[key]!r} is not supported, only {wanted!r}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    n_head = need(folder, raw, "num_attention_heads")
+    n_head = need(raw, "num_attention_heads")
     return Config(
-        vocab_size=need(folder, raw, "vocab_size"), n_embd=need(folder, raw, "hidden_size"), n_head=n_head,
-        n_kv_head=raw.get("num_key_value_heads") or n_head, n_ffn=need(folder, raw, "intermediate_size"),
-        n_prelude=need(folder, raw, "num_hidden_layers"), n_core=0, n_coda=0, head_dim=raw.get("head_dim") or 0,
-        norm="post" if kind == "olmo2" else "pre", norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        vocab_size=need(raw, "vocab_size"), n_embd=need(raw, "hidden_size"), n_head=n_head,
+        n_kv_head=raw.get("num_key_value_heads") or n_head, n_ffn=need(raw, "intermediate_size"),
+        n_prelude=need(raw, "num_hidden_layers"), n_core=0, n_coda=0, head_dim=raw.get("head_dim") or 0,
+        norm="post" if kind == "olmo2" else "pre",
+        norm_eps=raw.get("rms_norm_eps", 1e-6 if kind == "llama" else 1e-5),  # and 2048, below: transformers' defaults
+        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
         rope_scaling=None if plain else {k: v for k, v in rope.items() if k != "rope_theta"},
-        context=need(folder, raw, "max_position_embeddings"), tie_embeddings=raw.get("tie_word_embeddings", False),
+        context=raw.get("max_position_embeddings", 2048), tie_embeddings=raw.get("tie_word_embeddings", False),
         bos_token_id=first_id(raw.get("bos_token_id")), eos_token_id=first_id(raw.get("eos_token_id")))
-
-
-def hf_parts(config):
-    """The parts of a Source in Hugging Face layout."""
-    return {ours: [Part(*item) for item in theirs.items()] for ours, theirs in hf_names(config).items()}
 
 
 def hf_names(c):
@@ -538,22 +551,22 @@ RAVEN_CONFIG = {  # what the released configs hold and the models do not depend 
 RAVEN_STDS = {"embedding": STATE_STD, "out_proj": 0.0005356869554443541}  # Huginn's, whatever the width
 
 
-def raven_config(folder, raw, files):
+def raven_config(raw, files):
     """Config of a released Recurrent-* model or Huginn-0125; facts from their modelling code."""
     init = raw.get("init_values", {})
-    huginn = any(name.endswith("qk_bias") for name in files)
+    huginn = raw.get("qk_bias") or any(name.endswith("qk_bias") for name in files)
     theta = raw.get("rope_base") if huginn else raw.get("rope_theta")  # the others' rope_base is never read
     return Config(
-        vocab_size=need(folder, raw, "vocab_size", "padded_vocab_size"), n_embd=need(folder, raw, "n_embd"),
-        n_head=need(folder, raw, "n_heads"), n_kv_head=need(folder, raw, "num_key_value_heads", "n_heads"),
-        n_ffn=need(folder, raw, "intermediate_size"), n_prelude=need(folder, raw, "n_layers_in_prelude"),
-        n_core=need(folder, raw, "n_layers_in_recurrent_block"), n_coda=need(folder, raw, "n_layers_in_coda"),
+        vocab_size=need(raw, "vocab_size", "padded_vocab_size"), n_embd=need(raw, "n_embd"),
+        n_head=need(raw, "n_heads"), n_kv_head=need(raw, "num_key_value_heads", "n_heads"),
+        n_ffn=need(raw, "intermediate_size"), n_prelude=need(raw, "n_layers_in_prelude"),
+        n_core=need(raw, "n_layers_in_recurrent_block"), n_coda=need(raw, "n_layers_in_coda"),
         head_dim=raw.get("head_dim") or 0,
         norm="sandwich" if huginn else "post" if any(".q_norm." in name for name in files) else "pre",
-        norm_eps=need(folder, raw, "norm_eps"), rope_theta=float(theta or 10000.0), rope_scaling=raw.get("rope_scaling"),
-        context=raw.get("max_position_embeddings") or need(folder, raw, "block_size"),
-        tie_embeddings=bool(raw.get("tie_embeddings", raw.get("tie_word_embeddings", False))),
-        adapter="linear" if "transformer.adapter.weight" in files else "add",
+        norm_eps=need(raw, "norm_eps"), rope_theta=theta or 10000.0, rope_scaling=raw.get("rope_scaling"),
+        context=raw.get("max_position_embeddings") or need(raw, "block_size"),
+        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
+        adapter=raw.get("injection_type") or ("linear" if "transformer.adapter.weight" in files else "add"),
         state_std=init.get("std", STATE_STD), embed_scale=init.get("embed_scale", 1.0),
         mean_recurrence=raw.get("mean_recurrence", 32), backprop_depth=raw.get("mean_backprop_depth", 8),
         bos_token_id=first_id(raw.get("bos_token_id")), eos_token_id=first_id(raw.get("eos_token_id")))
@@ -603,11 +616,15 @@ def export(c, tensors, dtype):
             "padded_vocab_size": c.vocab_size, "tie_embeddings": c.tie_embeddings, "qk_bias": c.norm == "sandwich"}
         config |= {"initial_state_mode": "random"} if c.norm == "post" else {}
         config |= {"rope_base": c.rope_theta} if c.norm == "sandwich" else {}
+    elif c.norm == "sandwich" or c.embed_scale != 1:
+        raise InputError(f"--export hf: no layout is known for a feed-forward model with norm={c.norm!r} and "
+                         f"embed_scale={c.embed_scale}")
     else:
         names, kind = hf_names(c), "Olmo2" if c.norm == "post" else "Llama"
         config |= {"architectures": [kind + "ForCausalLM"], "model_type": kind.lower(), "hidden_size": c.n_embd,
                    "num_attention_heads": c.n_head, "num_hidden_layers": c.n_prelude, "rms_norm_eps": c.norm_eps,
-                   "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": c.tie_embeddings}
+                   "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": c.tie_embeddings,
+                   "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id}  # null, or transformers takes 1 and 2
     out = {}
     for ours, theirs in names.items():
         change = rotary_order(c, ours, back=True)
