@@ -29,6 +29,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from email.utils import parsedate_to_datetime
@@ -66,7 +67,7 @@ class Tokenizer:
         self.files, self._encode, self._decode = [path, *filter(os.path.exists, more)], encode, decode
         self.vocab_size, self.bos_id, self.eos_id, self.special = vocab_size, bos_id, eos_id, special
         self._names = plain | special
-        self._find = [re.compile(f"({'|'.join(map(re.escape, sorted(names, reverse=True))) or '(?!)'})")
+        self._find = [re.compile(f"({'|'.join(map(re.escape, sorted(names, reverse=True))) or chr(0) + '(?!)'})")
                       for names in (plain, self._names)]  # of two that begin alike the longer first
 
     @staticmethod
@@ -165,7 +166,8 @@ def _whole(path, size):
     return os.path.isfile(path) and os.path.getsize(path) == size
 
 
-def _shards(index):
+def shards(index):
+    """The files that an index names."""
     names = read_json(index).get("weight_map")
     names = list(names.values()) if isinstance(names, dict) else []
     if not names or not all(isinstance(n, str) and INSIDE.fullmatch(n) and n.endswith(".safetensors") for n in names):
@@ -177,7 +179,7 @@ def _lacking(snapshot):
     """What a snapshot folder needs to be a checkpoint and does not have."""
     def has(name):
         return os.path.isfile(os.path.join(snapshot, name))  # not so where a link's blob is gone
-    weights = _shards(os.path.join(snapshot, INDEX)) if has(INDEX) else ["model.safetensors"]
+    weights = shards(os.path.join(snapshot, INDEX)) if has(INDEX) else ["model.safetensors"]
     return [f for f in ("config.json", *weights) if not has(f)] + [TOKENIZER] * (not any(map(has, TOKENIZER_FILES)))
 
 
@@ -415,7 +417,7 @@ def download(spec):
                 raise InputError(f"{spec}: {why}: choose another revision or model")
         hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
         snapshot = os.path.join(folder, "snapshots", commit)
-        weights = _shards(os.path.join(snapshot, INDEX)) if INDEX in weights else weights
+        weights = shards(os.path.join(snapshot, INDEX)) if INDEX in weights else weights
         if absent := [name for name in weights if name not in files]:
             raise InputError(f"{spec}: has no {absent[0]}, which its {INDEX} names: choose another revision")
         hub.fetch_all(commit, {name: files[name] for name in weights})
@@ -429,45 +431,82 @@ def download(spec):
 
 # ---- prepare: text files to shards -----------------------------------------------------------
 load_once = functools.cache(Tokenizer.load)  # once a process
+# What --strip_roles takes out where a line begins with it, `User:`, `### User:`, <|user|>, <|im_start|>user, with the
+# line's end if nothing follows; and any <|im_end|>.
+ROLE = "(?:user|human|assistant|system)"
+ROLES = re.compile(rf"(?im)^[ \t]*(?:#* *{ROLE}:|<\|{ROLE}\|>|<\|im_start\|>{ROLE}\b)[ \t]*\n?|<\|im_end\|>")
 
 
-def _chunks(inputs, fields, most):
-    """Yield (path, number of the first document, documents: rows or bytes, bytes of the file: about `most`)."""
-    for path in inputs:
-        first, size = 1, os.path.getsize(path)
+def _chunks(inputs, columns, most, start):
+    """
+    Yield (path, number of the first document, documents: about `most` bytes, or 256 rows, the place after them) from
+    a place on: [input, document, byte], all from 0. So a resumed run reads nothing twice, or a row group at most.
+    """
+    _, first, byte = start
+    for number, path in itertools.islice(enumerate(inputs), start[0], None):
+        size, end = os.path.getsize(path), [number + 1, 0, 0]
         if path.endswith(".txt"):
-            yield path, first, [Path(path).read_bytes()], size
+            yield path, 0, [Path(path).read_bytes()], end
         elif path.endswith(".jsonl"):
             with open(path, "rb") as f:
+                f.seek(byte)
                 for lines in iter(lambda: f.readlines(most), []):
-                    yield path, first, lines, sum(map(len, lines))
+                    place = [number, first + len(lines), f.tell()]
+                    yield path, first, lines, place if place[2] < size else end
                     first += len(lines)
         else:
             try:
                 from pyarrow import parquet
-                file = parquet.ParquetFile(path)
-                for batch in file.iter_batches(256, columns=fields):
-                    yield path, first, batch.to_pylist(), size * len(batch) / file.metadata.num_rows
-                    first += len(batch)
+                with parquet.ParquetFile(path, buffer_size=1 << 20) as file:  # else all of a row group comes at once
+                    if lacking := set(columns) - set(file.schema_arrow.names):
+                        raise InputError(f"{path}: has no column {sorted(lacking)} (--field, --drop), but "
+                                         f"{file.schema_arrow.names}")
+                    row, rows = 0, file.metadata.num_rows
+                    for group in range(file.num_row_groups):
+                        if row + file.metadata.row_group(group).num_rows <= first:
+                            row += file.metadata.row_group(group).num_rows
+                            continue
+                        for batch in file.iter_batches(256, [group], columns):
+                            row += len(batch)
+                            if row > first:
+                                place = [number, row, size * row // rows] if row < rows else end
+                                yield path, row - len(batch), batch, place
             except (ImportError, ValueError, OSError) as e:
                 raise InputError(f"{path}: get it again, or `pip install pyarrow` ({str(e).splitlines()[0]})")
+        first = byte = 0
 
 
-def _tokenize(folder, fields, chunk):
-    """-> tokens of a chunk, its bytes of the file. Blank documents are skipped."""
-    (path, first, documents, size), tokenizer, tokens = chunk, load_once(folder), []
-    for number, row in enumerate(documents, first):
+def _text(path, row, fields, drop):
+    """The text of a document, bytes or a dict; None where --drop takes it out."""
+    if isinstance(row, bytes):
+        row = row.decode("utf-8-sig")  # bad UTF-8 is refused, never replaced
+        if path.endswith(".txt") or not row.strip():
+            return row
+        row = json.loads(row)
+    if any(part.lower() in str(row[column]).lower() for column, part in drop):
+        return None
+    parts = (row[field] for field in fields)  # texts, or a chat's lists of {"role": ..., "content": ...}
+    return "\n".join(p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in parts)
+
+
+def _tokenize(folder, fields, drop, strip_roles, chunk):
+    """-> tokens of a chunk, its path, its place, counts of documents, [what is bad about one]. Blank ones are skipped."""
+    (path, first, documents, place), tokenizer, tokens, dropped, bad = chunk, load_once(folder), [], 0, []
+    for i in range(len(documents)):
         try:
-            text = row.decode("utf-8-sig") if isinstance(row, bytes) else ""
-            if path.endswith(".jsonl"):
-                row = json.loads(text) if text.strip() else dict.fromkeys(fields, "")
-            if not path.endswith(".txt"):
-                text = "\n".join(row[field] for field in fields)
-        except (ValueError, RecursionError, KeyError, TypeError) as e:  # bad UTF-8 is refused, never replaced
-            raise InputError(f"{path}:{number}: not UTF-8, not JSON or no text in --field {fields} ({e!r:.200})")
-        if text.strip():
-            tokens += [*tokenizer.encode(text, bos=True), tokenizer.eos_id]
-    return np.array(tokens, np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32), size
+            row = documents[i] if isinstance(documents, list) else documents.slice(i, 1).to_pylist()[0]
+            text = _text(path, row, fields, drop)
+        except (ValueError, RecursionError, KeyError, TypeError) as e:
+            bad.append(f"{path}:{first + i + 1}: not UTF-8, not JSON or not what --field and --drop name ({e!r:.200})")
+            continue
+        dropped += text is None
+        if strip_roles and text:
+            text = ROLES.sub("", text)
+        if text and text.strip():
+            tokens += tokenizer.encode(text, bos=True)
+            tokens.append(tokenizer.eos_id)
+    tokens = np.array(tokens, np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
+    return tokens, path, place, {"documents": len(documents), "bad": len(bad), "dropped": dropped}, bad
 
 
 def _start_worker():
@@ -477,21 +516,27 @@ def _start_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, procs=1):
+def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, max_bad=0.01, val=0.01,
+            shard_tokens=10**8, procs=1):
     """
     Pack .txt (a file is a document), .jsonl and .parquet files into shards of about shard_tokens, the last `val`
-    of each for validation. The same call again goes on after the last whole shard and writes the same bytes.
+    of each for validation. The same call again goes on after the last whole shard and writes the same bytes. Bad
+    documents (not UTF-8, not JSON, no text) are left out; how many, and the first ones, stands in meta.json.
     """
-    if not 0 <= val < 1 or shard_tokens < 1 or procs < 1:
-        raise InputError(f"--val {val} is not in [0, 1), or --shard_tokens or --procs is below 1")
+    if not 0 <= val < 1 or not 0 <= max_bad < 1 or shard_tokens < 1 or procs < 1:
+        raise InputError(f"--val {val} or --max_bad {max_bad} is not in [0, 1), or --shard_tokens or --procs is below 1")
+    if wrong := [text for text in drop if not re.fullmatch("(?s)[^=]+=.+", text)]:
+        raise InputError(f"--drop {wrong[0]}: is not COLUMN=TEXT")
     for path in inputs:
         if not (path.endswith((".txt", ".jsonl", ".parquet")) and os.path.isfile(path) and os.path.getsize(path)):
             raise InputError(f"{path}: missing, empty or not .txt, .jsonl or .parquet (--input)")
     arguments = {"input": [[os.path.abspath(path), os.path.getsize(path)] for path in inputs], "field": field,
-                 "tokenizer": os.path.abspath(tokenizer), "val": val, "shard_tokens": shard_tokens}
-    fields, folder, tokenizer = field.split(","), tokenizer, load_once(tokenizer)
+                 "drop": list(drop), "strip_roles": strip_roles, "tokenizer": os.path.abspath(tokenizer), "val": val,
+                 "shard_tokens": shard_tokens}
+    fields, drop, folder = field.split(","), [text.split("=", 1) for text in drop], tokenizer
+    tokenizer = load_once(folder)
     os.makedirs(out, exist_ok=True)
-    done = {"chunks": 0, "bytes": 0, "shards": {"train": [], "val": []}, "arguments": arguments}
+    done = {"place": [0, 0, 0], "counts": {}, "shards": {"train": [], "val": []}, "arguments": arguments}
     meta, progress = (os.path.join(out, name) for name in ("meta.json", "progress.json"))
     if path := next(filter(os.path.exists, (meta, progress)), None):
         done = read_json(path)
@@ -502,7 +547,8 @@ def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, 
     elif not {"train_000000.npy", "val_000000.npy", "progress.json.tmp"}.issuperset(os.listdir(out)):
         raise InputError(f"{out}: holds other files; choose another --out")
     shards, pieces, packed, begun = done["shards"], [], 0, time.time()
-    start, total = done["bytes"], sum(map(os.path.getsize, inputs))
+    sizes, shown = list(map(os.path.getsize, inputs)), begun
+    start = sum(sizes[:done["place"][0]]) + done["place"][2]
 
     def close_shard():
         tokens, number = np.concatenate(pieces), len(shards["train"])
@@ -518,21 +564,35 @@ def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, 
         write_json(progress + ".tmp", done)  # lists whole shards only; the same call again goes on from here
         os.replace(progress + ".tmp", progress)
 
-    chunks = itertools.islice(_chunks(inputs, fields, min(shard_tokens, 1 << 18)), done["chunks"], None)
+    work = functools.partial(_tokenize, folder, fields, drop, strip_roles)
+    columns = list(dict.fromkeys(fields + [column for column, _ in drop]))
+    chunks = _chunks(inputs, columns, min(shard_tokens, 1 << 18), done["place"])
     with ProcessPoolExecutor(procs, None, _start_worker) as pool:
-        while some := list(itertools.islice(chunks, 16 * procs)):
+        tasks = (pool.submit(work, chunk) for chunk in chunks)
+        ahead = deque(itertools.islice(tasks, 8 * procs))  # so no worker waits, and memory holds no more than these
+        while ahead:
             try:
-                for tokens, size in pool.map(functools.partial(_tokenize, folder, fields), some):
-                    pieces.append(tokens)
-                    packed += len(tokens)
-                    done |= {"chunks": done["chunks"] + 1, "bytes": done["bytes"] + size}
-                    if sum(map(len, pieces)) >= shard_tokens:
-                        close_shard()
+                tokens, path, done["place"], more, bad = ahead.popleft().result()
+                ahead.extend(itertools.islice(tasks, 1))
             except BrokenProcessPool:
                 raise InputError("a worker was killed (memory?): the same command with fewer --procs goes on")
-            seconds, left = time.time() - begun, total - done["bytes"]
-            print(f"{done['bytes'] / total:.0%} of the input, {packed / seconds:,.0f} tokens/s, "
-                  f"ETA {left * seconds / max(1, done['bytes'] - start) / 60:.1f} min")
+            counts = done["counts"].setdefault(path, {"documents": 0, "bad": 0, "dropped": 0, "first": []})
+            counts |= {name: counts[name] + n for name, n in more.items()}
+            for line in bad[:3 - len(counts["first"])]:
+                print(f"left out: {line}")
+                counts["first"].append(line)
+            ended = done["place"][1] == 0  # or all of it seems to be bad, and nobody shall wait for its end
+            if counts["bad"] > max_bad * counts["documents"] and (ended or counts["bad"] == counts["documents"] > 1000):
+                raise InputError(f"{counts['first'][0]}; {counts['bad']} of {counts['documents']} documents are bad there, "
+                                 f"more than --max_bad={max_bad} allows")
+            pieces.append(tokens)
+            packed += len(tokens)
+            if sum(map(len, pieces)) >= shard_tokens:
+                close_shard()
+            if time.time() - shown > 5 or not ahead:
+                have, shown = sum(sizes[:done["place"][0]]) + done["place"][2], time.time()
+                print(f"{have / sum(sizes):.0%} of the input, {packed / (shown - begun):,.0f} tokens/s, "
+                      f"ETA {(sum(sizes) - have) * (shown - begun) / max(1, have - start) / 60:.1f} min")
     if sum(map(len, pieces)):
         close_shard()
     if not shards["train"]:
@@ -545,7 +605,9 @@ def prepare(inputs, tokenizer, out, field="text", val=0.01, shard_tokens=10**8, 
     write_json(progress + ".tmp", done | {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id})
     os.replace(progress + ".tmp", meta)
     os.remove(progress)
-    print(f"{out}: complete; this run packed {packed:,} tokens")
+    documents, bad, dropped = (sum(c[name] for c in done["counts"].values()) for name in ("documents", "bad", "dropped"))
+    print(f"{out}: complete; this run packed {packed:,} tokens; of {documents:,} documents {bad:,} were bad and left out, "
+          f"{dropped:,} dropped")
 
 
 # ---- the loader ------------------------------------------------------------------------------
@@ -572,7 +634,7 @@ class Shards:
     """Windows of T tokens of a split, "train" or "val"; .rows of them an epoch. Raises InputError."""
 
     def __init__(self, folder, split, T):
-        path = os.path.join(folder, "meta.json")
+        self.folder, path = folder, os.path.join(folder, "meta.json")
         if not os.path.isfile(path):
             raise InputError(f"{folder}: no complete data set (no meta.json); run `python data.py prepare`")
         self.meta, self.T, self.rows, self.starts, self.shards = read_json(path), T, 0, [], []
@@ -602,11 +664,23 @@ class Shards:
         except (OSError, ValueError, EOFError) as e:
             raise InputError(f"{path}: unreadable or cut short; make the data set again ({e})")
 
+    def fingerprint(self):
+        """What tells this data set from another, as JSON: tokens and arguments, long ones as a hash."""
+        known = {"vocab_size": self.vocab_size, **{k: sum(n for _, n in v) for k, v in self.meta["shards"].items()}}
+        for key, value in self.meta.get("arguments", {}).items():
+            long = json.dumps(value)
+            known[key] = value if len(long) < 100 else hashlib.sha256(long.encode()).hexdigest()[:16]
+        return known
+
     def batch(self, seed, step, rank, world, B):
         """-> idx, targets (-100: no loss): (B, T) int64; index: (B,), sample numbers, which alone decide them."""
         index = (step * world + rank) * B + np.arange(B)
-        idx, targets = np.empty((2, B, self.T), np.int64)
-        for b, row in enumerate(_shuffled(index, seed, self.rows)):
+        return *map(torch.from_numpy, self.take(seed, index)), index
+
+    def take(self, seed, numbers):
+        """Sample numbers (B,) -> (2, B, T) int64: idx and targets."""
+        idx, targets = both = np.empty((2, len(numbers), self.T), np.int64)
+        for b, row in enumerate(_shuffled(numbers, seed, self.rows)):
             shard = np.searchsorted(self.starts, row, "right") - 1
             path, tokens, labels = self.shards[shard]
             i = (row - self.starts[shard]) * self.T
@@ -614,7 +688,45 @@ class Shards:
             targets[b] = tokens[i + 1:i + 1 + self.T] if labels is None else labels[i:i + self.T]
             if max(idx[b].max(), targets[b].max()) >= self.vocab_size:
                 raise InputError(f"{path}: ids beyond the vocabulary of {self.vocab_size}; make it again")
-        return torch.from_numpy(idx), torch.from_numpy(targets), index
+        return both
+
+
+class Mixture(Shards):
+    """
+    Several data sets in fixed shares: of sum(weights) samples in a row from 0, exactly weights[k] are of set k, which
+    has its own shuffled epochs. .rows: samples until the first set is through. .meta, .folder: the first set's.
+    """
+
+    def __init__(self, sets, weights):
+        self.sets, self.weights, first = sets, weights, sets[0]
+        self.meta, self.folder, self.T = first.meta, first.folder, first.T
+        self.rows = min(s.rows * sum(weights) // w for s, w in zip(sets, weights))
+        for other in sets[1:]:
+            here, there = ([s.meta["vocab_size"], s.meta["eos_id"], *(p.is_file() and p.read_bytes() for p in (
+                Path(s.folder, file) for file in TOKENIZER_FILES))] for s in (first, other))
+            if here != there:
+                raise InputError(f"{first.folder}, {other.folder}: have different tokenizers; prepare both with the same")
+
+    def fingerprint(self):
+        return {f"{i} {key}": value for i, (s, weight) in enumerate(zip(self.sets, self.weights))
+                for key, value in {"weight": weight, **s.fingerprint()}.items()}
+
+    def take(self, seed, numbers):
+        both, rest, todo = np.empty((2, len(numbers), self.T), np.int64), np.array(numbers), np.arange(len(numbers))
+        for k, (s, weight) in enumerate(zip(self.sets, self.weights)):  # of the samples that the sets before it leave
+            left = sum(self.weights[k:])                                # it takes every left/weight-th, rounded
+            before = rest * weight // left
+            mine = (rest + 1) * weight // left > before
+            both[:, todo[mine]] = s.take(seed, before[mine])
+            rest, todo = (rest - before)[~mine], todo[~mine]
+        return both
+
+
+def open_data(data, split, T):
+    """"FOLDER" -> its Shards; "A:1,B:1,C:2" -> a Mixture of which 1/4, 1/4 and 1/2 are of A, B and C; "A,B": 1/2 each."""
+    parts = [re.fullmatch(r"(?s)(.*?)(?::([1-9]\d{0,5}))?", part).groups() for part in data.split(",")]
+    sets = [Shards(folder, split, T) for folder, _ in parts]
+    return Mixture(sets, [int(weight or 1) for _, weight in parts]) if len(sets) > 1 else sets[0]
 
 
 # ---- the embedded corpus ---------------------------------------------------------------------
@@ -724,7 +836,13 @@ def main():
     p.add_argument("--input", nargs="+", required=True, dest="inputs", help=".txt, .jsonl or .parquet files")
     p.add_argument("--tokenizer", required=True, help="folder with tokenizer.model or tokenizer.json")
     p.add_argument("--out", required=True, help="folder to make")
-    p.add_argument("--field", default="text", help="one or several, comma separated (default: text)")
+    p.add_argument("--field", default="text", help="one or several, comma separated; text or chat messages (default: text)")
+    p.add_argument("--drop", action="append", default=[], metavar="COLUMN=TEXT",
+                   help="leave out rows whose column contains the text, in any case; may be given several times")
+    p.add_argument("--strip_roles", action="store_true",
+                   help="take out a chat's tags: `User:`, `### Human:`, <|assistant|>, <|im_start|>system and the like")
+    p.add_argument("--max_bad", type=float, default=0.01,
+                   help="share of an input's documents that may be bad; they are left out (default: 0.01)")
     p.add_argument("--val", type=float, default=0.01, help="validation share (default: 0.01)")
     p.add_argument("--shard_tokens", type=int, default=10**8, help="tokens a shard (default: 10^8)")
     p.add_argument("--procs", type=int, default=min(os.cpu_count(), 8), help="processes (default: cores, up to 8)")
