@@ -3,6 +3,7 @@ Measure a training step and decoding, and draw results.
 
     python bench.py train                     tokens/s, model FLOPs utilisation, peak memory over (n, k)
     python bench.py train --peer              the same beside transformers' Llama of the unrolled depth
+    python bench.py muon                      an optimizer step: ours, torch's Muon, the official formula in a loop
     python bench.py decode --steps 1,4,32     tokens/s over r, against the memory that a token takes
     python bench.py surgery                   TinyLlama's true shape, random weights: memory and time against a plain copy
     python bench.py plot A.json B.json        accuracy over r and by difficulty, with error bars
@@ -14,22 +15,33 @@ different r, so the utilisation counts FLOPs: 6 per matmul parameter and token w
 where they do not, plus attention, against the matmul peak that this machine shows in the same run.
 """
 import argparse
+import bisect
+import functools
+import itertools
 import json
+import math
 import multiprocessing
 import os
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import replace
 
 import torch
 
-from model import Config, InputError, RecurrentLM, cli, read_json, save_folder
-from muon import Muon, param_groups
+import train
+from model import (LOGITS_AT_ONCE, Config, InputError, RecurrentLM, cli, find_checkpoint, load_config, read_json,
+                   save_folder)
+from muon import Muon, newton_schulz
 from sample import check_device, generate
-from surgery import TINYLLAMA, export
+from surgery import PRESETS, TINYLLAMA, export
+
+HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def main():
@@ -50,7 +62,12 @@ def main():
     p.add_argument("--context", type=int, default=256)
     p.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw")
     p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--recompute", action="store_true", help="as train.py's")
     p.add_argument("--peer", action="store_true", help="also time transformers' Llama of n + k unrolled recurrences")
+    p = sub.add_parser("muon")
+    p.add_argument("--model", help="as above")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--repeat", type=int, default=5)
     p = sub.add_parser("surgery")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     p.add_argument("--repeat", type=int, default=3, help="timed runs")
@@ -64,7 +81,8 @@ def main():
             raise InputError(f"--{key} {getattr(args, key)}: must be at least 1")
     if "device" in args:
         check_device(args.device)
-    {"train": bench_train, "decode": bench_decode, "surgery": bench_surgery, "plot": plot}[args.command](args)
+    {"train": bench_train, "muon": bench_muon, "decode": bench_decode, "surgery": bench_surgery,
+     "plot": plot}[args.command](args)
 
 
 # ---------------------------------------------------------------- measuring
@@ -134,7 +152,7 @@ def headline(args, model, peak):
 
 
 def bench_train(args):
-    """One optimizer update per timed run: forward, backward, clip, step."""
+    """One optimizer update per timed run: forward, backward, clip, step; then once more, part by part."""
     pairs = parse_list("--steps", args.steps, lambda x: tuple(map(int, x.split("+"))))
     if any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
         raise InputError(f"--steps {args.steps}: write n+k pairs, such as 0+4,24+8")
@@ -145,38 +163,105 @@ def bench_train(args):
     idx = torch.randint(c.vocab_size, (B, T + 1), device=args.device)
     idx, targets = idx[:, :-1].contiguous(), idx[:, 1:].contiguous()
     depth = lambda pair: c.n_prelude + c.n_coda + sum(pair) * c.n_core
-    runs = [("nanoloop", pair, model, lambda pair: model(idx, targets, pair)[1]) for pair in pairs]
-    if args.peer:
-        for pair in pairs:
-            runs.append(("transformers", (0, sum(pair)), *llama(c, depth(pair), args, idx, targets)))
+    masters = {name: p.data for name, p in model.named_parameters()}
+    model.to(dtype)
+    model.recompute, opt = args.recompute, Muon(model.named_parameters(), 1e-3, 5e-5, 1e-4, args.optimizer, masters)
     if not args.no_compile:
         model.compile_parts()
+
+    def ours(pair):
+        model(idx, targets, pair)[1].backward()
+        opt.accumulate()
+        opt.reduce()
+        opt.step(1.0, 1.0)
+
+    runs = [("nanoloop", pair, ours) for pair in pairs]
+    if args.peer:
+        runs += [("transformers", (0, sum(pair)), llama(c, depth(pair), args, idx, targets)) for pair in pairs]
     print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak so far':>12s}")
-    for name, pair, module, loss in runs:
-        opt = Muon(param_groups(module, 1e-3, 5e-5, 1e-4, args.optimizer if module is model else "adamw"))
-
-        def update():
-            with torch.autocast(args.device.split(":")[0], dtype, enabled=args.dtype != "float32", cache_enabled=False):
-                value = loss(pair)
-            value.backward()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-
+    for name, pair, run in runs:
+        update = functools.partial(run, pair)
         if args.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
         t, fast, slow, first = timed(update, args.repeat, args.device)
         row = {"name": name, "n": pair[0], "k": pair[1], "tokens_per_s": B * T / t,
                "mfu": step_flops(model, *pair, T) * B * T / t / peak, "seconds": [fast, t, slow], "first": first,
                "peak_memory": peak_memory(args.device)}
+        if run is ours:
+            row |= {"parts": breakdown(model, opt, idx, targets, pair, args.device),
+                    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
         result["rows"].append(row)
         print(f"{name:14s}{str(pair):>9s} {B * T / t:9,.0f} {B * T / slow:7,.0f}-{B * T / fast:7,.0f} {row['mfu']:6.1%} "
               f"{first:9.1f} s {row['peak_memory'] / 2**20:8,.0f} MiB", flush=True)
+    for row in (row for row in result["rows"] if "parts" in row):
+        total = sum(row["parts"].values())
+        print(f"{str((row['n'], row['k'])):>9s} " + ", ".join(f"{k} {v / total:.1%}" for k, v in row["parts"].items())
+              + f"; {row['graphs']} graphs compiled so far")
     print(json.dumps(result))
 
 
+def breakdown(model, opt, idx, targets, pair, device):
+    """Seconds of each part of one update, waited for one by one, so that their sum may exceed an update's time."""
+    parts, own = {}, {name: getattr(model, name) for name in ("run_prelude", "run_core", "run_coda")}
+
+    def clocked(name, run):
+        def wrapped(*args):
+            sync(device)
+            start = time.perf_counter()
+            out = run(*args)
+            sync(device)
+            where = name + (" without gradient" if name == "core" and not torch.is_grad_enabled() else "")
+            parts[where] = parts.get(where, 0.0) + time.perf_counter() - start
+            return out
+        return wrapped
+
+    for name, run in own.items():
+        setattr(model, name, clocked(name.removeprefix("run_"), run))
+    loss = clocked("forward", model)(idx, targets, pair)[1]
+    parts["head, loss and the rest"] = parts.pop("forward") - sum(parts.values())
+    clocked("backward", loss.backward)()
+    clocked("clip", lambda: (opt.accumulate(), opt.reduce()))()
+    clocked("optimizer", opt.step)(1.0, 1.0)
+    for name, run in own.items():
+        setattr(model, name, run)
+    return parts
+
+
+def bench_muon(args):
+    """One update of the model's matrices, in float32, with random gradients. A training step's share: bench.py train."""
+    model = load(args, torch.float32)
+    named = [(n, p) for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith(("embed.", "head."))]
+    grads = [torch.randn_like(p) for _, p in named]
+    momenta = [torch.zeros_like(p) for _, p in named]
+    ours = Muon(named, 1e-3, 5e-5, 1e-4)
+
+    def give():
+        for (_, p), g in zip(named, grads):
+            p.grad = g.clone()
+
+    @torch.no_grad()
+    def loop():
+        for (_, p), m in zip(named, momenta):
+            m.lerp_(p.grad, 0.05)
+            update = newton_schulz(p.grad.lerp(m, 0.95))
+            p.mul_(1 - 1e-7).add_(update, alpha=-1e-3 * max(1, p.size(0) / p.size(1)) ** 0.5)
+
+    runs = {"nanoloop": lambda: (ours.accumulate(), ours.reduce(), ours.step(1.0, 1.0)), "a plain loop": loop}
+    if hasattr(torch.optim, "Muon"):
+        runs["torch.optim.Muon"] = torch.optim.Muon([p for _, p in named], lr=1e-3, weight_decay=1e-4).step
+    count, rows = sum(p.numel() for _, p in named), {}
+    print(f"{len(named)} matrices, {count:,} parameters, {args.device}, torch {torch.__version__}, "
+          f"{torch.get_num_threads()} threads")
+    idle = timed(give, args.repeat, args.device)[0]  # making the gradients is no part of a step
+    for name, run in runs.items():
+        t, fast, slow, _ = timed(lambda: (give(), run()), args.repeat, args.device)
+        rows[name] = [fast - idle, t - idle, slow - idle]
+        print(f"{name:18s} {1e3 * (t - idle):8.1f} ms ({1e3 * (fast - idle):.1f}-{1e3 * (slow - idle):.1f})", flush=True)
+    print(json.dumps({"matrices": len(named), "parameters": count, "device": args.device, "seconds": rows}))
+
+
 def llama(c, depth, args, idx, targets):
-    """The peer: transformers' Llama of `depth` layers, random weights, and its loss on the same tokens."""
+    """The peer: an update of transformers' Llama of `depth` layers, random weights, on the same tokens."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -184,7 +269,17 @@ def llama(c, depth, args, idx, targets):
     peer = LlamaForCausalLM(LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=depth,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim)).to(args.device)
-    return peer, lambda pair: peer(input_ids=idx, labels=idx, shift_labels=targets, use_cache=False).loss
+    opt = torch.optim.AdamW(peer.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+
+    def update(pair):
+        with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.dtype != "float32"):
+            loss = peer(input_ids=idx, labels=idx, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+    return update
 
 
 def bench_decode(args):
@@ -216,12 +311,12 @@ def bench_surgery(args):
     `surgery.py --preset tinyllama-4-8-4` as a process of its own, on a checkpoint made here and deleted after: its peak
     memory against the bytes that it writes, and its time against copying as many bytes, the source not in the page cache.
     """
-    dtype, here = getattr(torch, args.dtype), os.path.dirname(os.path.abspath(__file__))
+    dtype = getattr(torch, args.dtype)
     with tempfile.TemporaryDirectory(prefix="nanoloop-") as folder:
         src, out, copy = (os.path.join(folder, name) for name in ("src", "out", "copy"))
         maker = multiprocessing.get_context("spawn").Process(target=synthetic, args=(src, dtype))
         maker.start(), maker.join()  # apart, as a child's peak memory begins at its parent's
-        command = [sys.executable, os.path.join(here, "surgery.py"), src, out, "--preset", "tinyllama-4-8-4", "--overwrite"]
+        command = [sys.executable, os.path.join(HERE, "surgery.py"), src, out, "--preset", "tinyllama-4-8-4", "--overwrite"]
         seconds, copying = [], []
         for _ in range(args.repeat):
             forget(src)
@@ -260,6 +355,93 @@ def forget(folder):
         fd = os.open(entry.path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+# ---------------------------------------------------------------- forecasts: train.py --dry_run
+
+def shape(s):
+    """
+    Of init_from; where that is not there yet, of the run that makes it (config/NAME.toml for out/NAME), or what its name
+    says: tinyllama, tinyllama-8 (layers), tinyllama-4-8-4, tinyllama-4-8-4-add. Random weights: vocabulary of the data.
+    """
+    sources = {preset.rsplit("-", 3)[0]: source for preset, (source, *_) in PRESETS.items()}
+    if not s.init_from:
+        path, near = os.path.join(s.data, "meta.json"), [c for name, c in sources.items() if name in s.data.split("/")]
+        vocab = read_json(path)["vocab_size"] if os.path.exists(path) or not near else near[0].vocab_size
+        return Config(vocab, s.n_embd, s.n_head, s.n_kv_head, s.n_ffn, s.n_prelude, s.n_core, s.n_coda)
+    if os.path.isdir(s.init_from):
+        return load_config(find_checkpoint(s.init_from))
+    name = os.path.basename(os.path.normpath(s.init_from))
+    if os.path.exists(path := os.path.join(HERE, "config", f"{name}.toml")):
+        return shape(train.read_settings([f"--config={path}"]))
+    match = re.fullmatch(rf"({'|'.join(map(re.escape, sources))})(-\d+-\d+-\d+|-\d+)?(-[a-z]+)?", name)
+    if not match:
+        raise InputError(f"--init_from={s.init_from}: no such folder, and its name does not tell a shape")
+    source, sizes = sources[match[1]], [int(n) for n in (match[2] or "").split("-")[1:]]
+    prelude, core, coda = sizes if len(sizes) == 3 else (*(sizes or [source.n_prelude]), 0, 0)
+    return replace(source, n_prelude=prelude, n_core=core, n_coda=coda, tie_embeddings=source.tie_embeddings and not core,
+                   adapter="add" if match[3] == "-add" else "linear")
+
+
+def paper_flops(s, net, updates=None):
+    """
+    6 N1 D + 2 N2 D of the first `updates` (default: all), as the paper's figures count them: by the scheduled r, not by the
+    draws, of mean r + 1. Their curriculum has edges up to an update off the true one, ceil(R f(u / W)): r covers
+    [int(finv((r-1)/R) W), int(finv(r/R) W)), W = int(warmup * total); the file of Figure 13 has older ones, ceil((r-1) W/R).
+    """
+    R, flat, done = s.mean_recurrence, replace(s, curriculum="none"), s.updates if updates is None else updates
+    W = 0 if s.curriculum == "none" else int(s.curriculum_warmup * s.updates)
+    edges = [int((r / R if s.curriculum == "linear" else 1 - (1 - r / R)**2) * W) for r in range(1, R + 1)]
+    rs = ((u, min(R, 1 + bisect.bisect_right(edges, u))) for u in range(done))
+    steps = Counter((r - k, k) for u, r in rs for k in [min(r, train.backprop_depth(flat, u))])
+    return s.batch_size * s.context * sum(count * net.flops_per_token(nk) for nk, count in steps.items())
+
+
+def saved_bytes(c, B, T, k, e=4, fused=False, recompute=False):
+    """
+    Bytes that a micro-batch keeps for its backward pass, e bytes a number (2: weights cast to bf16), from what autograd
+    saves, within 3 %. Of a token, C wide, q and kv wide in the heads: an RMSNorm its input in float32 and the normalised,
+    (4 + e) C; inputs of qkv and fc 2 e C; attention qkv (v is a view of it), rotated q and k, output and its reordered copy
+    e (4 q + 3 kv); the MLP gate and up, silu(gate), product 4 e F; OLMo-2's norms of q and k the same as others, but that
+    in float32 their input is qkv itself; 1/rms, logsumexp. A recurrence: and the adapter's input 2 e C. The loss: gradients
+    of the head's input and weight. fused (compiled): norms keep e C, no silu(gate). recompute: one recurrence at a time."""
+    C, q, kv = c.n_embd, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    norms, norm, mlp = 4 if c.norm == "sandwich" else 2, e if fused else 4 + e, 3 if fused else 4
+    layer = norms * norm * C + e * (2 * C + 4 * q + 3 * kv + mlp * c.n_ffn) + 4 * (norms + c.n_head)
+    layer += (c.norm == "post") * ((0 if fused else 4 if e == 4 else 6) * (q + kv) + 8)
+    core = bool(c.n_core) * (c.n_core * layer + (c.adapter == "linear") * 2 * e * C)
+    core = min(k, 1) * core + k * e * C if recompute else k * core
+    return B * T * ((c.n_prelude + c.n_coda) * layer + core + (norm + e) * C) + e * c.vocab_size * C
+
+
+def plan(s, c, ranks=1, say=print):
+    """Print parameters, budget, schedules and the memory of each of `ranks` devices."""
+    net, tokens, e = RecurrentLM.empty(c), s.batch_size * s.context, 2 if s.dtype == "bfloat16" else 4
+    n, A = net.num_params(), math.ceil(s.batch_size / ranks / s.micro_batch)
+    B, k = s.batch_size // ranks // A, min(s.backprop_depth, s.mean_recurrence)
+    say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}, {n['total']:,} parameters: "
+        + ", ".join(f"{part} {x:,}" for part, x in n.items() if x and part != "total"))
+    say(f"budget: {s.updates:,} updates of {tokens:,} tokens ({ranks} x {A} x {B} rows of {s.context}), "
+        f"{s.updates * tokens:.4g} tokens, {paper_flops(s, net):.4g} training FLOPs by the paper's rule")
+    if c.n_core:
+        rs = (train.mean_recurrence(s, u) for u in range(s.updates))
+        *runs, (R, last) = [(r, len(list(same))) for r, same in itertools.groupby(rs)]
+        text = [f"{r} x {count:,}, " for r, count in runs]
+        text = "".join(text[:3] + ["... "] + text[-1:] if len(text) > 7 else text) + f"{R} from update {s.updates - last:,}"
+        rise = f"2 to {k} over {math.ceil(s.backprop_warmup * s.updates):,} updates" if s.backprop_warmup else k
+        say(f"curriculum: mean r {text}, at the end {R + (s.recurrence_sampler != 'fixed')} in truth; k {rise}, at most r")
+    W, D = (math.ceil(x * s.updates) for x in (s.warmup, s.cooldown))
+    say(f"learning rate: {s.lr:g} ({s.optimizer})" + (f" and {s.adam_lr:g} (the rest)" if s.optimizer == "muon" else "")
+        + f", up over {W:,} updates, " + (f"cosine from {max(W, s.updates - D):,} on, " if D else "then constant, ")
+        + f"x {train.lr_factor(s, s.updates - 1):.3g} at the end")
+    # Muon: one buffer a matrix (norms: rounding), else two. Gradients: one being made, and accumulate()'s tree of sums.
+    matrices = (s.optimizer == "muon") * (n["prelude"] + n["core"] + n["coda"] + n["adapter"])
+    parts = {"weights": n["total"] * e,
+             "gradients": n["total"] * (e + max(4 * (m >> 1).bit_count() + e * (m & 1) for m in range(A))),
+             "master weights and optimizer": ((12 if e == 2 else 8) * n["total"] - 4 * matrices) / ranks,
+             "activations": saved_bytes(c, B, s.context, k, e, s.compile, s.recompute),
+             "logits": min(LOGITS_AT_ONCE, B * s.context * c.vocab_size) * (4 + 2 * e) + 4 * c.vocab_size * c.n_embd}
+    say(f"memory a device: {sum(parts.values()) / 1e9:.1f} GB: " + ", ".join(f"{p} {b / 1e9:.2f}" for p, b in parts.items()))
 
 
 # ---------------------------------------------------------------- drawing

@@ -30,11 +30,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
 
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, which the paper gives every width
 LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 CARRIED_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # of use to transformers alone
+LOGITS_AT_ONCE = 1 << 26  # 256 MB in float32
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # in safetensors' words
 
 
@@ -44,6 +46,7 @@ class InputError(Exception):
 
 def cli(main):
     """Run a script's main(): bad input ends in one line on stderr and exit code 1, no traceback."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         main()
         sys.stdout.flush()
@@ -51,7 +54,7 @@ def cli(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (InputError, OSError) as e:
-        sys.exit(f"{os.path.basename(sys.argv[0])}: error: {e}")
+        sys.exit(f"{os.path.basename(sys.argv[0])}: error: {e}".replace("\n", "\\n"))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -113,7 +116,7 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return y.type_as(x) * self.weight.type_as(x)
+        return y.type_as(x) * self.weight
 
 
 def rotate(x, rope):
@@ -145,7 +148,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.view(B, T, -1, self.head_dim) for x in (q, k, v))
         if self.has_bias:
-            q, k = q + self.qk_bias[0].type_as(q), k + self.qk_bias[1].type_as(k)
+            q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         q, k, v = rotate(q.transpose(1, 2), rope), rotate(k.transpose(1, 2), rope), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(slot, k, v)
@@ -187,12 +190,47 @@ class Block(nn.Module):
         return self.norm_4(x + self.mlp(self.norm_3(x)))
 
 
+class HeadLoss(torch.autograd.Function):
+    """
+    Sum of the cross-entropies of softmax(x weight^T): x (N, C), weight (V, C), targets (N,), -100 = no loss ->
+    float32 scalar. Logits exist for a few rows at a time: their gradients are made on the way forward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets):
+        loss, (want_x, want_w, _) = x.new_zeros((), dtype=torch.float32), ctx.needs_input_grad
+        dx = torch.empty_like(x) if want_x else None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if want_w else None
+        rows = max(1, LOGITS_AT_ONCE // len(weight))
+        for i in range(0, len(x), rows):
+            part, keep = x[i:i + rows], targets[i:i + rows] != -100
+            logits, target = (part @ weight.mT).float(), targets[i:i + rows].clamp(min=0)[:, None]
+            total = logits.logsumexp(-1, keepdim=True)
+            loss += ((total - logits.gather(1, target))[:, 0] * keep).sum()
+            if want_x or want_w:
+                d = logits.sub_(total).exp_().scatter_add_(1, target, -torch.ones_like(total))
+                d = d.mul_(keep[:, None]).to(x.dtype)
+            if want_x:
+                dx[i:i + rows] = d @ weight
+            if want_w:
+                dw += d.mT @ part
+        ctx.save_for_backward(dx, dw.to(weight.dtype) if want_w else None)
+        return loss
+
+    @staticmethod
+    def backward(ctx, scale):
+        return *(None if d is None else d.mul_(scale.to(d.dtype)) for d in ctx.saved_tensors), None
+
+
 class RecurrentLM(nn.Module):
-    """See the top of this file. Attributes: config; folder, where it was loaded from, or None."""
+    """
+    See the top of this file. Attributes: config; folder, where it was loaded from, or None; recompute: True keeps no
+    activations inside the recurrences and computes them once more in the backward pass.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.folder, self._rope = config, None, None
+        self.config, self.folder, self.recompute, self._rope = config, None, False, None
         c = config
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
@@ -221,7 +259,7 @@ class RecurrentLM(nn.Module):
         x = self.adapter(torch.cat((s, e), dim=-1)) if self.config.adapter == "linear" else s + e
         for i, block in enumerate(self.core):
             x = block(x, rope, mask, cache, slot + i)
-        return x.type_as(s)  # under autocast: one dtype, so that all recurrences share one graph
+        return x
 
     def run_coda(self, x, rope, mask=None, cache=None, slot=0):
         """Last state (B, T, C) -> what the head reads (B, T, C)"""
@@ -242,7 +280,7 @@ class RecurrentLM(nn.Module):
         default: drawn anew. steps: (n, k) recurrences without, then with gradient; or r, of which the
         last config.backprop_depth carry gradient (default r: config.mean_recurrence). The value does
         not depend on the split. A feed-forward model ignores it; a negative number is a ValueError.
-        Returns logits (B, T, V) float32 and the mean cross-entropy, or None without targets.
+        Returns logits (B, T, V) float32 and None; with targets, None and the mean cross-entropy (0 if none counts).
         """
         n, k = self.split_steps(steps)
         rope = self.rope(idx.shape[1])
@@ -253,11 +291,13 @@ class RecurrentLM(nn.Module):
                 for _ in range(n):
                     x = self.run_core(x, e, rope)
             for _ in range(k):
-                x = self.run_core(x, e, rope)
-        logits = self.head(self.run_coda(x, rope)).float()
+                x = checkpoint(self.run_core, x, e, rope, use_reentrant=False, preserve_rng_state=False) \
+                    if self.recompute else self.run_core(x, e, rope)
+        x = self.run_coda(x, rope)
         if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+            return self.head(x).float(), None
+        loss = HeadLoss.apply(x.flatten(0, 1), self.head.weight, targets.flatten())
+        return None, loss / (targets != -100).sum().clamp(min=1)
 
     def split_steps(self, steps=None):
         """r or (n, k) or None -> (n, k); see forward()."""
@@ -403,8 +443,8 @@ def whole_folder(folder):
             shutil.rmtree(left, ignore_errors=True)
         except (ValueError, OSError):  # somebody else's folder, or process
             continue
-    os.makedirs(new)
     try:
+        os.makedirs(new)
         yield new
         for file in [*os.listdir(new), "."]:  # on the disk before the name that promises it
             fd = os.open(os.path.join(new, file), os.O_RDONLY)
@@ -412,7 +452,12 @@ def whole_folder(folder):
             os.close(fd)
         if os.path.exists(folder):
             os.rename(folder, old)
-        os.rename(new, folder)
+        try:
+            os.rename(new, folder)
+        except OSError:
+            if os.path.exists(old):
+                os.rename(old, folder)
+            raise
     except (SafetensorError, OSError) as e:  # the former is how safetensors reports a full disk
         raise InputError(f"{folder}: cannot be written ({e}); what was there before is untouched")
     finally:
@@ -447,7 +492,7 @@ def load_config(folder):
 @contextlib.contextmanager
 def open_safetensors(path, device="cpu"):
     """safe_open (lazy) with one clear line for a missing, truncated or damaged file."""
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise InputError(f"{path}: no such file: fetch it, or name another folder")
     try:
         with safe_open(path, "pt", device=str(device)) as f:
@@ -482,7 +527,7 @@ def read_json(path):
     try:
         with open(path, encoding="utf-8") as f:
             return dict(json.load(f))
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, RecursionError) as e:
         raise InputError(f"{path}: cannot be read as a JSON object ({e})")
 
 

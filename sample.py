@@ -271,7 +271,6 @@ def parse_args():
 def main():
     args = parse_args()
     say = lambda text: print(text, file=sys.stderr, flush=True)
-    sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not end the text
     prompt = read_prompt(args)
     model, tokenizer = load_model(args.model or newest_checkpoint(recurrent=args.steps is not None), args)
     if prompt is None:

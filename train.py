@@ -2,18 +2,20 @@
 The training loop: pretraining, healing and task training of recurrent and ordinary models alike.
 
     python train.py --config=config/tiny.toml                              one process
-    torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes (DDP)
+    torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand
 
-What is unusual: every micro-step draws its number of recurrences, r = n + k, from a heavy-tailed
-distribution whose mean follows a curriculum; only the last k carry gradient. All randomness (rows,
-recurrences, initial states) is a function of (seed, micro-step), so a run that was killed is started
-again with the same command and ends with the same weights. `--help` lists the settings.
+What is unusual: an update draws its number of recurrences, r = n + k, from a heavy-tailed distribution whose
+mean follows a curriculum; only the last k carry gradient. All randomness (rows, recurrences, initial states) is
+a function of (seed, update), so a run that was killed or stopped is started again with the same command, on as
+many processes as there are now, and ends with the same weights. muon.py shares out gradients and optimizer state
+among the processes; there is no DDP. `--help` lists the settings.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
 import contextlib
 import difflib
+import fcntl
 import filecmp
 import functools
 import glob
@@ -23,21 +25,22 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.nn.parallel import DistributedDataParallel
 
-from data import Shards, tiny
+from data import open_data, tiny
 from model import (TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint, open_safetensors, read_json,
-                   write_json)
-from muon import Muon, param_groups
-
+                   save_folder, write_json)
+from muon import Muon
 
 TINY = "out/tiny/data"  # the embedded corpus, made when it is missing
 
@@ -45,7 +48,7 @@ TINY = "out/tiny/data"  # the embedded corpus, made when it is missing
 @dataclass
 class Settings:
     out_dir: str = ""              # the run's folder: step_* checkpoints and log.jsonl
-    data: str = ""                 # a folder made by data.py
+    data: str = ""                 # a folder made by data.py, or several with their shares, A:1,B:1,C:2
     init_from: str = ""            # a checkpoint or run folder; empty: random weights of the shape below
     seed: int = 0                  # of the weights, the order of the data, r and the initial states
     # shape, for random weights only
@@ -61,7 +64,8 @@ class Settings:
     match_tokens: str = ""         # a finished run's folder: spend as many tokens as it did since surgery
     match_flops: str = ""          # the same for training FLOPs; either one replaces `updates`
     batch_size: int = 128          # sequences an update, over all ranks
-    micro_batch: int = 128         # most sequences on a device at once; the rest is accumulated
+    micro_batch: int = 128         # most sequences on a device at once; the gradients of the others are added up
+    draws: int = 1                 # of r an update, each for an equal part of its micro-batches
     context: int = 1024            # T, tokens a sequence
     # recurrence
     mean_recurrence: int = 32      # R, the mean of r (the paper's sampler has mean R + 1)
@@ -71,8 +75,8 @@ class Settings:
     backprop_depth: int = 8        # k: the last recurrences, through which gradients flow
     backprop_warmup: float = 0.0   # k rises from 2 over this fraction of the updates
     # optimizer
-    optimizer: str = "muon"        # muon: matrices of blocks and adapter by Muon, the rest by AdamW; or adamw
-    lr: float = 0.001              # of Muon, or of AdamW for all
+    optimizer: str = "muon"        # muon: matrices of blocks and adapter by Muon, the rest by AdamW; adamw; or adamw*
+    lr: float = 0.001              # of Muon, or of AdamW (adamw*: Huginn's variant) for all
     adam_lr: float = 5e-5          # of the rest under muon
     weight_decay: float = 1e-4
     clip: float = 1.0              # largest gradient norm
@@ -85,16 +89,21 @@ class Settings:
     save_every: int = 500          # updates between checkpoints; one at the end in any case
     keep: int = 1                  # checkpoints that stay
     log_every: int = 1
-    dtype: str = "float32"         # or bfloat16: autocast
+    dtype: str = "float32"         # or bfloat16: of weights and activations; master weights stay float32
     compile: bool = True           # torch.compile
+    recompute: bool = False        # activations inside a recurrence, in the backward pass: less memory, more time
+    max_minutes: float = 0.0       # save and stop before so much time has passed (0: no limit)
+    max_skips: int = 10            # updates in a row with a loss or gradient that is not finite: more end the run
+    dry_run: bool = False          # print what the run would be and need, without its weights
 
 
 # May differ between the parts of a resumed run: they leave the weights alone, but for rounding.
-FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile"}
+FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile",
+        "recompute", "max_minutes", "max_skips", "dry_run"}
 MAY_BE_ZERO = {"n_prelude", "n_core", "n_coda", "seed"}  # of the integers
 FRACTIONS = {"curriculum_warmup", "backprop_warmup", "warmup", "cooldown"}
 CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "curriculum": ("linear", "1-sqrt", "none"),
-           "optimizer": ("muon", "adamw"), "dtype": ("float32", "bfloat16")}
+           "optimizer": ("muon", "adamw", "adamw*"), "dtype": ("float32", "bfloat16")}
 
 
 def read_settings(argv):
@@ -109,6 +118,8 @@ def read_settings(argv):
 
     for arg in argv:
         key, equals, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--") and not equals and known.get(key) is bool:
+            equals, value = "=", "true"
         if not arg.startswith("--") or not equals:
             raise InputError(f"{arg}: settings are written --key=value (--help lists them)")
         if key != "config":
@@ -176,15 +187,15 @@ def backprop_depth(s, u):
     return min(k, mean_recurrence(s, u))
 
 
-def draw_steps(s, u, micro_step):
+def draw_steps(s, u, number):
     """
-    (n, k) of a micro-step, alike on every rank. Huginn's sampler: rate ~ LogNormal of mean r,
-    p ~ Poisson(rate) + 1, n = max(p - k, 0); seed 0 gives the paper's own sequence.
+    (n, k) at update u: draw `number`, counted from 1 over the whole run. Huginn's sampler: rate ~ LogNormal of
+    mean r, p ~ Poisson(rate) + 1, n = max(p - k, 0); seed 0 gives the paper's own sequence.
     """
     r, k = mean_recurrence(s, u), backprop_depth(s, u)
     if s.recurrence_sampler == "fixed":
         return r - k, k
-    g = torch.Generator().manual_seed((514229 + micro_step + 1_000_003 * s.seed) % (2**31 - 1))
+    g = torch.Generator().manual_seed((514229 + number + 1_000_003 * s.seed) % (2**31 - 1))
     rate = torch.empty(1).log_normal_(math.log(r) - 0.125, 0.5, generator=g)
     p = int(torch.poisson(rate, generator=g)) + 1
     return max(p - k, 0), min(p, k)
@@ -201,16 +212,33 @@ def lr_factor(s, u):
 
 # ---------------------------------------------------------------- checkpoints
 
-def save_checkpoint(s, model, opt, u, progress):
-    """out_dir/step_*: the model, the optimizer and where the run is; old ones go when the new one is whole."""
-    names = {p: name for name, p in model.named_parameters()}
-    state = {f"{names[p]}.{key}": t for p, d in opt.state.items() for key, t in d.items()}
-    progress = {"config": asdict(s), "update": u, **progress}
-    model.save(os.path.join(s.out_dir, f"step_{u:06d}"), tokenizer=s.data, extra={
-        "optimizer.safetensors": lambda path: save_file(state, path),
-        "train.json": lambda path: write_json(path, progress)})
-    for folder in checkpoints(s)[:-s.keep]:
-        shutil.rmtree(folder)
+def save_checkpoint(s, model, opt, u, tokenizer, progress, run):
+    """
+    out_dir/step_*: float32 weights, each rank's share of the optimizer's state, and where the run is. Old ones go
+    when the new one is whole. All ranks call it.
+    """
+    folder, state = os.path.join(s.out_dir, f"step_{u:06d}"), opt.state_tensors()
+
+    def share(path):  # every rank writes its own, into rank 0's unfinished folder
+        run.wait()
+        error = None
+        try:
+            save_file({name: t.cpu() for name, t in state.items()}, path)
+            with open(path, "rb") as f:
+                os.fsync(f.fileno())
+        except Exception as e:
+            error = e
+        if run.sum(float(error is not None)):
+            raise InputError(f"{folder}: cannot be written ({error or 'by another rank'}); older checkpoints are untouched")
+
+    weights = {name: t.cpu() for name, t in opt.gather_masters()}
+    if run.rank:
+        return share(f"{folder}.tmp-{run.boss}/optimizer_{run.rank}.safetensors")
+    save_folder(folder, {"model_type": "nanoloop"} | asdict(model.config), weights, tokenizer, {
+        "train.json": lambda path: write_json(path, {"config": asdict(s), "update": u, "world": run.world, **progress}),
+        "optimizer_0.safetensors": share})
+    for old in checkpoints(s)[:-s.keep]:
+        shutil.rmtree(old)
 
 
 def checkpoints(s):
@@ -219,70 +247,119 @@ def checkpoints(s):
     return sorted((p for p in folders if re.search(r"step_\d+$", p)), key=lambda p: int(p.rpartition("_")[2]))
 
 
-def load_optimizer(folder, model, opt, u):
-    """Fill opt as it was after update u. InputError where its file is not of this model."""
-    path, names = os.path.join(folder, "optimizer.safetensors"), {p: name for name, p in model.named_parameters()}
-    buffers = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}
-    wanted = {f"{names[p]}.{x}": (p, x) for g in opt.param_groups for p in g["params"] for x in buffers[g["kind"]]}
-    with open_safetensors(path) as f:
-        shapes = {key: tuple(f.get_slice(key).get_shape()) for key in f.keys()}
-        if shapes != {key: tuple(p.shape) for key, (p, _) in wanted.items()}:
-            raise InputError(f"{path}: is not this model's: delete {folder} to go on from an older checkpoint")
-        for key, (p, x) in wanted.items():
-            opt.state[p][x] = f.get_tensor(key).to(p.device)
-    for group in opt.param_groups:
-        group["step"] = u
+def load_optimizer(folder, opt, u):
+    """This rank's share of the optimizer as it was after update u, whatever the shares were then. InputError."""
+    where, wanted = {}, opt.wanted()
+    for path in glob.glob(os.path.join(glob.escape(folder), "optimizer_*.safetensors")):
+        with open_safetensors(path) as f:
+            where |= {name: (path, tuple(f.get_slice(name).get_shape())) for name in f.keys()}
+    wrong = [name for name, shape in wanted.items() if where.get(name, (0, 0))[1] != tuple(shape)]
+    if wrong:
+        raise InputError(f"{folder}: lacks the optimizer's {wrong[0]}: delete {folder} to go on from an older checkpoint")
+
+    def get(name):
+        with open_safetensors(where[name][0]) as f:
+            return f.get_tensor(name)
+
+    opt.load(get, u)
 
 
-def resume_folder(s, accumulate):
+def resume_folder(s, fingerprint):
     """The newest checkpoint of out_dir and its train.json, or None; InputError if it was made with other settings."""
     if not checkpoints(s):
         return None, None
     folder = checkpoints(s)[-1]
     progress = read_json(os.path.join(folder, "train.json"))
-    if {"config", "update", "tokens", "flops", "accumulate"} - progress.keys():
+    if {"config", "update", "tokens", "flops", "data"} - progress.keys():
         raise InputError(f"{folder}/train.json: is incomplete: delete {folder} to go on from an older checkpoint")
     old, new = progress["config"], json.loads(json.dumps(asdict(s)))
     for key in new.keys() - FREE:
         if old.get(key) != new[key]:
             raise InputError(f"{s.out_dir}: holds a run with {key}={old.get(key)}, not {new[key]}: choose another "
                              "--out_dir, or delete that folder")
-    if progress["accumulate"] != accumulate:  # every micro-step draws its own r
-        raise InputError(f"--micro_batch={s.micro_batch}: makes {accumulate} micro-steps an update, the run in {s.out_dir} "
-                         f"made {progress['accumulate']}: scale it with the number of processes")
+    was, now = progress["data"], json.loads(json.dumps(fingerprint))
+    if changed := [key for key in was.keys() | now.keys() if was.get(key) != now.get(key)]:
+        raise InputError(f"{s.data}: has changed since the run in {s.out_dir} began: {changed[0]} was "
+                         f"{was.get(changed[0])}, is {now.get(changed[0])}: restore it, or choose another --out_dir")
     return folder, progress
 
 
 # ---------------------------------------------------------------- the run
 
+class Run:
+    """The processes of a run: torchrun sets the environment; alone we are rank 0 of 1. boss: rank 0's process id."""
+
+    def __init__(self):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device, self.boss, self.begun = "cpu", os.getpid(), time.time()
+        if torch.cuda.is_available():
+            self.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision("high")
+        self.group = None
+        if self.world > 1:
+            hour = timedelta(hours=1)
+            store = next(dist.rendezvous("env://", timeout=hour))[0]
+            if os.environ.get("LOCAL_WORLD_SIZE") == str(self.world):  # torchrun's restarts share a store, with addresses
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # of dead processes
+            dist.init_process_group("nccl" if self.device != "cpu" else "gloo", store=store, rank=self.rank,
+                                    world_size=self.world, timeout=hour)
+            self.wait()
+            # In an update a rank that is silent for a minute is lost; a slow start, or save, is not.
+            self.group = dist.new_group(timeout=timedelta(minutes=1))
+            self.boss = int(self.sum(float(os.getpid()) if self.rank == 0 else 0.0))
+
+    def wait(self):
+        if self.world > 1:
+            dist.barrier()
+
+    def sum(self, value):
+        """A number or a tensor, summed over the ranks; entries that only one rank fills are exact."""
+        t = torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(t, group=self.group)
+        return t if torch.is_tensor(value) else t.item()
+
+    def say(self, *args, **kwargs):
+        if self.rank == 0:
+            print(*args, **kwargs)
+
+
 def main():
     if {"-h", "--help"} & set(sys.argv):
         return print(__doc__ + "\n" + inspect.getsource(Settings))
-    s = read_settings(sys.argv[1:])
+    s, world = read_settings(sys.argv[1:]), int(os.environ.get("WORLD_SIZE", 1))
+    if s.dry_run:
+        import bench  # measures and forecasts; the run itself needs none of it
+        return bench.plan(s, bench.shape(s), world, print if os.environ.get("RANK", "0") == "0" else lambda *_: None)
+    if world == 1:
+        if code := train(s, Run()):
+            sys.exit(code)
+        return
+    code = 1
+    try:
+        run = Run()
+        code = train(s, run)
+        run.wait()
+    except (InputError, OSError) as e:
+        print(f"train.py: error: {e}", file=sys.stderr)
+    except RuntimeError as e:
+        if not re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed? ?out|process group", str(e)):
+            raise
+        print("train.py: error: another process of the run was lost, or silent for a minute: the same command goes on "
+              f"from the last checkpoint ({str(e).splitlines()[0]:.150})", file=sys.stderr)
+    # Leave at once: in an ordinary exit a thread of gloo's aborts the process now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
-    # Processes: torchrun sets the environment; alone we are rank 0 of 1.
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
-    if world > 1:
-        dist.init_process_group("nccl" if device != "cpu" else "gloo")
-    train(s, rank, world, device, print if rank == 0 else lambda *a, **k: None)
-    if world > 1:
-        # All ranks are done, and leave together and at once: in an ordinary exit a thread of gloo's
-        # aborts the process now and then ("terminate called without an active exception").
-        dist.barrier()
-        sys.stdout.flush()
-        os._exit(0)
 
-
-def train(s, rank, world, device, say):
+def train(s, run):
+    """The run; returns the exit code: 0, or 128 + the signal that stopped it."""
+    rank, world, device, say = run.rank, run.world, run.device, run.say
     if os.path.normpath(s.data).startswith(TINY + os.sep) and not os.path.isdir(s.data) and rank == 0:
         tiny(TINY)
-    if world > 1:
-        dist.barrier()
+    run.wait()
     if s.batch_size % world:
         raise InputError(f"--batch_size={s.batch_size}: does not divide by {world} processes")
     accumulate = math.ceil(s.batch_size / world / s.micro_batch)
@@ -290,7 +367,10 @@ def train(s, rank, world, device, say):
     if rest:
         raise InputError(f"--batch_size={s.batch_size}: does not divide into {world} processes with {accumulate} "
                          f"micro-batches of at most {s.micro_batch}: change --micro_batch")
-    rows, val_rows = (Shards(s.data, split, s.context) for split in ("train", "val"))
+    if accumulate % s.draws:
+        raise InputError(f"--draws={s.draws}: does not divide a process's {accumulate} micro-batches an update: change "
+                         "--micro_batch")
+    rows, val_rows = (open_data(s.data, split, s.context) for split in ("train", "val"))
 
     # Model: from our newest checkpoint, from another run or surgery, or from scratch.
     before = {"tokens": 0, "flops": 0}  # spent since surgery, over all stages: what match_* reads
@@ -314,21 +394,24 @@ def train(s, rank, world, device, say):
     c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth
     per_update = s.batch_size * s.context
     for key, cost in (("tokens", per_update), ("flops", per_update * model.flops_per_token())):
-        if run := getattr(s, f"match_{key}"):
-            s.updates = max(1, round(read_json(os.path.join(find_checkpoint(run), "train.json"))[key] / cost))
+        if other := getattr(s, f"match_{key}"):
+            s.updates = max(1, round(read_json(os.path.join(find_checkpoint(other), "train.json"))[key] / cost))
     for file in TOKENIZER_FILES:
-        ours, theirs = os.path.join(s.data, file), os.path.join(model.folder or s.data, file)
+        ours, theirs = os.path.join(rows.folder, file), os.path.join(model.folder or rows.folder, file)
         if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
             raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
-    (folder, progress), start = resume_folder(s, accumulate), 0
+    (folder, progress), start = resume_folder(s, rows.fingerprint()), 0
     if folder:
         model = RecurrentLM.load(folder)
         start, before = progress["update"], {k: progress[k] for k in before}
-    model.to(device)
-    opt = Muon(param_groups(model, s.lr, s.adam_lr, s.weight_decay, s.optimizer))
+    masters = {name: p.data for name, p in model.named_parameters()}
+    model.to(device, getattr(torch, s.dtype))  # with bfloat16 the float32 weights live on in the optimizer
+    opt = Muon(model.named_parameters(), s.lr, s.adam_lr, s.weight_decay, s.optimizer, masters, rank, world, run.group)
+    del masters
     if folder:
-        load_optimizer(folder, model, opt, start)
+        load_optimizer(folder, opt, start)
         say(f"resuming {folder}")
+    model.recompute = s.recompute
 
     # Speed.
     if device == "cpu" and s.context <= 128:
@@ -338,9 +421,6 @@ def train(s, rank, world, device, say):
         say("no C++ compiler found: going on without torch.compile")
     elif s.compile:
         model.compile_parts()
-    ddp = DistributedDataParallel(model) if world > 1 else model
-    autocast = lambda: torch.autocast(device.split(":")[0], torch.bfloat16, enabled=s.dtype == "bfloat16",
-                                      cache_enabled=False)  # a cast cached under no_grad would lose its gradient
 
     def inputs(seed, idx, targets, number):
         """On the device, with initial states that depend on a row's number alone, not on the ranks."""
@@ -361,11 +441,8 @@ def train(s, rank, world, device, say):
             count = (targets != -100).sum()
             sums[-1] += count
             for j, r in enumerate(depths):
-                with autocast():
-                    loss = model(idx, targets, (r, 0), state)[1].double()
-                sums[j] += torch.where(count > 0, loss, 0.0) * count
-        if world > 1:
-            dist.all_reduce(sums)
+                sums[j] += model(idx, targets, (r, 0), state)[1].double() * count
+        sums = run.sum(sums)
         return {r: (sums[j] / sums[-1]).item() for j, r in enumerate(depths)}
 
     # Say what was decided.
@@ -379,8 +456,13 @@ def train(s, rank, world, device, say):
     log_path = os.path.join(s.out_dir, "log.jsonl")
     if rank == 0:
         os.makedirs(s.out_dir, exist_ok=True)
-        for folder in glob.glob(os.path.join(glob.escape(s.out_dir), "step_*.tmp-*")):  # of a killed save
-            shutil.rmtree(folder)
+        lock = os.open(s.out_dir, os.O_RDONLY)  # until the process ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{s.out_dir}: another process is at this run: wait for it, end it, or choose another --out_dir")
+        for left in glob.glob(os.path.join(glob.escape(s.out_dir), "step_*.tmp-*")):  # of a killed save
+            shutil.rmtree(left)
         keep_log(log_path, start)
 
     def log(entry):
@@ -398,61 +480,90 @@ def train(s, rank, world, device, say):
     flops = functools.cache(lambda n, k: model.flops_per_token((n, k)))
     cost = lambda u: flops(mean_recurrence(s, u) - backprop_depth(s, u), backprop_depth(s, u))
     ahead = sum(map(cost, range(start, s.updates)))
-    done, spent = 0, dict(before)
+    done, spent, skips, slowest = 0, dict(before), 0, 0.0
+
+    def load(u):
+        """This rank's micro-batches of update u. They are numbered alike on any number of ranks."""
+        return [rows.batch(s.seed, (u * world + rank) * accumulate + a, 0, 1, B) for a in range(accumulate)]
+
+    def save(u):
+        save_checkpoint(s, model, opt, u, rows.folder, {"data": rows.fingerprint(), **spent}, run)
+        run.wait()
 
     if start == 0:
         report(0)
     clock = mark = time.time()
-    marked = start
-    for u in range(start, s.updates):
-        for group in opt.param_groups:
-            group["lr"] = group["initial_lr"] * lr_factor(s, u)
-        micro = [u * accumulate + a for a in range(accumulate)]
-        batches = [rows.batch(s.seed, m, rank, world, B) for m in micro]
-        # The loss is the mean over all labels of the update, however they fall on ranks and micro-batches.
-        counts = torch.stack([(targets != -100).sum() for _, targets, _ in batches]).to(device, torch.float32)
-        total = counts.sum()
-        if world > 1:
-            dist.all_reduce(total)
-        loss = torch.zeros((), device=device)
-        for m, rows_m, count in zip(micro, batches, counts):
-            idx, targets, state = inputs(s.seed, *rows_m)
-            n, k = draw_steps(s, u, m + 1)
-            with ddp.no_sync() if world > 1 and m != micro[-1] else contextlib.nullcontext():
-                with autocast():
-                    part = ddp(idx, targets, (n, k), state)[1]
-                part = torch.where(count > 0, part, 0.0) * (count / total.clamp(min=1))
-                (part * world).backward()  # DDP averages over the ranks
-            loss += part.detach()
-            spent["flops"] += B * world * s.context * flops(n, k)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-        spent["tokens"] += per_update
-        done += cost(u)
+    marked, saved, signals = start, start, []
+    handlers = {sig: signal.signal(sig, lambda number, _: signals.append(number)) for sig in (signal.SIGTERM, signal.SIGINT)}
+    loader = ThreadPoolExecutor(1)  # the next update's rows are read while this one is computed
+    ready = loader.submit(load, start)
+    try:
+        for u in range(start, s.updates):
+            batches, ready = ready.result(), loader.submit(load, min(u + 1, s.updates - 1))
+            began = time.time()
+            # Labels of every micro-batch of the update, on every rank; why to stop; each is filled by one rank.
+            table = torch.zeros(world, accumulate + 2, dtype=torch.float64)
+            table[rank, :accumulate] = torch.tensor([(targets != -100).sum() for _, targets, _ in batches])
+            table[rank, -1] = max(signals, default=0)
+            table[rank, -2] = bool(s.max_minutes) and began - run.begun + 2 * slowest > 60 * s.max_minutes
+            table = run.sum(table)
+            if table[:, -2:].any():
+                number = int(table[:, -1].max())
+                if u > saved:
+                    save(u)
+                why = signal.Signals(number).name if number else "--max_minutes"
+                say(f"stopped at update {u} by {why}: the same command goes on from here", flush=True)
+                return 128 + number if number else 0
+            # The loss is the mean over all labels of the update, however they fall on ranks and micro-batches.
+            total = table[:, :accumulate].sum().clamp(min=1).item()
+            losses = torch.zeros(world, accumulate, device=device, dtype=torch.float64)
+            for a, batch in enumerate(batches):
+                idx, targets, state = inputs(s.seed, *batch)
+                n, k = draw_steps(s, u, u * s.draws + a % s.draws + 1)
+                loss = model(idx, targets, (n, k), state)[1] * (table[rank, a].item() / total)
+                loss.backward()
+                opt.accumulate()
+                losses[rank, a] = loss.detach()
+                spent["flops"] += B * world * s.context * flops(n, k)
+            if u == start:
+                run.wait()  # compiling takes some ranks longer
+            loss, norm = run.sum(losses).sum().item(), float(opt.reduce())
+            if finite := math.isfinite(loss) and math.isfinite(norm):
+                opt.step(lr_factor(s, u), s.clip)
+                skips = 0
+            else:
+                skips += 1
+                say(f"update {u + 1:5d}/{s.updates}  skipped: loss {loss}, norm {norm}, {skips} in a row", flush=True)
+                if skips > s.max_skips:
+                    raise InputError(f"--max_skips={s.max_skips}: {skips} updates in a row had no finite loss or gradient: "
+                                     f"lower --lr={s.lr} or look at the data; the last checkpoint in {s.out_dir} stays")
+            spent["tokens"] += per_update
+            done += cost(u)
+            slowest = max(slowest, time.time() - began) if u > start else slowest
 
-        u1, last = u + 1, u + 1 == s.updates
-        if u1 % s.log_every == 0 or last or u1 % s.save_every == 0:
-            if world > 1:
-                dist.all_reduce(loss)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise InputError(f"--lr={s.lr}: loss {loss.item()}, gradient norm {norm.item()} at update {u1}, and nothing "
-                                 "was saved since the last checkpoint: lower it, or look at the data")
-            now = time.time()
-            speed, mark, marked = (u1 - marked) * per_update / (now - mark), now, u1
-            eta = (now - clock) / done * (ahead - done)
-            entry = {"update": u1, "loss": loss.item(), "mean_r": mean_recurrence(s, u), "n": n, "k": k, "norm": norm.item(),
-                     "lr": opt.param_groups[0]["lr"], "tokens_per_s": round(speed), **spent}
-            depth = f"mean r {entry['mean_r']:2d} (n {n:2d} k {k})  " if c.n_core else ""
-            say(f"update {u1:5d}/{s.updates}  loss {entry['loss']:.4f}  {depth}norm {entry['norm']:.2f}  "
-                f"{speed:,.0f} tokens/s  eta {int(eta // 60)}:{int(eta % 60):02d}", flush=True)
-            log(entry)
-        if u1 % s.eval_every == 0 or last:
-            report(u1)
-        if rank == 0 and (u1 % s.save_every == 0 or last):
-            save_checkpoint(s, model, opt, u1, {"accumulate": accumulate, **spent})
-    say(f"done: {find_checkpoint(s.out_dir)}, {spent['tokens']:,} tokens and {spent['flops']:.3g} FLOPs since surgery, "
-        f"{time.time() - clock:.0f} s" if rank == 0 else "")
+            u1, last = u + 1, u + 1 == s.updates
+            if u1 % s.log_every == 0 or last or not finite:
+                now = time.time()
+                speed, mark, marked = (u1 - marked) * per_update / (now - mark), now, u1
+                eta = (now - clock) / done * (ahead - done)
+                entry = {"update": u1, "loss": loss, "mean_r": mean_recurrence(s, u), "n": n, "k": k, "norm": norm,
+                         "lr": s.lr * lr_factor(s, u), "tokens_per_s": round(speed), "skipped": not finite, **spent}
+                depth = f"mean r {entry['mean_r']:2d} (n {n:2d} k {k})  " if c.n_core else ""
+                say(f"update {u1:5d}/{s.updates}  loss {loss:.4f}  {depth}norm {norm:.2f}  "
+                    f"{speed:,.0f} tokens/s  eta {int(eta // 60)}:{int(eta % 60):02d}", flush=True)
+                log(entry)
+            if u1 % s.eval_every == 0 or last:
+                report(u1)
+            if u1 % s.save_every == 0 or last:
+                save(u1)
+                saved = u1
+    finally:
+        loader.shutdown(cancel_futures=True)
+        for sig, handler in handlers.items():
+            signal.signal(sig, handler)
+    say(f"done: {s.out_dir}/step_{s.updates:06d}, {spent['tokens']:,} tokens and {spent['flops']:.3g} FLOPs since surgery, "
+        f"{time.time() - clock:.0f} s")
+    return 0
 
 
 def keep_log(path, start):
