@@ -4,6 +4,7 @@ Text to tokens to batches: tokenizers, `prepare`, the loader, and a small corpus
     python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 8
     python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out out/data/gsm8k
+    python data.py prepare --input "hf://datasets/ORG/NAME/data/*.parquet" --drop generator=deepseek --strip_roles ...
 
 A data set is a folder. `train_000000.npy` is a row of tokens (uint16, or uint32 for vocabularies above 65536):
 documents, [BOS] text EOS, one after another. The loader cuts windows of T tokens wherever they fall, so nothing
@@ -11,11 +12,13 @@ is padded. `train_000000.targets.npy` (int32, optional) is what the model shall 
 shifted, -100 for no loss; without it, the next token. `meta.json` is written last: a folder that has one is whole.
 
 Unusual: the loader has no state, a batch is a pure function of (seed, step, rank, world). So resuming needs only
-the step, 2 ranks see what 1 rank with twice the batch sees, and each epoch's order is computed, never stored.
+the step, 2 ranks see what 1 rank with twice the batch sees, and each epoch's order is computed, never stored. So is
+the mixture of several data sets, "A:1,B:1,C:2".
 """
 import argparse
 import base64
 import fcntl
+import fnmatch
 import functools
 import hashlib
 import io
@@ -195,16 +198,27 @@ def _pause(error, failures):
 
 
 class _Hub:
-    """A model at a revision: its list of files, and those files into its folder of the cache."""
+    """A repository, org/name or datasets/org/name, at a revision: its list of files, and those files into .folder."""
 
-    def __init__(self, model, revision, folder, token):
-        self.model, self.revision, self.folder, self.token = model, revision, folder, token
-        self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    def __init__(self, repo, revision):
+        env, (kind, name) = os.environ.get, ("datasets", repo[9:]) if repo.startswith("datasets/") else ("models", repo)
+        self.home = env("HF_HOME") or os.path.join(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        cache = Path(env("HF_HUB_CACHE") or os.path.join(self.home, "hub")).expanduser()
+        self.repo, self.revision, self.api = repo, revision, f"api/{kind}/{name}"
+        self.folder = os.path.join(cache, kind + "--" + name.replace("/", "--"))
+        self.endpoint = (env("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        self.offline = env("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
         self.session, self.stop, self.done = requests.Session(), threading.Event(), {}  # done: {hash: bytes on disk}
         self.session.headers["Accept-Encoding"] = "identity"  # offsets and sizes are the file's own
-        if token:  # redirected to another host, requests takes it out again
-            self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.auth = lambda request: request  # or ~/.netrc would come before the token
+
+    def log_in(self):
+        file = Path(os.environ.get("HF_TOKEN_PATH") or os.path.join(self.home, "token")).expanduser()
+        self.token = (os.environ.get("HF_TOKEN") or (file.read_text("latin-1") if file.is_file() else "")).strip()
+        if not re.fullmatch("[!-~]*", self.token):  # checked here, as requests would print it
+            raise InputError("HF_TOKEN (or the token's file): holds blanks or other signs that no token has: correct it")
+        if self.token:  # redirected to another host, requests takes it out again
+            self.session.headers["Authorization"] = f"Bearer {self.token}"
 
     def get(self, path, start=0):
         """An answer, its body unread. What may pass is a RequestException, what will not an InputError."""
@@ -216,7 +230,7 @@ class _Hub:
         if r.status_code in (200, 206, 416):
             return r
         r.close()
-        status, host, page = f"{r.status_code} {r.reason}", urlsplit(r.url).netloc, f"{self.endpoint}/{self.model}"
+        status, host, page = f"{r.status_code} {r.reason}", urlsplit(r.url).netloc, f"{self.endpoint}/{self.repo}"
         storage = host != urlsplit(self.endpoint).netloc  # whose links expire: the hub gives a new one
         if storage or r.status_code in (408, 429) or r.status_code >= 500:
             raise requests.HTTPError(f"{host} answers {status}", response=r)
@@ -227,7 +241,7 @@ class _Hub:
                "EntryNotFound": f"has no {path.rpartition('/resolve/')[2]}: choose another revision"}
         other = {401: f"is missing, private or {gated}", 403: f"is {gated}",
                  404: f"no such model on {self.endpoint}: check the name"}
-        raise InputError(f"{self.model}: " + (why.get(r.headers.get("X-Error-Code")) or other.get(
+        raise InputError(f"{self.repo}: " + (why.get(r.headers.get("X-Error-Code")) or other.get(
             r.status_code, f"{host} answers {status}: check HF_ENDPOINT")))
 
     def retry(self, attempt, what, sha=None):
@@ -249,8 +263,9 @@ class _Hub:
 
     def listing(self):
         """-> commit, {file: (bytes, hash)}. The hash names the blob: sha256 of LFS files, git's sha1 of others."""
-        path = f"api/models/{self.model}/revision/{quote(self.revision, safe='')}?blobs=true"
-        content, files = self.retry(lambda: self.get(path).content, f"the list of {self.model}"), {}
+        self.log_in()
+        path = f"{self.api}/revision/{quote(self.revision, safe='')}?blobs=true"
+        content, files = self.retry(lambda: self.get(path).content, f"the list of {self.repo}"), {}
         try:
             info = json.loads(content)
             for entry in info["siblings"]:
@@ -262,7 +277,7 @@ class _Hub:
                 files[name] = size, sha
             return re.fullmatch("[0-9a-f]{40}", info["sha"])[0], files
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise InputError(f"{self.endpoint}: sends no list of {self.model}'s files ({e!r:.200}): check HF_ENDPOINT")
+            raise InputError(f"{self.endpoint}: sends no list of {self.repo}'s files ({e!r:.200}): check HF_ENDPOINT")
 
     def fetch(self, path, size, sha):
         """A file into blobs/sha, whichever process is the first to do it."""
@@ -324,7 +339,7 @@ class _Hub:
         """{name: (bytes, hash)} into blobs/, THREADS at a time; then, all being whole, into snapshots/commit."""
         blobs = os.path.join(self.folder, "blobs")
         os.makedirs(blobs, exist_ok=True)
-        todo = {sha: (f"{self.model}/resolve/{commit}/{quote(name)}", size, sha)
+        todo = {sha: (f"{self.repo}/resolve/{commit}/{quote(name)}", size, sha)
                 for name, (size, sha) in files.items() if not _whole(os.path.join(blobs, sha), size)}
         for _, size, sha in todo.values():
             part = os.path.join(blobs, sha + ".incomplete")
@@ -387,24 +402,17 @@ def download(spec):
     """
     if not (match := SPEC.fullmatch(spec)):
         raise InputError(f"{spec}: neither a folder here nor org/name or org/name@REVISION as on the hub")
-    env, model, revision = os.environ.get, match[1], match[2] or "main"
-    home = env("HF_HOME") or os.path.join(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(env("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
-    folder = os.path.join(cache, "models--" + model.replace("/", "--"))
+    hub = _Hub(match[1], revision := match[2] or "main")
+    folder = hub.folder
     ref = Path(folder, "refs", revision)
     commit = re.match("[0-9a-f]{40}|", ref.read_text("latin-1") if ref.is_file() else "")[0] or revision
     snapshot = os.path.join(folder, "snapshots", commit)
-    lacking, offline = _lacking(snapshot), env("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    if not lacking or offline and lacking == [TOKENIZER]:
+    lacking = _lacking(snapshot)
+    if not lacking or hub.offline and lacking == [TOKENIZER]:
         print(f"{spec}: taken from {snapshot}; delete that folder to fetch it anew", file=sys.stderr)
         return snapshot
-    if offline:
+    if hub.offline:
         raise InputError(f"{spec}: {snapshot} lacks {', '.join(lacking)}, but HF_HUB_OFFLINE is set: unset it")
-    file = Path(env("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
-    token = (env("HF_TOKEN") or (file.read_text("latin-1") if file.is_file() else "")).strip()
-    if not re.fullmatch("[!-~]*", token):  # checked here, as requests would print it
-        raise InputError("HF_TOKEN (or the token's file): holds blanks or other signs that no token has: correct it")
-    hub = _Hub(model, revision, folder, token)
     try:
         commit, files = hub.listing()
         weights = [name for name in (INDEX, "model.safetensors") if name in files][:1]
@@ -429,6 +437,30 @@ def download(spec):
     return snapshot
 
 
+def hub_inputs(spec):
+    """
+    "hf://datasets/ORG/NAME/GLOB" (or NAME@REVISION) -> {"hf://datasets/ORG/NAME@COMMIT/FILE": (bytes, function() that
+    fetches that file into the usual cache and returns its path)}. InputError.
+    """
+    if not (match := re.fullmatch(r"hf://(datasets/\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?/(.+)", spec, re.ASCII)):
+        raise InputError(f"{spec}: is not hf://datasets/ORG/NAME/FILES or hf://datasets/ORG/NAME@REVISION/FILES")
+    hub = _Hub(match[1], match[2] or "main")
+    if hub.offline:
+        raise InputError(f"{spec}: HF_HUB_OFFLINE is set: unset it, or name local files")
+    commit, files = hub.listing()
+
+    def fetch(name):
+        try:
+            hub.fetch_all(commit, {name: files[name]})
+        except OSError as e:
+            raise InputError(f"{hub.folder}: fetching {name} failed ({e}): make room or set HF_HOME; "
+                             "the same command goes on")
+        return os.path.join(hub.folder, "snapshots", commit, name)
+
+    chosen = fnmatch.filter(sorted(files), match[3])
+    return {f"hf://{match[1]}@{commit}/{name}": (files[name][0], functools.partial(fetch, name)) for name in chosen}
+
+
 # ---- prepare: text files to shards -----------------------------------------------------------
 load_once = functools.cache(Tokenizer.load)  # once a process
 # What --strip_roles takes out where a line begins with it, `User:`, `### User:`, <|user|>, <|im_start|>user, with the
@@ -437,18 +469,18 @@ ROLE = "(?:user|human|assistant|system)"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:#* *{ROLE}:|<\|{ROLE}\|>|<\|im_start\|>{ROLE}\b)[ \t]*\n?|<\|im_end\|>")
 
 
-def _chunks(inputs, columns, most, start):
+def _chunks(sources, columns, most, start):
     """
     Yield (path, number of the first document, documents: about `most` bytes, or 256 rows, the place after them) from
     a place on: [input, document, byte], all from 0. So a resumed run reads nothing twice, or a row group at most.
     """
     _, first, byte = start
-    for number, path in itertools.islice(enumerate(inputs), start[0], None):
-        size, end = os.path.getsize(path), [number + 1, 0, 0]
+    for number, (path, (size, local)) in itertools.islice(enumerate(sources.items()), start[0], None):
+        end, here = [number + 1, 0, 0], local()  # fetches it, if it lies on the hub
         if path.endswith(".txt"):
-            yield path, 0, [Path(path).read_bytes()], end
+            yield path, 0, [Path(here).read_bytes()], end
         elif path.endswith(".jsonl"):
-            with open(path, "rb") as f:
+            with open(here, "rb") as f:
                 f.seek(byte)
                 for lines in iter(lambda: f.readlines(most), []):
                     place = [number, first + len(lines), f.tell()]
@@ -457,7 +489,7 @@ def _chunks(inputs, columns, most, start):
         else:
             try:
                 from pyarrow import parquet
-                with parquet.ParquetFile(path, buffer_size=1 << 20) as file:  # else all of a row group comes at once
+                with parquet.ParquetFile(here, buffer_size=1 << 20) as file:  # else all of a row group comes at once
                     if lacking := set(columns) - set(file.schema_arrow.names):
                         raise InputError(f"{path}: has no column {sorted(lacking)} (--field, --drop), but "
                                          f"{file.schema_arrow.names}")
@@ -527,10 +559,17 @@ def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, ma
         raise InputError(f"--val {val} or --max_bad {max_bad} is not in [0, 1), or --shard_tokens or --procs is below 1")
     if wrong := [text for text in drop if not re.fullmatch("(?s)[^=]+=.+", text)]:
         raise InputError(f"--drop {wrong[0]}: is not COLUMN=TEXT")
-    for path in inputs:
-        if not (path.endswith((".txt", ".jsonl", ".parquet")) and os.path.isfile(path) and os.path.getsize(path)):
-            raise InputError(f"{path}: missing, empty or not .txt, .jsonl or .parquet (--input)")
-    arguments = {"input": [[os.path.abspath(path), os.path.getsize(path)] for path in inputs], "field": field,
+    sources = {}  # name: bytes, and the function that gives its path on this disk
+    for name in inputs:
+        more = hub_inputs(name) if name.startswith("hf://") else {
+            name: (os.path.isfile(name) and os.path.getsize(name), functools.partial(str, name))}
+        for path, (size, _) in more.items() or [(name, (0, None))]:
+            if not (size and path.endswith((".txt", ".jsonl", ".parquet"))):
+                raise InputError(f"{path}: missing, empty or not .txt, .jsonl or .parquet (--input)")
+        sources |= more
+    sizes = [size for size, _ in sources.values()]
+    arguments = {"input": [[path if "://" in path else os.path.abspath(path), n] for path, n in zip(sources, sizes)],
+                 "field": field,
                  "drop": list(drop), "strip_roles": strip_roles, "tokenizer": os.path.abspath(tokenizer), "val": val,
                  "shard_tokens": shard_tokens}
     fields, drop, folder = field.split(","), [text.split("=", 1) for text in drop], tokenizer
@@ -547,7 +586,7 @@ def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, ma
     elif not {"train_000000.npy", "val_000000.npy", "progress.json.tmp"}.issuperset(os.listdir(out)):
         raise InputError(f"{out}: holds other files; choose another --out")
     shards, pieces, packed, begun = done["shards"], [], 0, time.time()
-    sizes, shown = list(map(os.path.getsize, inputs)), begun
+    shown = begun
     start = sum(sizes[:done["place"][0]]) + done["place"][2]
 
     def close_shard():
@@ -566,7 +605,7 @@ def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, ma
 
     work = functools.partial(_tokenize, folder, fields, drop, strip_roles)
     columns = list(dict.fromkeys(fields + [column for column, _ in drop]))
-    chunks = _chunks(inputs, columns, min(shard_tokens, 1 << 18), done["place"])
+    chunks = _chunks(sources, columns, min(shard_tokens, 1 << 18), done["place"])
     with ProcessPoolExecutor(procs, None, _start_worker) as pool:
         tasks = (pool.submit(work, chunk) for chunk in chunks)
         ahead = deque(itertools.islice(tasks, 8 * procs))  # so no worker waits, and memory holds no more than these
@@ -833,7 +872,8 @@ def main():
     parser = argparse.ArgumentParser(description="Make data sets: a folder of token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("prepare", help="pack text files", description=prepare.__doc__)
-    p.add_argument("--input", nargs="+", required=True, dest="inputs", help=".txt, .jsonl or .parquet files")
+    p.add_argument("--input", nargs="+", required=True, dest="inputs",
+                   help=".txt, .jsonl or .parquet files; also hf://datasets/ORG/NAME@REVISION/GLOB")
     p.add_argument("--tokenizer", required=True, help="folder with tokenizer.model or tokenizer.json")
     p.add_argument("--out", required=True, help="folder to make")
     p.add_argument("--field", default="text", help="one or several, comma separated; text or chat messages (default: text)")

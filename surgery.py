@@ -65,8 +65,8 @@ def parse_args():
     add("--text", metavar="FILE", help="of which --select reads up to 16 windows of 1024 tokens")
     add("--feed-forward", action="store_true", help="a model without recurrent block: all layers, or ...")
     add("--layers", help="... these")
-    add("--adapter", choices=("linear", "add"), default="linear")
-    add("--adapter-init", choices=("identity", "default"), default="identity", help="identity: pass the prelude's output "
+    add("--adapter", choices=("linear", "add"), help="default: linear")
+    add("--adapter-init", choices=("identity", "default"), help="identity (default): pass the prelude's output "
         "through, so that r = 1 equals the kept layers run in a row; default: torch's Linear init, as the paper")
     add("--seed", type=int, default=0, help="of the adapter's default init")
     add("--mean_recurrence", type=int, help="the result's default r (the released models' config.json always says 32)")
@@ -101,14 +101,15 @@ def main():
         if args.out and f"{os.path.realpath(source.folder)}/".startswith(f"{os.path.realpath(args.out)}/"):
             raise InputError(f"{args.out}: holds {source.folder}, which would be lost: choose another OUT")
         tokenizer = load_tokenizer(source)
-    flags = [flag for flag in ("feed_forward", *PARTS, "preset", "shape", "select", "layers")
-             if getattr(args, flag) not in (None, False)]
-    if flags and source.config.n_core:
-        raise InputError(f"--{flags[0].replace('_', '-')}: {source.folder} is recurrent already: drop the flag")
+    given = lambda *names: [name for name in names if getattr(args, name) not in (None, False)]
+    flags = given("feed_forward", *PARTS, "preset", "shape", "select", "layers")
+    if source.config.n_core and (flags + given("adapter", "adapter_init")):
+        raise InputError(f"--{(flags + given('adapter', 'adapter_init'))[0].replace('_', '-')}: {source.folder} is recurrent "
+                         "already: drop the flag")
     result, layers = source, None
     if flags or not (source.config.n_core or args.export):
         layers = choose_layers(args, source, tokenizer)
-        result = retrofit(source, layers, args.adapter)
+        result = retrofit(source, layers, args.adapter or "linear")
     if args.mean_recurrence:
         if not result.config.n_core:
             raise InputError("--mean_recurrence: the result is feed-forward: drop the flag")
@@ -117,8 +118,8 @@ def main():
     print_sizes(args, source, result, layers)
     if args.dry_run:
         return print("dry run: nothing was written")
-    if layers and result.config.n_core and args.adapter == "linear":
-        result.parts["adapter.weight"] = init_adapter(result.config.n_embd, args.adapter_init, args.seed)
+    if layers and result.config.n_core and args.adapter != "add":
+        result.parts["adapter.weight"] = init_adapter(result.config.n_embd, args.adapter_init or "identity", args.seed)
     config, extra = {"model_type": "nanoloop"} | asdict(result.config), {}
     tensors = {name: read(result, name, dtype) for name in result.parts}
     if args.export:

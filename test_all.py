@@ -496,6 +496,7 @@ def test_surgery_refuses(tmp_path):
             ((src, out, "--feed-forward", "--mean_recurrence", "4"), "--mean_recurrence"),
             ((src, out, "--shape", "1,2,1", "--mean_recurrence", "0"), "--mean_recurrence 0"), ((src, ""), "OUT"),
             ((src, out, "--feed-forward", "--layers", "0-999999999"), "--layers"), ((src, out, "--seed", "-1"), "--seed"),
+            ((fixture("raven_llama"), out, "--adapter", "add"), "--adapter"),
             ((fixture("raven_llama"), out, "--shape", "1,2,1"), "--shape")):
         assert word in refusal(surgery.main, *args), args
     for change, word in ((lambda: edit(model_type="gpt2"), "gpt2"), (cut, "model.safetensors"), (no_shard, "00002-of-00002"),
@@ -917,6 +918,29 @@ def test_hub_interrupt(hub):
     hub.fault = lambda *_: False
     fetched(hub)
     assert all(150_000 > int(asked[6:-1]) > 50_000 for name, asked in hub.requests[-2:])
+
+
+def test_hub_data_sets(hub, corpus, tmp_path, monkeypatch):
+    """prepare reads a data set's files from the hub as from the disk, and fetches those that the pattern names alone."""
+    for i in range(3):
+        word_documents(tmp_path / f"{i}.jsonl", 50 + i)
+        hub.files[f"data/{i}.jsonl"] = (tmp_path / f"{i}.jsonl").read_bytes()
+    flags = dict(tokenizer=f"{corpus}/tokenizer", shard_tokens=500)
+    prepare([str(tmp_path / f"{i}.jsonl") for i in (0, 1)], out=str(tmp_path / "here"), **flags)
+    prepare(["hf://datasets/some/set/data/[01].jsonl"], out=str(tmp_path / "there"), **flags)
+    assert [name for name, _ in hub.requests] == ["list", "data/0.jsonl", "data/1.jsonl"]
+    assert (tmp_path / "hub" / "datasets--some--set" / "snapshots" / COMMIT / "data" / "1.jsonl").exists()
+    for name in os.listdir(tmp_path / "here"):
+        if name.endswith(".npy"):
+            assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes()
+    assert COMMIT in json.loads((tmp_path / "there" / "meta.json").read_text())["arguments"]["input"][0][0]
+    for spec, word in (("hf://some/set/x", "hf://datasets"), ("hf://datasets/some/set/none*.jsonl", "none"),
+                       ("hf://datasets/some/set/README.md", "README")):
+        with pytest.raises(InputError, match=word):
+            prepare([spec], out=str(tmp_path / "bad"), **flags)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE"):
+        prepare(["hf://datasets/some/set/data/0.jsonl"], out=str(tmp_path / "bad"), **flags)
 
 
 def test_hub_two_at_once(hub):
@@ -1509,7 +1533,8 @@ def test_prepare_resumes_byte_identical(kind, corpus, tmp_path, monkeypatch):
     if kind == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(table), path, row_group_size=90)
-        place = next(data._chunks([path], ["text"], 0, [0, 360, 0]))[3]
+        sources = {path: (os.path.getsize(path), lambda: path)}
+        place = next(data._chunks(sources, ["text"], 0, [0, 360, 0]))[3]
         assert place[:2] == [0, 450]  # a resumed run begins at its row group
     arguments = dict(inputs=[path], tokenizer=f"{corpus}/tokenizer", val=0.1,
                      shard_tokens=1000, drop=["by=deepseek"])
