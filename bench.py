@@ -17,6 +17,7 @@ where they do not, plus attention, against the matmul peak that this machine sho
 import argparse
 import bisect
 import functools
+import glob
 import itertools
 import json
 import math
@@ -35,6 +36,7 @@ from dataclasses import replace
 import torch
 
 import train
+from data import WORDS
 from model import (LOGITS_AT_ONCE, Config, InputError, RecurrentLM, cli, find_checkpoint, load_config, read_json,
                    save_folder)
 from muon import Muon, newton_schulz
@@ -361,22 +363,25 @@ def forget(folder):
 
 def shape(s):
     """
-    Of init_from; where that is not there yet, of the run that makes it (config/NAME.toml for out/NAME), or what its name
+    Of init_from; where that is not there yet, of the run that makes it (out_dir of a file in config/), or what its name
     says: tinyllama, tinyllama-8 (layers), tinyllama-4-8-4, tinyllama-4-8-4-add. Random weights: vocabulary of the data.
     """
     sources = {preset.rsplit("-", 3)[0]: source for preset, (source, *_) in PRESETS.items()}
     if not s.init_from:
-        path, near = os.path.join(s.data, "meta.json"), [c for name, c in sources.items() if name in s.data.split("/")]
-        vocab = read_json(path)["vocab_size"] if os.path.exists(path) or not near else near[0].vocab_size
+        folder = re.sub(r":\d+$", "", s.data.split(",")[0])
+        sizes = {"tiny": len(WORDS)} | {name: source.vocab_size for name, source in sources.items()}
+        path, near = os.path.join(folder, "meta.json"), [size for name, size in sizes.items() if name in folder.split("/")]
+        vocab = read_json(path).get("vocab_size") if os.path.exists(path) or not near else near[0]
         return Config(vocab, s.n_embd, s.n_head, s.n_kv_head, s.n_ffn, s.n_prelude, s.n_core, s.n_coda)
     if os.path.isdir(s.init_from):
         return load_config(find_checkpoint(s.init_from))
     name = os.path.basename(os.path.normpath(s.init_from))
-    if os.path.exists(path := os.path.join(HERE, "config", f"{name}.toml")):
-        return shape(train.read_settings([f"--config={path}"]))
+    for path in sorted(glob.glob(os.path.join(glob.escape(HERE), "config", "*.toml"))):
+        if os.path.normpath((other := train.read_settings([f"--config={path}"])).out_dir) == os.path.normpath(s.init_from):
+            return shape(other)
     match = re.fullmatch(rf"({'|'.join(map(re.escape, sources))})(-\d+-\d+-\d+|-\d+)?(-[a-z]+)?", name)
     if not match:
-        raise InputError(f"--init_from={s.init_from}: no such folder, and its name does not tell a shape")
+        raise InputError(f"--init_from={s.init_from}: no such folder, and its name does not tell a shape: make it first")
     source, sizes = sources[match[1]], [int(n) for n in (match[2] or "").split("-")[1:]]
     prelude, core, coda = sizes if len(sizes) == 3 else (*(sizes or [source.n_prelude]), 0, 0)
     return replace(source, n_prelude=prelude, n_core=core, n_coda=coda, tie_embeddings=source.tie_embeddings and not core,
@@ -417,8 +422,8 @@ def saved_bytes(c, B, T, k, e=4, fused=False, recompute=False):
 def plan(s, c, ranks=1, say=print):
     """Print parameters, budget, schedules and the memory of each of `ranks` devices."""
     net, tokens, e = RecurrentLM.empty(c), s.batch_size * s.context, 2 if s.dtype == "bfloat16" else 4
-    n, A = net.num_params(), math.ceil(s.batch_size / ranks / s.micro_batch)
-    B, k = s.batch_size // ranks // A, min(s.backprop_depth, s.mean_recurrence)
+    n, k, (A, B) = net.num_params(), min(s.backprop_depth, s.mean_recurrence), train.split_batch(s, ranks)
+    train.match_updates(s, net.flops_per_token((s.mean_recurrence - k, k)))
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}, {n['total']:,} parameters: "
         + ", ".join(f"{part} {x:,}" for part, x in n.items() if x and part != "total"))
     say(f"budget: {s.updates:,} updates of {tokens:,} tokens ({ranks} x {A} x {B} rows of {s.context}), "

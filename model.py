@@ -53,6 +53,9 @@ def cli(main):
     except BrokenPipeError:  # `python sample.py | head`: the reader has gone, nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except torch.OutOfMemoryError as e:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: error: out of memory: take fewer rows at once (--micro_batch, "
+                 f"--batch_size), bfloat16 or fewer recurrences ({str(e).splitlines()[0]:.150})")
     except (InputError, OSError) as e:
         sys.exit(f"{os.path.basename(sys.argv[0])}: error: {e}".replace("\n", "\\n"))
     except KeyboardInterrupt:
@@ -214,12 +217,13 @@ class HeadLoss(torch.autograd.Function):
                 dx[i:i + rows] = d @ weight
             if want_w:
                 dw += d.mT @ part
-        ctx.save_for_backward(dx, dw.to(weight.dtype) if want_w else None)
+        ctx.save_for_backward(dx, dw)
+        ctx.dtype = x.dtype
         return loss
 
     @staticmethod
-    def backward(ctx, scale):
-        return *(None if d is None else d.mul_(scale.to(d.dtype)) for d in ctx.saved_tensors), None
+    def backward(ctx, scale):  # in float32: it would be off by up to 0.4 % as a whole
+        return *(None if d is None else d.float().mul_(scale).to(ctx.dtype) for d in ctx.saved_tensors), None
 
 
 class RecurrentLM(nn.Module):
@@ -293,11 +297,33 @@ class RecurrentLM(nn.Module):
             for _ in range(k):
                 x = checkpoint(self.run_core, x, e, rope, use_reentrant=False, preserve_rng_state=False) \
                     if self.recompute else self.run_core(x, e, rope)
+        out = self.finish(x, rope, targets)
+        return (out, None) if targets is None else (None, out)
+
+    def finish(self, x, rope, targets=None):
+        """Last state (B, T, C) -> logits (B, T, V) float32, or the mean cross-entropy of targets."""
         x = self.run_coda(x, rope)
         if targets is None:
-            return self.head(x).float(), None
-        loss = HeadLoss.apply(x.flatten(0, 1), self.head.weight, targets.flatten())
-        return None, loss / (targets != -100).sum().clamp(min=1)
+            return self.head(x).float()
+        weight = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # else its gradient is made
+        loss = HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten())
+        return loss / (targets != -100).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def trajectory(self, idx, steps, targets=None, state=None):
+        """
+        Every r of `steps`, such as [1, 2, 4, 8], from one pass of the largest; the rest as in forward(). Returns
+        {r: logits}, or {r: loss} with targets: what forward() gives for each r alone.
+        """
+        rope, out = self.rope(idx.shape[1]), {}
+        x = e = self.run_prelude(self.embed_idx(idx), rope)
+        if self.config.n_core:
+            x = (self.initial_state(*idx.shape) if state is None else state).type_as(e)
+        for r in range(max(steps) + 1):
+            x = self.run_core(x, e, rope) if r and self.config.n_core else x
+            if r in steps:
+                out[r] = self.finish(x, rope, targets)
+        return out
 
     def split_steps(self, steps=None):
         """r or (n, k) or None -> (n, k); see forward()."""
@@ -429,6 +455,13 @@ def save_folder(folder, config, tensors, tokenizer=None, extra=None):
             write(os.path.join(new, file))
 
 
+def flush(path):
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
 @contextlib.contextmanager
 def whole_folder(folder):
     """All or nothing: yields a new folder beside; at the end it is flushed to disk and takes the name."""
@@ -447,9 +480,7 @@ def whole_folder(folder):
         os.makedirs(new)
         yield new
         for file in [*os.listdir(new), "."]:  # on the disk before the name that promises it
-            fd = os.open(os.path.join(new, file), os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
+            flush(os.path.join(new, file))
         if os.path.exists(folder):
             os.rename(folder, old)
         try:
@@ -458,6 +489,7 @@ def whole_folder(folder):
             if os.path.exists(old):
                 os.rename(old, folder)
             raise
+        flush(os.path.dirname(folder) or ".")
     except (SafetensorError, OSError) as e:  # the former is how safetensors reports a full disk
         raise InputError(f"{folder}: cannot be written ({e}); what was there before is untouched")
     finally:

@@ -103,9 +103,8 @@ def main():
         tokenizer = load_tokenizer(source)
     given = lambda *names: [name for name in names if getattr(args, name) not in (None, False)]
     flags = given("feed_forward", *PARTS, "preset", "shape", "select", "layers")
-    if source.config.n_core and (flags + given("adapter", "adapter_init")):
-        raise InputError(f"--{(flags + given('adapter', 'adapter_init'))[0].replace('_', '-')}: {source.folder} is recurrent "
-                         "already: drop the flag")
+    if source.config.n_core and (idle := flags + given("adapter", "adapter_init")):
+        raise InputError(f"--{idle[0].replace('_', '-')}: {source.folder} is recurrent already: drop the flag")
     result, layers = source, None
     if flags or not (source.config.n_core or args.export):
         layers = choose_layers(args, source, tokenizer)

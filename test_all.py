@@ -151,6 +151,17 @@ def test_recurrence_equals_the_papers_code(name, tmp_path):
     assert not params, f"no gradient to compare with for {list(params)}"
 
 
+def test_every_r_from_one_pass():
+    """trajectory() gives the logits and losses of forward() at each r, to the last bit."""
+    for changes in ({}, {"n_core": 0}):
+        model, idx = small(**changes), torch.randint(50, (2, 9))
+        state = model.initial_state(2, 9, [0, 1])
+        logits, losses = (model.trajectory(idx, [0, 1, 3, 6], targets, state) for targets in (None, idx))
+        for r in (0, 1, 3, 6):
+            assert torch.equal(logits[r], model(idx, steps=r, state=state)[0])
+            assert torch.equal(losses[r], model(idx, idx, r, state)[1])
+
+
 def test_gradient_stops_at_k():
     """Only the last k recurrences and one pass of the prelude carry gradient; k = 0 leaves the core without."""
     model, idx = small(), torch.arange(10)[None]
@@ -1912,7 +1923,7 @@ def test_lost_rank(corpus, tmp_path):
 
 def test_updates_that_are_not_finite(corpus, tmp_path, monkeypatch, capsys):
     """A loss that is not finite skips its update and is counted; too many in a row end the run, the checkpoint stays."""
-    args = (f"--data={corpus}/task", *RUN, "--save_every=6", "--max_skips=2")
+    args = (f"--data={corpus}/task", *RUN, "--save_every=6", "--max_skips=2", "--keep=2")
     now, bad, draw, forward = [], set(), train.draw_steps, RecurrentLM.forward
 
     def poisoned(model, *inputs):
@@ -1929,6 +1940,10 @@ def test_updates_that_are_not_finite(corpus, tmp_path, monkeypatch, capsys):
     assert "--max_skips=2" in message and os.listdir(tmp_path / "many" / "step_000006")
     weights = load_file(tmp_path / "some" / "step_000012" / "model.safetensors").values()
     assert all(w.isfinite().all() for w in weights)
+    bad -= {7, 8, 9}
+    os.rename(tmp_path / "some" / "step_000012", tmp_path / "whole")
+    call(train.main, *args, f"--out_dir={tmp_path}/some")  # goes on as if nothing had been
+    assert same_weights(tmp_path / "whole", tmp_path / "some" / "step_000012")
 
 
 def test_full_disk_leaves_the_last_checkpoint(corpus, tmp_path):
@@ -1948,7 +1963,8 @@ def test_full_disk_leaves_the_last_checkpoint(corpus, tmp_path):
 def test_compiled_runs_repeat_bit_for_bit(corpus, tmp_path):
     """With torch.compile and all cores, too, the same command gives the same weights: no sum is left to chance."""
     for name in ("a", "b"):
-        run("train.py", f"--data={corpus}/task", *RUN, "--compile=true", "--updates=3", "--batch_size=64", "--micro_batch=64",
+        run("train.py", f"--data={corpus}/task", *RUN, "--compile=true", "--updates=3", "--batch_size=64",
+            "--micro_batch=64",
             f"--out_dir={tmp_path}/{name}", env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"})
     assert same_weights(tmp_path / "a" / "step_000003", tmp_path / "b" / "step_000003")
 
@@ -1985,6 +2001,18 @@ def test_training_refuses(corpus, tmp_path):
     meta.write_text(meta.read_text().replace('"seed": 0', '"seed": 1'))
     assert "seed was 0, is 1" in refusal(train.main, *base)
     assert "choose another" in refusal(train.main, *base, "--lr=0.02")
+    child = [*RUN, f"--data={corpus}/task", f"--out_dir={tmp_path}/child", f"--init_from={tmp_path}/run",
+             f"--match_tokens={tmp_path}/run"]
+    progress = tmp_path / "run" / "step_000002" / "train.json"
+    text = progress.read_text()
+    progress.write_text(text.replace('"update": 2,', '"update": 1,'))
+    assert "finish first" in refusal(train.main, *child)
+    progress.write_text(text)
+    call(train.main, *child)
+    shutil.rmtree(tmp_path / "run")
+    call(train.main, *child)  # its own checkpoint needs no other folder
+    (tmp_path / "child" / "step_000002" / "train.json").write_text('{"config": []}')
+    assert "train.json" in refusal(train.main, *child)
 
 
 # ---------------------------------------------------------------- forecasts and recipes

@@ -210,6 +210,19 @@ def lr_factor(s, u):
     return 0.5 * (1 + math.cos(math.pi * q)) * (1 - low) + low
 
 
+def split_batch(s, world):
+    """A process's micro-batches an update, and the rows of each. InputError."""
+    accumulate = math.ceil(s.batch_size / world / s.micro_batch)
+    B, rest = divmod(s.batch_size, world * accumulate)
+    if rest:
+        raise InputError(f"--batch_size={s.batch_size}: does not divide into {world} processes with {accumulate} "
+                         f"micro-batches of at most {s.micro_batch}: change it or --micro_batch")
+    if accumulate % s.draws:
+        raise InputError(f"--draws={s.draws}: does not divide a process's {accumulate} micro-batches an update: change "
+                         "--micro_batch")
+    return accumulate, B
+
+
 # ---------------------------------------------------------------- checkpoints
 
 def save_checkpoint(s, model, opt, u, tokenizer, progress, run):
@@ -248,7 +261,7 @@ def checkpoints(s):
 
 
 def load_optimizer(folder, opt, u):
-    """This rank's share of the optimizer as it was after update u, whatever the shares were then. InputError."""
+    """This rank's share of the optimizer as it was after its update u, whatever the shares were then. InputError."""
     where, wanted = {}, opt.wanted()
     for path in glob.glob(os.path.join(glob.escape(folder), "optimizer_*.safetensors")):
         with open_safetensors(path) as f:
@@ -264,14 +277,33 @@ def load_optimizer(folder, opt, u):
     opt.load(get, u)
 
 
+def read_progress(folder, **kinds):
+    """A checkpoint's train.json, with at least these keys, of these types. InputError."""
+    progress = read_json(os.path.join(folder, "train.json"))
+    if wrong := [key for key, kind in kinds.items() if not isinstance(progress.get(key), kind)]:
+        raise InputError(f"{folder}/train.json: has no {wrong[0]}: delete {folder} to go on from an older checkpoint")
+    return progress
+
+
+def match_updates(s, flops):
+    """Set s.updates to spend what the run of match_tokens or match_flops did, if given; flops: of this model, a token."""
+    for key, cost in (("tokens", 1), ("flops", flops)):
+        if folder := getattr(s, f"match_{key}"):
+            other = read_progress(find_checkpoint(folder), config=dict, update=int, **{key: int})
+            if other["update"] != other["config"].get("updates"):
+                raise InputError(f"--match_{key}={folder}: is at update {other['update']} of "
+                                 f"{other['config'].get('updates')}: let that run finish first")
+            s.updates = max(1, round(other[key] / (cost * s.batch_size * s.context)))
+
+
 def resume_folder(s, fingerprint):
     """The newest checkpoint of out_dir and its train.json, or None; InputError if it was made with other settings."""
     if not checkpoints(s):
         return None, None
     folder = checkpoints(s)[-1]
-    progress = read_json(os.path.join(folder, "train.json"))
-    if {"config", "update", "tokens", "flops", "data"} - progress.keys():
-        raise InputError(f"{folder}/train.json: is incomplete: delete {folder} to go on from an older checkpoint")
+    progress = read_progress(folder, config=dict, data=dict, update=int, tokens=int, flops=int)
+    if s.match_tokens or s.match_flops:  # that run is no longer needed
+        s.updates = progress["config"].get("updates", s.updates)
     old, new = progress["config"], json.loads(json.dumps(asdict(s)))
     for key in new.keys() - FREE:
         if old.get(key) != new[key]:
@@ -296,7 +328,12 @@ class Run:
             self.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
-        self.group = None
+        self.group = self.locked = None
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.path.exists("/proc/uptime"):
+            # --max_minutes counts from the start of torchrun, our parent, or a restart would begin anew.
+            with open(f"/proc/{os.getppid()}/stat") as stat, open("/proc/uptime") as uptime:
+                ticks = float(stat.read().rpartition(")")[2].split()[19])  # from boot
+                self.begun -= float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
         if self.world > 1:
             hour = timedelta(hours=1)
             store = next(dist.rendezvous("env://", timeout=hour))[0]
@@ -312,6 +349,21 @@ class Run:
     def wait(self):
         if self.world > 1:
             dist.barrier()
+
+    def lock(self, folder):
+        """Keep other processes away from a folder, from the first call to unlock() or the end. InputError."""
+        if self.locked is None:
+            self.locked = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"{folder}: another process is at this run: end it, or choose another --out_dir")
+            except OSError as e:  # NFS and Lustre may not lock a folder
+                print(f"{folder}: cannot be locked ({e}): see that no second process writes there")
+
+    def unlock(self):
+        if self.locked is not None:
+            os.close(self.locked)
 
     def sum(self, value):
         """A number or a tensor, summed over the ranks; entries that only one rank fills are exact."""
@@ -333,16 +385,19 @@ def main():
         import bench  # measures and forecasts; the run itself needs none of it
         return bench.plan(s, bench.shape(s), world, print if os.environ.get("RANK", "0") == "0" else lambda *_: None)
     if world == 1:
-        if code := train(s, Run()):
-            sys.exit(code)
-        return
+        run = Run()
+        try:
+            code = train(s, run)
+        finally:
+            run.unlock()
+        return sys.exit(code) if code else None
     code = 1
     try:
         run = Run()
         code = train(s, run)
         run.wait()
     except (InputError, OSError) as e:
-        print(f"train.py: error: {e}", file=sys.stderr)
+        sys.stderr.write(f"train.py: error: {e}\n")  # in one piece: others write, too
     except RuntimeError as e:
         if not re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed? ?out|process group", str(e)):
             raise
@@ -360,25 +415,21 @@ def train(s, run):
     if os.path.normpath(s.data).startswith(TINY + os.sep) and not os.path.isdir(s.data) and rank == 0:
         tiny(TINY)
     run.wait()
-    if s.batch_size % world:
-        raise InputError(f"--batch_size={s.batch_size}: does not divide by {world} processes")
-    accumulate = math.ceil(s.batch_size / world / s.micro_batch)
-    B, rest = divmod(s.batch_size, world * accumulate)
-    if rest:
-        raise InputError(f"--batch_size={s.batch_size}: does not divide into {world} processes with {accumulate} "
-                         f"micro-batches of at most {s.micro_batch}: change --micro_batch")
-    if accumulate % s.draws:
-        raise InputError(f"--draws={s.draws}: does not divide a process's {accumulate} micro-batches an update: change "
-                         "--micro_batch")
+    accumulate, B = split_batch(s, world)
     rows, val_rows = (open_data(s.data, split, s.context) for split in ("train", "val"))
 
-    # Model: from our newest checkpoint, from another run or surgery, or from scratch.
-    before = {"tokens": 0, "flops": 0}  # spent since surgery, over all stages: what match_* reads
-    if s.init_from:
-        model = RecurrentLM.load(s.init_from, dtype=torch.float32)
-        earlier = os.path.join(model.folder, "train.json")
-        if model.config.n_core and os.path.exists(earlier):
-            before = {k: read_json(earlier)[k] for k in before}
+    # Model: from our newest checkpoint, which needs no other, from another run or surgery, or from scratch.
+    before, start = {"tokens": 0, "flops": 0}, 0  # spent since surgery, over all stages: what match_* reads
+    if rank == 0 and os.path.isdir(s.out_dir):
+        run.lock(s.out_dir)
+    folder, progress = resume_folder(s, rows.fingerprint())
+    if source := folder or s.init_from:
+        model = RecurrentLM.load(source, dtype=torch.float32)
+        if folder:
+            start, before = progress["update"], {k: progress[k] for k in before}
+        elif model.config.n_core and os.path.exists(os.path.join(model.folder, "train.json")):
+            earlier = read_progress(model.folder, tokens=int, flops=int)
+            before = {k: earlier[k] for k in before}
     else:
         c = Config(rows.meta["vocab_size"], s.n_embd, s.n_head, s.n_kv_head, s.n_ffn, s.n_prelude, s.n_core, s.n_coda,
                    context=max(2048, s.context), mean_recurrence=s.mean_recurrence, eos_token_id=rows.meta["eos_id"])
@@ -393,23 +444,18 @@ def train(s, run):
         raise InputError(f"--context={s.context}: {s.init_from} was made for at most {c.context} tokens")
     c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth
     per_update = s.batch_size * s.context
-    for key, cost in (("tokens", per_update), ("flops", per_update * model.flops_per_token())):
-        if other := getattr(s, f"match_{key}"):
-            s.updates = max(1, round(read_json(os.path.join(find_checkpoint(other), "train.json"))[key] / cost))
+    if not folder:
+        match_updates(s, model.flops_per_token())
     for file in TOKENIZER_FILES:
         ours, theirs = os.path.join(rows.folder, file), os.path.join(model.folder or rows.folder, file)
         if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
             raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
-    (folder, progress), start = resume_folder(s, rows.fingerprint()), 0
-    if folder:
-        model = RecurrentLM.load(folder)
-        start, before = progress["update"], {k: progress[k] for k in before}
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, s.dtype))  # with bfloat16 the float32 weights live on in the optimizer
     opt = Muon(model.named_parameters(), s.lr, s.adam_lr, s.weight_decay, s.optimizer, masters, rank, world, run.group)
     del masters
     if folder:
-        load_optimizer(folder, opt, start)
+        load_optimizer(folder, opt, start - progress.get("skipped", 0))
         say(f"resuming {folder}")
     model.recompute = s.recompute
 
@@ -438,10 +484,9 @@ def train(s, run):
         sums = torch.zeros(len(depths) + 1, device=device, dtype=torch.float64)
         for i in range(math.ceil(min(s.eval_rows, val_rows.rows) / (B_val * world))):
             idx, targets, state = inputs(0, *val_rows.batch(0, i, rank, world, B_val))
-            count = (targets != -100).sum()
-            sums[-1] += count
-            for j, r in enumerate(depths):
-                sums[j] += model(idx, targets, (r, 0), state)[1].double() * count
+            losses = model.trajectory(idx, depths, targets, state)
+            count = (targets != -100).sum().double()
+            sums += torch.stack([losses[r] * count for r in depths] + [count])
         sums = run.sum(sums)
         return {r: (sums[j] / sums[-1]).item() for j, r in enumerate(depths)}
 
@@ -456,11 +501,7 @@ def train(s, run):
     log_path = os.path.join(s.out_dir, "log.jsonl")
     if rank == 0:
         os.makedirs(s.out_dir, exist_ok=True)
-        lock = os.open(s.out_dir, os.O_RDONLY)  # until the process ends
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{s.out_dir}: another process is at this run: wait for it, end it, or choose another --out_dir")
+        run.lock(s.out_dir)
         for left in glob.glob(os.path.join(glob.escape(s.out_dir), "step_*.tmp-*")):  # of a killed save
             shutil.rmtree(left)
         keep_log(log_path, start)
@@ -487,7 +528,8 @@ def train(s, run):
         return [rows.batch(s.seed, (u * world + rank) * accumulate + a, 0, 1, B) for a in range(accumulate)]
 
     def save(u):
-        save_checkpoint(s, model, opt, u, rows.folder, {"data": rows.fingerprint(), **spent}, run)
+        progress = {"data": rows.fingerprint(), "skipped": u - opt.updates, **spent}
+        save_checkpoint(s, model, opt, u, rows.folder, progress, run)
         run.wait()
 
     if start == 0:
@@ -539,7 +581,6 @@ def train(s, run):
                                      f"lower --lr={s.lr} or look at the data; the last checkpoint in {s.out_dir} stays")
             spent["tokens"] += per_update
             done += cost(u)
-            slowest = max(slowest, time.time() - began) if u > start else slowest
 
             u1, last = u + 1, u + 1 == s.updates
             if u1 % s.log_every == 0 or last or not finite:
@@ -557,6 +598,8 @@ def train(s, run):
             if u1 % s.save_every == 0 or last:
                 save(u1)
                 saved = u1
+            if u > start:  # compiling takes longer
+                slowest = max(slowest, time.time() - began)
     finally:
         loader.shutdown(cancel_futures=True)
         for sig, handler in handlers.items():
@@ -569,7 +612,7 @@ def train(s, run):
 def keep_log(path, start):
     """Drop the lines of updates that a resumed run will do again."""
     if os.path.exists(path):
-        with open(path) as f:
+        with open(path, errors="replace") as f:
             lines = [line for line in f if (m := re.match(r'{"update": (\d+),.*}\n', line)) and int(m[1]) <= start > 0]
         with open(path + ".tmp", "w") as f:
             f.writelines(lines)
