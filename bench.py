@@ -416,7 +416,7 @@ def saved_bytes(c, B, T, k, e=4, fused=False, recompute=False):
     layer += (c.norm == "post") * ((0 if fused else 4 if e == 4 else 6) * (q + kv) + 8)
     core = bool(c.n_core) * (c.n_core * layer + (c.adapter == "linear") * 2 * e * C)
     core = min(k, 1) * core + k * e * C if recompute else k * core
-    return B * T * ((c.n_prelude + c.n_coda) * layer + core + (norm + e) * C) + e * c.vocab_size * C
+    return B * T * ((c.n_prelude + c.n_coda) * layer + core + (norm + e) * C) + 4 * c.vocab_size * C
 
 
 def plan(s, c, ranks=1, say=print):

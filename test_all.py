@@ -1896,11 +1896,11 @@ def test_stopped_run_ends_with_the_same_weights(corpus, tmp_path):
 def test_lost_rank(corpus, tmp_path):
     """Where a rank is killed the others end with a line; torchrun --max-restarts goes on from the last checkpoint."""
     base = ("train.py", f"--data={corpus}/task", *RUN, "--updates=200", "--save_every=5", "--eval_every=1000")
-    run(*base, f"--out_dir={tmp_path}/whole")
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # as torchrun's processes: a sum's order depends on the threads
+    run(*base, f"--out_dir={tmp_path}/whole", env=alone)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
     places = [alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank} for rank in "01"]
     first, second = (subprocess.Popen([sys.executable, *base, f"--out_dir={tmp_path}/lost"], cwd=HERE, env=place, text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE) for place in places)
