@@ -366,7 +366,8 @@ def shape(s):
     Of init_from; where that is not there yet, of the run that makes it (out_dir of a file in config/), or what its name
     says: tinyllama, tinyllama-8 (layers), tinyllama-4-8-4, tinyllama-4-8-4-add. Random weights: vocabulary of the data.
     """
-    sources = {preset.rsplit("-", 3)[0]: source for preset, (source, *_) in PRESETS.items()}
+    sources = {preset.rsplit("-", 3)[0]: source for preset, (source, *_) in PRESETS.items()} | {
+        "tiny": Config(len(WORDS), 96, 2, 2, 240, 6, 0, 0), "stories260K": Config(512, 64, 8, 4, 172, 5, 0, 0)}
     if not s.init_from:
         folder = re.sub(r":\d+$", "", s.data.split(",")[0])
         sizes = {"tiny": len(WORDS)} | {name: source.vocab_size for name, source in sources.items()}

@@ -2060,6 +2060,15 @@ def test_every_figure_dry_runs(name, monkeypatch):
         assert (s.dtype, s.context, s.weight_decay, s.clip) == ("bfloat16", 1024, 1e-4, 1.0)
 
 
+@pytest.mark.parametrize("name", sorted(name for name in os.listdir(os.path.join(HERE, "config")) if "fig" not in name))
+def test_the_other_files_dry_run(name, tmp_path, monkeypatch):
+    """So does each other file, in a fresh clone: the shape of what is not made yet follows from its name."""
+    monkeypatch.chdir(tmp_path)
+    s = train.read_settings([f"--config={HERE}/config/{name}"])
+    c = bench.shape(s)
+    assert c.vocab_size in (17, 512) and "budget" in lines_of(s, c)
+
+
 def test_figures_are_what_their_names_say(monkeypatch):
     """Shapes without weights: the paper's Tables 6 and 7; a scratch run has the shape of the surgery beside it."""
     monkeypatch.chdir(HERE)

@@ -13,7 +13,7 @@ folder=$(realpath "$1") gsm8k=$(realpath "${2:-$1/../gsm8k}")
 cd "$(dirname "$0")/.."
 out=out/stories260K
 
-[[ -e $out/retrofit ]] || python surgery.py "$folder" $out/retrofit --prelude 0-1 --core 2-3 --coda 4
+[[ -e $out/stories260K-2-2-1 ]] || python surgery.py "$folder" $out/stories260K-2-2-1 --prelude 0-1 --core 2-3 --coda 4
 python data.py prepare --input "$gsm8k/train.jsonl" --field question,answer --tokenizer "$folder" --out $out/data
 python train.py --config=config/stories260K.toml
 python eval_gsm8k.py --model $out/recurrent --data "$gsm8k/test.jsonl" --limit 50 --shots 0 --max_new_tokens 128 --steps 1,4,8
