@@ -5,7 +5,6 @@ Oracles come first: logits and gradients of the paper's own code, transformers' 
 AdamW, a run that was never killed. What needs those files finds them through the environment
 variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
 """
-import copy
 import functools
 import hashlib
 import json
@@ -1964,8 +1963,8 @@ def test_compiled_runs_repeat_bit_for_bit(corpus, tmp_path):
     """With torch.compile and all cores, too, the same command gives the same weights: no sum is left to chance."""
     for name in ("a", "b"):
         run("train.py", f"--data={corpus}/task", *RUN, "--compile=true", "--updates=3", "--batch_size=64",
-            "--micro_batch=64",
-            f"--out_dir={tmp_path}/{name}", env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"})
+            "--micro_batch=64", f"--out_dir={tmp_path}/{name}",
+            env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"})
     assert same_weights(tmp_path / "a" / "step_000003", tmp_path / "b" / "step_000003")
 
 

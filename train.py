@@ -13,7 +13,6 @@ among the processes; there is no DDP. `--help` lists the settings.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
-import contextlib
 import difflib
 import fcntl
 import filecmp
