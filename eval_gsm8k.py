@@ -17,13 +17,11 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
-from dataclasses import asdict
 
-from model import InputError, cli, write_json
-from sample import add_model_arguments, describe, generate, load_model
+from model import InputError, cli, describe, write_result
+from sample import add_model_arguments, generate, load_model
 
 # The chain-of-thought examples of Wei et al. (arXiv 2201.11903), in lm-eval's order.
 SHOTS = (
@@ -210,15 +208,6 @@ def parse_args():
     return args
 
 
-def git_commit():
-    """The commit of this checkout, or None outside git."""
-    try:
-        return subprocess.run(("git", "rev-parse", "HEAD"), cwd=os.path.dirname(os.path.abspath(__file__)),
-                              capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def main():
     args = parse_args()
     say = lambda text: print(text, file=sys.stderr, flush=True)
@@ -271,19 +260,10 @@ def main():
         results.append(summarise(r, found, rows))
     seconds = time.perf_counter() - started
 
-    temporary = f"{args.out}.tmp-{os.getpid()}"
-    try:
-        write_json(temporary, {
-            "script": "eval_gsm8k", "model": model.folder, "commit": git_commit(), "config": asdict(c),
-            "task": os.path.basename(args.data), "template": args.template,
-            "shots": args.shots if args.template == "cot" else 0, "max_new_tokens": args.max_new_tokens,
-            "truncated": truncated, "seed": args.seed, "state": args.state, "dtype": dtype,
-            "device": device, "n": len(rows), "seconds": seconds,
-            "tokens_per_second": tokens / seconds, "results": results, "answers": answers})
-        os.replace(temporary, args.out)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+    write_result(args.out, "eval_gsm8k", model, os.path.basename(args.data), results, seconds, tokens,
+                 template=args.template, shots=args.shots if args.template == "cot" else 0, n=len(rows),
+                 max_new_tokens=args.max_new_tokens, truncated=truncated, seed=args.seed, state=args.state,
+                 answers=answers)
     print_tables(results, len(rows), recurrent=c.n_core > 0)
     print(f"\n{tokens} tokens in {seconds:.1f} s; every answer: {args.out}")
 

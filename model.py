@@ -22,6 +22,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
@@ -567,3 +568,32 @@ def write_json(path, value):
     with open(path, "w", encoding="utf-8") as f:
         json.dump(value, f, indent=1)
         f.write("\n")
+
+
+def describe(model):
+    """(device, dtype) of a model in words, to stand beside a figure."""
+    device, dtype = model.embed.weight.device, model.embed.weight.dtype
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return name, str(dtype).removeprefix("torch.")
+
+
+def write_result(path, script, model, task, results, seconds, tokens, **more):
+    """
+    The JSON that every measuring script writes, whole or not at all: results is a list of {"steps": r, "metric": name,
+    "value": x, "standard_error": se, "n": count, ...}, tokens what was computed in `seconds`; more: keys of the script's own.
+    """
+    try:
+        commit = subprocess.run(("git", "rev-parse", "HEAD"), cwd=os.path.dirname(os.path.abspath(__file__)),
+                                capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or not a checkout
+        commit = None
+    device, dtype = describe(model)
+    new = f"{path}.tmp-{os.getpid()}"
+    try:
+        write_json(new, {"script": script, "model": model.folder, "commit": commit, "config": asdict(model.config),
+                         "task": task, "device": device, "dtype": dtype, "seconds": seconds,
+                         "tokens_per_second": tokens / seconds, **more, "results": results})
+        os.replace(new, path)
+    finally:
+        if os.path.exists(new):
+            os.remove(new)

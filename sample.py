@@ -23,7 +23,7 @@ import time
 import torch
 
 from data import Tokenizer
-from model import InputError, RecurrentLM, cli, read_json
+from model import InputError, RecurrentLM, cli, describe, read_json
 
 
 class KVCache:
@@ -176,13 +176,6 @@ def load_model(folder, args):
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model = RecurrentLM.load(folder, args.device, dtype).eval()
     return model, Tokenizer.load(model.folder)
-
-
-def describe(model):
-    """(device, dtype) of a model in words, to stand beside a speed."""
-    device, dtype = model.embed.weight.device, model.embed.weight.dtype
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return name, str(dtype).removeprefix("torch.")
 
 
 # -------------------------------------------------------------------- the command
