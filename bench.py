@@ -296,7 +296,7 @@ def bench_decode(args):
     prompts = torch.randint(c.vocab_size, (B, args.prompt), generator=torch.Generator().manual_seed(0)).tolist()
     print(f"{'r':>4s} {'tokens/s':>9s} {'range':>17s} {'cache a token':>14s} {'peak memory':>12s}")
     for r in steps:
-        run = lambda: [None for _ in generate(model, prompts, args.tokens, steps=r)]
+        run = lambda: [None for _ in generate(model, prompts, args.tokens, r)]
         t, fast, slow, _ = timed(run, args.repeat, args.device)
         rate = [B * args.tokens / x for x in (slow, t, fast)]
         slots = c.n_prelude + r * c.n_core + c.n_coda

@@ -125,23 +125,15 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, seed, stat
     tokens generated). Ends when every row has met a stop or EOS.
     """
     new = [[] for _ in prompts]
-    rows, live, keep = list(range(len(prompts))), set(range(len(prompts))), None  # rows: those in the batch
     # A stop of n characters has at most n tokens: the end of the text is enough to see it come.
     tail = max(map(len, stops), default=0)
-    tokens = generate(model, prompts, max_new_tokens, r, seed=seed, state=state)
-    for _ in range(max_new_tokens):
-        for row, token in zip(rows, tokens.send(keep).tolist()):
-            if row in live:
-                new[row].append(token)
-                end = tokenizer.decode(new[row][-tail:]) if tail else ""
-                if token == tokenizer.eos_id or cut(end, stops) != end:
-                    live.remove(row)
-        if not live:
-            break
-        keep = None
-        if 2 * len(live) <= len(rows):  # halving: the cache is copied log2(B) times at most
-            keep = [i for i, row in enumerate(rows) if row in live]
-            rows = [rows[i] for i in keep]
+
+    def ends(row, token):
+        end = tokenizer.decode(new[row][-tail:]) if tail else ""
+        return token == tokenizer.eos_id or cut(end, stops) != end
+
+    for row, token, _ in generate(model, prompts, max_new_tokens, r, ends, seed=seed, state=state):
+        new[row].append(token)
     texts = [tokenizer.decode(ids[:-1] if ids[-1] == tokenizer.eos_id else ids) for ids in new]
     return [cut(text, stops) for text in texts], sum(map(len, new))
 

@@ -7,6 +7,7 @@ variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
 """
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -37,9 +38,9 @@ import surgery
 import train
 from data import Shards, Tokenizer, download, prepare, tiny
 from eval_gsm8k import STOPS, answer_batch, cut, flexible_extract, is_correct, make_prompt, strict_extract
-from model import Config, InputError, RecurrentLM, save_folder, whole_folder
+from model import Config, InputError, Int8Linear, Linear, RecurrentLM, save_folder, whole_folder
 from muon import Muon, newton_schulz
-from sample import generate, newest_checkpoint, pick, stream
+from sample import Decoder, Decoding, adaptive, distribution, generate, newest_checkpoint, pick, stream
 
 # On busy cores two threads that wait for each other make models of this size 50 times slower.
 torch.set_num_threads(1)
@@ -1246,7 +1247,10 @@ def decode_model(n_core=2, norm="pre", vocab_size=64):
 
 def decode(model, prompts, n, **kw):
     """(B, n) tokens"""
-    return torch.stack(list(generate(model, prompts, n, **kw)), dim=1)
+    rows = [[] for _ in prompts]
+    for row, token, _ in generate(model, prompts, n, **kw):
+        rows[row].append(token)
+    return torch.tensor(rows)
 
 
 @needs_assets
@@ -1260,9 +1264,12 @@ def test_greedy_tokens_of_the_papers_code(name, tmp_path):
     assert torch.cat((prompt, out), 1).tolist() == greedy.tolist()
 
 
-@pytest.mark.parametrize("n_core, norm, steps", ((2, "pre", 5), (2, "post", 2), (2, "pre", 0), (0, "pre", None)))
-def test_cache_equals_full_recomputation(n_core, norm, steps):
-    """Every cached token is the one that a full forward pass over the text so far gives, noise and all."""
+@pytest.mark.parametrize("n_core, norm, steps", ((2, "pre", 5), (2, "post", 64), (2, "pre", 0), (0, "pre", None)))
+@pytest.mark.parametrize("chunk", (3, 512))
+def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch):
+    """Every cached token is the one that a full forward pass over the text so far gives, noise and all, however many
+    tokens of the prompt go at once."""
+    monkeypatch.setattr("sample.PREFILL", chunk)
     model = decode_model(n_core, norm)
     prompts = torch.randint(64, (3, 7))
     text = torch.cat((prompts, decode(model, prompts.tolist(), 12, steps=steps, seed=5)), 1)
@@ -1274,17 +1281,96 @@ def test_cache_equals_full_recomputation(n_core, norm, steps):
 
 @pytest.mark.parametrize("n_core", (2, 0))
 def test_batch_equals_alone(n_core):
-    """A row's tokens depend on neither the batch's other rows and padding, nor the rows dropped on the
-    way, nor on how many tokens are asked for."""
-    model = decode_model(n_core)
+    """A row's tokens depend neither on the batch's other rows and those that ended on the way, nor on how many tokens
+    are asked for; plain, speculative and adaptive."""
+    model, limits = decode_model(n_core), (20, 5, 13, 6)
     prompts = [torch.randint(64, (n,)).tolist() for n in (1, 9, 4, 17)]
-    alone = [decode(model, [p], 20, seed=3)[0].tolist() for p in prompts]
-    assert decode(model, prompts, 10, seed=3).tolist() == [row[:10] for row in alone]
-    tokens = generate(model, prompts, 20, seed=3)
-    first = [next(tokens) for _ in range(5)]
-    rest = [tokens.send([3, 0])] + list(tokens)
-    assert torch.stack(first, 1).tolist() == [row[:5] for row in alone]
-    assert torch.stack(rest, 1).tolist() == [alone[3][5:], alone[0][5:]]
+    for how in ({}, {"draft_steps": 1, "draft_len": 3}, {"steps": 9, "exit": "latent", "exit_threshold": 0.9}) if n_core else ({},):
+        alone = [decode(model, [p], 20, seed=3, **how)[0].tolist() for p in prompts]
+        assert decode(model, prompts, 10, seed=3, **how).tolist() == [row[:10] for row in alone]
+        rows = [[] for _ in prompts]
+        for row, token, _ in generate(model, prompts, 20, None, lambda row, _: len(rows[row]) == limits[row], seed=3, **how):
+            rows[row].append(token)
+        assert rows == [row[:n] for row, n in zip(alone, limits)]
+
+
+@pytest.mark.parametrize("norm, steps, d, n", (("pre", 8, 2, 4), ("post", 3, 2, 1), ("pre", 64, 1, 7)))
+def test_speculative_equals_plain(norm, steps, d, n):
+    """Greedy text is the same token for token, whether drafts are accepted or not."""
+    model, prompts = decode_model(2, norm), [torch.randint(64, (n,)).tolist() for n in (1, 12, 3)]
+    assert decode(model, prompts, 30, steps=steps, draft_steps=d, draft_len=n).tolist() == \
+        decode(model, prompts, 30, steps=steps).tolist()
+
+
+def test_speculative_sampling_keeps_the_distribution():
+    """Pairs of tokens come as often as the model at r says, though the drafts are of another distribution."""
+    model, rows, settings = decode_model(vocab_size=6), 20000, dict(temperature=0.7, top_k=5)
+    with torch.no_grad():  # the noise of each position is given: decoding has one for all rows
+        noise = model.initial_state(3, 1, [1_000_003 + i for i in range(3)])[:, 0]
+        after = lambda steps, *ids: distribution(model(torch.tensor([ids]), steps=steps, state=noise[None, :len(ids)])[0]
+                                                 [0, -1], Decoding(**settings))
+        exact, draft = ([after(r, 2)[i] * after(r, 2, i)[j] for i in range(6) for j in range(6)] for r in (4, 1))
+    tokens = decode(model, [[2]] * rows, 3, steps=4, seed=1, draft_steps=1, draft_len=2, **settings)
+    found = (6 * tokens[:, 0] + tokens[:, 1]).bincount(minlength=36) / rows
+    exact, draft = torch.stack(exact), torch.stack(draft)
+    error = (exact * (1 - exact) / rows).sqrt()
+    assert ((found - exact).abs() <= 4.5 * error).all() and ((found - draft).abs() > 10 * error).any()
+
+
+def test_adaptive_exit():
+    """Threshold 0 is plain decoding. One that is always met is decoding at min_steps. Between, rows of a batch take
+    different numbers, and slots that a token did not reach hold its last keys and values."""
+    model, prompts = decode_model(), [[5], [9], [33]]
+    for rule in ("latent", "kl", "second-order"):
+        how = {"steps": 12, "exit": rule}
+        assert torch.equal(decode(model, prompts, 20, exit_threshold=0.0, **how), decode(model, prompts, 20, steps=12))
+        assert torch.equal(decode(model, prompts, 20, exit_threshold=1e9, min_steps=4, **how),
+                           decode(model, prompts, 20, steps=4))
+    o = Decoding(exit="latent", exit_threshold=0.8)
+    with torch.inference_mode():
+        d = Decoder(model, 12, 3, 60, o)
+        seen = list(itertools.islice(adaptive(d, prompts, o, None, {0, 1, 2}), 60))
+    assert len({took for _, _, took in seen}) > 2
+    for i in range(3):
+        for position, took in enumerate([took for row, _, took in seen if row == i]):
+            keys = d.keys[1:-1, i, position].unflatten(0, (12, 2))
+            assert keys[took - 1].any() and keys[took:].eq(keys[took - 1]).all()
+
+
+def test_constant_memory():
+    """--kv N has the size of N slots whatever r is; with N >= r it is exact."""
+    model, prompts = decode_model(), [[5, 1, 2], [9]]
+    size = lambda r, kv: len(Decoder(model, r, 2, 30, Decoding(kv=kv)).keys)
+    assert (size(32, "full"), size(32, "last"), size(4, "last"), size(32, "3")) == (2 + 64, 2 + 2, 2 + 2, 2 + 6)
+    full = decode(model, prompts, 20, steps=6)
+    assert torch.equal(full, decode(model, prompts, 20, steps=6, kv="6")) and \
+        not torch.equal(full, decode(model, prompts, 20, steps=6, kv="last"))
+
+
+def test_int8_core_is_close():
+    """The recurrent block in 8 bits: every weight within half a step of 1/127 of its row's largest."""
+    model = decode_model().bfloat16()
+    before = {name: m.weight.float() for name, m in model.named_modules() if type(m) is Linear and name != "head"}
+    model.quantise_core()
+    for name, m in model.named_modules():
+        if isinstance(m, Int8Linear):
+            old, step = before[name], before[name].abs().amax(1, keepdim=True) / 127
+            assert (m.weight * step - old).abs().le(step / 2 * 1.001).all()
+            x = torch.randn(3, old.shape[1]).bfloat16()
+            torch.testing.assert_close(m(x).float(), x.float() @ old.T, atol=0.02, rtol=0.02)
+    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 9
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_compiled_products_of_few_rows(dtype):
+    """The sums that replace matrix products in compiled decoding equal float64's products, for 1 row to 5."""
+    layer = Linear(48, 40).to(dtype)
+    f = torch.compile(lambda x: layer(x), dynamic=False)
+    with torch.inference_mode():
+        for rows in (1, 4, 5):
+            x = torch.randn(1, rows, 48).to(dtype)
+            close = dict(atol=1e-6, rtol=1e-5) if dtype == torch.float32 else dict(atol=0, rtol=2**-7)
+            torch.testing.assert_close(f(x).double(), x.double() @ layer.weight.double().T, **close)
 
 
 def test_decoding_leaves_the_model_trainable():
@@ -1303,14 +1389,14 @@ def test_pick_follows_temperature_top_k_and_top_p():
     """Draws have softmax(logits / temperature)'s frequencies, cut to the top k and to the nucleus."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]].expand(20000, 4)
     rng = torch.Generator().manual_seed(0)
-    share = lambda *a: (pick(logits, *a, rng).bincount(minlength=4) / 20000)[[1, 3, 0, 2]]
+    share = lambda *a: (pick(logits, Decoding(*a), rng).bincount(minlength=4) / 20000)[[1, 3, 0, 2]]
     close = lambda a, b: torch.testing.assert_close(a, torch.tensor(b), atol=0.015, rtol=0)
     close(share(1.0, 0, 1.0), [0.5, 0.3, 0.15, 0.05])
     close(share(1.0, 2, 1.0), [0.625, 0.375, 0.0, 0.0])
     close(share(1.0, 0, 0.7), [0.625, 0.375, 0.0, 0.0])
     close(share(0.5, 0, 1.0), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365])
     for settings in ((0, 0, 1.0), (1e-40, 0, 1.0), (1.0, 1, 1.0), (1.0, 0, 1e-9)):  # all of them greedy
-        assert pick(logits[:5], *settings, rng).tolist() == [1] * 5
+        assert pick(logits[:5], Decoding(*settings), rng).tolist() == [1] * 5
 
 
 @needs_assets
