@@ -1289,7 +1289,7 @@ def test_batch_equals_alone(n_core):
         alone = [decode(model, [p], 20, seed=3, **how)[0].tolist() for p in prompts]
         assert decode(model, prompts, 10, seed=3, **how).tolist() == [row[:10] for row in alone]
         rows = [[] for _ in prompts]
-        for row, token, _ in generate(model, prompts, 20, None, lambda row, _: len(rows[row]) == limits[row], seed=3, **how):
+        for row, token, _ in generate(model, prompts, 20, ends=lambda row, _: len(rows[row]) == limits[row], seed=3, **how):
             rows[row].append(token)
         assert rows == [row[:n] for row, n in zip(alone, limits)]
 
@@ -1304,7 +1304,7 @@ def test_speculative_equals_plain(norm, steps, d, n):
 
 def test_speculative_sampling_keeps_the_distribution():
     """Pairs of tokens come as often as the model at r says, though the drafts are of another distribution."""
-    model, rows, settings = decode_model(vocab_size=6), 20000, dict(temperature=0.7, top_k=5)
+    model, rows, settings = decode_model(vocab_size=6), 8000, dict(temperature=0.7, top_k=5)
     with torch.no_grad():  # the noise of each position is given: decoding has one for all rows
         noise = model.initial_state(3, 1, [1_000_003 + i for i in range(3)])[:, 0]
         after = lambda steps, *ids: distribution(model(torch.tensor([ids]), steps=steps, state=noise[None, :len(ids)])[0]
