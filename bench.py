@@ -36,11 +36,11 @@ from dataclasses import replace
 import torch
 
 import train
-from data import WORDS
-from model import (LOGITS_AT_ONCE, Config, InputError, RecurrentLM, cli, find_checkpoint, load_config, read_json,
+from data import WORDS, Tokenizer
+from model import (LOGITS_AT_ONCE, Config, InputError, Linear, RecurrentLM, cli, find_checkpoint, load_config, read_json,
                    save_folder)
 from muon import Muon, newton_schulz
-from sample import check_device, generate
+from sample import Decoder, Decoding, check_device, generate, parse_steps
 from surgery import PRESETS, TINYLLAMA, export
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -59,6 +59,11 @@ def main():
     p.add_argument("--steps", default="1,2,4,8,16,32", help="recurrences r")
     p.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
     p.add_argument("--tokens", type=int, default=64, help="new tokens")
+    p.add_argument("--ways", default="", help="settings of sample.py, such as 'kv=last;draft_steps=4,draft_len=7;int8'; "
+                                              "nothing before the first semicolon: plain")
+    p.add_argument("--text", help="take prompts from this file, and measure the loss of what follows them")
+    p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--peer", action="store_true", help="also time transformers' Llama of as many layers, with its cache")
     p = sub.choices["train"]
     p.add_argument("--steps", default="0+4,24+8", help="n+k pairs: recurrences without and with gradient")
     p.add_argument("--context", type=int, default=256)
@@ -179,7 +184,7 @@ def bench_train(args):
 
     runs = [("nanoloop", pair, ours) for pair in pairs]
     if args.peer:
-        runs += [("transformers", (0, sum(pair)), llama(c, depth(pair), args, idx, targets)) for pair in pairs]
+        runs += [("transformers", (0, sum(pair)), peer_update(c, depth(pair), args, idx, targets)) for pair in pairs]
     print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak so far':>12s}")
     for name, pair, run in runs:
         update = functools.partial(run, pair)
@@ -262,15 +267,20 @@ def bench_muon(args):
     print(json.dumps({"matrices": len(named), "parameters": count, "device": args.device, "seconds": rows}))
 
 
-def llama(c, depth, args, idx, targets):
-    """The peer: an update of transformers' Llama of `depth` layers, random weights, on the same tokens."""
+def llama(c, depth, device):
+    """transformers' Llama of `depth` layers, random weights."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         raise InputError("--peer needs transformers: pip install transformers")
-    peer = LlamaForCausalLM(LlamaConfig(
+    return LlamaForCausalLM(LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=depth,
-        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim)).to(args.device)
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim)).to(device)
+
+
+def peer_update(c, depth, args, idx, targets):
+    """An update of llama() on the same tokens."""
+    peer = llama(c, depth, args.device)
     opt = torch.optim.AdamW(peer.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def update(pair):
@@ -285,27 +295,94 @@ def llama(c, depth, args, idx, targets):
 
 
 def bench_decode(args):
-    """Greedy decoding of random prompts: new tokens per second over all sequences, prefill included."""
-    steps = parse_list("--steps", args.steps, int)
-    if min(steps) < 0:
-        raise InputError(f"--steps {args.steps}: recurrences cannot be negative")
-    dtype = getattr(torch, args.dtype)
-    model, B = load(args, dtype), args.batch_size
-    result = headline(args, model, matmul_peak(args.device, dtype))
-    c = model.config
-    prompts = torch.randint(c.vocab_size, (B, args.prompt), generator=torch.Generator().manual_seed(0)).tolist()
-    print(f"{'r':>4s} {'tokens/s':>9s} {'range':>17s} {'cache a token':>14s} {'peak memory':>12s}")
-    for r in steps:
-        run = lambda: [None for _ in generate(model, prompts, args.tokens, r)]
+    """
+    Decoding of a prompt: new tokens per second over all rows, prefill included, against what the linear layers alone
+    would allow (torch's own products, one row after another for every recurrence) or, on a GPU, reading them would.
+    """
+    steps, dtype = parse_steps(args.steps), getattr(torch, args.dtype)
+    model, B = load(args, dtype).eval(), args.batch_size
+    result, c = headline(args, model, matmul_peak(args.device, dtype)), model.config
+    ids = torch.randint(c.vocab_size, (B * (args.prompt + args.tokens),), generator=torch.Generator().manual_seed(0)).tolist()
+    if args.text:
+        with open(args.text, encoding="utf-8") as f:
+            found = Tokenizer.load(model.folder).encode(f.read(100 * len(ids) + 100))  # a token is a character or more
+        if len(found) < len(ids):
+            raise InputError(f"{args.text}: has {len(found)} tokens, {len(ids)} are needed: give a longer one, or fewer --tokens")
+        ids = found[:len(ids)]
+    texts = torch.tensor(ids).view(B, -1)
+    prompts = texts[:, :args.prompt].tolist()
+    ways = [[pair.partition("=") for pair in filter(None, way.split(","))] for way in args.ways.split(";")]
+    ways = [{k: type(getattr(Decoding, k))(v) if getattr(Decoding, k, None) is not None else
+             float(v) if k == "exit_threshold" else v for k, _, v in way} for way in ways]
+    int8 = None
+    if any("int8" in way for way in ways):
+        int8 = load(args, dtype).eval()
+        int8.quantise_core()
+    limits, losses = {r: linear_limit(model, r, B, args) for r in steps}, {}
+    for m in filter(None, (model, int8) if not args.no_compile else ()):
+        m.compile_parts(dynamic=True)
+    print(f"{'r':>4s} {'':42s} {'tokens/s':>9s} {'range':>17s} {'of limit':>9s} {'cache a token':>14s} {'loss':>8s}")
+    for r, way in itertools.product(steps, ways):
+        options = {k: v for k, v in way.items() if k != "int8"}
+        if options.get("draft_steps", 0) >= r and "draft_steps" in options:
+            continue
+        m, took = int8 if "int8" in way else model, []
+
+        def run():
+            took[:] = [t for _, _, t in generate(m, prompts, args.tokens, r, **options)]
+
         t, fast, slow, _ = timed(run, args.repeat, args.device)
         rate = [B * args.tokens / x for x in (slow, t, fast)]
-        slots = c.n_prelude + r * c.n_core + c.n_coda
-        cache = 2 * slots * c.n_kv_head * c.head_dim * dtype.itemsize
-        result["rows"].append({"r": r, "tokens_per_s": rate[1], "range": rate[::2], "cache_bytes_per_token": cache,
-                               "peak_memory": peak_memory(args.device)})
-        print(f"{r:4d} {rate[1]:9,.1f} {rate[0]:8,.1f}-{rate[2]:8,.1f} {cache:8,d} bytes "
-              f"{peak_memory(args.device) / 2**20:8,.0f} MiB", flush=True)
+        slots = c.n_prelude + Decoder.count(options.get("kv", "full"), r) * c.n_core + c.n_coda
+        row = {"r": r, "way": way, "tokens_per_s": rate[1], "range": rate[::2], "of_limit": rate[1] / limits[r],
+               "cache_bytes_per_token": 2 * slots * c.n_kv_head * c.head_dim * dtype.itemsize,
+               "mean_steps": sum(took) / len(took), "peak_memory": peak_memory(args.device)}
+        if args.text and "draft_steps" not in way:  # drafts change nothing
+            row["loss"] = forced_loss(m, texts, args.prompt, r, options)
+        result["rows"].append(row)
+        name = ", ".join(f"{k}={v}" if v else k for k, v in way.items()) or "plain"
+        name += f" ({row['mean_steps']:.1f} steps)" if "exit" in way else ""
+        print(f"{r:4d} {name:42s} {rate[1]:9,.1f} "
+              f"{rate[0]:8,.1f}-{rate[2]:8,.1f} {row['of_limit']:9.0%} {row['cache_bytes_per_token']:8,d} bytes "
+              + (f"{row['loss']:8.4f}" if "loss" in row else ""), flush=True)
+    for r in steps if args.peer else ():
+        peer = llama(c, c.n_prelude + r * c.n_core + c.n_coda, args.device).to(dtype).eval()
+        ask = dict(attention_mask=torch.ones(B, args.prompt, device=args.device), do_sample=False, pad_token_id=0,
+                   min_new_tokens=args.tokens, max_new_tokens=args.tokens)
+        idx = texts[:, :args.prompt].to(args.device)
+        t, fast, slow, _ = timed(lambda: peer.generate(idx, **ask), args.repeat, args.device)
+        rate = [B * args.tokens / x for x in (slow, t, fast)]
+        result["rows"].append({"r": r, "name": "transformers", "tokens_per_s": rate[1], "range": rate[::2]})
+        print(f"{r:4d} {'transformers':42s} {rate[1]:9,.1f} {rate[0]:8,.1f}-{rate[2]:8,.1f} {rate[1] / limits[r]:9.0%}")
     print(json.dumps(result))
+
+
+@torch.inference_mode()
+def linear_limit(model, r, B, args):
+    """Tokens/s of the linear layers alone: run one by one, or on a GPU read once a token."""
+    weights = lambda part: [m.weight for m in part.modules() if isinstance(m, Linear)]
+    core = weights(model.core) + ([model.adapter.weight] if hasattr(model, "adapter") else [])
+    all_of_them = weights(model.prelude) + r * core + weights(model.coda) + [model.head.weight]
+    if args.device.startswith("cuda"):
+        x = torch.ones(1 << 30, device=args.device)
+        bandwidth = 2 * x.nbytes / timed(x.clone, 5, args.device)[0]
+        return B * bandwidth / sum(w.nbytes for w in all_of_them)
+    x = {w.shape[1]: torch.randn(B, w.shape[1], dtype=w.dtype) for w in all_of_them}
+    return B / timed(lambda: [torch.nn.functional.linear(x[w.shape[1]], w) for w in all_of_them], 5, args.device)[0]
+
+
+@torch.inference_mode()
+def forced_loss(model, texts, start, r, options):
+    """Mean loss of texts (B, T) from column `start` on, each token decoded from the true ones before it."""
+    o, (B, T), total = Decoding(**options), texts.shape, 0.0
+    d, texts = Decoder(model, r, B, T, o), texts.to(model.embed.weight.device)
+    for i in range(start, T):
+        if i == start:
+            logits = d.prefill(texts[:, :start].tolist())
+        else:
+            logits = d.step(texts[:, i - 1], torch.full_like(texts[:, 0], i - 1), i)
+        total += torch.nn.functional.cross_entropy(logits, texts[:, i]).item()
+    return total / (T - start)
 
 
 def bench_surgery(args):

@@ -186,7 +186,8 @@ class Attention(nn.Module):
             q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         q, k, v = rotate(q.transpose(1, 2), rope), rotate(k.transpose(1, 2), rope), v.transpose(1, 2)
         if kv is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.n_head != self.n_kv_head)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                               enable_gqa=self.n_head != self.n_kv_head)
         else:  # the query heads of one kv head stand as rows of one: the cache is read as it lies, not once per head
             k, v = (cached.transpose(1, 2) for cached in write_read(kv, k.transpose(1, 2), v.transpose(1, 2), *at))
             y = F.scaled_dot_product_attention(q.reshape(B, self.n_kv_head, -1, self.head_dim), k, v, attn_mask=mask)
@@ -271,13 +272,13 @@ class HeadLoss(torch.autograd.Function):
 
 class RecurrentLM(nn.Module):
     """
-    See the top of this file. Attributes: config; folder, where it was loaded from, or None; recompute: True keeps no
-    activations inside the recurrences and computes them once more in the backward pass.
+    See the top of this file. Attributes: config; folder, where it was loaded from, or None; compiled; recompute: True
+    keeps no activations inside the recurrences and computes them once more in the backward pass.
     """
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.folder, self.recompute, self._rope = config, None, False, None
+        self.config, self.folder, self.recompute, self.compiled, self._rope = config, None, False, False, None
         c = config
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
@@ -318,10 +319,15 @@ class RecurrentLM(nn.Module):
             x = block(x, rope, mask, cached, at)
         return self.norm_f(x)
 
-    def compile_parts(self):
-        """torch.compile the three parts, in place: the core once for all recurrences and every (n, k)."""
+    def compile_parts(self, dynamic=None):
+        """
+        torch.compile the three parts, in place: the core once for all recurrences and every (n, k). dynamic: True for
+        decoding, where lengths differ from call to call.
+        """
+        self.compiled = True
+        torch._dynamo.config.recompile_limit = 32  # one row, few rows, many; views of the cache or parts of it; drafts
         for part in ("run_prelude", "run_core", "run_coda"):
-            setattr(self, part, torch.compile(getattr(self, part)))
+            setattr(self, part, torch.compile(getattr(self, part), dynamic=dynamic))
 
     def quantise_core(self):
         """Weights of the recurrent block in int8, for decoding in bfloat16: half the memory to read a recurrence."""

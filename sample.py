@@ -92,8 +92,9 @@ class Decoder:
 
     def __init__(self, model, r, B, S, o):
         c, device, dtype = model.config, model.embed.weight.device, model.embed.weight.dtype
-        self.model, self.r, self.W, S = model, r, 0, -(-S // COLUMNS) * COLUMNS
-        self.slots = {"full": r, "last": min(r, 1)}.get(o.kv) if not o.kv.isdecimal() else min(r, int(o.kv))
+        # One more than fits: a view of all columns would be contiguous, and compiled code is for one or the other.
+        self.model, self.r, self.W, self.graphs, S = model, r, 0, {}, (S // COLUMNS + 2) * COLUMNS
+        self.slots = self.count(o.kv, r)
         shape = (c.n_prelude + self.slots * c.n_core + c.n_coda, B, S, c.n_kv_head, c.head_dim)
         try:  # zeros: what nobody sees yet is multiplied by zero, so it must be finite
             self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
@@ -108,6 +109,11 @@ class Decoder:
         if c.n_core and o.state == "noise":
             self.noise = model.initial_state(S, 1, [o.seed * 1_000_003 + i for i in range(S)])[:, 0].to(dtype)
         self.column, self.groups = torch.arange(max(S, B), device=device), c.n_head // c.n_kv_head
+
+    @staticmethod
+    def count(kv, r):
+        """Slots a layer of the core."""
+        return r if kv == "full" else min(r, 1 if kv == "last" else int(kv))
 
     def place(self, position, end, rows=None):
         """The next pass is of tokens at position (B, T), all below `end`; rows: those of the batch, by default all."""
@@ -156,6 +162,7 @@ class Decoder:
         """State (B, T, C) -> logits (B, T, V) float32"""
         return self.model.head(self.end(s)).float()
 
+    @torch.compiler.set_stance("force_eager")  # not worth half a minute: its products are as fast without compilation
     def prefill(self, prompts):
         """Lists of ids -> logits (B, V) float32 after the last id of each"""
         last = torch.tensor([len(p) - 1 for p in prompts], device=self.column.device)
@@ -169,6 +176,33 @@ class Decoder:
             out = torch.where((last >= start)[:, None], x, out)  # a later part holds the last token, or else zeros
         return self.model.head(out).float()
 
+    def step(self, token, position, end):
+        """A new token (B,) of every row, at position (B,), all below `end` -> logits (B, V) float32"""
+        if not (self.model.compiled and token.is_cuda):
+            return self.one_token(token, position, end)
+        key = -(-end // COLUMNS), len(token)
+        if key not in self.graphs:  # thousands of small kernels: recorded once, then launched as one
+            inputs, side = (token.clone(), position.clone()), torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):  # compiles, and lets libraries take their memory
+                    self.one_token(*inputs, end)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = self.one_token(*inputs, end)
+            self.graphs[key] = graph, inputs, out
+        graph, inputs, out = self.graphs[key]
+        for there, new in zip(inputs, (token, position)):
+            there.copy_(new)
+        graph.replay()
+        return out
+
+    def one_token(self, token, position, end):
+        self.place(position[:, None], end)
+        e, s = self.begin(token[:, None])
+        return self.logits(self.recur(s, e, 0, self.r))[:, -1]
+
     def fill(self, row, position, steps):
         """A token that stopped after `steps` recurrences has its last keys and values in the slots of the others."""
         first, n = self.model.config.n_prelude, self.model.config.n_core
@@ -178,7 +212,7 @@ class Decoder:
 
     def keep(self, rows):
         """Go on with these rows (a tensor of indices) of the batch only."""
-        self.keys, self.values, self.W = self.keys[:, rows], self.values[:, rows], 0
+        self.keys, self.values, self.W, self.graphs = self.keys[:, rows], self.values[:, rows], 0, {}
 
 
 def distribution(logits, o):
@@ -268,9 +302,7 @@ def plain(d, prompts, o, rng, live):
             return
         rows, token, position = thin(d, rows, live, token, position)
         end += 1
-        d.place(position[:, None], end)
-        e, s = d.begin(token[:, None])
-        logits = d.logits(d.recur(s, e, 0, d.r))[:, -1]
+        logits = d.step(token, position, end)
         position = position + 1
 
 
@@ -420,7 +452,7 @@ def load_model(folder, args):
             raise InputError("--int8: needs --dtype bfloat16 and a recurrent model")
         model.quantise_core()
     if args.compile:
-        model.compile_parts()
+        model.compile_parts(dynamic=True)
     return model, tokenizer
 
 
@@ -612,6 +644,8 @@ def main():
         if args.steps or args.exit or args.draft_steps or args.kv != "full":
             say("this is a feed-forward model: --steps, --exit, --draft_steps and --kv have no effect")
         steps = steps[:1]
+    elif args.draft_steps >= min(steps) and args.draft_steps:
+        raise InputError(f"--draft_steps {args.draft_steps}: drafts take fewer recurrences than --steps {min(steps)}")
     writer = Writer(model, tokenizer, args)
     if args.interactive:
         return interact(writer, steps)
