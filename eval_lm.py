@@ -105,9 +105,9 @@ class Harness(TemplateLM):
         """[(anything, context, continuation), ...] -> [(log-likelihood, is it the greedy one), ...] at .r."""
         keys, rows = [], []
         for _, context, continuation in requests:
-            if not 0 < len(continuation) <= self.max_length:
-                raise InputError(f"--tasks: one asks about {len(continuation)} tokens at once, the model's context takes 1 "
-                                 f"to {self.max_length}: leave it out")
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise InputError(f"--tasks: one asks about {len(continuation)} tokens after {len(context)}: a model takes 1 "
+                                 f"to {self.max_length} after at least 1: leave it out")
             kept = tuple(context + continuation)[-self.max_length - 1:]  # the last one is predicted, not read
             keys.append((kept[:-len(continuation)], tuple(continuation)))
         for context, x in sorted(set(keys) - self.answers.keys()):
