@@ -7,6 +7,7 @@ variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
 """
 import functools
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -2212,6 +2213,14 @@ def harness():
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: nothing to compare eval_lm.py with")
     import eval_lm
     return eval_lm
+
+
+def test_eval_lm_without_the_harness(monkeypatch):
+    """Where it is not installed eval_lm.py ends in one line that says how to get it."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "eval_lm", raising=False)
+    with pytest.raises(SystemExit, match="pip install lm_eval"):
+        importlib.import_module("eval_lm")
 
 
 def test_choices_in_one_row(corpus, tmp_path):
