@@ -7,6 +7,7 @@ variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
 """
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -2251,3 +2252,166 @@ def test_quick_run_end_to_end():
         assert result["n"] >= 100
     text = run("sample.py", "--steps", "32", "--tokens", "4")
     assert "tokens/s" in text
+
+
+# ---------------------------------------------------------------- losses and tasks over recurrences
+
+def test_eval_only(corpus, tmp_path, monkeypatch):
+    """--eval_only gives the losses of training's own validation, and float64's, on 1 and 2 ranks; nothing else changes."""
+    base = ["--context=26", "--micro_batch=8", "--compile=false", "--eval_rows=30", f"--data={corpus}/task"]
+    call(train.main, *RUN, *base, "--updates=2", f"--out_dir={tmp_path}/run", "--eval_steps=1,4")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    base += ["--eval_only", f"--init_from={tmp_path}/run", "--eval_steps=1,4"]
+    call(train.main, *base)
+    result = json.loads((tmp_path / "run" / "eval_loss_task.json").read_text())
+    with open(tmp_path / "run" / "log.jsonl") as f:
+        assert {str(x["steps"]): x["value"] for x in result["results"]} == json.loads([*f][-1])["val"]
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after.keys() - before.keys() == {tmp_path / "run" / "eval_loss_task.json"} and before.items() <= after.items()
+
+    model, rows = RecurrentLM.load(tmp_path / "run").double(), Shards(str(corpus / "task"), "val", 26)
+    idx, targets, number = rows.batch(0, 0, 0, 1, 30)
+    with torch.no_grad():
+        logits = model.trajectory(idx, [4], state=model.initial_state(30, 26, number.tolist()))[4].double()
+    loss = torch.nn.functional.cross_entropy(logits[targets != -100], targets[targets != -100], reduction="none")
+    x = result["results"][1]
+    assert (x["steps"], x["n"], x["metric"]) == (4, len(loss), "loss") and abs(x["perplexity"] - math.exp(x["value"])) < 1e-9
+    assert abs(x["value"] - loss.mean()) < 1e-5 and abs(x["standard_error"] - loss.std() / len(loss) ** 0.5) < 1e-5
+
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *base, f"--out_dir={tmp_path}/two")
+    two = json.loads((tmp_path / "two" / "eval_loss_task.json").read_text())["results"]
+    assert all(abs(a[key] - b[key]) < 1e-6 for a, b in zip(two, result["results"], strict=True) for key in ("value", "n"))
+
+    held = os.open(tmp_path / "run", os.O_RDONLY)  # as by a run at work
+    train.fcntl.flock(held, train.fcntl.LOCK_EX)
+    for folder in ("run", "run/step_000002"):
+        assert "--out_dir" in refusal(train.main, *base, f"--init_from={tmp_path}/{folder}")
+    os.close(held)
+    small(vocab_size=17).save(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.model").write_bytes(b"other")
+    assert "tokenizer" in refusal(train.main, *base, f"--init_from={tmp_path}/other")
+    assert "--init_from" in refusal(train.main, *base[:-2])
+    assert "eval_steps" in refusal(train.main, *base, "--eval_steps=-1,4")
+
+
+def harness():
+    """eval_lm, where lm-evaluation-harness is installed."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: nothing to compare eval_lm.py with")
+    import eval_lm
+    return eval_lm
+
+
+def test_eval_lm_without_the_harness(monkeypatch):
+    """Where it is not installed eval_lm.py ends in one line that says how to get it."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "eval_lm", raising=False)
+    with pytest.raises(SystemExit, match="pip install lm_eval"):
+        importlib.import_module("eval_lm")
+
+
+def test_choices_in_one_row(corpus, tmp_path):
+    """Choices that share a context in one row have the log-likelihoods that each has alone, at every r, from one pass."""
+    eval_lm, rng = harness(), np.random.default_rng(0)
+    small(vocab_size=17, context=40).save(tmp_path / "m", tokenizer=str(corpus / "tokenizer"))
+    model = RecurrentLM.load(tmp_path / "m").double()
+    ids = lambda n: rng.integers(0, 17, n).tolist()
+    requests = []
+    for _ in range(12):
+        context = ids(rng.integers(1, 30))
+        requests += [(None, context, ids(n)) for n in rng.integers(1, 9, rng.integers(1, 5))]
+    requests += [(None, ids(60), ids(3)), (None, ids(5), ids(40))]  # too long: cut from the left
+    for state in ("noise", "zero"):
+        lm = eval_lm.Harness(tmp_path / "m", [0, 1, 3, 6], batch_size=3, state=state, seed=5)
+        s0 = model.initial_state(40, 1, [5 * 1_000_003 + i for i in range(40)])[:, 0] * (state == "noise")
+        for lm.r in lm.steps:
+            for (_, context, x), (likelihood, greedy) in zip(requests, lm._loglikelihood_tokens(requests), strict=True):
+                row = torch.tensor([(context + x)[-41:]])
+                with torch.no_grad():
+                    logits = model(row[:, :-1], steps=lm.r, state=s0[None, :row.shape[1] - 1])[0][0, -len(x):].double()
+                assert abs(logits.log_softmax(-1)[range(len(x)), x].sum() - likelihood) < 1e-4
+                assert greedy == (logits.argmax(-1).tolist() == x)
+            if lm.r == 0:
+                tokens = lm.tokens
+        assert lm.tokens == tokens < sum(len(c[-40:]) + len(x) for _, c, x in requests)
+        alone = eval_lm.Harness(tmp_path / "m", 3, batch_size=3, state=state, seed=5)
+        lm.r = 3
+        assert alone._loglikelihood_tokens(requests) == lm._loglikelihood_tokens(requests)
+
+
+TASKS = {"choice": """
+output_type: multiple_choice
+doc_to_text: "{{query}}"
+doc_to_target: gold
+doc_to_choice: choices
+num_fewshot: 1
+fewshot_split: test
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true},
+              {metric: acc_norm, aggregation: mean, higher_is_better: true}]
+""", "text": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{query}} {{choices | join(' ')}}{{query * (9 if gold == 0 else 1)}}"
+metric_list: [{metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
+""", "answer": """
+output_type: generate_until
+doc_to_text: "{{query}}"
+doc_to_target: "{{choices[gold]}}"
+generation_kwargs: {until: ["\\n", "."], max_gen_toks: 16}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""}
+
+
+@needs_assets
+def test_harness_scores_are_its_own_models(tmp_path, monkeypatch, capsys):
+    """On an untouched parent every answer is that of the harness's HFLM with transformers: likelihoods within 1e-4, texts,
+    and the scores to the last digit; eval_lm.py prints and writes them."""
+    eval_lm = harness()
+    for package in ("accelerate", "transformers"):
+        pytest.importorskip(package, reason=f"HFLM needs {package}")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
+    # The harness's own tasks stay out: to index them takes seconds.
+    monkeypatch.setattr(eval_lm, "TaskManager", functools.partial(eval_lm.TaskManager, include_defaults=False))
+    with open(shared("assets", "choice", "arc_easy.jsonl"), encoding="utf-8") as f:
+        (tmp_path / "q.jsonl").write_text("".join(f.readlines()[:12]), encoding="utf-8")
+    for name, text in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(
+            f"task: nanoloop_{name}{text}test_split: test\ndataset_path: json\n"
+            f"dataset_kwargs: {{data_files: {{test: {tmp_path}/q.jsonl}}, cache_dir: {tmp_path}/cache}}\n")
+    call(surgery.main, shared("assets", "stories260K"), tmp_path / "m", "--feed-forward")
+    names = [f"nanoloop_{name}" for name in TASKS]
+    call(eval_lm.main, "--model", tmp_path / "m", "--tasks", ",".join(names), "--include_path", tmp_path, "--limit", "12")
+    printed = capsys.readouterr().out
+    file, = (tmp_path / "m").glob("eval_*.json")
+    result = json.loads(file.read_text())["results"]
+    assert all(f"{x['value']:#.4g}" in printed for x in result) and {x["n"] for x in result} == {12}
+
+    for flags, words in ((("--tasks", "nope"), "nope"), (("--steps", "1,-2"), "--steps"), (("--limit", "0"), "--limit"),
+                         (("--out", tmp_path / "no" / "x"), "--out"), (("--model", tmp_path / "no"), "no such folder")):
+        assert words in refusal(eval_lm.main, "--model", tmp_path / "m", "--tasks", names[0], *flags)
+
+    theirs, tokenizers = oracle("stories260K"), pytest.importorskip("tokenizers")
+    theirs.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    theirs.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0)])
+    theirs = HFLM(shared("assets", "stories260K"), device="cpu", dtype="float32", batch_size=8, max_length=512, tokenizer=(
+        PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<s>", eos_token="</s>", unk_token="<unk>")))
+    ours = eval_lm.Harness(tmp_path / "m", [7])
+    tasks, answers = eval_lm.load_tasks(names, str(tmp_path)), {}
+    for lm in (ours, theirs):
+        lm.steps = [0]
+        answers[lm] = eval_lm.evaluate(lm, tasks, 12), [
+            (x.args, x.resps[0]) for task in tasks["tasks"].values() for x in task.instances]
+        pairs = [("", " Once"), ("Once upon a time ", "there was"), ("</s>", " Once"), ("Once " * 400, "upon a"), ("a", "b")]
+        answers[lm] += [(x, y) for x, y in zip(pairs, lm.loglikelihood([SimpleNamespace(args=x) for x in pairs]))],
+    assert answers[ours][0] == result
+    for a, b in zip(*(x[0] for x in answers.values()), strict=True):
+        assert a == b or a["metric"] == "byte_perplexity" and abs(a["value"] / b["value"] - 1) < 1e-6
+    kinds = set()
+    for (asked, a), (same, b) in zip(*(x[1] + x[2] for x in answers.values()), strict=True):
+        a, b = ((x, None) if isinstance(x, float) else x for x in (a, b))
+        kinds.add(type(a))
+        close = lambda x, y: abs(x - y) < max(1e-4, 3e-7 * abs(y))  # float32's rounding, where a text sums up to -3000
+        assert asked == same and (a == b if isinstance(a, str) else close(a[0], b[0]) and a[1] == b[1]), (asked, a, b)
+    assert kinds == {tuple, str}

@@ -4,6 +4,7 @@ The training loop: pretraining, healing and task training of recurrent and ordin
     python train.py --config=config/tiny.toml                              one process
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand
+    python train.py --eval_only --init_from=DIR --data=SHARDS --eval_steps=1,4,32      a checkpoint's losses, no training
 
 What is unusual: an update draws its number of recurrences, r = n + k, from a heavy-tailed distribution whose
 mean follows a curriculum; only the last k carry gradient. All randomness (rows, recurrences, initial states) is
@@ -34,11 +35,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from data import open_data, tiny
-from model import (TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint, open_safetensors, read_json,
-                   save_folder, write_json)
+from model import (LOGITS_AT_ONCE, TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint,
+                   open_safetensors, read_json, save_folder, write_json, write_result)
 from muon import Muon
 
 TINY = "out/tiny/data"  # the embedded corpus, made when it is missing
@@ -94,11 +96,12 @@ class Settings:
     max_minutes: float = 0.0       # save and stop before so much time has passed (0: no limit)
     max_skips: int = 10            # updates in a row with a loss or gradient that is not finite: more end the run
     dry_run: bool = False          # print what the run would be and need, without its weights
+    eval_only: bool = False        # validation loss and perplexity of init_from, as JSON in out_dir (default: init_from)
 
 
 # May differ between the parts of a resumed run: they leave the weights alone, but for rounding.
 FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile",
-        "recompute", "max_minutes", "max_skips", "dry_run"}
+        "recompute", "max_minutes", "max_skips", "dry_run", "eval_only"}
 MAY_BE_ZERO = {"n_prelude", "n_core", "n_coda", "seed"}  # of the integers
 FRACTIONS = {"curriculum_warmup", "backprop_warmup", "warmup", "cooldown"}
 CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "curriculum": ("linear", "1-sqrt", "none"),
@@ -132,7 +135,7 @@ def read_settings(argv):
         for k, v in file.items():
             put(k, v, value)
     s = Settings(**values)
-    for key in ("out_dir", "data"):
+    for key in ("init_from" if s.eval_only else "out_dir", "data"):
         if not getattr(s, key):
             raise InputError(f"--{key}: is not set: give a folder, by --config=config/NAME.toml for instance")
     for key, allowed in CHOICES.items():
@@ -415,13 +418,15 @@ def train(s, run):
         tiny(TINY)
     run.wait()
     accumulate, B = split_batch(s, world)
-    rows, val_rows = (open_data(s.data, split, s.context) for split in ("train", "val"))
+    rows, val_rows = (open_data(s.data, split, s.context) for split in ("val" if s.eval_only else "train", "val"))
 
     # Model: from our newest checkpoint, which needs no other, from another run or surgery, or from scratch.
     before, start = {"tokens": 0, "flops": 0}, 0  # spent since surgery, over all stages: what match_* reads
-    if rank == 0 and os.path.isdir(s.out_dir):
-        run.lock(s.out_dir)
-    folder, progress = resume_folder(s, rows.fingerprint())
+    s.out_dir = s.out_dir or s.init_from  # of eval_only
+    owner = re.sub(r"/step_\d+/*$", "", s.out_dir) if s.eval_only else s.out_dir  # the run at work on it, if any
+    if rank == 0 and os.path.isdir(owner):
+        run.lock(owner)
+    folder, progress = (None, None) if s.eval_only else resume_folder(s, rows.fingerprint())
     if source := folder or s.init_from:
         model = RecurrentLM.load(source, dtype=torch.float32)
         if folder:
@@ -441,17 +446,19 @@ def train(s, run):
                          f"{c.vocab_size - 1}: prepare the data with the tokenizer of {s.init_from}")
     if s.context > c.context:
         raise InputError(f"--context={s.context}: {s.init_from} was made for at most {c.context} tokens")
-    c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth
     per_update = s.batch_size * s.context
-    if not folder:
-        match_updates(s, model.flops_per_token())
+    if not s.eval_only:
+        c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth
+        if not folder:
+            match_updates(s, model.flops_per_token())
     for file in TOKENIZER_FILES:
         ours, theirs = os.path.join(rows.folder, file), os.path.join(model.folder or rows.folder, file)
         if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
             raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, s.dtype))  # with bfloat16 the float32 weights live on in the optimizer
-    opt = Muon(model.named_parameters(), s.lr, s.adam_lr, s.weight_decay, s.optimizer, masters, rank, world, run.group)
+    opt = None if s.eval_only else Muon(model.named_parameters(), s.lr, s.adam_lr, s.weight_decay, s.optimizer, masters,
+                                        rank, world, run.group)
     del masters
     if folder:
         load_optimizer(folder, opt, start - progress.get("skipped", 0))
@@ -474,20 +481,28 @@ def train(s, run):
 
     @torch.no_grad()
     def validate():
-        """Mean validation loss at each recurrence of eval_steps."""
+        """Validation loss at each recurrence of eval_steps: {r: (mean, its standard error, number of labels)}."""
         B_val = min(B, val_rows.rows // world)
         if B_val == 0:
             raise InputError(f"{s.data}: its validation split has {val_rows.rows} rows of {s.context} tokens, fewer than "
                              "processes: prepare it with a larger --val")
-        depths = s.eval_steps if c.n_core else [0]
-        sums = torch.zeros(len(depths) + 1, device=device, dtype=torch.float64)
-        for i in range(math.ceil(min(s.eval_rows, val_rows.rows) / (B_val * world))):
-            idx, targets, state = inputs(0, *val_rows.batch(0, i, rank, world, B_val))
+        depths, limit = s.eval_steps if c.n_core else [0], min(s.eval_rows, val_rows.rows)
+        sums = torch.zeros(len(depths), 3, device=device, dtype=torch.float64)
+        model.finish = functools.partial(moments, model)  # trajectory()'s last step, for now: not the mean alone
+        for i in range(math.ceil(limit / (B_val * world))):
+            idx, targets, number = val_rows.batch(0, i, rank, world, B_val)
+            targets[torch.from_numpy(number >= limit)] = -100  # what the last batch has too many
+            idx, targets, state = inputs(0, idx, targets, number)
             losses = model.trajectory(idx, depths, targets, state)
-            count = (targets != -100).sum().double()
-            sums += torch.stack([losses[r] * count for r in depths] + [count])
-        sums = run.sum(sums)
-        return {r: (sums[j] / sums[-1]).item() for j, r in enumerate(depths)}
+            sums += torch.stack([losses[r] for r in depths])
+        del model.finish
+        n, total, squares = run.sum(sums).T
+        n = n.clamp(min=1)  # without a label the loss is 0, as model.py has it
+        error = ((squares - total**2 / n).clamp(min=0) / (n - 1).clamp(min=1) / n).sqrt()
+        return dict(zip(depths, zip((total / n).tolist(), error.tolist(), n.long().tolist())))
+
+    if s.eval_only:
+        return evaluate(s, run, model, val_rows, validate)
 
     # Say what was decided.
     n = model.num_params()
@@ -513,8 +528,8 @@ def train(s, run):
     def report(u):
         losses = validate()
         say(f"update {u:5d}/{s.updates}  validation loss  " + "  ".join(
-            f"r={r}: {x:.4f}" if c.n_core else f"{x:.4f}" for r, x in losses.items()), flush=True)
-        log({"update": u, "val": losses})
+            f"r={r}: {x:.4f}" if c.n_core else f"{x:.4f}" for r, (x, _, _) in losses.items()), flush=True)
+        log({"update": u, "val": {r: x for r, (x, _, _) in losses.items()}})
 
     # What an update costs, for the time left: the curriculum makes late updates dearer.
     flops = functools.cache(lambda n, k: model.flops_per_token((n, k)))
@@ -605,6 +620,35 @@ def train(s, run):
             signal.signal(sig, handler)
     say(f"done: {s.out_dir}/step_{s.updates:06d}, {spent['tokens']:,} tokens and {spent['flops']:.3g} FLOPs since surgery, "
         f"{time.time() - clock:.0f} s")
+    return 0
+
+
+def moments(model, x, rope, targets):
+    """model.finish() for standard errors: number, sum and sum of squares of the labels' losses, (3,) float64."""
+    keep, rows = targets.flatten() != -100, max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    x, targets = (t.flatten(0, 1)[keep].split(rows) for t in (model.run_coda(x, rope), targets))
+    losses = torch.cat([F.cross_entropy(model.head(a).float(), b, reduction="none") for a, b in zip(x, targets)]).double()
+    return torch.stack([keep.sum().double(), losses.sum(), losses.square().sum()])
+
+
+def evaluate(s, run, model, rows, validate):
+    """
+    eval_only: a table of loss and perplexity over recurrences, also as out_dir/eval_loss_DATA.json. The standard errors
+    take labels for independent; those of one text are not, so the truth is larger.
+    """
+    name = "+".join(os.path.basename(os.path.normpath(re.sub(r":\d+$", "", part))) for part in s.data.split(","))
+    path, count, began = os.path.join(s.out_dir, f"eval_loss_{name}.json"), min(s.eval_rows, rows.rows), time.time()
+    run.say(f"{model.folder}: {count:,} validation rows of {s.context} tokens of {s.data}, {s.dtype}, {run.device}\n"
+            f"{'r':>5}  {'loss':>7} {'± s.e.':>7}  {'perplexity':>10}  {'labels':>9}", flush=True)
+    table = [{"steps": r, "metric": "loss", "value": x, "standard_error": e, "n": n, "perplexity": math.exp(min(x, 700))}
+             for r, (x, e, n) in validate().items()]
+    for x in table:
+        run.say(f"{x['steps'] if model.config.n_core else '-':>5}  {x['value']:7.4f} ±{x['standard_error']:6.4f}  "
+                f"{x['perplexity']:10.3f}  {x['n']:9,}")
+    if run.rank == 0:
+        os.makedirs(s.out_dir, exist_ok=True)
+        write_result(path, "train", model, s.data, table, time.time() - began, count * s.context, context=s.context)
+    run.say(path)
     return 0
 
 
