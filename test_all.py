@@ -30,13 +30,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import answers
 import bench
 import data
+import eval_gsm8k
 import muon
 import surgery
 import train
+from answers import STOPS, cut, flexible_extract, is_correct, make_prompt, strict_extract
 from data import Shards, Tokenizer, download, prepare, tiny
-from eval_gsm8k import STOPS, answer_batch, cut, flexible_extract, is_correct, make_prompt, strict_extract
+from eval_gsm8k import answer_batch
 from model import Config, InputError, RecurrentLM, save_folder, whole_folder
 from muon import Muon, newton_schulz
 from sample import generate, newest_checkpoint, pick, stream
