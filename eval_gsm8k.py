@@ -110,8 +110,8 @@ def gather(path, settings, overwrite=False):
         if overwrite:
             continue
         if other := [key for key in settings if key != "model" and there and there.get(key) != settings[key]]:
-            words = (key if len(str(settings[key])) > 40 else f"{key} ({there.get(key)}, not {settings[key]})" for key in other)
-            raise InputError(f"{file}: holds answers with another {', '.join(words)}: name another file with --out, or "
+            other = [key if len(str(settings[key])) > 40 else f"{key} ({there.get(key)}, not {settings[key]})" for key in other]
+            raise InputError(f"{file}: holds answers with another {', '.join(other)}: name another file with --out, or "
                              "replace them with --overwrite")
         answers = found | answers
     answers = dict(sorted(answers.items()))
