@@ -69,6 +69,8 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, seed, stat
 
 # -------------------------------------------------------------------- the file of answers
 
+OPENING = b'{"script": "eval_gsm8k"'
+
 def settings_of(args, model):
     """What decides an answer: a file holds answers of one such dict. Ways of decoding belong here."""
     digest = {}
@@ -87,15 +89,17 @@ def read_answers(path):
     that ends before them. InputError for another file, or a broken line.
     """
     with open(path, "rb") as f:
-        *lines, _ = f.read().split(b"\n")
+        text = f.read()
+    if text[:len(OPENING)] != OPENING[:len(text)]:
+        raise InputError(f"{path}: is something else than a file of answers: name another with --out")
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):
         try:
             rows.append(dict(json.loads(line)))
-            if (rows[0].get("script") != "eval_gsm8k") if number == 1 else not {"steps", "index"} <= rows[-1].keys():
-                raise ValueError("not a line of eval_gsm8k.py")
+            if number > 1 and not {"steps", "index"} <= rows[-1].keys():
+                raise ValueError("no answer")
         except (ValueError, TypeError) as e:
-            raise InputError(f"{path}:{number}: is no file of answers, or damaged ({e}): name another with --out")
+            raise InputError(f"{path}:{number}: is damaged ({e}): mend the line, or name another file with --out")
     return (rows or [{}])[0], {(row["steps"], row["index"]): row for row in rows[1:]}
 
 
@@ -198,7 +202,7 @@ def read_run(path):
         raise InputError(f"{path}: is no summary that eval_gsm8k.py wrote")
     answers_path = os.path.splitext(path)[0] + ".jsonl"
     settings, answers = read_answers(answers_path)
-    if any(settings.get(key) != summary[key] for key in ("weights_sha256", "data_sha256", "template", "seed")):
+    if any(settings.get(key) != summary.get(key) for key in ("weights_sha256", "data_sha256", "template", "seed")):
         raise InputError(f"{answers_path}: holds another run than {path}: evaluate again")
     steps = sorted({row["steps"] for row in summary["results"]})
     by_r = {r: [answer for (r_, _), answer in sorted(answers.items()) if r_ == r][:summary["n"]] for r in steps}
