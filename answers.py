@@ -102,7 +102,7 @@ def read_questions(path, task, limit=None):
                 left_out += 1
             else:
                 rows.append({"index": index, "question": question, "gold": gold}
-                            | {key: row[key] for key in ("difficulty",) if key in row})
+                            | ({"difficulty": row["difficulty"]} if "difficulty" in row else {}))
             index += 1
     if not rows:
         raise InputError(f"{path}: holds no questions: is it the right file?")
@@ -218,8 +218,8 @@ def math_extract(text):
     """The answer in an output: see the top; INVALID where there is none."""
     if boxed := last_boxed(text):
         return boxed
-    before, *_, after = ("", *re.split(r"(?i)the (?:final )?answer is|final answer", text))
-    line = after.strip(" :\n").partition("\n")[0] if after != text else ""
+    _, *after = re.split(r"(?i)the (?:final )?answer is|final answer", text)
+    line = after[-1].strip(" :\n").partition("\n")[0] if after else ""
     return re.split(r"\.(?:\s|$)| I hope", line)[0].strip() or INVALID
 
 
@@ -235,7 +235,9 @@ REWRITES = (  # in this order; what is left is without spaces, and \frac and \sq
     (r"\\ ", " "), (r"\{,\}", ","), (r"\\?%|\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\degree|°", ""),
     (WRAPPER + r"\{\s*(?:and|or)\s*\}", ","),
     (r"(?<=[\w})])\s*" + WRAPPER + r"\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", ""),  # behind something: a unit; alone: the answer
-    (WRAPPER + r"\{([^{}]*)\}", r"\1"), (rf"(?<=[\d}}i])\s*(?:{UNITS}\s*)+(?:\^\{{?\d\}}?)?\s*$", ""),
+    (WRAPPER + r"\{([^{}]*)\}", r"\1"),
+    # a unit in plain letters, behind a digit, a brace or \pi
+    (rf"(?<=[\d}}i])\s*(?:{UNITS}\s*)+(?:\^\{{?\d\}}?)?\s*$", ""),
     (r"\\[dtc]frac", r"\\frac"), (r"\\frac\s*(\d)", r"\\frac{\1}"), (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
     (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"), (r"\\cup(?![a-z])", "∪"), (r"\\pm(?![a-z])", "±"), (r"\\in(?![a-z])", "="),
     (r"\\(?:cdot|times)(?![a-z])", "*"), (r"\\[{}]", ""), (r"\s+", ""), (r"(?<!\d)\*|\*(?!\d)", ""),

@@ -478,8 +478,8 @@ def read_curves(args):
     results, curves, flats, hard = [read_json(path) for path in args.results], {}, {}, {}
     for path, result in zip(args.results, results):
         rows = result.get("results")
-        kinds = [type(result.get(key)) for key in ("model", "config", "results")] == [str, dict, list]
-        if not (kinds and rows and all(isinstance(row, dict) and {"steps", "metric", "value"} <= row.keys() for row in rows)):
+        kinds, wanted = [type(result.get(key)) for key in ("model", "config", "results")], {"steps", "metric", "value"}
+        if kinds != [str, dict, list] or not rows or not all(isinstance(x, dict) and wanted <= x.keys() for x in rows):
             raise InputError(f"{path}: holds no results: give files that eval_gsm8k.py wrote, or another measuring script")
     metric = args.metric or results[0]["results"][0]["metric"]
     folders = [os.path.normpath(result["model"]) for result in results]

@@ -83,6 +83,15 @@ def settings_of(args, model):
             "math_verify": version("math_verify") if args.task == "math500" and math_verify else None}
 
 
+@contextlib.contextmanager
+def writing(path):
+    """A full disk ends in one line; what has been written is whole but for its last line, which read_answers() cuts."""
+    try:
+        yield
+    except OSError as e:
+        raise InputError(f"{path}: cannot be written ({e}): make room, and the same command goes on where it was")
+
+
 def read_answers(path):
     """
     (settings, {(r, index): answer}) of a file of answers, without a half-written last line; settings: {} of a file
@@ -114,14 +123,15 @@ def gather(path, settings, overwrite=False):
         if overwrite:
             continue
         if other := [key for key in settings if key != "model" and there and there.get(key) != settings[key]]:
-            other = [key if len(str(settings[key])) > 40 else f"{key} ({there.get(key)}, not {settings[key]})" for key in other]
-            raise InputError(f"{file}: holds answers with another {', '.join(other)}: name another file with --out, or "
-                             "replace them with --overwrite")
+            what = ", ".join(key + (f" ({there.get(key)}, not {settings[key]})" if len(str(settings[key])) < 40 else "")
+                             for key in other)
+            raise InputError(f"{file}: holds answers with another {what}: name another file with --out, or replace them "
+                             "with --overwrite")
         answers = found | answers
     answers = dict(sorted(answers.items()))
     new = f"{path}.tmp-{os.getpid()}"
     try:
-        with open(new, "w", encoding="utf-8") as f:
+        with writing(path), open(new, "w", encoding="utf-8") as f:
             f.writelines(json.dumps(row) + "\n" for row in (settings, *answers.values()))
         os.replace(new, path)
     finally:
@@ -333,7 +343,8 @@ def main():
     goal = {r: len(here[r]) + sum((r, rows[i]["index"]) not in answers for r_, batch in todo if r_ == r for i in batch)
             for r in args.steps}  # of this process
     work, done, tokens, reported, started = sum(len(b) * layers[r] for r, b in todo), 0, 0, 0, time.perf_counter()
-    with open(f"{answers_path}.part{rank}" if rank else answers_path, "a", encoding="utf-8") as f:
+    own = f"{answers_path}.part{rank}" if rank else answers_path
+    with writing(own), open(own, "a", encoding="utf-8") as f:
         if rank:
             f.write(json.dumps(settings) + "\n")
         for r, batch in todo:
