@@ -6,7 +6,7 @@ Measure a training step and decoding, and draw results.
     python bench.py muon                      an optimizer step: ours, torch's Muon, the official formula in a loop
     python bench.py decode --steps 1,4,32     tokens/s over r, against the memory that a token takes
     python bench.py surgery                   TinyLlama's true shape, random weights: memory and time against a plain copy
-    python bench.py plot A.json B.json        accuracy over r and by difficulty, with error bars
+    python bench.py plot A.json B.json        accuracy or loss over r, FLOPs or updates, with error bars
 
 Without --model both measure a 27.3M-parameter Llama of shape (2,4,2) with random weights; a token's
 speed does not depend on the weights' values. Every figure is the median of repeated runs after a
@@ -79,7 +79,10 @@ def main():
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     p.add_argument("--repeat", type=int, default=3, help="timed runs")
     p = sub.add_parser("plot")
-    p.add_argument("results", nargs="+", metavar="RESULT.json", help="written by eval_gsm8k.py")
+    p.add_argument("results", nargs="+", metavar="RESULT.json", help="written by a script that measures a model")
+    p.add_argument("--x", choices=("steps", "flops", "train"), default="steps",
+                   help="over recurrences (default), FLOPs of a token, or updates of the training, a result a checkpoint")
+    p.add_argument("--metric", help="which of the results; default: the first of the first file")
     p.add_argument("--labels", help="comma-separated names, one a file")
     p.add_argument("--out", default="accuracy.png", help=".png or .svg (needs matplotlib; else a text chart is printed)")
     args = parser.parse_args()
@@ -529,55 +532,116 @@ def plan(s, c, ranks=1, say=print):
 
 # ---------------------------------------------------------------- drawing
 
-def plot(args):
-    """Accuracy over r (feed-forward models as lines) and by difficulty, of results on the same questions."""
-    results = [read_json(path) for path in args.results]
+def token_flops(config, r):
+    """FLOPs of a new token at r: 2 per parameter that it meets, once a recurrence in core and adapter; no attention."""
+    n = RecurrentLM.empty(config).num_params()
+    return 2 * (n["prelude"] + r * (n["core"] + n["adapter"]) + n["coda"] + config.vocab_size * config.n_embd)
+
+
+def updates_of(folder):
+    """The updates after which a checkpoint was saved: its name's, step_N, or its train.json's; None of one never trained."""
+    if match := re.fullmatch(r"step_(\d+)", os.path.basename(folder)):
+        return int(match[1])
+    path = os.path.join(folder, "train.json")
+    return read_json(path).get("update") if os.path.exists(path) else None
+
+
+def read_curves(args):
+    """
+    (title, curves, flats, hard) of the files: curves {label: sorted [(x, value, standard error)]}; flats {label: (value,
+    standard error)}, what has no x: a feed-forward model has no r, and an untouched one no updates; hard {label: {"label,
+    r = 4": [(difficulty, value, standard error)]}}.
+    """
+    results, curves, flats, hard = [read_json(path) for path in args.results], {}, {}, {}
     for path, result in zip(args.results, results):
-        if result.get("script") != "eval_gsm8k" or not result.get("results"):
-            raise InputError(f"{path}: holds no results: give files that eval_gsm8k.py wrote")
-        for row in result["results"]:  # difficulties are the x axis: what is no number has no place there
-            row["by_difficulty"] = {int(d): v for d, v in row.get("by_difficulty", {}).items() if d.isdecimal()}
-    if os.path.splitext(args.out)[1] not in (".png", ".svg"):
-        raise InputError(f"--out {args.out}: write .png or .svg")
-    labels = args.labels.split(",") if args.labels else [
-        os.path.basename(os.path.normpath(result["model"])) for result in results]
+        rows = result.get("results")
+        kinds, wanted = [type(result.get(key)) for key in ("model", "config", "results")], {"steps", "metric", "value"}
+        if kinds != [str, dict, list] or not rows or not all(isinstance(x, dict) and wanted <= x.keys() for x in rows):
+            raise InputError(f"{path}: holds no results: give files that eval_gsm8k.py wrote, or another measuring script")
+    metric = args.metric or results[0]["results"][0]["metric"]
+    folders = [os.path.normpath(result["model"]) for result in results]
+    runs = [os.path.dirname(f) if re.fullmatch(r"step_\d+", os.path.basename(f)) else f for f in folders]
+    labels = args.labels.split(",") if args.labels else [os.path.basename(run) for run in runs]
     if len(labels) != len(results):
         raise InputError(f"--labels: {len(labels)} names for {len(results)} files")
+    if not args.labels and args.x != "train" and len(set(labels)) < len(labels):
+        labels = [os.path.relpath(folder, os.path.commonpath(folders)) if len(set(folders)) > 1 else path
+                  for folder, path in zip(folders, args.results)]
+    for path, result, folder, label in zip(args.results, results, folders, labels):
+        try:
+            config, rows = Config(**result["config"]), [row for row in result["results"] if row["metric"] == metric]
+        except TypeError as e:
+            raise InputError(f"{path}: its config is not of this version's models ({e}): measure again")
+        if not rows:
+            has = ", ".join(dict.fromkeys(row["metric"] for row in result["results"]))
+            raise InputError(f"{path}: holds no {metric}, but {has}: choose with --metric")
+        updates = updates_of(folder) if args.x == "train" else None
+        if args.x == "train" and updates is None and config.n_core:
+            raise InputError(f"{path}: its model {folder} is no step_N and has no train.json: it has no place on --x train")
+        for row in rows:
+            name = f"{label}, {row['task']}" if "task" in row else label  # a file of several tasks
+            value = row["value"], row.get("standard_error") or 0.0
+            if args.x == "train" and config.n_core:
+                name += f", r = {row['steps']}"
+            x = {"steps": row["steps"] if config.n_core else None, "flops": token_flops(config, row["steps"]),
+                 "train": updates}[args.x]
+            if x is None or (args.x == "flops" and not config.n_core):
+                flats[name] = value
+            if x is not None:
+                curves.setdefault(name, []).append((x, *value))
+            if args.x == "steps" and "by_difficulty" in row:  # the x axis: what is no number has no place there
+                hard.setdefault(name, {})[f"{name}, r = {x}" if config.n_core else name] = sorted(
+                    (int(d), *v[:2]) for d, v in row["by_difficulty"].items() if d.isdecimal())
+    first, row = results[0], next(row for row in results[0]["results"] if row["metric"] == metric)
+    title = f"{metric} on {first.get('data') or first.get('task')}" + (f" (n = {row['n']})" if "n" in row else "")
+    return title, {name: sorted(points) for name, points in curves.items()}, flats, hard
+
+
+AXES = {"steps": "recurrences r at test time", "flops": "FLOPs of a new token", "train": "updates of the training"}
+
+
+def plot(args):
+    """Results over r, FLOPs or updates, models without an x as lines; over r also by difficulty, where they have it."""
+    if os.path.splitext(args.out)[1] not in (".png", ".svg"):
+        raise InputError(f"--out {args.out}: write .png or .svg")
+    title, curves, flats, hard = read_curves(args)
+    names = list(dict.fromkeys([*curves, *flats]))
     try:
         import matplotlib
     except ImportError:
         print("note: a text chart; for a picture: pip install matplotlib")
-        return text_chart(results, labels)
+        return text_chart(curves, flats, title, AXES[args.x], hard)
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    by_difficulty = any(row["by_difficulty"] for result in results for row in result["results"])
-    fig, axes = plt.subplots(1, 2 if by_difficulty else 1, figsize=(11 if by_difficulty else 6, 4.2), squeeze=False)
+    values = [y for curve in curves.values() for _, y, _ in curve] + [y for y, _ in flats.values()]
+    fig, axes = plt.subplots(1, 2 if hard else 1, figsize=(11 if hard else 6, 4.2), squeeze=False)
     left, right = axes[0][0], axes[0][-1]
-    for i, (result, label) in enumerate(zip(results, labels)):
-        rows, color = result["results"], f"C{i}"
-        recurrent = result["config"]["n_core"] > 0
-        if not recurrent:  # no dial
-            left.axhline(rows[0]["flexible"], color=color, ls="--", label=label)
-            left.axhspan(*(rows[0]["flexible"] + s * rows[0]["flexible_se"] for s in (-1, 1)), color=color, alpha=0.15)
-        else:
-            left.errorbar([row["steps"] for row in rows], [row["flexible"] for row in rows],
-                          [row["flexible_se"] for row in rows], color=color, marker="o", capsize=3, label=label)
-        for row in rows if by_difficulty else ():
-            points = sorted((d, *v) for d, v in row["by_difficulty"].items())
-            shade = 0.25 + 0.75 * (rows.index(row) + 1) / len(rows)  # deeper is darker
-            right.errorbar([p[0] for p in points], [p[1] for p in points], [p[2] for p in points], color=color, alpha=shade,
-                           ls="-" if recurrent else "--", capsize=2,
-                           label=f"{label}, r = {row['steps']}" if recurrent else label)
-    left.set_xscale("log", base=2)
-    left.set_xlabel("recurrences r at test time")
-    left.set_ylabel(f"accuracy on {results[0]['task']} (n = {results[0]['n']})")
-    left.xaxis.set_major_formatter("{x:.0f}")
-    if by_difficulty:
+    for i, name in enumerate(names):
+        if name in curves:
+            x, y, error = zip(*curves[name])
+            left.errorbar(x, y, error, color=f"C{i}", marker="o", capsize=3, label=name)
+        if name in flats:
+            y, error = flats[name]
+            left.axhline(y, color=f"C{i}", ls="--", label=None if name in curves else name)
+            left.axhspan(y - error, y + error, color=f"C{i}", alpha=0.15)
+        own = hard.get(name, {})
+        for j, (label, points) in enumerate(own.items(), 1):
+            right.errorbar(*zip(*points), color=f"C{i}", alpha=0.25 + 0.75 * j / len(own),  # deeper is darker
+                           ls="--" if label in flats else "-", capsize=2, label=label)
+    if args.x != "train" and curves:
+        left.set_xscale("log" if all(x for curve in curves.values() for x, *_ in curve) else "symlog",
+                        base=2 if args.x == "steps" else 10)
+    if args.x == "steps":
+        left.xaxis.set_major_formatter("{x:.0f}")
+    left.set_xlabel(AXES[args.x])
+    left.set_ylabel(title)
+    if hard:
         right.set_xlabel("difficulty")
         right.legend(fontsize=7)
     for ax in axes[0]:
-        ax.set_ylim(0, 1.03)
+        if not title.startswith("loss") and max(values) <= 1:
+            ax.set_ylim(0, 1.03)
         ax.grid(alpha=0.3)
     left.legend(fontsize=8)
     fig.tight_layout()
@@ -585,21 +649,22 @@ def plot(args):
     print(f"wrote {args.out}")
 
 
-def text_chart(results, labels):
-    """The same in the terminal: one bar of 50 columns for each model and r."""
-    for result, label in zip(results, labels):
-        print(f"{label}  ({result['task']}, n = {result['n']})")
-        for row in result["results"]:
-            name = f"r = {row['steps']}" if result["config"]["n_core"] else "-"
-            print(f"  {name:>7s} {row['flexible']:.3f} ± {row['flexible_se']:.3f} {'█' * round(50 * row['flexible'])}")
-    difficulties = sorted({d for result in results for row in result["results"] for d in row["by_difficulty"]})
+def text_chart(curves, flats, title, axis, hard):
+    """The same in the terminal: one bar of up to 50 columns for each point."""
+    most = max([1.0, *(value for points in curves.values() for _, value, _ in points), *(v for v, _ in flats.values())])
+    print(f"{title}, over {axis}")
+    for name in dict.fromkeys([*curves, *flats]):
+        print(name)
+        for x, value, error in curves.get(name) or [("-", *flats[name])]:
+            x = x if isinstance(x, str) else f"{x:.3g}" if x >= 1e6 else str(x)
+            print(f"  {x:>8s} {value:.3f} ± {error:.3f} {'█' * round(50 * max(value, 0) / most)}")
+    hard = {label: points for own in hard.values() for label, points in own.items()}
+    difficulties = sorted({d for points in hard.values() for d, *_ in points})
     if difficulties:
-        print("\naccuracy by difficulty" + "".join(f"{d:6d}" for d in difficulties))
-    for result, label in zip(results, labels) if difficulties else ():
-        for row in result["results"]:
-            values = (row["by_difficulty"].get(d) for d in difficulties)
-            name = f"{label}, r = {row['steps']}" if result["config"]["n_core"] else label
-            print(f"{name:22s}" + "".join(f"{v[0]:6.2f}" if v else "     -" for v in values))
+        print(f"\n{'by difficulty':22s}" + "".join(f"{d:6d}" for d in difficulties))
+    for label, points in hard.items():
+        values = {d: value for d, value, _ in points}
+        print(f"{label:22s}" + "".join(f"{values[d]:6.2f}" if d in values else "     -" for d in difficulties))
 
 
 if __name__ == "__main__":

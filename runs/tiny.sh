@@ -42,7 +42,7 @@ train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --matc
 stage "6. score them all"
 score() {  # score NAME FOLDER FILE
     python eval_gsm8k.py --model $out/"$2" --data $out/data/"$3".jsonl --template plain --max_new_tokens 1 --batch_size 200 \
-        --steps 1,2,4,8,16,32 --out $out/eval_"$1".json ${quick:+--limit 120}
+        --steps 1,2,4,8,16,32 --overwrite --out $out/eval_"$1".json ${quick:+--limit 120}
 }
 score recurrent task test
 score parent_tokens parent_tokens test
