@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -305,23 +305,12 @@ def bench_decode(args):
     steps, dtype = parse_steps(args.steps), getattr(torch, args.dtype)
     model, B = load(args, dtype).eval(), args.batch_size
     result, c = headline(args, model, matmul_peak(args.device, dtype)), model.config
-    ids = torch.randint(c.vocab_size, (B * (args.prompt + args.tokens),), generator=torch.Generator().manual_seed(0)).tolist()
-    if args.text:
-        with open(args.text, encoding="utf-8") as f:
-            found = Tokenizer.load(model.folder).encode(f.read(100 * len(ids) + 100))  # a token is a character or more
-        if len(found) < len(ids):
-            raise InputError(f"{args.text}: has {len(found)} tokens, {len(ids)} are needed: give a longer one, or fewer --tokens")
-        ids = found[:len(ids)]
-    texts = torch.tensor(ids).view(B, -1)
-    prompts = texts[:, :args.prompt].tolist()
-    ways = [[pair.partition("=") for pair in filter(None, way.split(","))] for way in args.ways.split(";")]
-    ways = [{k: type(getattr(Decoding, k))(v) if getattr(Decoding, k, None) is not None else
-             float(v) if k == "exit_threshold" else v for k, _, v in way} for way in ways]
-    int8 = None
+    texts, ways = decode_texts(args, model), parse_ways(args.ways)
+    prompts, int8 = texts[:, :args.prompt].tolist(), None
     if any("int8" in way for way in ways):
         int8 = load(args, dtype).eval()
         int8.quantise_core()
-    limits, losses = {r: linear_limit(model, r, B, args) for r in steps}, {}
+    limits = {r: linear_limit(model, r, B, args) for r in steps}
     for m in filter(None, (model, int8) if not args.no_compile else ()):
         m.compile_parts(dynamic=True)
     print(f"{'r':>4s} {'':42s} {'tokens/s':>9s} {'range':>17s} {'of limit':>9s} {'cache a token':>14s} {'loss':>8s}")
@@ -358,6 +347,34 @@ def bench_decode(args):
         result["rows"].append({"r": r, "name": "transformers", "tokens_per_s": rate[1], "range": rate[::2]})
         print(f"{r:4d} {'transformers':42s} {rate[1]:9,.1f} {rate[0]:8,.1f}-{rate[2]:8,.1f} {rate[1] / limits[r]:9.0%}")
     print(json.dumps(result))
+
+
+def parse_ways(text):
+    """';kv=last;draft_steps=4,draft_len=7;int8' -> [{}, {"kv": "last"}, ...]"""
+    ways, kinds = [], {f.name: f.type for f in fields(Decoding)} | {"int8": "flag"}
+    for way in text.split(";"):
+        ways.append({})
+        for key, _, value in (pair.partition("=") for pair in filter(None, way.split(","))):
+            try:
+                ways[-1][key] = int(value) if kinds[key] is int else float(value) if key == "exit_threshold" else value
+            except (KeyError, ValueError):
+                raise InputError(f"--ways: {key}={value}: write settings of sample.py, such as 'kv=last;draft_steps=4'")
+        Decoding(**{key: value for key, value in ways[-1].items() if key != "int8"})  # what makes no sense is said now
+    return ways
+
+
+def decode_texts(args, model):
+    """(B, prompt + tokens) ids: of --text, else random."""
+    shape, generator = (args.batch_size, args.prompt + args.tokens), torch.Generator().manual_seed(0)
+    if not args.text:
+        return torch.randint(model.config.vocab_size, shape, generator=generator)
+    if not model.folder:
+        raise InputError("--text: needs --model, for its tokenizer")
+    with open(args.text, encoding="utf-8") as f:
+        ids = Tokenizer.load(model.folder).encode(f.read(100 * math.prod(shape) + 100))
+    if len(ids) < math.prod(shape):
+        raise InputError(f"{args.text}: has {len(ids)} tokens, {math.prod(shape)} are needed: give a longer text")
+    return torch.tensor(ids[:math.prod(shape)]).view(shape)
 
 
 @torch.inference_mode()

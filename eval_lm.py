@@ -15,14 +15,13 @@ import random
 import re
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from eval_gsm8k import answer_batch
 from model import LOGITS_AT_ONCE, InputError, cli, describe, write_result
-from sample import add_model_arguments, load_model
+from sample import add_model_arguments, decoding, load_model, parse_steps
 
 try:
     from lm_eval import defaults, evaluator, utils
@@ -44,7 +43,7 @@ class Harness(TemplateLM):
 
     def __init__(self, folder, steps, batch_size=16, device="cpu", dtype="float32", seed=0, state="noise"):
         super().__init__()
-        self.model, self.tokenizer = load_model(folder, SimpleNamespace(device=device, dtype=dtype, seed=seed))
+        self.model, self.tokenizer = load_model(folder, device, dtype)
         self.steps = ([steps] if isinstance(steps, int) else steps) if self.model.config.n_core else [0]
         self.batch_size, self.seed, self.state, self.r = int(batch_size), seed, state, self.steps[-1]
         self.max_length, self._device = self.model.config.context, self.model.embed.weight.device
@@ -145,7 +144,8 @@ class Harness(TemplateLM):
             batches[-1].append(job)
         for batch in tqdm(batches, f"batches of texts at r = {self.r}"):
             (new, *_), (stops, *_), _, prompts, where = zip(*batch)
-            found, count = answer_batch(self.model, self.tokenizer, prompts, new, stops, self.r, self.seed, self.state)
+            found, count, _ = answer_batch(self.model, self.tokenizer, prompts, new, stops, self.r, seed=self.seed,
+                                           state=self.state)
             texts.update(zip(where, found))
             self.tokens += count
         return [texts[i] for i in range(len(requests))]
@@ -225,9 +225,10 @@ def main():
     for key, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
         if (value := getattr(args, key)) is not None and value < least:
             raise InputError(f"--{key} {value}: must be at least {least}")
-    if not re.fullmatch(r"\d+(,\d+)*", args.steps):
-        raise InputError(f"--steps {args.steps}: give recurrences such as 1,2,4,8")
-    steps = sorted(set(map(int, args.steps.split(","))))
+    decoding(args)
+    if not args.out and not os.path.isdir(args.model):
+        raise InputError(f"--out: is needed, as {args.model} is no folder here to write the result into")
+    steps = sorted(parse_steps(args.steps))
     out = args.out or os.path.join(args.model, f"eval_{re.sub(r'[^a-zA-Z0-9_.,-]', '_', args.tasks):.100}.json")
     lm = Harness(args.model, steps, args.batch_size, args.device, args.dtype, args.seed, args.state)
     if os.path.isdir(out) or not os.access(os.path.dirname(out) or ".", os.W_OK):  # said now, not in some hours

@@ -637,7 +637,7 @@ def describe(model):
 def write_result(path, script, model, task, results, seconds, tokens, **more):
     """
     The JSON that every measuring script writes, whole or not at all: results is a list of {"steps": r, "metric": name,
-    "value": x, "standard_error": se, "n": count, ...}, tokens what was computed in `seconds`; more: keys of the script's own.
+    "value": x, "standard_error": se, "n": count, ...}, tokens what `seconds` were spent on; more: the script's own keys.
     """
     try:
         commit = subprocess.run(("git", "rev-parse", "HEAD"), cwd=os.path.dirname(os.path.abspath(__file__)),

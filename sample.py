@@ -1,14 +1,19 @@
 """
-Decoding: an exact KV cache for recurrent depth, sampling, and text streamed to the terminal.
+Decoding: an exact KV cache for recurrent depth, drafts, exits, sampling, and text streamed to the terminal.
 
     python sample.py --steps 32                    # the newest checkpoint under out/, a prompt of its corpus
-    python sample.py --model out/tinyllama --steps 8 --prompt "Once upon a time" --temperature 0.8
-    echo "Once upon a time" | python sample.py --model out/tinyllama --prompt - --samples 3
+    python sample.py --steps 1,4,32                # the same prompt side by side at several depths
+    python sample.py --model out/tinyllama --steps 32 --draft_steps 2 --dtype bfloat16 --compile    # fast, and exact
+    python sample.py --model out/tinyllama --exit latent --exit_threshold 0.05 --show_steps
+    python sample.py --model smcleish/Recurrent-TinyLlama-3T-train-recurrence-4 --interactive
+    echo "Once upon a time" | python sample.py --model out/tinyllama --prompt - --samples 3 --temperature 0.8
 
-What is unusual here: every recurrence of every core layer has keys and values of its own, so the
-cache grows with r: prelude + r * core + coda slots. And s_0 is noise, so greedy text depends on a
-seed: the noise of a position follows from (seed, position) alone, whatever else is in the batch
-and however long the prompt is. --state zero does without noise.
+What is unusual here: every recurrence of every core layer has keys and values of its own, so the cache grows with r:
+prelude + r * core + coda slots (--kv last: a few, whatever r is). The recurrences of a token depend on nothing but
+earlier tokens, so those of a cheap draft are the first ones of the full answer; and as the weights of all recurrences
+are the same, rows of a batch may be at different ones in one pass. And s_0 is noise, so greedy text depends on a seed:
+the noise of a position follows from (seed, position) alone, whatever else is in the batch, however long the prompt is
+and whichever way the text is decoded. --state zero does without noise.
 
 Text goes to stdout, everything said about it to stderr. eval_gsm8k.py decodes with generate() too.
 """
@@ -31,7 +36,6 @@ import torch.nn.functional as F
 from data import Tokenizer
 from model import InputError, RecurrentLM, cli, describe, find_checkpoint, read_json
 from surgery import build, check, open_source
-
 
 COLUMNS = 64    # the cache is read up to a multiple of so many columns: few shapes to compile or to capture
 PREFILL = 512   # prompt tokens of a row at once
@@ -402,15 +406,19 @@ def adaptive(d, prompts, o, rng, live):
 # -------------------------------------------------------------------- what every decoding script needs
 
 def add_model_arguments(p, dtype):
-    """The flags with which sample.py and eval_gsm8k.py name how a model decodes."""
+    """The flags that every script with a model has."""
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="cuda or cpu; default: %(default)s")
     p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"), help=f"default: {dtype or 'as stored'}")
-    p.add_argument("--int8", action="store_true", help="recurrent block in 8 bits a weight; needs --dtype bfloat16")
-    p.add_argument("--compile", action="store_true", help="torch.compile: half a minute, then tokens are 2-3 times faster")
     p.add_argument("--seed", type=int, default=0, help="of the initial state's noise, and of sampling")
     p.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state; default: noise")
-    p.add_argument("--kv", default="full", help="cache: full (default, exact), last or N slots a layer, not one a recurrence")
+
+
+def add_decoding_arguments(p):
+    """The flags with which sample.py and eval_gsm8k.py say how to decode; see Decoding."""
+    p.add_argument("--int8", action="store_true", help="recurrent block in 8 bits a weight; needs --dtype bfloat16")
+    p.add_argument("--compile", action="store_true", help="torch.compile: half a minute at first, then 2-3 times as fast")
+    p.add_argument("--kv", default="full", help="slots of the cache a layer: full (default, exact): one a recurrence, last: one, or N")
     p.add_argument("--exit", choices=("latent", "kl", "second-order"), help="let tokens that have settled stop recurring")
     p.add_argument("--exit_threshold", type=float, help="... once a recurrence changes less than this")
     p.add_argument("--min_steps", type=int, default=1, help="... but after this many at the earliest")
@@ -431,27 +439,27 @@ def check_device(device):
         raise InputError(f"--device {device}: cannot be used here ({str(e).splitlines()[0]})")
 
 
-def load_model(folder, args):
+def load_model(folder, device="cpu", dtype=None, int8=False, compile=False):
     """
     (model, tokenizer) of a checkpoint or run folder, or of what surgery.py reads: a folder in another layout, or a hub
-    id such as org/name. args: add_model_arguments' flags.
+    id such as org/name. dtype: its name, or None: as stored.
     """
-    check_device(args.device)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
+    check_device(device)
+    dtype = getattr(torch, dtype) if dtype else None
     if os.path.isdir(folder) and read_json(os.path.join(find_checkpoint(folder), "config.json")).get("model_type") == \
             "nanoloop":
-        model = RecurrentLM.load(folder, args.device, dtype).eval()
+        model = RecurrentLM.load(folder, device, dtype).eval()
     else:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for text
             source = open_source(folder)
-            model = build(source, dtype or check(source)).to(args.device)
+            model = build(source, dtype or check(source)).to(device)
         model.folder = source.folder
     tokenizer = Tokenizer.load(model.folder)
-    if args.int8:
+    if int8:
         if model.embed.weight.dtype != torch.bfloat16 or not model.config.n_core:
             raise InputError("--int8: needs --dtype bfloat16 and a recurrent model")
         model.quantise_core()
-    if args.compile:
+    if compile:
         model.compile_parts(dynamic=True)
     return model, tokenizer
 
@@ -530,6 +538,7 @@ def parse_args():
                    help="... from the likeliest that hold this probability; 1 (default): off")
     p.add_argument("--show_steps", action="store_true", help="colour the text by the recurrences that --exit let it take")
     add_model_arguments(p, dtype=None)
+    add_decoding_arguments(p)
     args = p.parse_args()
     args.steps = args.steps and parse_steps(args.steps)
     for ok, what in ((args.tokens >= 1, f"--tokens {args.tokens}: ask for at least one"),
@@ -634,7 +643,8 @@ def say(text):
 def main():
     args = parse_args()
     prompt = None if args.interactive else read_prompt(args)
-    model, tokenizer = load_model(args.model or newest_checkpoint(recurrent=args.steps is not None), args)
+    model, tokenizer = load_model(args.model or newest_checkpoint(recurrent=args.steps is not None),
+                                  args.device, args.dtype, args.int8, args.compile)
     if prompt is None and not args.interactive:
         prompt, source = corpus_prompt(model.folder)
         say(f"prompt: {source}")

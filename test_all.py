@@ -32,16 +32,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import answers
 import bench
 import data
 import eval_gsm8k
 import muon
 import surgery
 import train
-from answers import STOPS, cut, flexible_extract, is_correct, make_prompt, strict_extract
 from data import Shards, Tokenizer, download, prepare, tiny
-from eval_gsm8k import answer_batch
+from eval_gsm8k import STOPS, answer_batch, cut, flexible_extract, is_correct, make_prompt, strict_extract
 from model import Config, InputError, Int8Linear, Linear, RecurrentLM, save_folder, whole_folder
 from muon import Muon, newton_schulz
 from sample import Decoder, Decoding, adaptive, distribution, generate, newest_checkpoint, pick, stream
@@ -1293,7 +1291,8 @@ def test_batch_equals_alone(n_core):
         alone = [decode(model, [p], 20, seed=3, **how)[0].tolist() for p in prompts]
         assert decode(model, prompts, 10, seed=3, **how).tolist() == [row[:10] for row in alone]
         rows = [[] for _ in prompts]
-        for row, token, _ in generate(model, prompts, 20, ends=lambda row, _: len(rows[row]) == limits[row], seed=3, **how):
+        ends = lambda row, _: len(rows[row]) == limits[row]
+        for row, token, _ in generate(model, prompts, 20, ends=ends, seed=3, **how):
             rows[row].append(token)
         assert rows == [row[:n] for row, n in zip(alone, limits)]
 
@@ -1443,12 +1442,12 @@ def test_batched_answers_equal_single_ones():
 
     model, stops = decode_model(), ("5", "AB", "@")
     prompts = [torch.randint(64, (n % 7 + 1,)).tolist() for n in range(10)]
-    texts, count = answer_batch(model, Letters, prompts, 30, stops, 3, 0, "noise")
-    alone = [answer_batch(model, Letters, [p], 30, stops, 3, 0, "noise") for p in prompts]
+    texts, count, recurrences = answer_batch(model, Letters, prompts, 30, stops, 3)
+    alone = [answer_batch(model, Letters, [p], 30, stops, 3) for p in prompts]
     full = decode(model, prompts, 30, steps=3)
     whole = [Letters.decode(row[:row.index(63)] if 63 in row else row) for row in full.tolist()]
-    assert texts == [text for (text,), _ in alone] == [cut(text, stops) for text in whole]
-    assert count == sum(n for _, n in alone) < 10 * 30
+    assert texts == [text for (text,), _, _ in alone] == [cut(text, stops) for text in whole]
+    assert count == sum(n for _, n, _ in alone) < 10 * 30 and recurrences == 3 * count
 
 
 def test_decoding_refuses_bad_prompts():
@@ -2124,16 +2123,16 @@ NOT_SEEN = [(r"2\sqrt{3}", r"\sqrt{12}"), ("x+1", "1+x"), (r"50\%", "0.5"), ("52
 
 
 def test_math_answers_by_table():
-    """What the docstring of answers.py promises to see as equal, and what not; the last box or the words name the answer."""
+    """What eval_gsm8k.py's docstring promises to see as equal, and what not; the last box or the words name the answer."""
     for a, b in EQUAL:
-        assert answers.same_math(a, b) and answers.same_math(b, a), (a, b)
+        assert eval_gsm8k.same_math(a, b) and eval_gsm8k.same_math(b, a), (a, b)
     for a, b in UNEQUAL + NOT_SEEN:
-        assert not answers.same_math(a, b), (a, b)
+        assert not eval_gsm8k.same_math(a, b), (a, b)
     for text, found in (
             (r"\boxed{1} or \boxed{\frac{1}{2}}. The answer is 3", r"\frac{1}{2}"), ("The answer is 3.5.", "3.5"),
             ("Final Answer: The final answer is $[2,5)$. I hope it is correct.", "$[2,5)$"),
             ("the answer is:\n 7\nand more", "7"), ("none", "[invalid]"), (r"\boxed{1 + {2", "1 + {2")):
-        assert answers.math_extract(text) == found
+        assert eval_gsm8k.math_extract(text) == found
 
 
 def test_math_answers_beside_math_verify():
@@ -2146,15 +2145,15 @@ def test_math_answers_beside_math_verify():
 @needs_assets
 def test_math500_golds():
     """Each of the 500 golds equals itself in its solution's words, and no two golds of other values are the same."""
-    rows, left_out = answers.read_questions(shared("assets", "math", "math500.jsonl"), "math500")
+    rows, left_out = eval_gsm8k.read_questions(shared("assets", "math", "math500.jsonl"), "math500")
     assert len(rows) == 500 and left_out == 0
     for row, line in zip(rows, open(shared("assets", "math", "math500.jsonl"))):
         solution, tail = json.loads(line)["answer"].rsplit("The answer is: ", 1)
-        assert answers.score("math500", solution, row["gold"])["exact_correct"]
-        assert answers.score("math500", f"The answer is: {tail}", row["gold"])["exact_correct"]
+        assert eval_gsm8k.score("math500", solution, row["gold"])["exact_correct"]
+        assert eval_gsm8k.score("math500", f"The answer is: {tail}", row["gold"])["exact_correct"]
     values = {}
     for gold in {row["gold"] for row in rows}:
-        values.setdefault(answers.canonical(answers.simplify(gold)), []).append(gold)
+        values.setdefault(eval_gsm8k.canonical(eval_gsm8k.simplify(gold)), []).append(gold)
     assert {min(same, key=lambda gold: (len(gold), gold)) for same in values.values() if len(same) > 1} == {
         "90", "5", "-2,1", "120", "36", r"\frac14", "30", "10080", "15", r"2\sqrt{5}"}
 
@@ -2165,9 +2164,9 @@ def test_math500_golds():
                                                      ("addsub", 395, 0, 43)])
 def test_word_problems(task, n, left_out, gold):
     """Their files are read, and numbers are compared as numbers."""
-    rows, left = answers.read_questions(shared("assets", "math_word", f"{task}.jsonl"), task)
+    rows, left = eval_gsm8k.read_questions(shared("assets", "math_word", f"{task}.jsonl"), task)
     assert (len(rows), left, rows[0]["gold"]) == (n, left_out, gold) and rows[0]["question"].endswith("?")
-    right = lambda text: [answers.score(task, text, rows[0]["gold"])[f"{key}_correct"] for key in ("flexible", "strict")]
+    right = lambda text: [eval_gsm8k.score(task, text, rows[0]["gold"])[f"{key}_correct"] for key in ("flexible", "strict")]
     for text in (f"The answer is {gold}.", f"So the answer is ${gold}.00", f"2 + 2. The answer is {2 * gold}/2 apples."):
         assert right(text) == [True, True], text
     assert right(f"It is {gold}") == [True, False] and right(f"The answer is {gold}. No, 1.") == [False, True]
