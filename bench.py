@@ -59,8 +59,8 @@ def main():
     p.add_argument("--steps", default="1,2,4,8,16,32", help="recurrences r")
     p.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
     p.add_argument("--tokens", type=int, default=64, help="new tokens")
-    p.add_argument("--ways", default="", help="settings of sample.py, such as 'kv=last;draft_steps=4,draft_len=7;int8'; "
-                                              "nothing before the first semicolon: plain")
+    p.add_argument("--ways", default="", help="settings of sample.py, such as 'kv=last;draft_steps=4,draft_len=7;int8': "
+                                              "plain decoding is always the first")
     p.add_argument("--text", help="take prompts from this file, and measure the loss of what follows them")
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--peer", action="store_true", help="also time transformers' Llama of as many layers, with its cache")
@@ -302,10 +302,10 @@ def bench_decode(args):
     Decoding of a prompt: new tokens per second over all rows, prefill included, against what the linear layers alone
     would allow (torch's own products, one row after another for every recurrence) or, on a GPU, reading them would.
     """
-    steps, dtype = parse_steps(args.steps), getattr(torch, args.dtype)
+    steps, dtype, ways = parse_steps(args.steps), getattr(torch, args.dtype), parse_ways(args.ways)
     model, B = load(args, dtype).eval(), args.batch_size
     result, c = headline(args, model, matmul_peak(args.device, dtype)), model.config
-    texts, ways = decode_texts(args, model), parse_ways(args.ways)
+    texts, ways = decode_texts(args, model), [{}] + ways  # plain: what the others are compared with
     prompts, int8 = texts[:, :args.prompt].tolist(), None
     if any("int8" in way for way in ways):
         int8 = load(args, dtype).eval()
@@ -313,7 +313,8 @@ def bench_decode(args):
     limits = {r: linear_limit(model, r, B, args) for r in steps}
     for m in filter(None, (model, int8) if not args.no_compile else ()):
         m.compile_parts(dynamic=True)
-    print(f"{'r':>4s} {'':42s} {'tokens/s':>9s} {'range':>17s} {'of limit':>9s} {'cache a token':>14s} {'loss':>8s}")
+    print(f"{'r':>4s} {'':42s} {'tokens/s':>9s} {'range':>17s} {'of limit':>9s} {'cache a token':>14s}"
+          + f" {'loss':>8s} {'change':>17s}" * bool(args.text))
     for r, way in itertools.product(steps, ways):
         options = {k: v for k, v in way.items() if k != "int8"}
         if options.get("draft_steps", 0) >= r and "draft_steps" in options:
@@ -329,14 +330,19 @@ def bench_decode(args):
         row = {"r": r, "way": way, "tokens_per_s": rate[1], "range": rate[::2], "of_limit": rate[1] / limits[r],
                "cache_bytes_per_token": 2 * slots * c.n_kv_head * c.head_dim * dtype.itemsize,
                "mean_steps": sum(took) / len(took), "peak_memory": peak_memory(args.device)}
-        if args.text and "draft_steps" not in way:  # drafts change nothing
-            row["loss"] = forced_loss(m, texts, args.prompt, r, options)
+        if args.text and not way.keys() & {"draft_steps", "exit"}:  # drafts change nothing; of exits: eval_gsm8k.py
+            losses = forced_losses(m, texts, args.prompt, r, options)
+            full = losses if not way else full
+            change = losses - full
+            row |= {"loss": losses.mean().item(), "loss_change": change.mean().item(),
+                    "loss_change_se": (change.std() / len(change) ** 0.5).item()}
         result["rows"].append(row)
         name = ", ".join(f"{k}={v}" if v else k for k, v in way.items()) or "plain"
         name += f" ({row['mean_steps']:.1f} steps)" if "exit" in way else ""
         print(f"{r:4d} {name:42s} {rate[1]:9,.1f} "
               f"{rate[0]:8,.1f}-{rate[2]:8,.1f} {row['of_limit']:9.0%} {row['cache_bytes_per_token']:8,d} bytes "
-              + (f"{row['loss']:8.4f}" if "loss" in row else ""), flush=True)
+              + (f"{row['loss']:8.4f} {row['loss_change']:+9.4f} ±{row['loss_change_se']:.4f}" if "loss" in row else ""),
+              flush=True)
     for r in steps if args.peer else ():
         peer = llama(c, c.n_prelude + r * c.n_core + c.n_coda, args.device).to(dtype).eval()
         ask = dict(attention_mask=torch.ones(B, args.prompt, device=args.device), do_sample=False, pad_token_id=0,
@@ -350,9 +356,9 @@ def bench_decode(args):
 
 
 def parse_ways(text):
-    """';kv=last;draft_steps=4,draft_len=7;int8' -> [{}, {"kv": "last"}, ...]"""
+    """'kv=last;draft_steps=4,draft_len=7;int8' -> [{"kv": "last"}, ...]"""
     ways, kinds = [], {f.name: f.type for f in fields(Decoding)} | {"int8": "flag"}
-    for way in text.split(";"):
+    for way in filter(None, text.split(";")):
         ways.append({})
         for key, _, value in (pair.partition("=") for pair in filter(None, way.split(","))):
             try:
@@ -392,17 +398,17 @@ def linear_limit(model, r, B, args):
 
 
 @torch.inference_mode()
-def forced_loss(model, texts, start, r, options):
-    """Mean loss of texts (B, T) from column `start` on, each token decoded from the true ones before it."""
-    o, (B, T), total = Decoding(**options), texts.shape, 0.0
+def forced_losses(model, texts, start, r, options):
+    """The loss of each token of texts (B, T) from column `start` on, decoded from the true ones before it; one by one."""
+    o, (B, T), losses = Decoding(**options), texts.shape, []
     d, texts = Decoder(model, r, B, T, o), texts.to(model.embed.weight.device)
     for i in range(start, T):
         if i == start:
             logits = d.prefill(texts[:, :start].tolist())
         else:
             logits = d.step(texts[:, i - 1], torch.full_like(texts[:, 0], i - 1), i)
-        total += torch.nn.functional.cross_entropy(logits, texts[:, i]).item()
-    return total / (T - start)
+        losses.append(torch.nn.functional.cross_entropy(logits, texts[:, i], reduction="none"))
+    return torch.cat(losses)
 
 
 def bench_surgery(args):

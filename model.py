@@ -368,10 +368,10 @@ class RecurrentLM(nn.Module):
         return loss / (targets != -100).sum().clamp(min=1)
 
     @torch.no_grad()
-    def trajectory(self, idx, steps, targets=None, state=None):
+    def trajectory(self, idx, steps, targets=None, state=None, finish=None):
         """
         Every r of `steps`, such as [1, 2, 4, 8], from one pass of the largest; the rest as in forward(). Returns
-        {r: logits}, or {r: loss} with targets: what forward() gives for each r alone.
+        {r: logits}, or {r: loss} with targets: what forward() gives for each r alone; or what finish() makes of a state.
         """
         rope, out = self.rope(idx.shape[1]), {}
         x = e = self.run_prelude(self.embed_idx(idx), rope)
@@ -380,7 +380,7 @@ class RecurrentLM(nn.Module):
         for r in range(max(steps) + 1):
             x = self.run_core(x, e, rope) if r and self.config.n_core else x
             if r in steps:
-                out[r] = self.finish(x, rope, targets)
+                out[r] = (finish or self.finish)(x, rope, targets)
         return out
 
     def split_steps(self, steps=None):

@@ -48,7 +48,8 @@ class Decoding:
 
     temperature 0: greedy; top_k (0 = off), top_p (1 = off): see distribution(). seed: of the noise and of sampling.
     state: "noise" or "zero", the initial state. kv: "full", a slot of keys and values for every recurrence; "last"
-    or N: so many slots a layer, the last of which all later recurrences share. exit: "latent", "kl" or "second-order",
+    or N: so many slots a layer, the last of which all later recurrences share (tokens of one part of a prompt, of PREFILL
+    tokens, still see one another as without it). exit: "latent", "kl" or "second-order",
     a rule of adaptive() with its exit_threshold; min_steps: no token stops before. draft_steps: recurrences that
     draft draft_len tokens at a time (0 = off), see speculative().
     """
@@ -341,7 +342,8 @@ def speculative(d, prompts, o, rng, live):
         accepted = (luck < ratio).long().cumprod(1).sum(1)                           # (B,)
         at = torch.arange(len(rows), device=accepted.device), accepted
         left = p[at] - torch.cat((q, torch.zeros_like(q[:, :1])), 1)[at]             # after the last: all of p
-        token = draw(left.clamp_(min=0), rng)
+        left = left.clamp_(min=0)
+        token = draw(torch.where(left.any(-1, keepdim=True), left, p[at]), rng)      # none: p and q but for rounding
         drafts = torch.cat((drafts, token[:, None]), 1).scatter_(1, accepted[:, None], token[:, None])
         for row, new, count in zip(rows, drafts.tolist(), accepted.tolist()):
             yield from ((row, t, d.r) for t in new[:count + 1])

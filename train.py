@@ -488,14 +488,12 @@ def train(s, run):
                              "processes: prepare it with a larger --val")
         depths, limit = s.eval_steps if c.n_core else [0], min(s.eval_rows, val_rows.rows)
         sums = torch.zeros(len(depths), 3, device=device, dtype=torch.float64)
-        model.finish = functools.partial(moments, model)  # trajectory()'s last step, for now: not the mean alone
         for i in range(math.ceil(limit / (B_val * world))):
             idx, targets, number = val_rows.batch(0, i, rank, world, B_val)
             targets[torch.from_numpy(number >= limit)] = -100  # what the last batch has too many
             idx, targets, state = inputs(0, idx, targets, number)
-            losses = model.trajectory(idx, depths, targets, state)
+            losses = model.trajectory(idx, depths, targets, state, functools.partial(moments, model))
             sums += torch.stack([losses[r] for r in depths])
-        del model.finish
         n, total, squares = run.sum(sums).T
         n = n.clamp(min=1)  # without a label the loss is 0, as model.py has it
         error = ((squares - total**2 / n).clamp(min=0) / (n - 1).clamp(min=1) / n).sqrt()
@@ -624,7 +622,7 @@ def train(s, run):
 
 
 def moments(model, x, rope, targets):
-    """model.finish() for standard errors: number, sum and sum of squares of the labels' losses, (3,) float64."""
+    """RecurrentLM.finish() for standard errors: number, sum and sum of squares of the labels' losses, (3,) float64."""
     keep, rows = targets.flatten() != -100, max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     x, targets = (t.flatten(0, 1)[keep].split(rows) for t in (model.run_coda(x, rope), targets))
     losses = torch.cat([F.cross_entropy(model.head(a).float(), b, reduction="none") for a, b in zip(x, targets)]).double()
