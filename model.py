@@ -147,11 +147,13 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127
-        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))
+        self.lack = -weight.shape[1] % 16  # torch's kernel reads beyond rows that are no multiple of 16
+        self.register_buffer("weight", F.pad((weight / scale[:, None]).round().to(torch.int8), (0, self.lack)))
         self.register_buffer("scale", scale.bfloat16())
 
     def forward(self, x):
-        return torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale).view(*x.shape[:-1], -1)
+        y = torch._weight_int8pack_mm(F.pad(x.flatten(0, -2), (0, self.lack)), self.weight, self.scale)
+        return y.view(*x.shape[:-1], -1)
 
 
 def rotate(x, rope):

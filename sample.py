@@ -63,7 +63,7 @@ class Decoding:
     exit_threshold: float | None = None
     min_steps: int = 1
     draft_steps: int = 0
-    draft_len: int = 7
+    draft_len: int = 12
 
     def __post_init__(self):
         for ok, what in (
@@ -425,7 +425,7 @@ def add_decoding_arguments(p):
     p.add_argument("--exit_threshold", type=float, help="... once a recurrence changes less than this")
     p.add_argument("--min_steps", type=int, default=1, help="... but after this many at the earliest")
     p.add_argument("--draft_steps", type=int, default=0, help="draft tokens with so many recurrences, then verify them")
-    p.add_argument("--draft_len", type=int, default=7, help="... so many at a time; default: %(default)s")
+    p.add_argument("--draft_len", type=int, default=12, help="... so many at a time; default: %(default)s")
 
 
 def decoding(args):

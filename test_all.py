@@ -1351,14 +1351,14 @@ def test_constant_memory():
 
 
 def test_int8_core_is_close():
-    """The recurrent block in 8 bits: every weight within half a step of 1/127 of its row's largest."""
-    model = decode_model().bfloat16()
+    """The recurrent block in 8 bits: every weight within half a step of 1/127 of its row's largest, at any width."""
+    model = RecurrentLM(Config(64, n_embd=36, n_head=2, n_kv_head=1, n_ffn=43, n_prelude=1, n_core=2, n_coda=1)).bfloat16()
     before = {name: m.weight.float() for name, m in model.named_modules() if type(m) is Linear and name != "head"}
     model.quantise_core()
     for name, m in model.named_modules():
         if isinstance(m, Int8Linear):
             old, step = before[name], before[name].abs().amax(1, keepdim=True) / 127
-            assert (m.weight * step - old).abs().le(step / 2 * 1.001).all()
+            assert (m.weight[:, :old.shape[1]] * step - old).abs().le(step / 2 * 1.001).all()
             x = torch.randn(3, old.shape[1]).bfloat16()
             torch.testing.assert_close(m(x).float(), x.float() @ old.T, atol=0.02, rtol=0.02)
     assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 9
