@@ -213,7 +213,7 @@ class Decoder:
         first, n = self.model.config.n_prelude, self.model.config.n_core
         for t in (self.keys, self.values):
             t = t[first:first + self.slots * n, row, position].unflatten(0, (self.slots, n))
-            t[steps:] = t[steps - 1]
+            t[steps:] = t[min(steps, self.slots) - 1]
 
     def keep(self, rows):
         """Go on with these rows (a tensor of indices) of the batch only."""
