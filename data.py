@@ -17,6 +17,7 @@ the mixture of several data sets, "A:1,B:1,C:2".
 """
 import argparse
 import base64
+import contextlib
 import fcntl
 import fnmatch
 import functools
@@ -35,7 +36,7 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from email.utils import parsedate_to_datetime
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -191,8 +192,8 @@ def _pause(error, failures):
     headers = getattr(getattr(error, "response", None), "headers", {})
     asked = headers.get("Retry-After") or "".join(re.findall(r"\bt=(\d+)", headers.get("RateLimit", ""))[:1])
     try:
-        asked = float(asked) if asked.isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
-    except (ValueError, TypeError, OverflowError):
+        asked = urllib3.Retry().parse_retry_after(asked)
+    except (urllib3.exceptions.HTTPError, ValueError, OverflowError):
         asked = 0
     return min(60, max(asked, FIRST_WAIT * 2**(failures - 1)))
 
@@ -336,7 +337,16 @@ class _Hub:
         raise InputError(f"{path}: its hash is {found}, not {sha}: check HF_ENDPOINT, or try again later")
 
     def fetch_all(self, commit, files):
-        """{name: (bytes, hash)} into blobs/, THREADS at a time; then, all being whole, into snapshots/commit."""
+        """{name: (bytes, hash)} into blobs/, then, all being whole, into snapshots/commit, which is returned."""
+        try:
+            self.fetch_blobs(commit, files)
+            return self.link(commit, files)
+        except OSError as e:
+            raise InputError(f"{self.folder}: fetching into it failed ({e}): make room or set HF_HOME; "
+                             "the same command goes on")
+
+    def fetch_blobs(self, commit, files):
+        """THREADS at a time."""
         blobs = os.path.join(self.folder, "blobs")
         os.makedirs(blobs, exist_ok=True)
         todo = {sha: (f"{self.repo}/resolve/{commit}/{quote(name)}", size, sha)
@@ -348,16 +358,7 @@ class _Hub:
         if (free := shutil.disk_usage(blobs).free) < total - before:
             raise InputError(f"{blobs}: needs {(total - before) / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free: "
                              "make room or set HF_HOME to a folder on another disk")
-        queue, errors, shown, screen = iter(todo.values()), [], begun, sys.stderr.isatty()
-        self.stop.clear()
-
-        def work():
-            try:
-                for file in queue:  # the threads share it
-                    self.fetch(*file)
-            except BaseException as e:
-                errors.append(e)
-                self.stop.set()
+        shown, screen = begun, sys.stderr.isatty()
 
         def show(end):
             have, seconds = sum(map(self.done.get, todo)), time.time() - begun
@@ -366,26 +367,28 @@ class _Hub:
             text = f"{have / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.1f} MB/s, ETA {minutes}:{rest:02d}"
             print(f"\r{text}\x1b[K" if screen else text, end=end, file=sys.stderr, flush=True)
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(THREADS)]  # no exit waits for a daemon
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                while thread.is_alive() and not self.stop.is_set():
-                    thread.join(0.2)
+        left = len(todo)
+        self.stop.clear()
+        with ThreadPool(THREADS) as pool:  # of daemons: neither its end nor an exit waits for one that hangs
+            ended = pool.imap_unordered(lambda file: self.fetch(*file), todo.values())
+            try:
+                while left:
+                    with contextlib.suppress(multiprocessing.TimeoutError):
+                        ended.next(0.2)
+                        left -= 1
                     if total >= 10**8 and time.time() - shown > (1 if screen else 10):
                         shown = time.time()
                         show("" if screen else "\n")
-        finally:  # of Ctrl-C, too
-            self.stop.set()
-            for thread in threads:
-                thread.join(0.2)
-            if total >= 10**8:
-                show("\n")
-        if errors:
-            raise errors[0]
+            finally:  # of Ctrl-C, too
+                self.stop.set()
+                if total >= 10**8:
+                    show("\n")
+
+    def link(self, commit, files):
+        """Names for the blobs of {name: (bytes, hash)}: snapshots/commit, which is returned."""
+        snapshot = os.path.join(self.folder, "snapshots", commit)
         for name, (_, sha) in files.items():
-            blob, link = os.path.join(blobs, sha), os.path.join(self.folder, "snapshots", commit, name)
+            blob, link = os.path.join(self.folder, "blobs", sha), os.path.join(snapshot, name)
             new = f"{link}.{os.urandom(4).hex()}"  # of this process alone, pids being the same in two containers
             os.makedirs(os.path.dirname(link), exist_ok=True)
             try:
@@ -393,6 +396,7 @@ class _Hub:
             except OSError:  # a file system without links
                 shutil.copyfile(blob, new)
             os.replace(new, link)
+        return snapshot
 
 
 def download(spec):
@@ -413,27 +417,23 @@ def download(spec):
         return snapshot
     if hub.offline:
         raise InputError(f"{spec}: {snapshot} lacks {', '.join(lacking)}, but HF_HUB_OFFLINE is set: unset it")
-    try:
-        commit, files = hub.listing()
-        weights = [name for name in (INDEX, "model.safetensors") if name in files][:1]
-        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
-        for wrong, why in (("config.json" not in files, "has no config.json, so it is no checkpoint of transformers"),
-                           (not weights and pickled, "has pickled weights only, which are never loaded, as unpickling "
-                                                     "can run any code; take a conversion to safetensors"),
-                           (not weights, "has no model.safetensors")):
-            if wrong:
-                raise InputError(f"{spec}: {why}: choose another revision or model")
-        hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
-        snapshot = os.path.join(folder, "snapshots", commit)
-        weights = shards(os.path.join(snapshot, INDEX)) if INDEX in weights else weights
-        if absent := [name for name in weights if name not in files]:
-            raise InputError(f"{spec}: has no {absent[0]}, which its {INDEX} names: choose another revision")
-        hub.fetch_all(commit, {name: files[name] for name in weights})
-        if revision != commit:
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(commit)
-    except OSError as e:
-        raise InputError(f"{folder}: fetching into it failed ({e}): make room or set HF_HOME; the same command goes on")
+    commit, files = hub.listing()
+    weights = [name for name in (INDEX, "model.safetensors") if name in files][:1]
+    pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
+    for wrong, why in (("config.json" not in files, "has no config.json, so it is no checkpoint of transformers"),
+                       (not weights and pickled, "has pickled weights only, which are never loaded, as unpickling "
+                                                 "can run any code; take a conversion to safetensors"),
+                       (not weights, "has no model.safetensors")):
+        if wrong:
+            raise InputError(f"{spec}: {why}: choose another revision or model")
+    snapshot = hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
+    weights = shards(os.path.join(snapshot, INDEX)) if INDEX in weights else weights
+    if absent := [name for name in weights if name not in files]:
+        raise InputError(f"{spec}: has no {absent[0]}, which its {INDEX} names: choose another revision")
+    hub.fetch_all(commit, {name: files[name] for name in weights})
+    if revision != commit:
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
     return snapshot
 
 
@@ -448,17 +448,9 @@ def hub_inputs(spec):
     if hub.offline:
         raise InputError(f"{spec}: HF_HUB_OFFLINE is set: unset it, or name local files")
     commit, files = hub.listing()
-
-    def fetch(name):
-        try:
-            hub.fetch_all(commit, {name: files[name]})
-        except OSError as e:
-            raise InputError(f"{hub.folder}: fetching {name} failed ({e}): make room or set HF_HOME; "
-                             "the same command goes on")
-        return os.path.join(hub.folder, "snapshots", commit, name)
-
-    chosen = fnmatch.filter(sorted(files), match[3])
-    return {f"hf://{match[1]}@{commit}/{name}": (files[name][0], functools.partial(fetch, name)) for name in chosen}
+    fetch = lambda name: os.path.join(hub.fetch_all(commit, {name: files[name]}), name)
+    return {f"hf://{match[1]}@{commit}/{name}": (files[name][0], functools.partial(fetch, name))
+            for name in fnmatch.filter(sorted(files), match[3])}
 
 
 # ---- prepare: text files to shards -----------------------------------------------------------
