@@ -294,16 +294,12 @@ class _Hub:
 
     def complete(self, part, path, size, sha):
         """Go on where an earlier run ended; on return the file is checked and on the disk."""
-        def begin():
-            return hashlib.sha256() if len(sha) == 64 else hashlib.sha1(b"blob %d\0" % size)
-
         def drop():
-            nonlocal digest
-            part.truncate(0)
-            digest, self.done[sha] = begin(), part.seek(0)
+            part.seek(0)
+            self.done[sha] = part.truncate()
 
         def attempt():
-            if (have := part.tell()) == size:
+            if (have := part.seek(0, os.SEEK_END)) == size:
                 return
             with self.get(path, have) as r:
                 span = re.fullmatch(rf"bytes {have}-\d+/({size}|\*)", r.headers.get("Content-Range", ""))
@@ -318,23 +314,21 @@ class _Hub:
                         drop()
                         raise requests.RequestException(f"it sends more than the {size} bytes that were promised")
                     part.write(chunk)
-                    digest.update(chunk)
                     self.done[sha] = part.tell()
             if part.tell() < size:
                 raise requests.RequestException(f"it ends after {part.tell()} of {size} bytes")
 
-        part.seek(0)
-        digest = hashlib.file_digest(part, begin)
-        if part.tell() > size:
+        if part.tell() > size:  # opened to append, it stands at its end
             drop()
         for _ in range(2):  # once more, as what the earlier run left may be wrong
             self.retry(attempt, path, sha)
-            if (found := digest.hexdigest()) == sha:
-                part.flush()
+            part.seek(0)
+            found = hashlib.file_digest(part, lambda: hashlib.sha256() if len(sha) == 64 else hashlib.sha1(b"blob %d\0" % size))
+            if found.hexdigest() == sha:
                 return os.fsync(part.fileno())
             drop()
         os.remove(part.name)
-        raise InputError(f"{path}: its hash is {found}, not {sha}: check HF_ENDPOINT, or try again later")
+        raise InputError(f"{path}: its hash is {found.hexdigest()}, not {sha}: check HF_ENDPOINT, or try again later")
 
     def fetch_all(self, commit, files):
         """{name: (bytes, hash)} into blobs/, then, all being whole, into snapshots/commit, which is returned."""
