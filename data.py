@@ -170,21 +170,22 @@ def _whole(path, size):
     return os.path.isfile(path) and os.path.getsize(path) == size
 
 
-def shards(index):
-    """The files that an index names."""
-    names = read_json(index).get("weight_map")
-    names = list(names.values()) if isinstance(names, dict) else []
+def weight_map(index):
+    """{tensor name: file} of an index, all of them .safetensors of its folder. InputError."""
+    files = read_json(index).get("weight_map")
+    names = files.values() if isinstance(files, dict) else ()
     if not names or not all(isinstance(n, str) and INSIDE.fullmatch(n) and n.endswith(".safetensors") for n in names):
         raise InputError(f"{index}: names other files than .safetensors of its own folder: choose another model")
-    return sorted(set(names))
+    return files
 
 
 def _lacking(snapshot):
     """What a snapshot folder needs to be a checkpoint and does not have."""
     def has(name):
         return os.path.isfile(os.path.join(snapshot, name))  # not so where a link's blob is gone
-    weights = shards(os.path.join(snapshot, INDEX)) if has(INDEX) else ["model.safetensors"]
-    return [f for f in ("config.json", *weights) if not has(f)] + [TOKENIZER] * (not any(map(has, TOKENIZER_FILES)))
+    weights = weight_map(os.path.join(snapshot, INDEX)).values() if has(INDEX) else ["model.safetensors"]
+    lacking = [name for name in sorted({"config.json", *weights}) if not has(name)]
+    return lacking if any(map(has, TOKENIZER_FILES)) else [*lacking, TOKENIZER]
 
 
 def _pause(error, failures):
@@ -421,10 +422,10 @@ def download(spec):
         if wrong:
             raise InputError(f"{spec}: {why}: choose another revision or model")
     snapshot = hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
-    weights = shards(os.path.join(snapshot, INDEX)) if INDEX in weights else weights
-    if absent := [name for name in weights if name not in files]:
-        raise InputError(f"{spec}: has no {absent[0]}, which its {INDEX} names: choose another revision")
-    hub.fetch_all(commit, {name: files[name] for name in weights})
+    weights = weight_map(os.path.join(snapshot, INDEX)).values() if INDEX in weights else weights
+    if absent := set(weights) - files.keys():
+        raise InputError(f"{spec}: has no {min(absent)}, which its {INDEX} names: choose another revision")
+    hub.fetch_all(commit, {name: files[name] for name in sorted(weights)})
     if revision != commit:
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(commit)

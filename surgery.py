@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from data import INDEX, Tokenizer, download, shards
+from data import INDEX, Tokenizer, download, weight_map
 from model import (FLOATS, LLAMA3_ROPE, STATE_STD, TOKENIZER_FILES, Config, InputError, RecurrentLM, check_tensors, cli,
                    find_checkpoint, load_config, open_safetensors, read_json, save_folder, write_json)
 
@@ -367,8 +367,7 @@ def tensor_files(folder):
     """Tensor name -> path of its safetensors file: model.safetensors, or the shards of an index."""
     index, path = (os.path.join(folder, file) for file in (INDEX, "model.safetensors"))
     if os.path.exists(index):
-        shards(index)
-        return {name: os.path.join(folder, file) for name, file in read_json(index)["weight_map"].items()}
+        return {name: os.path.join(folder, file) for name, file in weight_map(index).items()}
     pickles = sorted(f for f in os.listdir(folder) if f.endswith((".bin", ".pth", ".pt")))
     if pickles and not os.path.exists(path):
         raise InputError(f"{folder}: has its weights only as {pickles[0]}, a pickle, which may run any code when it is "
