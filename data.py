@@ -324,12 +324,12 @@ class _Hub:
         for _ in range(2):  # once more, as what the earlier run left may be wrong
             self.retry(attempt, path, sha)
             part.seek(0)
-            found = hashlib.file_digest(part, lambda: hashlib.sha256() if len(sha) == 64 else hashlib.sha1(b"blob %d\0" % size))
-            if found.hexdigest() == sha:
+            begin = hashlib.sha256 if len(sha) == 64 else lambda: hashlib.sha1(b"blob %d\0" % size)
+            if (found := hashlib.file_digest(part, begin).hexdigest()) == sha:
                 return os.fsync(part.fileno())
             drop()
         os.remove(part.name)
-        raise InputError(f"{path}: its hash is {found.hexdigest()}, not {sha}: check HF_ENDPOINT, or try again later")
+        raise InputError(f"{path}: its hash is {found}, not {sha}: check HF_ENDPOINT, or try again later")
 
     def fetch_all(self, commit, files):
         """{name: (bytes, hash)} into blobs/, then, all being whole, into snapshots/commit, which is returned."""
@@ -556,9 +556,8 @@ def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, ma
         sources |= more
     sizes = [size for size, _ in sources.values()]
     arguments = {"input": [[path if "://" in path else os.path.abspath(path), n] for path, n in zip(sources, sizes)],
-                 "field": field,
-                 "drop": list(drop), "strip_roles": strip_roles, "tokenizer": os.path.abspath(tokenizer), "val": val,
-                 "shard_tokens": shard_tokens}
+                 "field": field, "drop": list(drop), "strip_roles": strip_roles, "tokenizer": os.path.abspath(tokenizer),
+                 "val": val, "shard_tokens": shard_tokens}
     fields, drop, folder = field.split(","), [text.split("=", 1) for text in drop], tokenizer
     tokenizer = load_once(folder)
     os.makedirs(out, exist_ok=True)

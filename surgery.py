@@ -242,9 +242,9 @@ def select(args, source, tokenizer, shape):
     except UnicodeDecodeError as e:
         raise InputError(f"{args.text}: is not UTF-8 text ({e})")
     L, T = source.config.n_prelude, min(1024, source.config.context, len(ids))
-    windows = torch.tensor(ids[:min(16, len(ids) // max(1, T)) * T]).view(-1, max(1, T))
     if T < 2:
         raise InputError(f"{args.text}: has no text to measure on")
+    windows = torch.tensor(ids[:min(16, len(ids) // T) * T]).view(-1, T)
     influence, angle = measure(build(source), windows)
     if not math.isfinite(sum(influence)):
         raise InputError(f"{source.folder}: computes NaN on {args.text}: take another model")
