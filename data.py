@@ -777,31 +777,19 @@ def _stories(rng, n, length):
     return np.stack([VERB[said], NUMBER[said], np.full_like(said, SO), ZERO + count], axis=2)
 
 
-def _worked(stories, lengths):
-    """-> (2, n, 52), tokens and targets of `so has 3 so 3 loses 4 so 9 EOS ...`: every next token is a target."""
-    idx, targets = rows = np.full((2, len(stories), 52), EOS)
-    idx[:, 0], idx[:, 1:49] = SO, stories.reshape(-1, 48)
-    idx[np.arange(52) > 4 * lengths[:, None]] = EOS
-    idx[lengths == 0] = EOS
-    targets[:, :-1], targets[:, -1] = np.where(idx[:, :-1] == EOS, -100, idx[:, 1:]), -100
-    return rows
+def _worked(story, n):
+    """The first n sentences, `so has 3 so 3 loses 4 so 9 EOS`: 4 n + 2 ids, and targets, every next token; none if n = 0."""
+    ids = [SO, *itertools.chain(*story[:n]), EOS] if n else [EOS, EOS]
+    return ids, [*ids[1:], -100] if n else [-100, -100]
 
 
-def _worked_pairs(first, second, lengths):
-    """A story of `lengths` sentences, then one of 12 - lengths: two documents fill a row of 52 tokens."""
-    column = np.arange(52) - (4 * lengths[:, None] + 2)  # of the second document; both have EOS at their end
-    one, two = _worked(first, lengths), _worked(second, 12 - lengths)
-    return np.where(column < 0, one, np.take_along_axis(two, np.broadcast_to(column.clip(0), two.shape), 2))
-
-
-def _direct(stories, labelled):
-    """-> (2, n, 26) of `has 3 loses 4 ... 9 EOS`: at the first `labelled` numbers the target is the answer so far."""
-    idx, targets = rows = np.full((2, len(stories), 26), EOS)
-    idx[:, :24], idx[:, 24] = stories[:, :, :2].reshape(-1, 24), stories[:, 11, 3]
-    targets[:] = -100
-    targets[:, 1:2 * labelled:2] = stories[:, :labelled, 3]
-    targets[:, 24] = EOS if labelled == 12 else -100
-    return rows
+def _direct(story, labelled):
+    """`has 3 loses 4 ... 9 EOS`: 26 ids, and targets, at the first `labelled` numbers the answer so far."""
+    ids = [*itertools.chain(*(sentence[:2] for sentence in story)), story[11][3], EOS]
+    targets = [-100] * 26
+    targets[1:2 * labelled:2] = [sentence[3] for sentence in story[:labelled]]
+    targets[24] = EOS if labelled == 12 else -100
+    return ids, targets
 
 
 def tiny(out, seed=0, quick=False):
@@ -829,14 +817,16 @@ def tiny(out, seed=0, quick=False):
             for split, n in sizes.items():
                 rng = np.random.default_rng([seed, kind == "task", split == "val"])
                 stories, lengths, quarter = _stories(rng, n, 12), np.full(n, 12), n // 4
-                if kind == "pretrain":
+                if kind == "pretrain":  # two documents fill a row: worked stories of 12 sentences together, or direct ones
                     lengths[:quarter] = rng.integers(1, 13, size=quarter)
                     lengths[quarter:2 * quarter] = 12 - lengths[:quarter]
-                    worked = _worked_pairs(stories[:quarter], stories[quarter:2 * quarter], lengths[:quarter])
-                    direct = _direct(stories[2 * quarter:], 3).reshape(2, -1, 52)
-                    idx, targets = np.concatenate((worked, direct), axis=1)[:, rng.permutation(n // 2)]
+                    documents = [_worked(stories[i].tolist(), lengths[i])
+                                 for pair in zip(range(quarter), range(quarter, 2 * quarter)) for i in pair]
+                    documents += [_direct(story, 3) for story in stories[2 * quarter:].tolist()]
                 else:
-                    idx, targets = _direct(stories, 12)
+                    documents = [_direct(story, 12) for story in stories.tolist()]
+                rows = np.array([[*itertools.chain(*part)] for part in zip(*documents)]).reshape(2, -1, T)
+                idx, targets = rows[:, rng.permutation(n // 2)] if kind == "pretrain" else rows
                 info["shards"][split] = [[f"{split}_000000.npy", idx.size]]
                 seen += [(stories, lengths)] if split == "train" else []
                 for end, array in ((".npy", idx.astype(np.uint16)), (".targets.npy", targets.astype(np.int32))):
