@@ -341,7 +341,7 @@ class _Hub:
                              "the same command goes on")
 
     def fetch_blobs(self, commit, files):
-        """THREADS at a time."""
+        """Those that are not there yet, THREADS at a time."""
         blobs = os.path.join(self.folder, "blobs")
         os.makedirs(blobs, exist_ok=True)
         todo = {sha: (f"{self.repo}/resolve/{commit}/{quote(name)}", size, sha)

@@ -192,8 +192,7 @@ def ranges(layers):
 def choose_layers(args, source, tokenizer):
     """Lists of the source's layers for prelude, core and coda, as the flags say; InputError if they cannot be."""
     L, shape, texts = source.config.n_prelude, None, (args.prelude, args.core, args.coda)
-    ways = {f for f in ("preset", "shape", "layers") if getattr(args, f) is not None} | (
-        {"prelude"} if any(text is not None for text in texts) else set())
+    ways = {"prelude" if f in PARTS else f for f in ("preset", "shape", "layers", *PARTS) if getattr(args, f) is not None}
     fitting = {"shape"} if args.select else {"layers"} if args.feed_forward else {"preset", "shape", "prelude"}
     if len(ways) > 1 or ways - fitting:
         raise InputError(f"--{sorted(ways - fitting or ways)[0]}: give one of --preset, --shape or --prelude --core --coda; "
@@ -313,7 +312,12 @@ class Source:
 
 def open_source(src):
     """The Source of a folder, a run's folder or a hub id, of any of the three layouts. InputError."""
-    folder = find_checkpoint(src if os.path.exists(src) else fetch(src))
+    if not os.path.exists(src):
+        try:
+            src = download(src)
+        except InputError as e:
+            raise InputError(f"{src}: no such folder here; as a model on the hub: {e}")
+    folder = find_checkpoint(src)
     raw, files = read_json(path := os.path.join(folder, "config.json")), tensor_files(folder)
     kind = raw.get("model_type")
     config = load_config(folder) if kind == "nanoloop" else None
@@ -354,13 +358,6 @@ def check_values(c):
                     *((type(getattr(c, key)) in (int, type(None)), key) for key in ("bos_token_id", "eos_token_id"))):
         if not ok:
             raise InputError(f"{key}={getattr(c, key)!r} is not a value that it can have: fetch it again")
-
-
-def fetch(src):
-    try:
-        return download(src)
-    except InputError as e:
-        raise InputError(f"{src}: no such folder here; as a model on the hub: {e}")
 
 
 def tensor_files(folder):
