@@ -16,7 +16,6 @@ where they do not, plus attention, against the matmul peak that this machine sho
 """
 import argparse
 import bisect
-import functools
 import glob
 import itertools
 import json
@@ -145,16 +144,9 @@ def step_flops(model, n, k, T):
     return 6 * (once + k * core) + 2 * n * core
 
 
-def parse_list(flag, text, convert):
-    try:
-        return [convert(x) for x in text.split(",")]
-    except ValueError:
-        raise InputError(f"{flag} {text}: see --help for its form")
-
-
 def headline(args, model, peak):
-    c, cores = model.config, f"{torch.get_num_threads()} threads"
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {cores}"
+    c = model.config
+    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {args.dtype}; matmul peak {peak / 1e9:,.0f} GFLOP/s; "
           f"({c.n_prelude},{c.n_core},{c.n_coda}), width {c.n_embd}, {model.num_params()['total']:,} parameters")
     return {"command": " ".join(sys.argv[1:]), "machine": name, "torch": torch.__version__, "dtype": args.dtype,
@@ -163,9 +155,9 @@ def headline(args, model, peak):
 
 def bench_train(args):
     """One optimizer update per timed run: forward, backward, clip, step; then once more, part by part."""
-    pairs = parse_list("--steps", args.steps, lambda x: tuple(map(int, x.split("+"))))
-    if any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
+    if not re.fullmatch(r"\d+\+\d+(,\d+\+\d+)*", args.steps):
         raise InputError(f"--steps {args.steps}: write n+k pairs, such as 0+4,24+8")
+    pairs = [tuple(map(int, pair.split("+"))) for pair in args.steps.split(",")]
     dtype = getattr(torch, args.dtype)
     model, B, T = load(args, torch.float32), args.batch_size, args.context
     result = headline(args, model, peak := matmul_peak(args.device, dtype))
@@ -190,10 +182,9 @@ def bench_train(args):
         runs += [("transformers", (0, sum(pair)), peer_update(c, depth(pair), args, idx, targets)) for pair in pairs]
     print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak so far':>12s}")
     for name, pair, run in runs:
-        update = functools.partial(run, pair)
         if args.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
-        t, fast, slow, first = timed(update, args.repeat, args.device)
+        t, fast, slow, first = timed(lambda: run(pair), args.repeat, args.device)
         row = {"name": name, "n": pair[0], "k": pair[1], "tokens_per_s": B * T / t,
                "mfu": step_flops(model, *pair, T) * B * T / t / peak, "seconds": [fast, t, slow], "first": first,
                "peak_memory": peak_memory(args.device)}

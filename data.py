@@ -17,6 +17,7 @@ the mixture of several data sets, "A:1,B:1,C:2".
 """
 import argparse
 import base64
+import contextlib
 import fcntl
 import fnmatch
 import functools
@@ -35,7 +36,7 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from email.utils import parsedate_to_datetime
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -169,21 +170,22 @@ def _whole(path, size):
     return os.path.isfile(path) and os.path.getsize(path) == size
 
 
-def shards(index):
-    """The files that an index names."""
-    names = read_json(index).get("weight_map")
-    names = list(names.values()) if isinstance(names, dict) else []
+def weight_map(index):
+    """{tensor name: file} of an index, all of them .safetensors of its folder. InputError."""
+    files = read_json(index).get("weight_map")
+    names = files.values() if isinstance(files, dict) else ()
     if not names or not all(isinstance(n, str) and INSIDE.fullmatch(n) and n.endswith(".safetensors") for n in names):
         raise InputError(f"{index}: names other files than .safetensors of its own folder: choose another model")
-    return sorted(set(names))
+    return files
 
 
 def _lacking(snapshot):
     """What a snapshot folder needs to be a checkpoint and does not have."""
     def has(name):
         return os.path.isfile(os.path.join(snapshot, name))  # not so where a link's blob is gone
-    weights = shards(os.path.join(snapshot, INDEX)) if has(INDEX) else ["model.safetensors"]
-    return [f for f in ("config.json", *weights) if not has(f)] + [TOKENIZER] * (not any(map(has, TOKENIZER_FILES)))
+    weights = weight_map(os.path.join(snapshot, INDEX)).values() if has(INDEX) else ["model.safetensors"]
+    lacking = [name for name in sorted({"config.json", *weights}) if not has(name)]
+    return lacking if any(map(has, TOKENIZER_FILES)) else [*lacking, TOKENIZER]
 
 
 def _pause(error, failures):
@@ -191,8 +193,8 @@ def _pause(error, failures):
     headers = getattr(getattr(error, "response", None), "headers", {})
     asked = headers.get("Retry-After") or "".join(re.findall(r"\bt=(\d+)", headers.get("RateLimit", ""))[:1])
     try:
-        asked = float(asked) if asked.isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
-    except (ValueError, TypeError, OverflowError):
+        asked = urllib3.Retry().parse_retry_after(asked)
+    except (urllib3.exceptions.HTTPError, ValueError, OverflowError):
         asked = 0
     return min(60, max(asked, FIRST_WAIT * 2**(failures - 1)))
 
@@ -293,16 +295,12 @@ class _Hub:
 
     def complete(self, part, path, size, sha):
         """Go on where an earlier run ended; on return the file is checked and on the disk."""
-        def begin():
-            return hashlib.sha256() if len(sha) == 64 else hashlib.sha1(b"blob %d\0" % size)
-
         def drop():
-            nonlocal digest
-            part.truncate(0)
-            digest, self.done[sha] = begin(), part.seek(0)
+            part.seek(0)
+            self.done[sha] = part.truncate()
 
         def attempt():
-            if (have := part.tell()) == size:
+            if (have := part.seek(0, os.SEEK_END)) == size:
                 return
             with self.get(path, have) as r:
                 span = re.fullmatch(rf"bytes {have}-\d+/({size}|\*)", r.headers.get("Content-Range", ""))
@@ -317,26 +315,33 @@ class _Hub:
                         drop()
                         raise requests.RequestException(f"it sends more than the {size} bytes that were promised")
                     part.write(chunk)
-                    digest.update(chunk)
                     self.done[sha] = part.tell()
             if part.tell() < size:
                 raise requests.RequestException(f"it ends after {part.tell()} of {size} bytes")
 
-        part.seek(0)
-        digest = hashlib.file_digest(part, begin)
-        if part.tell() > size:
+        if part.tell() > size:  # opened to append, it stands at its end
             drop()
         for _ in range(2):  # once more, as what the earlier run left may be wrong
             self.retry(attempt, path, sha)
-            if (found := digest.hexdigest()) == sha:
-                part.flush()
+            part.seek(0)
+            begin = hashlib.sha256 if len(sha) == 64 else lambda: hashlib.sha1(b"blob %d\0" % size)
+            if (found := hashlib.file_digest(part, begin).hexdigest()) == sha:
                 return os.fsync(part.fileno())
             drop()
         os.remove(part.name)
         raise InputError(f"{path}: its hash is {found}, not {sha}: check HF_ENDPOINT, or try again later")
 
     def fetch_all(self, commit, files):
-        """{name: (bytes, hash)} into blobs/, THREADS at a time; then, all being whole, into snapshots/commit."""
+        """{name: (bytes, hash)} into blobs/, then, all being whole, into snapshots/commit, which is returned."""
+        try:
+            self.fetch_blobs(commit, files)
+            return self.link(commit, files)
+        except OSError as e:
+            raise InputError(f"{self.folder}: fetching into it failed ({e}): make room or set HF_HOME; "
+                             "the same command goes on")
+
+    def fetch_blobs(self, commit, files):
+        """Those that are not there yet, THREADS at a time."""
         blobs = os.path.join(self.folder, "blobs")
         os.makedirs(blobs, exist_ok=True)
         todo = {sha: (f"{self.repo}/resolve/{commit}/{quote(name)}", size, sha)
@@ -348,16 +353,7 @@ class _Hub:
         if (free := shutil.disk_usage(blobs).free) < total - before:
             raise InputError(f"{blobs}: needs {(total - before) / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free: "
                              "make room or set HF_HOME to a folder on another disk")
-        queue, errors, shown, screen = iter(todo.values()), [], begun, sys.stderr.isatty()
-        self.stop.clear()
-
-        def work():
-            try:
-                for file in queue:  # the threads share it
-                    self.fetch(*file)
-            except BaseException as e:
-                errors.append(e)
-                self.stop.set()
+        shown, screen = begun, sys.stderr.isatty()
 
         def show(end):
             have, seconds = sum(map(self.done.get, todo)), time.time() - begun
@@ -366,26 +362,28 @@ class _Hub:
             text = f"{have / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.1f} MB/s, ETA {minutes}:{rest:02d}"
             print(f"\r{text}\x1b[K" if screen else text, end=end, file=sys.stderr, flush=True)
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(THREADS)]  # no exit waits for a daemon
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                while thread.is_alive() and not self.stop.is_set():
-                    thread.join(0.2)
+        left = len(todo)
+        self.stop.clear()
+        with ThreadPool(THREADS) as pool:  # of daemons: neither its end nor an exit waits for one that hangs
+            ended = pool.imap_unordered(lambda file: self.fetch(*file), todo.values())
+            try:
+                while left:
+                    with contextlib.suppress(multiprocessing.TimeoutError):
+                        ended.next(0.2)
+                        left -= 1
                     if total >= 10**8 and time.time() - shown > (1 if screen else 10):
                         shown = time.time()
                         show("" if screen else "\n")
-        finally:  # of Ctrl-C, too
-            self.stop.set()
-            for thread in threads:
-                thread.join(0.2)
-            if total >= 10**8:
-                show("\n")
-        if errors:
-            raise errors[0]
+            finally:  # of Ctrl-C, too
+                self.stop.set()
+                if total >= 10**8:
+                    show("\n")
+
+    def link(self, commit, files):
+        """Names for the blobs of {name: (bytes, hash)}: snapshots/commit, which is returned."""
+        snapshot = os.path.join(self.folder, "snapshots", commit)
         for name, (_, sha) in files.items():
-            blob, link = os.path.join(blobs, sha), os.path.join(self.folder, "snapshots", commit, name)
+            blob, link = os.path.join(self.folder, "blobs", sha), os.path.join(snapshot, name)
             new = f"{link}.{os.urandom(4).hex()}"  # of this process alone, pids being the same in two containers
             os.makedirs(os.path.dirname(link), exist_ok=True)
             try:
@@ -393,6 +391,7 @@ class _Hub:
             except OSError:  # a file system without links
                 shutil.copyfile(blob, new)
             os.replace(new, link)
+        return snapshot
 
 
 def download(spec):
@@ -413,27 +412,23 @@ def download(spec):
         return snapshot
     if hub.offline:
         raise InputError(f"{spec}: {snapshot} lacks {', '.join(lacking)}, but HF_HUB_OFFLINE is set: unset it")
-    try:
-        commit, files = hub.listing()
-        weights = [name for name in (INDEX, "model.safetensors") if name in files][:1]
-        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
-        for wrong, why in (("config.json" not in files, "has no config.json, so it is no checkpoint of transformers"),
-                           (not weights and pickled, "has pickled weights only, which are never loaded, as unpickling "
-                                                     "can run any code; take a conversion to safetensors"),
-                           (not weights, "has no model.safetensors")):
-            if wrong:
-                raise InputError(f"{spec}: {why}: choose another revision or model")
-        hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
-        snapshot = os.path.join(folder, "snapshots", commit)
-        weights = shards(os.path.join(snapshot, INDEX)) if INDEX in weights else weights
-        if absent := [name for name in weights if name not in files]:
-            raise InputError(f"{spec}: has no {absent[0]}, which its {INDEX} names: choose another revision")
-        hub.fetch_all(commit, {name: files[name] for name in weights})
-        if revision != commit:
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(commit)
-    except OSError as e:
-        raise InputError(f"{folder}: fetching into it failed ({e}): make room or set HF_HOME; the same command goes on")
+    commit, files = hub.listing()
+    weights = [name for name in (INDEX, "model.safetensors") if name in files][:1]
+    pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
+    for wrong, why in (("config.json" not in files, "has no config.json, so it is no checkpoint of transformers"),
+                       (not weights and pickled, "has pickled weights only, which are never loaded, as unpickling "
+                                                 "can run any code; take a conversion to safetensors"),
+                       (not weights, "has no model.safetensors")):
+        if wrong:
+            raise InputError(f"{spec}: {why}: choose another revision or model")
+    snapshot = hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
+    weights = weight_map(os.path.join(snapshot, INDEX)).values() if INDEX in weights else weights
+    if absent := set(weights) - files.keys():
+        raise InputError(f"{spec}: has no {min(absent)}, which its {INDEX} names: choose another revision")
+    hub.fetch_all(commit, {name: files[name] for name in sorted(weights)})
+    if revision != commit:
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
     return snapshot
 
 
@@ -448,17 +443,9 @@ def hub_inputs(spec):
     if hub.offline:
         raise InputError(f"{spec}: HF_HUB_OFFLINE is set: unset it, or name local files")
     commit, files = hub.listing()
-
-    def fetch(name):
-        try:
-            hub.fetch_all(commit, {name: files[name]})
-        except OSError as e:
-            raise InputError(f"{hub.folder}: fetching {name} failed ({e}): make room or set HF_HOME; "
-                             "the same command goes on")
-        return os.path.join(hub.folder, "snapshots", commit, name)
-
-    chosen = fnmatch.filter(sorted(files), match[3])
-    return {f"hf://{match[1]}@{commit}/{name}": (files[name][0], functools.partial(fetch, name)) for name in chosen}
+    fetch = lambda name: os.path.join(hub.fetch_all(commit, {name: files[name]}), name)
+    return {f"hf://{match[1]}@{commit}/{name}": (files[name][0], functools.partial(fetch, name))
+            for name in fnmatch.filter(sorted(files), match[3])}
 
 
 # ---- prepare: text files to shards -----------------------------------------------------------
@@ -569,9 +556,8 @@ def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, ma
         sources |= more
     sizes = [size for size, _ in sources.values()]
     arguments = {"input": [[path if "://" in path else os.path.abspath(path), n] for path, n in zip(sources, sizes)],
-                 "field": field,
-                 "drop": list(drop), "strip_roles": strip_roles, "tokenizer": os.path.abspath(tokenizer), "val": val,
-                 "shard_tokens": shard_tokens}
+                 "field": field, "drop": list(drop), "strip_roles": strip_roles, "tokenizer": os.path.abspath(tokenizer),
+                 "val": val, "shard_tokens": shard_tokens}
     fields, drop, folder = field.split(","), [text.split("=", 1) for text in drop], tokenizer
     tokenizer = load_once(folder)
     os.makedirs(out, exist_ok=True)
@@ -791,31 +777,19 @@ def _stories(rng, n, length):
     return np.stack([VERB[said], NUMBER[said], np.full_like(said, SO), ZERO + count], axis=2)
 
 
-def _worked(stories, lengths):
-    """-> (2, n, 52), tokens and targets of `so has 3 so 3 loses 4 so 9 EOS ...`: every next token is a target."""
-    idx, targets = rows = np.full((2, len(stories), 52), EOS)
-    idx[:, 0], idx[:, 1:49] = SO, stories.reshape(-1, 48)
-    idx[np.arange(52) > 4 * lengths[:, None]] = EOS
-    idx[lengths == 0] = EOS
-    targets[:, :-1], targets[:, -1] = np.where(idx[:, :-1] == EOS, -100, idx[:, 1:]), -100
-    return rows
+def _worked(story, n):
+    """The first n sentences, `so has 3 so 3 loses 4 so 9 EOS`: 4 n + 2 ids, and targets, every next token; none if n = 0."""
+    ids = [SO, *itertools.chain(*story[:n]), EOS] if n else [EOS, EOS]
+    return ids, [*ids[1:], -100] if n else [-100, -100]
 
 
-def _worked_pairs(first, second, lengths):
-    """A story of `lengths` sentences, then one of 12 - lengths: two documents fill a row of 52 tokens."""
-    column = np.arange(52) - (4 * lengths[:, None] + 2)  # of the second document; both have EOS at their end
-    one, two = _worked(first, lengths), _worked(second, 12 - lengths)
-    return np.where(column < 0, one, np.take_along_axis(two, np.broadcast_to(column.clip(0), two.shape), 2))
-
-
-def _direct(stories, labelled):
-    """-> (2, n, 26) of `has 3 loses 4 ... 9 EOS`: at the first `labelled` numbers the target is the answer so far."""
-    idx, targets = rows = np.full((2, len(stories), 26), EOS)
-    idx[:, :24], idx[:, 24] = stories[:, :, :2].reshape(-1, 24), stories[:, 11, 3]
-    targets[:] = -100
-    targets[:, 1:2 * labelled:2] = stories[:, :labelled, 3]
-    targets[:, 24] = EOS if labelled == 12 else -100
-    return rows
+def _direct(story, labelled):
+    """`has 3 loses 4 ... 9 EOS`: 26 ids, and targets, at the first `labelled` numbers the answer so far."""
+    ids = [*itertools.chain(*(sentence[:2] for sentence in story)), story[11][3], EOS]
+    targets = [-100] * 26
+    targets[1:2 * labelled:2] = [sentence[3] for sentence in story[:labelled]]
+    targets[24] = EOS if labelled == 12 else -100
+    return ids, targets
 
 
 def tiny(out, seed=0, quick=False):
@@ -843,14 +817,16 @@ def tiny(out, seed=0, quick=False):
             for split, n in sizes.items():
                 rng = np.random.default_rng([seed, kind == "task", split == "val"])
                 stories, lengths, quarter = _stories(rng, n, 12), np.full(n, 12), n // 4
-                if kind == "pretrain":
+                if kind == "pretrain":  # two documents fill a row: worked stories of 12 sentences together, or direct ones
                     lengths[:quarter] = rng.integers(1, 13, size=quarter)
                     lengths[quarter:2 * quarter] = 12 - lengths[:quarter]
-                    worked = _worked_pairs(stories[:quarter], stories[quarter:2 * quarter], lengths[:quarter])
-                    direct = _direct(stories[2 * quarter:], 3).reshape(2, -1, 52)
-                    idx, targets = np.concatenate((worked, direct), axis=1)[:, rng.permutation(n // 2)]
+                    documents = [_worked(stories[i].tolist(), lengths[i])
+                                 for pair in zip(range(quarter), range(quarter, 2 * quarter)) for i in pair]
+                    documents += [_direct(story, 3) for story in stories[2 * quarter:].tolist()]
                 else:
-                    idx, targets = _direct(stories, 12)
+                    documents = [_direct(story, 12) for story in stories.tolist()]
+                rows = np.array([[*itertools.chain(*part)] for part in zip(*documents)]).reshape(2, -1, T)
+                idx, targets = rows[:, rng.permutation(n // 2)] if kind == "pretrain" else rows
                 info["shards"][split] = [[f"{split}_000000.npy", idx.size]]
                 seen += [(stories, lengths)] if split == "train" else []
                 for end, array in ((".npy", idx.astype(np.uint16)), (".targets.npy", targets.astype(np.int32))):

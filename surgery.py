@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from data import INDEX, Tokenizer, download, shards
+from data import INDEX, Tokenizer, download, weight_map
 from model import (FLOATS, LLAMA3_ROPE, STATE_STD, TOKENIZER_FILES, Config, InputError, RecurrentLM, check_tensors, cli,
                    find_checkpoint, load_config, open_safetensors, read_json, save_folder, write_json)
 
@@ -192,8 +192,7 @@ def ranges(layers):
 def choose_layers(args, source, tokenizer):
     """Lists of the source's layers for prelude, core and coda, as the flags say; InputError if they cannot be."""
     L, shape, texts = source.config.n_prelude, None, (args.prelude, args.core, args.coda)
-    ways = {f for f in ("preset", "shape", "layers") if getattr(args, f) is not None} | (
-        {"prelude"} if any(text is not None for text in texts) else set())
+    ways = {"prelude" if f in PARTS else f for f in ("preset", "shape", "layers", *PARTS) if getattr(args, f) is not None}
     fitting = {"shape"} if args.select else {"layers"} if args.feed_forward else {"preset", "shape", "prelude"}
     if len(ways) > 1 or ways - fitting:
         raise InputError(f"--{sorted(ways - fitting or ways)[0]}: give one of --preset, --shape or --prelude --core --coda; "
@@ -242,9 +241,9 @@ def select(args, source, tokenizer, shape):
     except UnicodeDecodeError as e:
         raise InputError(f"{args.text}: is not UTF-8 text ({e})")
     L, T = source.config.n_prelude, min(1024, source.config.context, len(ids))
-    windows = torch.tensor(ids[:min(16, len(ids) // max(1, T)) * T]).view(-1, max(1, T))
     if T < 2:
         raise InputError(f"{args.text}: has no text to measure on")
+    windows = torch.tensor(ids[:min(16, len(ids) // T) * T]).view(-1, T)
     influence, angle = measure(build(source), windows)
     if not math.isfinite(sum(influence)):
         raise InputError(f"{source.folder}: computes NaN on {args.text}: take another model")
@@ -313,7 +312,12 @@ class Source:
 
 def open_source(src):
     """The Source of a folder, a run's folder or a hub id, of any of the three layouts. InputError."""
-    folder = find_checkpoint(src if os.path.exists(src) else fetch(src))
+    if not os.path.exists(src):
+        try:
+            src = download(src)
+        except InputError as e:
+            raise InputError(f"{src}: no such folder here; as a model on the hub: {e}")
+    folder = find_checkpoint(src)
     raw, files = read_json(path := os.path.join(folder, "config.json")), tensor_files(folder)
     kind = raw.get("model_type")
     config = load_config(folder) if kind == "nanoloop" else None
@@ -356,19 +360,11 @@ def check_values(c):
             raise InputError(f"{key}={getattr(c, key)!r} is not a value that it can have: fetch it again")
 
 
-def fetch(src):
-    try:
-        return download(src)
-    except InputError as e:
-        raise InputError(f"{src}: no such folder here; as a model on the hub: {e}")
-
-
 def tensor_files(folder):
     """Tensor name -> path of its safetensors file: model.safetensors, or the shards of an index."""
     index, path = (os.path.join(folder, file) for file in (INDEX, "model.safetensors"))
     if os.path.exists(index):
-        shards(index)
-        return {name: os.path.join(folder, file) for name, file in read_json(index)["weight_map"].items()}
+        return {name: os.path.join(folder, file) for name, file in weight_map(index).items()}
     pickles = sorted(f for f in os.listdir(folder) if f.endswith((".bin", ".pth", ".pt")))
     if pickles and not os.path.exists(path):
         raise InputError(f"{folder}: has its weights only as {pickles[0]}, a pickle, which may run any code when it is "
