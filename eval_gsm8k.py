@@ -42,6 +42,7 @@ math_verify is installed, its verdict is a second metric, "math_verify", as in l
 """
 import argparse
 import contextlib
+import fcntl
 import glob
 import hashlib
 import json
@@ -58,7 +59,7 @@ from importlib.metadata import version
 import numpy as np
 import torch.distributed as dist
 
-from model import InputError, cli, describe, read_json, write_result
+from model import InputError, cli, describe, read_json, write_result, writing
 from sample import add_decoding_arguments, add_model_arguments, decoding, generate, load_model, parse_steps
 
 try:
@@ -351,6 +352,7 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options)
 # -------------------------------------------------------------------- the file of answers
 
 OPENING = b'{"script": "eval_gsm8k"'
+ANSWER = {"index": [int], "steps": [int]} | dict.fromkeys(("seconds", "tokens", "recurrences"), [int, float])
 
 
 def settings_of(args, model):
@@ -369,13 +371,15 @@ def settings_of(args, model):
             "math_verify": version("math_verify") if args.task == "math500" and math_verify else None}
 
 
-@contextlib.contextmanager
-def writing(path):
-    """A full disk ends in one line; what has been written is whole but for its last line, which read_answers() cuts."""
+def lock(path, held):
+    """Keep other runs away from a file for as long as the ExitStack `held` lives: each would replace the other's."""
+    f = held.enter_context(open(path, "ab"))
     try:
-        yield
-    except OSError as e:
-        raise InputError(f"{path}: cannot be written ({e}): make room, and the same command goes on where it was")
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"{path}: another run is writing there: wait for its end, or name another file with --out")
+    except OSError as e:  # NFS and Lustre may not lock
+        print(f"{path}: cannot be locked ({e}): see that no second run writes there", file=sys.stderr)
 
 
 def read_answers(path):
@@ -391,9 +395,10 @@ def read_answers(path):
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
         try:
             rows.append(dict(json.loads(line)))
-            if number > 1 and not {"steps", "index"} <= rows[-1].keys():
+            if number > 1 and not (all(type(rows[-1].get(key)) in kinds for key, kinds in ANSWER.items())
+                                   and metrics_of(rows[-1])):
                 raise ValueError("no answer")
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise InputError(f"{path}:{number}: is damaged ({e}): mend the line, or name another file with --out")
     return (rows or [{}])[0], {(row["steps"], row["index"]): row for row in rows[1:]}
 
@@ -401,19 +406,18 @@ def read_answers(path):
 def gather(path, settings, overwrite=False):
     """
     All answers of `path` and of the parts beside it, which processes left, as {(r, index): answer}; after it there is
-    only `path`, whole and in order. InputError where one has other settings; overwrite: they are thrown away.
+    only `path`, whole and in order. InputError where one has other settings; overwrite: those are thrown away.
     """
     parts, answers = sorted(glob.glob(glob.escape(path) + ".part*")), {}
     for file in [path] * os.path.exists(path) + parts:
         there, found = read_answers(file)
-        if overwrite:
-            continue
-        if other := [key for key in settings if key != "model" and there and there.get(key) != settings[key]]:
+        if not (other := [key for key in settings if key != "model" and there and there.get(key) != settings[key]]):
+            answers = found | answers
+        elif not overwrite:
             what = ", ".join(key + (f" ({there.get(key)}, not {settings[key]})" if len(str(settings[key])) < 40 else "")
                              for key in other)
             raise InputError(f"{file}: holds answers with another {what}: name another file with --out, or replace them "
                              "with --overwrite")
-        answers = found | answers
     answers = dict(sorted(answers.items()))
     new = f"{path}.tmp-{os.getpid()}"
     try:
@@ -497,11 +501,11 @@ def bootstrap(a, b, resamples=10_000, seed=0):
 def read_run(path):
     """(summary, settings, {r: its answers, of the summary's questions}) of a finished run."""
     summary = read_json(path)
-    if summary.get("script") != "eval_gsm8k":
+    if summary.get("script") != "eval_gsm8k" or not {"results", "n"} <= summary.keys():
         raise InputError(f"{path}: is no summary that eval_gsm8k.py wrote")
     answers_path = os.path.splitext(path)[0] + ".jsonl"
     settings, answers = read_answers(answers_path)
-    if any(settings.get(key) != summary.get(key) for key in ("weights_sha256", "data_sha256", "template", "seed")):
+    if not settings or any(value != summary.get(key) for key, value in settings.items() if key != "model"):
         raise InputError(f"{answers_path}: holds another run than {path}: evaluate again")
     steps = sorted({row["steps"] for row in summary["results"]})
     by_r = {r: [answer for (r_, _), answer in sorted(answers.items()) if r_ == r][:summary["n"]] for r in steps}
@@ -582,6 +586,12 @@ def main():
     args = parse_args()
     if args.paired:
         return paired(args.paired)
+    with contextlib.ExitStack() as held:
+        evaluate(args, held)
+
+
+def evaluate(args, held):
+    """Answer what is lacking and write the summary. held: the ExitStack that keeps other runs away meanwhile."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     say = lambda text: rank or print(text, file=sys.stderr, flush=True)
     if world > 1 and args.device == "cuda":
@@ -620,7 +630,9 @@ def main():
     if world > 1:  # nothing but waiting for one another: each process writes a file of its own
         dist.init_process_group("gloo", timeout=timedelta(days=30))
     if rank == 0:
+        lock(answers_path, held)
         gather(answers_path, settings, args.overwrite)
+        lock(answers_path, held)  # now another file of this name
     if world > 1:
         dist.barrier()
     answers = read_answers(answers_path)[1]

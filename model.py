@@ -636,6 +636,15 @@ def describe(model):
     return name, str(dtype).removeprefix("torch.")
 
 
+@contextlib.contextmanager
+def writing(path):
+    """A full disk ends in one line that names the file."""
+    try:
+        yield
+    except OSError as e:
+        raise InputError(f"{path}: cannot be written ({e}): make room, and start the same command again")
+
+
 def write_result(path, script, model, task, results, seconds, tokens, **more):
     """
     The JSON that every measuring script writes, whole or not at all: results is a list of {"steps": r, "metric": name,
@@ -649,10 +658,11 @@ def write_result(path, script, model, task, results, seconds, tokens, **more):
     device, dtype = describe(model)
     new = f"{path}.tmp-{os.getpid()}"
     try:
-        write_json(new, {"script": script, "model": model.folder, "commit": commit, "config": asdict(model.config),
-                         "task": task, "device": device, "dtype": dtype, "seconds": seconds,
-                         "tokens_per_second": tokens / seconds, **more, "results": results})
-        os.replace(new, path)
+        with writing(path):
+            write_json(new, {"script": script, "model": model.folder, "commit": commit, "config": asdict(model.config),
+                             "task": task, "device": device, "dtype": dtype, "seconds": seconds,
+                             "tokens_per_second": tokens / seconds, **more, "results": results})
+            os.replace(new, path)
     finally:
         if os.path.exists(new):
             os.remove(new)

@@ -5,6 +5,7 @@ Oracles come first: logits and gradients of the paper's own code, transformers' 
 AdamW, a run that was never killed. What needs those files finds them through the environment
 variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
 """
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -2257,6 +2258,14 @@ def test_evaluation_grows_and_refuses(evaluated, corpus, tmp_path, capsys):
     lines = text.splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_bytes(b"".join([*lines[:3], b"{oops\n", *lines[3:]]))
     assert "a.jsonl:4: " in refuse()
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*lines[:3], b'{"steps": 1, "index": []}\n', *lines[3:]]))
+    assert "a.jsonl:4: " in refuse()
+    (tmp_path / "a.jsonl").write_bytes(text)
+    evaluate(model, test, out, "--steps", "1,24", "--limit", 12, "--overwrite")  # its own answers: goes on, too
+    assert "holds 24 of 24 answers" in capsys.readouterr().err
+    with open(tmp_path / "a.jsonl") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert "another run" in refuse()
     shutil.copyfile(test, tmp_path / "b.jsonl")  # the questions themselves
     assert "something else" in refuse("--overwrite", to=tmp_path / "b.json")
     assert (tmp_path / "b.jsonl").read_bytes() == test.read_bytes()
@@ -2299,6 +2308,9 @@ def test_paired_runs(evaluated, corpus, tmp_path, capsys):
     assert [row[3] for row in rows] == [f"{100 * x['value']:.1f}" for x in results if x["metric"] == "flexible"]
     for other, word in (("short", "--limit"), ("other", "no r in common"), ("long", "different questions")):
         assert word in refusal(eval_gsm8k.main, "--paired", whole, tmp_path / f"{other}.json")
+    path = tmp_path / "other.jsonl"  # --kv last --overwrite, killed before its summary
+    path.write_text(path.read_text().replace('"kv": "full"', '"kv": "last"'))
+    assert "another run" in refusal(eval_gsm8k.main, "--paired", whole, tmp_path / "other.json")
     os.remove(tmp_path / "short.jsonl")
     assert "short.jsonl" in refusal(eval_gsm8k.main, "--paired", whole, tmp_path / "short.json")
 
