@@ -331,10 +331,10 @@ def canonical(text):
 
 def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options):
     """
-    Greedy continuations of a batch of prompts (lists of ids) -> (texts cut at the first stop, tokens generated, and
-    recurrences that these took). Ends when every row has met a stop or EOS. options: sample.Decoding's.
+    Greedy continuations of a batch of prompts (lists of ids) -> three lists: texts cut at the first stop, tokens generated
+    and recurrences that these took. Ends when every row has met a stop or EOS. options: sample.Decoding's.
     """
-    new, recurrences = [[] for _ in prompts], 0
+    new, recurrences = [[] for _ in prompts], [0] * len(prompts)
     # A stop of n characters has at most n tokens: the end of the text is enough to see it come.
     tail = max(map(len, stops), default=0)
 
@@ -344,9 +344,9 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options)
 
     for row, token, took in generate(model, prompts, max_new_tokens, r, ends, **options):
         new[row].append(token)
-        recurrences += took
+        recurrences[row] += took
     texts = [tokenizer.decode(ids[:-1] if ids[-1] == tokenizer.eos_id else ids) for ids in new]
-    return [cut(text, stops) for text in texts], sum(map(len, new)), recurrences
+    return [cut(text, stops) for text in texts], list(map(len, new)), recurrences
 
 
 # -------------------------------------------------------------------- the file of answers
@@ -452,11 +452,13 @@ def summarise(r, answers, rows):
             groups.setdefault(str(row["difficulty"]), []).append(answer)
     # numbers in their order, then whatever is no number
     order = sorted(groups, key=lambda d: (0, int(d), d) if d.isdecimal() else (1, 0, d))
+    steps = lambda group: sum(a["recurrences"] for a in group) / sum(a["tokens"] for a in group)  # mean of a token
     for metric in metrics_of(answers[0]):
         right = lambda group: rate([a[f"{metric}_correct"] for a in group])
         result = dict(zip(("steps", "metric", "value", "standard_error", "n"), (r, metric, *right(answers))))
-        result["mean_steps"] = sum(a["recurrences"] for a in answers) / sum(a["tokens"] for a in answers)  # of a token
-        results.append(result | ({"by_difficulty": {d: right(groups[d]) for d in order}} if groups else {}))
+        result["mean_steps"] = steps(answers)
+        results.append(result | ({"by_difficulty": {d: (*right(groups[d]), steps(groups[d])) for d in order}}
+                                 if groups else {}))
     return results
 
 
@@ -474,11 +476,11 @@ def print_tables(results, config):
         print(f"{name(r):>5}" + "".join(f"{100 * x['value']:9.1f} ±{100 * x['standard_error']:4.1f}" for x in cells)
               + f"{at[r, metrics[0]]['n']:>8}" + f"{at[r, metrics[0]]['mean_steps']:12.2f}" * settled)
     if "by_difficulty" in results[0]:
-        print(f"\n{metrics[0]} %, by difficulty (rows) and r (columns)")
-        print(f"{'':>10}" + "".join(f"{name(r):>7}" for r in steps) + f"{'n':>8}")
-        for key, (_, _, count) in results[0]["by_difficulty"].items():
-            print(f"{key:>10}" + "".join(f"{100 * at[r, metrics[0]]['by_difficulty'][key][0]:7.1f}" for r in steps)
-                  + f"{count:>8}")
+        print(f"\n{metrics[0]} %{', and mean steps' * settled}, by difficulty (rows) and r (columns)")
+        print(f"{'':>10}" + "".join(f"{name(r):>7}" + f"{'steps':>7}" * settled for r in steps) + f"{'n':>8}")
+        for key, (_, _, count, _) in results[0]["by_difficulty"].items():
+            cells = (at[r, metrics[0]]["by_difficulty"][key] for r in steps)
+            print(f"{key:>10}" + "".join(f"{100 * x[0]:7.1f}" + f"{x[3]:7.2f}" * settled for x in cells) + f"{count:>8}")
     if config.n_core and max(steps) > config.mean_recurrence:
         print(f"* beyond the mean recurrence of the training, {config.mean_recurrence}")
 
@@ -654,17 +656,16 @@ def evaluate(args, held):
             f.write(json.dumps(settings) + "\n")
         for r, batch in todo:
             began = time.perf_counter()
-            texts, count, recurrences = answer_batch(model, tokenizer, [prompts[i] for i in batch], args.max_new_tokens,
-                                                     STOPS[args.template], r, **decoding(args))
+            found = answer_batch(model, tokenizer, [prompts[i] for i in batch], args.max_new_tokens,
+                                 STOPS[args.template], r, **decoding(args))
             now = time.perf_counter()
-            share = {"seconds": (now - began) / len(batch), "tokens": count / len(batch),
-                     "recurrences": recurrences / len(batch)}  # of its batch
-            new = [{"index": row["index"], "steps": r, "output": text, **score(args.task, text, row["gold"]), **share}
-                   for row, text in zip((rows[i] for i in batch), texts) if (r, row["index"]) not in answers]
+            new = [{"index": row["index"], "steps": r, "output": text, **score(args.task, text, row["gold"]),
+                    "tokens": count, "recurrences": took, "seconds": (now - began) / len(batch)}
+                   for row, text, count, took in zip((rows[i] for i in batch), *found) if (r, row["index"]) not in answers]
             f.writelines(json.dumps(answer) + "\n" for answer in new)
             f.flush()
             here[r] += new
-            tokens, done, seconds = tokens + count, done + len(batch) * layers[r], now - started
+            tokens, done, seconds = tokens + sum(found[1]), done + len(batch) * layers[r], now - started
             if seconds - reported > 2 or len(here[r]) == goal[r]:
                 reported, metric = seconds, metrics_of(new[0])[0]
                 say(f"r={r if c.n_core else '-'}: {len(here[r])}/{goal[r]}, {metric} "

@@ -144,10 +144,10 @@ class Harness(TemplateLM):
             batches[-1].append(job)
         for batch in tqdm(batches, f"batches of texts at r = {self.r}"):
             (new, *_), (stops, *_), _, prompts, where = zip(*batch)
-            found, count, _ = answer_batch(self.model, self.tokenizer, prompts, new, stops, self.r, seed=self.seed,
+            found, counts, _ = answer_batch(self.model, self.tokenizer, prompts, new, stops, self.r, seed=self.seed,
                                            state=self.state)
             texts.update(zip(where, found))
-            self.tokens += count
+            self.tokens += sum(counts)
         return [texts[i] for i in range(len(requests))]
 
 

@@ -1445,12 +1445,12 @@ def test_batched_answers_equal_single_ones():
 
     model, stops = decode_model(), ("5", "AB", "@")
     prompts = [torch.randint(64, (n % 7 + 1,)).tolist() for n in range(10)]
-    texts, count, recurrences = answer_batch(model, Letters, prompts, 30, stops, 3)
+    texts, counts, recurrences = answer_batch(model, Letters, prompts, 30, stops, 3)
     alone = [answer_batch(model, Letters, [p], 30, stops, 3) for p in prompts]
     full = decode(model, prompts, 30, steps=3)
     whole = [Letters.decode(row[:row.index(63)] if 63 in row else row) for row in full.tolist()]
     assert texts == [text for (text,), _, _ in alone] == [cut(text, stops) for text in whole]
-    assert count == sum(n for _, n, _ in alone) < 10 * 30 and recurrences == 3 * count
+    assert counts == [n for _, (n,), _ in alone] and recurrences == [3 * n for n in counts] and sum(counts) < 10 * 30
 
 
 def test_decoding_refuses_bad_prompts():
