@@ -213,7 +213,7 @@ class Decoder:
         first, n = self.model.config.n_prelude, self.model.config.n_core
         for t in (self.keys, self.values):
             t = t[first:first + self.slots * n, row, position].unflatten(0, (self.slots, n))
-            t[steps:] = t[steps - 1]
+            t[steps:] = t[self.slot(steps - 1)]
 
     def keep(self, rows):
         """Go on with these rows (a tensor of indices) of the batch only."""
@@ -382,8 +382,9 @@ def adaptive(d, prompts, o, rng, live):
         if o.exit == "kl":
             new = d.logits(now)[:, -1]
             logp = torch.zeros(len(prompts), new.shape[1], device=device) if logp is None else logp
-            moved = F.kl_div(logp[rows], new.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-            logp[rows] = new.log_softmax(-1)
+            p = new.log_softmax(-1)
+            moved = F.kl_div(logp[rows], p, reduction="none", log_target=True).sum(-1).clamp(min=0)  # but for rounding
+            logp[rows] = p
         else:
             size = step if o.exit == "latent" else step - change[rows]
             moved = size.norm(dim=-1)[:, 0] / now.float().norm(dim=-1)[:, 0]
