@@ -1462,10 +1462,22 @@ def test_batched_answers_equal_single_ones():
 
 
 def test_decoding_refuses_bad_prompts():
-    """An empty prompt, ids beyond the vocabulary and more than the context are InputErrors."""
-    for prompts, n, word in (([[1], []], 4, "empty"), ([[64]], 4, "vocabulary"), ([[1] * 60], 5, "context")):
+    """An empty prompt, ids beyond the vocabulary, more than the context, no tokens and damaged weights are InputErrors."""
+    for prompts, n, word in (([[1], []], 4, "empty"), ([[64]], 4, "vocabulary"), ([[1] * 60], 5, "context"),
+                             ([[1]], 0, "at least one"), ([[2]], 4, "damaged")):
+        model = decode_model()
+        with torch.no_grad():
+            model.embed.weight[2] = float("nan")
         with pytest.raises(InputError, match=word):
-            next(generate(decode_model(), prompts, n))
+            next(generate(model, prompts, n))
+
+
+@pytest.mark.parametrize("way", ("exit=foo,exit_threshold=1", "state=foo", "int8=0", "temperature=x", "top_k=3", "foo=1"))
+def test_ways_of_decoding_are_checked(way):
+    """bench.py decode measures no setting that would silently be another."""
+    assert bench.parse_ways("temperature=0.5,top_k=3;int8") == [{"temperature": 0.5, "top_k": 3}, {"int8": ""}]
+    with pytest.raises(InputError, match=way.split("=")[0]):
+        bench.parse_ways(way)
 
 
 def test_newest_checkpoint(tmp_path):
