@@ -348,12 +348,13 @@ def bench_decode(args):
 
 def parse_ways(text):
     """'kv=last;draft_steps=4,draft_len=7;int8' -> [{"kv": "last"}, ...]"""
-    ways, kinds = [], {f.name: f.type for f in fields(Decoding)} | {"int8": "flag"}
+    numbers, flag = {int: int, float: float, float | None: float}, {"": ""}.__getitem__
+    ways, kinds = [], {f.name: numbers.get(f.type, str) for f in fields(Decoding)} | {"int8": flag}
     for way in filter(None, text.split(";")):
         ways.append({})
         for key, _, value in (pair.partition("=") for pair in filter(None, way.split(","))):
             try:
-                ways[-1][key] = int(value) if kinds[key] is int else float(value) if key == "exit_threshold" else value
+                ways[-1][key] = kinds[key](value)
             except (KeyError, ValueError):
                 raise InputError(f"--ways: {key}={value}: write settings of sample.py, such as 'kv=last;draft_steps=4'")
         Decoding(**{key: value for key, value in ways[-1].items() if key != "int8"})  # what makes no sense is said now
@@ -367,8 +368,12 @@ def decode_texts(args, model):
         return torch.randint(model.config.vocab_size, shape, generator=generator)
     if not model.folder:
         raise InputError("--text: needs --model, for its tokenizer")
-    with open(args.text, encoding="utf-8") as f:
-        ids = Tokenizer.load(model.folder).encode(f.read(100 * math.prod(shape) + 100))
+    try:
+        with open(args.text, encoding="utf-8") as f:
+            text = f.read(100 * math.prod(shape) + 100)
+    except UnicodeDecodeError as e:
+        raise InputError(f"--text {args.text}: is not UTF-8 text ({e})")
+    ids = Tokenizer.load(model.folder).encode(text)
     if len(ids) < math.prod(shape):
         raise InputError(f"{args.text}: has {len(ids)} tokens, {math.prod(shape)} are needed: give a longer text")
     return torch.tensor(ids[:math.prod(shape)]).view(shape)

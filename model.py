@@ -49,6 +49,8 @@ class InputError(Exception):
 
 def cli(main):
     """Run a script's main(): bad input ends in one line on stderr and exit code 1, no traceback."""
+    if sys.stdout is None:  # and the next file to be opened would take its number
+        sys.exit(f"{os.path.basename(sys.argv[0])}: error: stdout is closed: send it to a file, or to /dev/null")
     sys.stdout.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
     try:
         main()
@@ -333,6 +335,8 @@ class RecurrentLM(nn.Module):
 
     def quantise_core(self):
         """Weights of the recurrent block in int8, for decoding in bfloat16: half the memory to read a recurrence."""
+        if self.embed.weight.dtype != torch.bfloat16 or not self.config.n_core:
+            raise InputError("--int8: needs --dtype bfloat16 and a recurrent model")
         for module in [m for block in self.core for m in (block.attn, block.mlp)] + [self]:
             for name, child in list(module.named_children()):
                 if isinstance(child, Linear) and name != "head":

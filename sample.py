@@ -39,6 +39,7 @@ from surgery import build, check, open_source
 
 COLUMNS = 64    # the cache is read up to a multiple of so many columns: few shapes to compile or to capture
 PREFILL = 512   # prompt tokens of a row at once
+RULES = "latent", "kl", "second-order"
 
 
 @dataclass
@@ -70,7 +71,10 @@ class Decoding:
                 (0 <= self.temperature < math.inf, f"--temperature {self.temperature}: is 0 (greedy) or more"),
                 (self.top_k >= 0, f"--top_k {self.top_k}: is 0 (off) or more"),
                 (0 < self.top_p <= 1, f"--top_p {self.top_p}: lies above 0 and up to 1 (off)"),
+                (self.temperature or (not self.top_k and self.top_p == 1), "--top_k, --top_p: need --temperature above 0"),
                 (0 <= self.seed < 2**31, f"--seed {self.seed}: lies between 0 and 2^31 - 1"),
+                (self.state in ("noise", "zero"), f"--state {self.state}: is noise or zero"),
+                (self.exit in (None, *RULES), f"--exit {self.exit}: is {', '.join(RULES)}"),
                 (re.fullmatch("full|last|[1-9][0-9]*", self.kv), f"--kv {self.kv}: is full, last or a number of slots"),
                 (not self.exit or self.exit_threshold is not None, f"--exit {self.exit}: needs --exit_threshold"),
                 (self.exit or self.exit_threshold is None, "--exit_threshold: needs a rule, such as --exit latent"),
@@ -196,7 +200,7 @@ class Decoder:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out = self.one_token(*inputs, end)
-            self.graphs[key] = graph, inputs, out
+            self.graphs = {key: (graph, inputs, out)}  # texts only grow: no earlier one comes again, and each has memory
         graph, inputs, out = self.graphs[key]
         for there, new in zip(inputs, (token, position)):
             there.copy_(new)
@@ -213,7 +217,7 @@ class Decoder:
         first, n = self.model.config.n_prelude, self.model.config.n_core
         for t in (self.keys, self.values):
             t = t[first:first + self.slots * n, row, position].unflatten(0, (self.slots, n))
-            t[steps:] = t[min(steps, self.slots) - 1]
+            t[steps:] = t[self.slot(steps - 1)]
 
     def keep(self, rows):
         """Go on with these rows (a tensor of indices) of the batch only."""
@@ -227,7 +231,8 @@ def distribution(logits, o):
     """
     if o.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    p = ((logits - logits.amax(-1, keepdim=True)) / o.temperature).softmax(-1)  # the largest is 0: no overflow
+    # The largest is 0: no overflow. As a float32, a smaller temperature might be 0.
+    p = ((logits - logits.amax(-1, keepdim=True)) / max(o.temperature, 1e-30)).softmax(-1)
     if o.top_k or o.top_p < 1:
         p, order = p.sort(dim=-1, descending=True, stable=True)
         if o.top_k:
@@ -244,7 +249,9 @@ def draw(p, rng):
 
 
 def pick(logits, o, rng):
-    """Next tokens (B,) of logits (B, V)"""
+    """Next tokens (B,) of logits (B, V); InputError for NaN"""
+    if logits.isnan().any():
+        raise InputError("the model's logits are not numbers: its weights are damaged (--model)")
     return logits.argmax(-1) if o.temperature == 0 else draw(distribution(logits, o), rng)
 
 
@@ -256,8 +263,8 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
 
     prompts: lists of ids of any lengths; each gives the tokens it gives alone. steps: r (default
     config.mean_recurrence; a feed-forward model ignores it). options: those of Decoding.
-    Raises InputError for an empty prompt, ids beyond the vocabulary, more than config.context tokens in all or
-    draft_steps >= steps; ValueError for negative steps.
+    Raises InputError for an empty prompt, ids beyond the vocabulary, no new or more than config.context tokens in all,
+    draft_steps >= steps or NaN logits; ValueError for negative steps.
     """
     c, o = model.config, Decoding(**options)
     r = sum(model.split_steps(steps)) if c.n_core else 0
@@ -267,6 +274,8 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
     if max(map(max, prompts)) >= c.vocab_size:
         raise InputError(f"the prompt holds token {max(map(max, prompts))}, the model's vocabulary ends at "
                          f"{c.vocab_size - 1}: {model.folder} holds the tokenizer of another model")
+    if max_new_tokens < 1:
+        raise InputError(f"{max_new_tokens} new tokens: ask for at least one")
     if T + max_new_tokens > c.context:
         raise InputError(f"{T} prompt tokens and {max_new_tokens} new ones exceed the model's "
                          f"context of {c.context}: shorten the prompt or ask for fewer")
@@ -382,8 +391,9 @@ def adaptive(d, prompts, o, rng, live):
         if o.exit == "kl":
             new = d.logits(now)[:, -1]
             logp = torch.zeros(len(prompts), new.shape[1], device=device) if logp is None else logp
-            moved = F.kl_div(logp[rows], new.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-            logp[rows] = new.log_softmax(-1)
+            p = new.log_softmax(-1)
+            moved = F.kl_div(logp[rows], p, reduction="none", log_target=True).sum(-1).clamp(min=0)  # but for rounding
+            logp[rows] = p
         else:
             size = step if o.exit == "latent" else step - change[rows]
             moved = size.norm(dim=-1)[:, 0] / now.float().norm(dim=-1)[:, 0]
@@ -420,8 +430,9 @@ def add_decoding_arguments(p):
     """The flags with which sample.py and eval_gsm8k.py say how to decode; see Decoding."""
     p.add_argument("--int8", action="store_true", help="recurrent block in 8 bits a weight; needs --dtype bfloat16")
     p.add_argument("--compile", action="store_true", help="torch.compile: half a minute at first, then 2-3 times as fast")
-    p.add_argument("--kv", default="full", help="slots of the cache a layer: full (default, exact): one a recurrence, last: one, or N")
-    p.add_argument("--exit", choices=("latent", "kl", "second-order"), help="let tokens that have settled stop recurring")
+    p.add_argument("--kv", default="full",
+                   help="slots of the cache a layer: full (default, exact): one a recurrence, last: one, or N")
+    p.add_argument("--exit", choices=RULES, help="let tokens that have settled stop recurring")
     p.add_argument("--exit_threshold", type=float, help="... once a recurrence changes less than this")
     p.add_argument("--min_steps", type=int, default=1, help="... but after this many at the earliest")
     p.add_argument("--draft_steps", type=int, default=0, help="draft tokens with so many recurrences, then verify them")
@@ -458,8 +469,6 @@ def load_model(folder, device="cpu", dtype=None, int8=False, compile=False):
         model.folder = source.folder
     tokenizer = Tokenizer.load(model.folder)
     if int8:
-        if model.embed.weight.dtype != torch.bfloat16 or not model.config.n_core:
-            raise InputError("--int8: needs --dtype bfloat16 and a recurrent model")
         model.quantise_core()
     if compile:
         model.compile_parts(dynamic=True)
@@ -544,6 +553,8 @@ def parse_args():
     args = p.parse_args()
     args.steps = args.steps and parse_steps(args.steps)
     for ok, what in ((args.tokens >= 1, f"--tokens {args.tokens}: ask for at least one"),
+                     (sys.stdin or not (args.interactive or args.prompt == "-"),
+                      "stdin: is closed: give --prompt or --prompt_file"),
                      (args.samples >= 1, f"--samples {args.samples}: ask for at least one"),
                      (args.exit or not args.show_steps, "--show_steps: needs a rule, such as --exit latent")):
         if not ok:
@@ -593,6 +604,8 @@ class Writer:
 
     def write(self, prompt, steps):
         """Stream to stdout; several recurrences side by side, once all are there."""
+        if self.args.show_steps and len(steps) > 1:
+            raise InputError("--show_steps: colours no columns: give one number as --steps")
         for i in range(self.args.samples):
             print("---------------\n" * (i > 0) + prompt, end="", flush=True)
             if len(steps) == 1:
@@ -619,6 +632,7 @@ def interact(writer, steps):
     """Prompts from the terminal, each on its own, until the end of input. /steps 16 or /steps 1,4,32 turns the dial."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history and editing, where the system has it)
+    sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the others
     say(f"r = {str(steps)[1:-1]}; a line is a prompt; /steps N sets the recurrences; ctrl-D ends")
     while True:
         try:

@@ -1288,7 +1288,8 @@ def test_batch_equals_alone(n_core):
     are asked for; plain, speculative and adaptive."""
     model, limits = decode_model(n_core), (20, 5, 13, 6)
     prompts = [torch.randint(64, (n,)).tolist() for n in (1, 9, 4, 17)]
-    for how in ({}, {"draft_steps": 1, "draft_len": 3}, {"steps": 9, "exit": "latent", "exit_threshold": 0.9}) if n_core else ({},):
+    ways = {}, {"draft_steps": 1, "draft_len": 3}, {"steps": 9, "exit": "latent", "exit_threshold": 0.9}
+    for how in ways if n_core else ways[:1]:
         alone = [decode(model, [p], 20, seed=3, **how)[0].tolist() for p in prompts]
         assert decode(model, prompts, 10, seed=3, **how).tolist() == [row[:10] for row in alone]
         rows = [[] for _ in prompts]
@@ -1322,16 +1323,25 @@ def test_speculative_sampling_keeps_the_distribution():
 
 
 def test_adaptive_exit():
-    """Threshold 0 is plain decoding. One that is always met is decoding at min_steps. Between, rows of a batch take
-    different numbers, and slots that a token did not reach hold its last keys and values."""
+    """Threshold 0 is plain decoding, with fewer slots and where states no longer change, too. One that is always met is
+    decoding at min_steps."""
     model, prompts = decode_model(), [[5], [9], [33]]
     for rule in ("latent", "kl", "second-order"):
         how = {"steps": 12, "exit": rule}
         assert torch.equal(decode(model, prompts, 20, exit_threshold=0.0, **how), decode(model, prompts, 20, steps=12))
         assert torch.equal(decode(model, prompts, 20, exit_threshold=1e9, min_steps=4, **how),
                            decode(model, prompts, 20, steps=4))
-        how |= {"exit_threshold": 1e9, "min_steps": 4, "kv": "last"}
-        assert torch.equal(decode(model, prompts, 20, **how), decode(model, prompts, 20, steps=4, kv="last"))
+        assert torch.equal(decode(model, prompts, 20, exit_threshold=0.0, kv="2", **how),
+                           decode(model, prompts, 20, steps=12, kv="2"))
+    with torch.no_grad():
+        for p in model.core.parameters():
+            p.mul_(0.3)  # settles: differences of 0 but for rounding, which may be negative
+    assert {took for _, _, took in generate(model, prompts, 20, 40, exit="kl", exit_threshold=0.0)} == {40}
+
+
+def test_adaptive_rows_take_their_own_time():
+    """Rows of a batch take different numbers, and slots that a token did not reach hold its last keys and values."""
+    model, prompts = decode_model(), [[5], [9], [33]]
     o = Decoding(exit="latent", exit_threshold=0.8)
     with torch.inference_mode():
         d = Decoder(model, 12, 3, 60, o)
@@ -1454,10 +1464,22 @@ def test_batched_answers_equal_single_ones():
 
 
 def test_decoding_refuses_bad_prompts():
-    """An empty prompt, ids beyond the vocabulary and more than the context are InputErrors."""
-    for prompts, n, word in (([[1], []], 4, "empty"), ([[64]], 4, "vocabulary"), ([[1] * 60], 5, "context")):
+    """An empty prompt, ids beyond the vocabulary, more than the context, no tokens and damaged weights are InputErrors."""
+    for prompts, n, word in (([[1], []], 4, "empty"), ([[64]], 4, "vocabulary"), ([[1] * 60], 5, "context"),
+                             ([[1]], 0, "at least one"), ([[2]], 4, "damaged")):
+        model = decode_model()
+        with torch.no_grad():
+            model.embed.weight[2] = float("nan")
         with pytest.raises(InputError, match=word):
-            next(generate(decode_model(), prompts, n))
+            next(generate(model, prompts, n))
+
+
+@pytest.mark.parametrize("way", ("exit=foo,exit_threshold=1", "state=foo", "int8=0", "temperature=x", "top_k=3", "foo=1"))
+def test_ways_of_decoding_are_checked(way):
+    """bench.py decode measures no setting that would silently be another."""
+    assert bench.parse_ways("temperature=0.5,top_k=3;int8") == [{"temperature": 0.5, "top_k": 3}, {"int8": ""}]
+    with pytest.raises(InputError, match=way.split("=")[0]):
+        bench.parse_ways(way)
 
 
 def test_newest_checkpoint(tmp_path):
