@@ -578,8 +578,6 @@ def parse_args():
     if args.shots not in shots:
         raise InputError(f"--shots {args.shots}: --template {args.template} has {', '.join(map(str, shots))}")
     stem = os.path.splitext(os.path.basename(args.data))[0]
-    if not args.out and not os.path.isdir(args.model):
-        raise InputError(f"--out: is needed, as {args.model} is no folder here to write the summary into")
     args.out = args.out or os.path.join(args.model, f"eval_{stem}.json")
     return args
 
@@ -600,6 +598,8 @@ def evaluate(args, held):
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     rows, left_out = read_questions(args.data, args.task, args.limit)
     model, tokenizer = load_model(args.model, args.device, args.dtype, args.int8, args.compile)
+    if args.out.startswith(os.path.join(args.model, "")) and not os.path.isdir(args.model):
+        raise InputError(f"--out: is needed, as {args.model} is no folder here to write the summary into")
     answers_path = os.path.splitext(args.out)[0] + ".jsonl"
     if os.path.isdir(args.out) or args.out == answers_path or not os.access(os.path.dirname(args.out) or ".", os.W_OK):
         raise InputError(f"{args.out}: no summary can be written there: name a .json file with --out")  # not in some hours

@@ -226,11 +226,11 @@ def main():
         if (value := getattr(args, key)) is not None and value < least:
             raise InputError(f"--{key} {value}: must be at least {least}")
     decoding(args)
-    if not args.out and not os.path.isdir(args.model):
-        raise InputError(f"--out: is needed, as {args.model} is no folder here to write the result into")
     steps = sorted(parse_steps(args.steps))
     out = args.out or os.path.join(args.model, f"eval_{re.sub(r'[^a-zA-Z0-9_.,-]', '_', args.tasks):.100}.json")
     lm = Harness(args.model, steps, args.batch_size, args.device, args.dtype, args.seed, args.state)
+    if not args.out and not os.path.isdir(args.model):
+        raise InputError(f"--out: is needed, as {args.model} is no folder here to write the result into")
     if os.path.isdir(out) or not os.access(os.path.dirname(out) or ".", os.W_OK):  # said now, not in some hours
         raise InputError(f"{out}: no file can be written there: name another with --out")
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
