@@ -358,7 +358,7 @@ ANSWER = {"index": [int], "steps": [int]} | dict.fromkeys(("seconds", "tokens", 
 def settings_of(args, model):
     """What decides an answer: a file holds answers of one such dict."""
     digest = {}
-    for key, paths in (("weights", sorted(glob.glob(os.path.join(glob.escape(model.folder), "*.safetensors")))),
+    for key, paths in (("weights", sorted(glob.glob(os.path.join(glob.escape(model.folder), "model*.safetensors")))),
                        ("data", [args.data])):
         whole = hashlib.sha256()
         for path in paths:

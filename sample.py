@@ -261,7 +261,7 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
     Decode a batch: yields (row, token, recurrences that it took) for every new token, max_new_tokens of each row.
     It knows no end of text: ends(row, token) -> True ends a row, and so does leaving the loop all of them.
 
-    prompts: lists of ids of any lengths; each gives the tokens it gives alone. steps: r (default
+    prompts: lists of ids of any lengths; greedily, each gives the tokens it gives alone. steps: r (default
     config.mean_recurrence; a feed-forward model ignores it). options: those of Decoding.
     Raises InputError for an empty prompt, ids beyond the vocabulary, no new or more than config.context tokens in all,
     draft_steps >= steps or NaN logits; ValueError for negative steps.
