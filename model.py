@@ -38,7 +38,7 @@ STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, which the pa
 LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 CARRIED_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # of use to transformers alone
-FEW_ROWS = 4
+FEW_ROWS = 4  # of decoding; with more the libraries' products are as fast or faster
 LOGITS_AT_ONCE = 1 << 26  # 256 MB in float32
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # in safetensors' words
 
@@ -128,8 +128,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """x W^T, without a bias. Compiled, on a CPU and for the few rows of decoding, as sums that read W once, which take a
-    third of the time of the libraries' products in float32 and half in bfloat16 (bench.py decode)."""
+    """
+    x W^T, without a bias. Compiled, on a CPU and for few rows: as sums that read W once, in which decoding spends a third
+    of the time of the libraries' products in float32 and half of it in bfloat16 (see "of limit" in bench.py decode).
+    """
 
     def __init__(self, fan_in, fan_out):
         super().__init__(fan_in, fan_out, bias=False)
