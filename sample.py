@@ -633,7 +633,7 @@ def interact(writer, steps):
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history and editing, where the system has it)
     sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the others
-    say(f"r = {str(steps)[1:-1]}; a line is a prompt; /steps N sets the recurrences; ctrl-D ends")
+    say(f"r = {str(steps)[1:-1]}; a line is a prompt; /steps N sets the recurrences; ctrl-C ends a text, ctrl-D all")
     while True:
         try:
             line = input("> ")
@@ -650,6 +650,8 @@ def interact(writer, steps):
                 writer.report(steps)
         except InputError as e:
             say(str(e))
+        except KeyboardInterrupt:  # ends a text, not the session
+            print()
 
 
 def say(text):

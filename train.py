@@ -636,6 +636,8 @@ def evaluate(s, run, model, rows, validate):
     """
     name = "+".join(os.path.basename(os.path.normpath(re.sub(r":\d+$", "", part))) for part in s.data.split(","))
     path, count, began = os.path.join(s.out_dir, f"eval_loss_{name}.json"), min(s.eval_rows, rows.rows), time.time()
+    if run.rank == 0:
+        os.makedirs(s.out_dir, exist_ok=True)  # what cannot be written is said now
     run.say(f"{model.folder}: {count:,} validation rows of {s.context} tokens of {s.data}, {s.dtype}, {run.device}\n"
             f"{'r':>5}  {'loss':>7} {'± s.e.':>7}  {'perplexity':>10}  {'labels':>9}", flush=True)
     table = [{"steps": r, "metric": "loss", "value": x, "standard_error": e, "n": n, "perplexity": math.exp(min(x, 700))}
@@ -644,7 +646,6 @@ def evaluate(s, run, model, rows, validate):
         run.say(f"{x['steps'] if model.config.n_core else '-':>5}  {x['value']:7.4f} ±{x['standard_error']:6.4f}  "
                 f"{x['perplexity']:10.3f}  {x['n']:9,}")
     if run.rank == 0:
-        os.makedirs(s.out_dir, exist_ok=True)
         write_result(path, "train", model, s.data, table, time.time() - began, count * s.context, context=s.context)
     run.say(path)
     return 0
