@@ -304,23 +304,26 @@ def bench_decode(args):
     limits = {r: linear_limit(model, r, B, args) for r in steps}
     for m in filter(None, (model, int8) if not args.no_compile else ()):
         m.compile_parts(dynamic=True)
-    print(f"{'r':>4s} {'':42s} {'tokens/s':>9s} {'range':>17s} {'of limit':>9s} {'cache a token':>14s}"
+    print(f"{'r':>4s} {'':42s} {'tokens/s':>9s} {'range':>17s} {'of limit':>9s} {'cache a token':>14s} {'as plain':>10s}"
           + f" {'loss':>8s} {'change':>17s}" * bool(args.text))
     for r, way in itertools.product(steps, ways):
         options = {k: v for k, v in way.items() if k != "int8"}
         if options.get("draft_steps", 0) >= r and "draft_steps" in options:
             continue
-        m, took = int8 if "int8" in way else model, []
+        m, found = int8 if "int8" in way else model, []
 
         def run():
-            took[:] = [t for _, _, t in generate(m, prompts, args.tokens, r, **options)]
+            found[:] = sorted(generate(m, prompts, args.tokens, r, **options), key=lambda event: event[0])
 
         t, fast, slow, _ = timed(run, args.repeat, args.device)
-        rate = [B * args.tokens / x for x in (slow, t, fast)]
+        rate, took = [B * args.tokens / x for x in (slow, t, fast)], [event[2] for event in found]
+        tokens = torch.tensor([event[1] for event in found]).view(B, -1)
+        plain = tokens if not way else plain
         slots = c.n_prelude + Decoder.count(options.get("kv", "full"), r) * c.n_core + c.n_coda
         row = {"r": r, "way": way, "tokens_per_s": rate[1], "range": rate[::2], "of_limit": rate[1] / limits[r],
                "cache_bytes_per_token": 2 * slots * c.n_kv_head * c.head_dim * dtype.itemsize,
-               "mean_steps": sum(took) / len(took), "peak_memory": peak_memory(args.device)}
+               "mean_steps": sum(took) / len(took), "same_texts": (tokens == plain).all(1).sum().item(),
+               "peak_memory": peak_memory(args.device)}
         if args.text and not way.keys() & {"draft_steps", "exit"}:  # drafts change nothing; of exits: eval_gsm8k.py
             losses = forced_losses(m, texts, args.prompt, r, options)
             full = losses if not way else full
@@ -332,6 +335,7 @@ def bench_decode(args):
         name += f" ({row['mean_steps']:.1f} steps)" if "exit" in way else ""
         print(f"{r:4d} {name:42s} {rate[1]:9,.1f} "
               f"{rate[0]:8,.1f}-{rate[2]:8,.1f} {row['of_limit']:9.0%} {row['cache_bytes_per_token']:8,d} bytes "
+              f"{row['same_texts']:4d} of {B:2d} "
               + (f"{row['loss']:8.4f} {row['loss_change']:+9.4f} ±{row['loss_change_se']:.4f}" if "loss" in row else ""),
               flush=True)
     for r in steps if args.peer else ():

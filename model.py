@@ -129,8 +129,8 @@ class RMSNorm(nn.Module):
 
 class Linear(nn.Linear):
     """
-    x W^T, without a bias. Compiled, on a CPU and for few rows: as sums that read W once, in which decoding spends a third
-    of the time of the libraries' products in float32 and half of it in bfloat16 (see "of limit" in bench.py decode).
+    x W^T, without a bias. Compiled, on a CPU and for few rows: as sums that read W once, faster than the libraries' products
+    ("of limit" in bench.py decode).
     """
 
     def __init__(self, fan_in, fan_out):
