@@ -384,7 +384,8 @@ class _Hub:
         snapshot = os.path.join(self.folder, "snapshots", commit)
         for name, (_, sha) in files.items():
             blob, link = os.path.join(self.folder, "blobs", sha), os.path.join(snapshot, name)
-            new = f"{link}.{os.urandom(4).hex()}"  # of this process alone, pids being the same in two containers
+            # Of this process alone, pids being the same in two containers, and where nobody lists names.
+            new = f"{blob}.{os.urandom(4).hex()}"
             os.makedirs(os.path.dirname(link), exist_ok=True)
             try:
                 os.symlink(os.path.relpath(blob, os.path.dirname(link)), new)
