@@ -526,7 +526,8 @@ def saved_bytes(c, B, T, k, e=4, fused=False, recompute=False):
 def plan(s, c, ranks=1, say=print):
     """Print parameters, budget, schedules and the memory of each of `ranks` devices."""
     net, tokens, e = RecurrentLM.empty(c), s.batch_size * s.context, 2 if s.dtype == "bfloat16" else 4
-    n, k, (A, B) = net.num_params(), min(s.backprop_depth, s.mean_recurrence), train.split_batch(s, ranks)
+    n, (A, B) = net.num_params(), train.split_batch(s, ranks)
+    k = min(s.backprop_depth or s.mean_recurrence, s.mean_recurrence)
     train.match_updates(s, net.flops_per_token((s.mean_recurrence - k, k)))
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}, {n['total']:,} parameters: "
         + ", ".join(f"{part} {x:,}" for part, x in n.items() if x and part != "total"))

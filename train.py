@@ -73,7 +73,7 @@ class Settings:
     recurrence_sampler: str = "poisson-lognormal"  # or "fixed": r is its mean every time
     curriculum: str = "linear"     # how the mean rises from 1 to R: linear, 1-sqrt, none
     curriculum_warmup: float = 0.25  # over this fraction of the updates
-    backprop_depth: int = 8        # k: the last recurrences, through which gradients flow
+    backprop_depth: int = 8        # k: the last recurrences, through which gradients flow; 0: all
     backprop_warmup: float = 0.0   # k rises from 2 over this fraction of the updates
     # optimizer
     optimizer: str = "muon"        # muon: matrices of blocks and adapter by Muon, the rest by AdamW; adamw; or adamw*
@@ -102,7 +102,7 @@ class Settings:
 # May differ between the parts of a resumed run: they leave the weights alone, but for rounding.
 FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile",
         "recompute", "max_minutes", "max_skips", "dry_run", "eval_only"}
-MAY_BE_ZERO = {"n_prelude", "n_core", "n_coda", "seed"}  # of the integers
+MAY_BE_ZERO = {"n_prelude", "n_core", "n_coda", "seed", "backprop_depth"}  # of the integers
 FRACTIONS = {"curriculum_warmup", "backprop_warmup", "warmup", "cooldown"}
 CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "curriculum": ("linear", "1-sqrt", "none"),
            "optimizer": ("muon", "adamw", "adamw*"), "dtype": ("float32", "bfloat16")}
@@ -183,7 +183,7 @@ def mean_recurrence(s, u):
 
 def backprop_depth(s, u):
     """k at update u: never more than the mean recurrence; rises from 2 over its warm-up (Figure 16)."""
-    k, W = s.backprop_depth, math.ceil(s.backprop_warmup * s.updates)
+    k, W = s.backprop_depth or s.mean_recurrence, math.ceil(s.backprop_warmup * s.updates)
     if u < W:
         k = min(k, 1 + math.ceil((k - 1) * (u + 1) / W))
     return min(k, mean_recurrence(s, u))
@@ -200,7 +200,7 @@ def draw_steps(s, u, number):
     g = torch.Generator().manual_seed((514229 + number + 1_000_003 * s.seed) % (2**31 - 1))
     rate = torch.empty(1).log_normal_(math.log(r) - 0.125, 0.5, generator=g)
     p = int(torch.poisson(rate, generator=g)) + 1
-    return max(p - k, 0), min(p, k)
+    return (max(p - k, 0), min(p, k)) if s.backprop_depth else (0, p)
 
 
 def lr_factor(s, u):
@@ -448,7 +448,7 @@ def train(s, run):
         raise InputError(f"--context={s.context}: {s.init_from} was made for at most {c.context} tokens")
     per_update = s.batch_size * s.context
     if not s.eval_only:
-        c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth
+        c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth or s.mean_recurrence
         if not folder:
             match_updates(s, model.flops_per_token())
     for file in TOKENIZER_FILES:
@@ -481,23 +481,23 @@ def train(s, run):
 
     @torch.no_grad()
     def validate():
-        """Validation loss at each recurrence of eval_steps: {r: (mean, its standard error, number of labels)}."""
+        """At each recurrence of eval_steps: {r: (mean loss, its standard error, number of labels, accuracy)}."""
         B_val = min(B, val_rows.rows // world)
         if B_val == 0:
             raise InputError(f"{s.data}: its validation split has {val_rows.rows} rows of {s.context} tokens, fewer than "
                              "processes: prepare it with a larger --val")
         depths, limit = s.eval_steps if c.n_core else [0], min(s.eval_rows, val_rows.rows)
-        sums = torch.zeros(len(depths), 3, device=device, dtype=torch.float64)
+        sums = torch.zeros(len(depths), 4, device=device, dtype=torch.float64)
         for i in range(math.ceil(limit / (B_val * world))):
             idx, targets, number = val_rows.batch(0, i, rank, world, B_val)
             targets[torch.from_numpy(number >= limit)] = -100  # what the last batch has too many
             idx, targets, state = inputs(0, idx, targets, number)
             losses = model.trajectory(idx, depths, targets, state, functools.partial(moments, model))
             sums += torch.stack([losses[r] for r in depths])
-        n, total, squares = run.sum(sums).T
+        n, total, squares, right = run.sum(sums).T
         n = n.clamp(min=1)  # without a label the loss is 0, as model.py has it
         error = ((squares - total**2 / n).clamp(min=0) / (n - 1).clamp(min=1) / n).sqrt()
-        return dict(zip(depths, zip((total / n).tolist(), error.tolist(), n.long().tolist())))
+        return dict(zip(depths, zip((total / n).tolist(), error.tolist(), n.long().tolist(), (right / n).tolist())))
 
     if s.eval_only:
         return evaluate(s, run, model, val_rows, validate)
@@ -526,8 +526,9 @@ def train(s, run):
     def report(u):
         losses = validate()
         say(f"update {u:5d}/{s.updates}  validation loss  " + "  ".join(
-            f"r={r}: {x:.4f}" if c.n_core else f"{x:.4f}" for r, (x, _, _) in losses.items()), flush=True)
-        log({"update": u, "val": {r: x for r, (x, _, _) in losses.items()}})
+            f"r={r}: {x:.4f}" if c.n_core else f"{x:.4f}" for r, (x, *_) in losses.items()), flush=True)
+        log({"update": u, "val": {r: x for r, (x, *_) in losses.items()},
+             "accuracy": {r: right for r, (*_, right) in losses.items()}, **spent})
 
     # What an update costs, for the time left: the curriculum makes late updates dearer.
     flops = functools.cache(lambda n, k: model.flops_per_token((n, k)))
@@ -622,16 +623,23 @@ def train(s, run):
 
 
 def moments(model, x, rope, targets):
-    """RecurrentLM.finish() for standard errors: number, sum and sum of squares of the labels' losses, (3,) float64."""
+    """
+    RecurrentLM.finish() for standard errors: the labels' number, the sum and the sum of squares of their losses, and how
+    many are the most likely token; (4,) float64.
+    """
     keep, rows = targets.flatten() != -100, max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     x, targets = (t.flatten(0, 1)[keep].split(rows) for t in (model.run_coda(x, rope), targets))
-    losses = torch.cat([F.cross_entropy(model.head(a).float(), b, reduction="none") for a, b in zip(x, targets)]).double()
-    return torch.stack([keep.sum().double(), losses.sum(), losses.square().sum()])
+    sums = torch.zeros(4, device=keep.device, dtype=torch.float64)
+    for a, b in zip(x, targets):
+        logits = model.head(a).float()
+        losses = F.cross_entropy(logits, b, reduction="none").double()
+        sums += torch.stack([torch.ones_like(losses), losses, losses.square(), logits.argmax(-1) == b], 1).sum(0)
+    return sums
 
 
 def evaluate(s, run, model, rows, validate):
     """
-    eval_only: a table of loss and perplexity over recurrences, also as out_dir/eval_loss_DATA.json. The standard errors
+    eval_only: a table of loss, perplexity and accuracy over recurrences, also as out_dir/eval_loss_DATA.json. The standard errors
     take labels for independent; those of one text are not, so the truth is larger.
     """
     name = "+".join(os.path.basename(os.path.normpath(re.sub(r":\d+$", "", part))) for part in s.data.split(","))
@@ -639,12 +647,12 @@ def evaluate(s, run, model, rows, validate):
     if run.rank == 0:
         os.makedirs(s.out_dir, exist_ok=True)  # what cannot be written is said now
     run.say(f"{model.folder}: {count:,} validation rows of {s.context} tokens of {s.data}, {s.dtype}, {run.device}\n"
-            f"{'r':>5}  {'loss':>7} {'± s.e.':>7}  {'perplexity':>10}  {'labels':>9}", flush=True)
-    table = [{"steps": r, "metric": "loss", "value": x, "standard_error": e, "n": n, "perplexity": math.exp(min(x, 700))}
-             for r, (x, e, n) in validate().items()]
+            f"{'r':>5}  {'loss':>7} {'± s.e.':>7}  {'perplexity':>10}  {'accuracy':>8}  {'labels':>9}", flush=True)
+    table = [{"steps": r, "metric": "loss", "value": x, "standard_error": e, "n": n, "perplexity": math.exp(min(x, 700)),
+              "accuracy": right} for r, (x, e, n, right) in validate().items()]
     for x in table:
         run.say(f"{x['steps'] if model.config.n_core else '-':>5}  {x['value']:7.4f} ±{x['standard_error']:6.4f}  "
-                f"{x['perplexity']:10.3f}  {x['n']:9,}")
+                f"{x['perplexity']:10.3f}  {x['accuracy']:8.2%}  {x['n']:9,}")
     if run.rank == 0:
         write_result(path, "train", model, s.data, table, time.time() - began, count * s.context, context=s.context)
     run.say(path)
