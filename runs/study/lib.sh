@@ -1,0 +1,84 @@
+# What the scripts of the study share; each sources it with its own flags:
+#
+#   bash runs/study/NAME.sh [--quick | --scale]
+#
+# Three seeds of everything, two runs at a time with one thread each on a CPU (on these small matrices nearly
+# twice as fast as one run with two threads). --quick plays every run for a few updates, too short to learn;
+# --scale is for one GPU: a parent of 29M parameters, longer runs, one at a time. Runs go to out/study, a script
+# that was stopped goes on where it was, and runs that several scripts need are made once.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+name=$(basename "$0" .sh) mode= out=out/study seeds="0 1 2" width=2 extra=() dtype=float32
+case ${1-} in
+"") ;;
+--quick) mode=quick out=out/study-quick extra=(--compile=false) ;;
+--scale) mode=scale out=out/study-scale width=1 ;;
+*) echo "$name.sh: error: unknown flag $1 (--quick, --scale)" >&2; exit 2 ;;
+esac
+if grep -qs bf16 /proc/cpuinfo || [[ $mode == scale ]]; then dtype=bfloat16; fi
+if [[ $mode != scale ]]; then export OMP_NUM_THREADS=1; fi
+failed=$(mktemp)
+trap 'rm -f "$failed"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; wait; exit 130' INT TERM
+
+updates() {  # updates N: as many in this mode
+    case $mode in quick) echo 4 ;; scale) echo $((10 * $1)) ;; *) echo "$1" ;; esac
+}
+job() {  # job LOG COMMAND ...: in the background, as many at a time as there is room for; done() waits for all
+    while (($(jobs -rp | wc -l) >= width)); do wait -n || true; done
+    [[ ! -s $failed ]] || finish
+    local log=$1
+    shift
+    mkdir -p "$(dirname "$log")"
+    { "$@" > "$log" 2>&1 || echo "$log" >> "$failed"; } &
+}
+finish() {  # wait for all jobs; ends the script if one failed
+    wait
+    if [[ -s $failed ]]; then
+        echo "$name.sh: error: a run failed; the end of $(head -1 "$failed"):" >&2
+        tail -3 "$(head -1 "$failed")" >&2
+        exit 1
+    fi
+}
+run() {  # run CONFIG FOLDER [--key=value ...]: config/tiny_CONFIG.toml into FOLDER, unless it is there already
+    local config=$1 folder=$2
+    shift 2
+    set -- --dtype=$dtype --save_every=100000 --log_every=5 --eval_every="$(updates 25)" "$@" ${extra[@]+"${extra[@]}"}
+    [[ ! -e $folder/done || $(< "$folder"/done) != "$*" ]] || return 0
+    rm -f "$folder/done"
+    python train.py --config=config/tiny_"$config".toml --out_dir="$folder" "$@" && echo "$*" > "$folder/done"
+}
+task() {  # task SEED ARM [--key=value ...]: task training into $out/SEED/ARM, from the healed model unless told otherwise
+    local seed=$1 arm=$2
+    shift 2
+    job $out/"$seed"/"$arm".log run task $out/"$seed"/"$arm" --seed="$seed" --data=$out/data/task --updates="$(updates 200)" \
+        --init_from=$out/"$seed"/heal "$@"
+}
+cut() {  # cut SEED NAME [surgery's flags]: $out/SEED/NAME from the seed's parent
+    local seed=$1 name=$2
+    shift 2
+    [[ -e $out/$seed/$name ]] || python surgery.py $out/"$seed"/pretrain $out/"$seed"/"$name" "$@"
+}
+heal() {  # heal SEED CUT NAME [--key=value ...]: general text into $out/SEED/NAME
+    local seed=$1 cut=$2 name=$3
+    shift 3
+    run heal $out/"$seed"/"$name" --seed="$seed" --data=$out/data/pretrain --updates="$(updates 100)" \
+        --init_from=$out/"$seed"/"$cut" --eval_every="$(updates 10)" "$@"
+}
+shape="--shape 1,2,1"     # by the paper's rule: layer 0, layers 3 and 4, layer 5
+parent() {  # one seed's pretrained Llama, its cut and the healed model
+    local size=()
+    if [[ $mode == scale ]]; then
+        size=(--n_embd=512 --n_head=8 --n_kv_head=8 --n_ffn=1376 --n_prelude=9)
+    fi
+    run pretrain $out/"$1"/pretrain --seed="$1" --data=$out/data/pretrain --updates="$(updates 350)" \
+        ${size[@]+"${size[@]}"} && cut "$1" cut $shape && heal "$1" cut heal
+}
+parents() {
+    for seed in $seeds; do job $out/"$seed"/parent.log parent "$seed"; done
+    finish
+}
+report() { python runs/study/study.py "$@" --out $out; }
+
+[[ $mode != scale ]] || shape="--shape 2,3,2"
+[[ -e $out/data/task/meta.json ]] || python data.py tiny --out $out/data
