@@ -11,4 +11,5 @@ for seed in $seeds; do
     task $seed depth50 --curriculum=none --backprop_warmup=0.5
 done
 finish
-report curves $name
+report curves fixed=none linear25="linear, 25%" linear50="linear, 50%" linear75="linear, 75%" linear100="linear, 100%" \
+    sqrt50="1-sqrt, 50%" depth50="none; k over 50%"

@@ -78,7 +78,14 @@ parents() {
     for seed in $seeds; do job $out/"$seed"/parent.log parent "$seed"; done
     finish
 }
-report() { python runs/study/study.py "$@" --out $out; }
+report() {  # report KIND ARM=LABEL ...: the table, its JSON and its picture
+    local json=runs/study/results/$name.json picture=assets/study_$name.png
+    case $mode in quick) json=$out/$name.json picture=$out/$name.png ;;
+                  scale) json=runs/study/results/${name}_scale.json picture=assets/study_${name}_scale.png ;; esac
+    python runs/study/study.py "$1" $name "${@:2}" --runs $out --out $json
+    python bench.py plot $json --out $picture
+    echo "$name.sh: $json, $picture; $SECONDS s"
+}
 
 [[ $mode != scale ]] || shape="--shape 2,3,2"
 [[ -e $out/data/task/meta.json ]] || python data.py tiny --out $out/data
