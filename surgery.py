@@ -62,7 +62,8 @@ def parse_args():
     add("--select", choices=("block-influence", "angular"), help="... how much each changes the hidden state on --text: "
         "ShortGPT's measure (arXiv 2403.03853; with --feed-forward --shape is the depth) or Encode-Think-Decode's "
         "(2510.07358, which can find the sizes itself)")
-    add("--text", metavar="FILE", help="of which --select reads up to 16 windows of 1024 tokens")
+    add("--text", metavar="FILE", help="of which --select reads up to 16,384 tokens, in ...")
+    add("--window", type=int, default=1024, help="... windows of so many (default: %(default)s): the model's own context")
     add("--feed-forward", action="store_true", help="a model without recurrent block: all layers, or ...")
     add("--layers", help="... these")
     add("--adapter", choices=("linear", "add"), help="default: linear")
@@ -80,6 +81,7 @@ def parse_args():
             (not args.src and not (args.preset and args.dry_run), "SRC: is missing: a folder or a hub id"),
             (not args.out and not args.dry_run, "OUT: is missing: name the folder to write"),
             (not 0 <= args.seed < 2**31, f"--seed {args.seed}: lies between 0 and 2^31 - 1"),
+            (not 2 <= args.window <= 16384, f"--window {args.window}: lies between 2 and 16384"),
             (args.mean_recurrence is not None and args.mean_recurrence < 1,
              f"--mean_recurrence {args.mean_recurrence}: must be at least 1")):
         if wrong:
@@ -240,10 +242,10 @@ def select(args, source, tokenizer, shape):
             ids = tokenizer.encode(f.read(1_000_000), bos=True)
     except UnicodeDecodeError as e:
         raise InputError(f"{args.text}: is not UTF-8 text ({e})")
-    L, T = source.config.n_prelude, min(1024, source.config.context, len(ids))
+    L, T = source.config.n_prelude, min(args.window, source.config.context, len(ids))
     if T < 2:
         raise InputError(f"{args.text}: has no text to measure on")
-    windows = torch.tensor(ids[:min(16, len(ids) // T) * T]).view(-1, T)
+    windows = torch.tensor(ids[:min(16384, len(ids)) // T * T]).view(-1, T)
     influence, angle = measure(build(source), windows)
     if not math.isfinite(sum(influence)):
         raise InputError(f"{source.folder}: computes NaN on {args.text}: take another model")

@@ -5,8 +5,8 @@ source "$(dirname "$0")/lib.sh"
 parents
 head -n 2000 $out/data/test.jsonl | python -c 'import json, sys; print("".join(json.loads(x)["question"] + " " for x in sys.stdin))' > $out/text.txt
 for seed in $seeds; do
-    cut $seed cut_influence $shape --select block-influence --text $out/text.txt
-    cut $seed cut_angular $shape --select angular --text $out/text.txt
+    cut $seed cut_influence $shape --select block-influence --text $out/text.txt --window 52
+    cut $seed cut_angular $shape --select angular --text $out/text.txt --window 52
     cut $seed cut_first --prelude 0 --core 1-2 --coda 3
     cut $seed cut_random $(python -c "
 import random
