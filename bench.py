@@ -624,10 +624,47 @@ def read_curves(args):
 AXES = {"steps": "recurrences r at test time", "flops": "FLOPs of a new token", "train": "updates of the training"}
 
 
+def draw_study(path, out):
+    """The figures of a file of runs/study/results: panels of curves with error bars."""
+    figures = read_json(path)["figures"]
+    try:
+        import matplotlib
+    except ImportError:
+        return print("note: no picture without matplotlib: pip install matplotlib; the numbers are in " + path)
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    columns = 2 if len(figures) == 4 else min(3, len(figures))
+    fig, axes = plt.subplots(-(-len(figures) // columns), columns, squeeze=False,
+                             figsize=(4.8 * columns, 3.9 * -(-len(figures) // columns)))
+    shown = None
+    for ax, figure in zip(axes.flat, figures):
+        names = list(figure["curves"])
+        for i, (name, points) in enumerate(figure["curves"].items()):
+            x, y, error = zip(*points)
+            ax.errorbar(x, y, error if any(error) else None, color=f"C{i}", marker="o", ms=3, lw=1.2, capsize=2, label=name)
+        if figure.get("x_log"):
+            ax.set_xscale("log", base=figure["x_log"])
+        if figure.get("x_log") == 2:
+            ax.xaxis.set_major_formatter("{x:.0f}")
+        if figure.get("y_log"):
+            ax.set_yscale("log")
+        ax.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
+        ax.grid(alpha=0.3)
+        if names != shown:  # the same arms need no second legend
+            ax.legend(fontsize=7)
+        shown = names
+    fig.tight_layout()
+    fig.savefig(out, dpi=110)
+    print(f"wrote {out}")
+
+
 def plot(args):
     """Results over r, FLOPs or updates, models without an x as lines; over r also by difficulty, where they have it."""
     if os.path.splitext(args.out)[1] not in (".png", ".svg"):
         raise InputError(f"--out {args.out}: write .png or .svg")
+    if len(args.results) == 1 and "figures" in read_json(args.results[0]):
+        return draw_study(args.results[0], args.out)
     title, curves, flats, hard = read_curves(args)
     names = list(dict.fromkeys([*curves, *flats]))
     try:

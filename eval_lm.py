@@ -86,7 +86,7 @@ class Harness(TemplateLM):
             noise = torch.zeros(S, c.n_embd, device=self._device)
             if self.state == "noise":
                 noise = m.initial_state(S, 1, [self.seed * 1_000_003 + i for i in range(S)])[:, 0]
-            x = noise[at].type_as(e)
+            x = m.first_state(e, noise[at])
         out, lengths, few = {}, [len(x) for _, row in rows for x in row], max(1, LOGITS_AT_ONCE // c.vocab_size)
         for r in range(max(self.steps) + 1):
             x = m.run_core(x, e, rope, mask) if r and c.n_core else x

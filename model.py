@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, which the paper gives every width
+STARTS = ("noise", "zero", "prelude")
 LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 CARRIED_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # of use to transformers alone
@@ -87,6 +88,7 @@ class Config:
     tie_embeddings: bool = False
     adapter: str = "linear"           # "linear": 2C -> C on [state, e]. "add": state + e
     state_std: float = STATE_STD
+    start: str = "noise"              # s_0: "noise" of state_std (the paper), "zero", or "prelude": its output
     embed_scale: float = 1.0          # factor on embeddings and initial state (Huginn: sqrt(C))
     mean_recurrence: int = 32         # default r
     backprop_depth: int = 8           # k: gradients flow through the last k recurrences
@@ -105,6 +107,7 @@ class Config:
         for ok, what in ((self.head_dim > 0 and self.head_dim % 2 == 0, f"head_dim={self.head_dim} is not even"),
                          (self.norm in ("pre", "post", "sandwich"), f"norm={self.norm!r} is not pre, post or sandwich"),
                          (self.adapter in ("linear", "add"), f"adapter={self.adapter!r} is not linear or add"),
+                         (self.start in STARTS, f"start={self.start!r} is not one of {', '.join(STARTS)}"),
                          (self.n_head % self.n_kv_head == 0, f"n_head={self.n_head} is not a multiple of "
                                                              f"n_kv_head={self.n_kv_head}"),
                          (kind == "llama3", f"rope_scaling of type {kind!r} is not supported, only llama3"),
@@ -346,8 +349,8 @@ class RecurrentLM(nn.Module):
 
     def forward(self, idx, targets=None, steps=None, state=None):
         """
-        idx (B, T) int64; targets (B, T) int64, already shifted, -100 = no loss; state: s_0 (B, T, C),
-        default: drawn anew. steps: (n, k) recurrences without, then with gradient; or r, of which the
+        idx (B, T) int64; targets (B, T) int64, already shifted, -100 = no loss; state: see first_state().
+        steps: (n, k) recurrences without, then with gradient; or r, of which the
         last config.backprop_depth carry gradient (default r: config.mean_recurrence). The value does
         not depend on the split. A feed-forward model ignores it; a negative number is a ValueError.
         Returns logits (B, T, V) float32 and None; with targets, None and the mean cross-entropy (0 if none counts).
@@ -356,7 +359,7 @@ class RecurrentLM(nn.Module):
         rope = self.rope(idx.shape[1])
         x = self.run_prelude(self.embed_idx(idx), rope)
         if self.config.n_core:
-            e, x = x, (self.initial_state(*idx.shape) if state is None else state).type_as(x)
+            e, x = x, self.first_state(x, state)
             with torch.no_grad():
                 for _ in range(n):
                     x = self.run_core(x, e, rope)
@@ -384,7 +387,7 @@ class RecurrentLM(nn.Module):
         rope, out = self.rope(idx.shape[1]), {}
         x = e = self.run_prelude(self.embed_idx(idx), rope)
         if self.config.n_core:
-            x = (self.initial_state(*idx.shape) if state is None else state).type_as(e)
+            x = self.first_state(e, state)
         for r in range(max(steps) + 1):
             x = self.run_core(x, e, rope) if r and self.config.n_core else x
             if r in steps:
@@ -399,6 +402,12 @@ class RecurrentLM(nn.Module):
         if n < 0 or k < 0:
             raise ValueError(f"steps={steps}: the number of recurrences cannot be negative")
         return n, k
+
+    def first_state(self, e, state=None):
+        """s_0 (B, T, C) for the prelude's output e: where config.start is "noise" it is state, or drawn anew."""
+        if self.config.start != "noise":
+            return torch.zeros_like(e) if self.config.start == "zero" else e.clone()  # not two names for one input
+        return (self.initial_state(*e.shape[:2]) if state is None else state).type_as(e)
 
     def initial_state(self, B, T, seeds=None):
         """

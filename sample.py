@@ -149,7 +149,7 @@ class Decoder:
         """Tokens (B, T) -> e and the initial state (B, T, C)"""
         model = self.model
         e = model.run_prelude(model.embed_idx(idx), self.rope, self.mask, self.prelude, self.at)
-        return e, self.noise[self.position] if model.config.n_core else e
+        return e, model.first_state(e, self.noise[self.position]) if model.config.n_core else e
 
     def recur(self, s, e, first, last):
         """The state after `first` recurrences -> after `last`"""

@@ -603,6 +603,8 @@ def export(c, tensors, dtype):
               "torch_dtype": str(dtype).removeprefix("torch.")}
     optional = {"bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "rope_scaling": c.rope_scaling}
     config |= {key: value for key, value in optional.items() if value is not None}
+    if c.n_core and c.start != "noise":
+        raise InputError(f"--export hf: the released layout knows no start={c.start!r}")
     if c.n_core:
         names = raven_names(c)
         config |= RAVEN_CONFIG | {

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from data import open_data, tiny
-from model import (LOGITS_AT_ONCE, TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint,
+from model import (LOGITS_AT_ONCE, STARTS, TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint,
                    open_safetensors, read_json, save_folder, write_json, write_result)
 from muon import Muon
 
@@ -71,10 +71,13 @@ class Settings:
     # recurrence
     mean_recurrence: int = 32      # R, the mean of r (the paper's sampler has mean R + 1)
     recurrence_sampler: str = "poisson-lognormal"  # or "fixed": r is its mean every time
+    start: str = ""                # s_0: noise (the paper), zero, or prelude: its output; empty: as init_from has it
     curriculum: str = "linear"     # how the mean rises from 1 to R: linear, 1-sqrt, none
     curriculum_warmup: float = 0.25  # over this fraction of the updates
     backprop_depth: int = 8        # k: the last recurrences, through which gradients flow; 0: all
     backprop_warmup: float = 0.0   # k rises from 2 over this fraction of the updates
+    distill_from: str = ""         # a feed-forward checkpoint, such as the parent: learn its distribution, too
+    distill_weight: float = 0.5    # ... with this share of the loss; the labels have the rest
     # optimizer
     optimizer: str = "muon"        # muon: matrices of blocks and adapter by Muon, the rest by AdamW; adamw; or adamw*
     lr: float = 0.001              # of Muon, or of AdamW (adamw*: Huginn's variant) for all
@@ -103,9 +106,9 @@ class Settings:
 FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile",
         "recompute", "max_minutes", "max_skips", "dry_run", "eval_only"}
 MAY_BE_ZERO = {"n_prelude", "n_core", "n_coda", "seed", "backprop_depth"}  # of the integers
-FRACTIONS = {"curriculum_warmup", "backprop_warmup", "warmup", "cooldown"}
+FRACTIONS = {"distill_weight", "curriculum_warmup", "backprop_warmup", "warmup", "cooldown"}
 CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "curriculum": ("linear", "1-sqrt", "none"),
-           "optimizer": ("muon", "adamw", "adamw*"), "dtype": ("float32", "bfloat16")}
+           "start": ("", *STARTS), "optimizer": ("muon", "adamw", "adamw*"), "dtype": ("float32", "bfloat16")}
 
 
 def read_settings(argv):
@@ -306,7 +309,7 @@ def resume_folder(s, fingerprint):
     progress = read_progress(folder, config=dict, data=dict, update=int, tokens=int, flops=int)
     if s.match_tokens or s.match_flops:  # that run is no longer needed
         s.updates = progress["config"].get("updates", s.updates)
-    old, new = progress["config"], json.loads(json.dumps(asdict(s)))
+    old, new = asdict(Settings()) | progress["config"], json.loads(json.dumps(asdict(s)))
     for key in new.keys() - FREE:
         if old.get(key) != new[key]:
             raise InputError(f"{s.out_dir}: holds a run with {key}={old.get(key)}, not {new[key]}: choose another "
@@ -449,12 +452,16 @@ def train(s, run):
     per_update = s.batch_size * s.context
     if not s.eval_only:
         c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth or s.mean_recurrence
+        c.start = s.start or c.start
         if not folder:
             match_updates(s, model.flops_per_token())
     for file in TOKENIZER_FILES:
         ours, theirs = os.path.join(rows.folder, file), os.path.join(model.folder or rows.folder, file)
         if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
             raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
+    teacher = RecurrentLM.load(s.distill_from, device, getattr(torch, s.dtype)) if s.distill_from else None
+    if teacher and (teacher.config.n_core or teacher.config.vocab_size != c.vocab_size):
+        raise InputError(f"--distill_from={s.distill_from}: is recurrent or of another vocabulary: give the parent")
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, s.dtype))  # with bfloat16 the float32 weights live on in the optimizer
     opt = None if s.eval_only else Muon(model.named_parameters(), s.lr, s.adam_lr, s.weight_decay, s.optimizer, masters,
@@ -473,6 +480,8 @@ def train(s, run):
         say("no C++ compiler found: going on without torch.compile")
     elif s.compile:
         model.compile_parts()
+        if teacher:
+            teacher.compile_parts()
 
     def inputs(seed, idx, targets, number):
         """On the device, with initial states that depend on a row's number alone, not on the ranks."""
@@ -575,7 +584,9 @@ def train(s, run):
             for a, batch in enumerate(batches):
                 idx, targets, state = inputs(s.seed, *batch)
                 n, k = draw_steps(s, u, u * s.draws + a % s.draws + 1)
-                loss = model(idx, targets, (n, k), state)[1] * (table[rank, a].item() / total)
+                loss = distil(model, teacher, idx, targets, (n, k), state, s.distill_weight) if teacher else \
+                    model(idx, targets, (n, k), state)[1]
+                loss = loss * (table[rank, a].item() / total)
                 loss.backward()
                 opt.accumulate()
                 losses[rank, a] = loss.detach()
@@ -622,6 +633,19 @@ def train(s, run):
     return 0
 
 
+def distil(model, teacher, idx, targets, steps, state, weight):
+    """
+    The mean over all labels of (1 - weight) cross-entropy + weight KL(teacher || model). It makes all logits at once,
+    so it takes smaller micro-batches than learning from labels alone.
+    """
+    keep = targets != -100
+    with torch.no_grad():
+        wanted = teacher(idx)[0][keep].log_softmax(-1)
+    logp = model(idx, steps=steps, state=state)[0][keep].log_softmax(-1)
+    apart = F.kl_div(logp, wanted, reduction="sum", log_target=True)
+    return ((1 - weight) * F.nll_loss(logp, targets[keep], reduction="sum") + weight * apart) / keep.sum().clamp(min=1)
+
+
 def moments(model, x, rope, targets):
     """
     RecurrentLM.finish() for standard errors: the labels' number, the sum and the sum of squares of their losses, and how
@@ -639,8 +663,8 @@ def moments(model, x, rope, targets):
 
 def evaluate(s, run, model, rows, validate):
     """
-    eval_only: a table of loss, perplexity and accuracy over recurrences, also as out_dir/eval_loss_DATA.json. The standard errors
-    take labels for independent; those of one text are not, so the truth is larger.
+    eval_only: a table of loss, perplexity and accuracy over recurrences, also as out_dir/eval_loss_DATA.json. The standard
+    errors take labels for independent; those of one text are not, so the truth is larger.
     """
     name = "+".join(os.path.basename(os.path.normpath(re.sub(r":\d+$", "", part))) for part in s.data.split(","))
     path, count, began = os.path.join(s.out_dir, f"eval_loss_{name}.json"), min(s.eval_rows, rows.rows), time.time()

@@ -54,6 +54,18 @@ task() {  # task SEED ARM [--key=value ...]: task training into $out/SEED/ARM, f
     job $out/"$seed"/"$arm".log run task $out/"$seed"/"$arm" --seed="$seed" --data=$out/data/task --updates="$(updates 200)" \
         --init_from=$out/"$seed"/heal "$@"
 }
+long() {  # long SEED ARM [--key=value ...]: the longer task training of items 4, 7 and 8
+    task "$1" "$2" --updates="$(updates 350)" --curriculum_warmup=0.50 "${@:3}"
+}
+evaluate() {  # evaluate SEED ARM TEST NAME [flags]: answers of an arm to $out/data/TEST.jsonl
+    python eval_gsm8k.py --model $out/"$1"/"$2" --data $out/data/"$3".jsonl --out $out/"$1"/"$4".json \
+        --template plain --max_new_tokens 1 --batch_size 200 "${@:5}"
+}
+score() {  # score SEED ARM: stories of 1 to 12 and of 18 sentences, at r of 1 to 64
+    for test in test test18; do
+        job $out/"$1"/eval_"$2"_$test.log evaluate "$1" "$2" $test eval_"$2"_$test --steps 1,2,4,8,16,32,64
+    done
+}
 cut() {  # cut SEED NAME [surgery's flags]: $out/SEED/NAME from the seed's parent
     local seed=$1 name=$2
     shift 2

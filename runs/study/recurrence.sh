@@ -9,28 +9,19 @@ deep() {  # deep SEED: a Llama of 18 layers, pretrained on the same text
     if [[ $mode == scale ]]; then size=(--n_embd=512 --n_head=8 --n_kv_head=8 --n_ffn=1376 --n_prelude=28); fi
     run pretrain $out/"$1"/deep_pretrain --seed="$1" --data=$out/data/pretrain --updates="$(updates 350)" "${size[@]}"
 }
-long="--updates=$(updates 350) --curriculum_warmup=0.50"
 for seed in $seeds; do
     job $out/$seed/deep_pretrain.log deep $seed
-    for r in 32 16 8 4; do
-        task $seed r$r $long --mean_recurrence=$r
-    done
-    task $seed parent_tokens --updates="$(updates 350)" --init_from=$out/$seed/pretrain
+    for r in 32 16 8 4; do long $seed r$r --mean_recurrence=$r; done
+    long $seed parent_tokens --init_from=$out/$seed/pretrain
 done
 finish
 for seed in $seeds; do
-    task $seed deep --updates="$(updates 350)" --init_from=$out/$seed/deep_pretrain
-    task $seed parent_flops --init_from=$out/$seed/pretrain --match_flops=$out/$seed/r32
+    long $seed deep --init_from=$out/$seed/deep_pretrain
+    long $seed parent_flops --init_from=$out/$seed/pretrain --match_flops=$out/$seed/r32
 done
 finish
 for seed in $seeds; do
-    for arm in r4 r8 r16 r32 parent_tokens parent_flops deep; do
-        for test in test test18; do
-            job $out/$seed/eval_${arm}_$test.log python eval_gsm8k.py --model $out/$seed/$arm --data $out/data/$test.jsonl \
-                --template plain --max_new_tokens 1 --batch_size 200 --steps 1,2,4,8,16,32,64 --overwrite \
-                --out $out/$seed/eval_${arm}_$test.json
-        done
-    done
+    for arm in r4 r8 r16 r32 parent_tokens parent_flops deep; do score $seed $arm; done
 done
 finish
 report accuracy r4="trained with r = 4" r8="r = 8" r16="r = 16" r32="r = 32" parent_tokens="parent, equal tokens" \

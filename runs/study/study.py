@@ -2,7 +2,7 @@
 Tables and figures of the study, from the folders of its runs: the last step of each runs/study/NAME.sh.
 
     python runs/study/study.py curves NAME --runs out/study --out NAME.json ARM=LABEL ...     validation over training
-    python runs/study/study.py accuracy|healing|deeper|exits|start NAME --runs ... --out ... ARM=LABEL ...
+    python runs/study/study.py optimizers|accuracy|healing|deeper|start|exits NAME --runs ... --out ... ARM=LABEL ...
     python runs/study/study.py best PREFIX --runs out/study                                    the best learning rate
 
 An arm has a run in RUNS/SEED/ARM for each seed. All errors are standard errors over the seeds (sd / sqrt(n)). The JSON holds
@@ -19,10 +19,12 @@ import subprocess
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+import numpy as np
 import torch
 
+from bench import token_flops
 from data import Shards
-from model import InputError, RecurrentLM, cli, read_json, write_json, writing
+from model import Config, InputError, RecurrentLM, cli, read_json, write_json, writing
 
 
 def mean_se(values):
@@ -61,8 +63,11 @@ def across(points):
 
 # ---------------------------------------------------------------- validation over training
 
+AT = "8"  # --at
+
+
 def first(log, key, level):
-    """`key` ("update" or "flops") when the accuracy at the last recurrence first reached level, between two validations; None"""
+    """`key` ("update" or "flops") when the accuracy first reached level, between two validations, or None"""
     value = lambda x: x["accuracy"][measured(x)]
     for a, b in zip(log, log[1:]):
         if value(b) >= level:
@@ -70,8 +75,8 @@ def first(log, key, level):
 
 
 def measured(x):
-    """The recurrence at which a validation is compared, as its key: 8, 16 where it was trained with 16, 0 of plain models"""
-    return "0" if "0" in x["val"] else "16" if "16" in x["val"] else "8"
+    """The recurrence at which a validation is compared, as its key: "0" of plain models"""
+    return "0" if "0" in x["val"] else AT
 
 
 def curves(args):
@@ -87,7 +92,7 @@ def curves(args):
         over_flops[label] = pick("flops", lambda x: x["val"][r])
         ends = [v[-1] for v in validations]
         reached = [[first(v, key, 0.9) for v in validations] for key in ("update", "flops")]
-        spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i + 1]) for i, b in enumerate(v[1:])) for v in validations]
+        spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i]) for i, b in enumerate(v) if i) for v in validations]
         rows.append([label, len(logs), ends[0]["update"], f"{statistics.fmean(x['flops'] for x in ends):.3g}", r,
                      cell(mean_se(x["val"][r] for x in ends), 4), cell(mean_se(x["accuracy"][r] for x in ends), 1, 100),
                      *("-" if None in values else cell(mean_se(values), digits, scale)
@@ -102,6 +107,213 @@ def curves(args):
     return figures, columns, rows
 
 
+def optimizers(args):
+    """curves() of arms MODEL_OPTIMIZER_LR, drawn over the learning rate, and over updates for the best ones."""
+    figures, columns, rows = curves(args)
+    over_lr, over_updates = {}, {}
+    for arm, label in args.arms:
+        model, optimizer, lr = arm.split("_")
+        last = read_log(seeds(args, arm, "log.jsonl")[0])[0][-1]
+        points = over_lr.setdefault(model, {}).setdefault(optimizer.replace("star", "*"), [])
+        points.append([float(lr), last["val"][measured(last)], 0.0])
+        if next(row for row in rows if row[0] == label)[1] > 1:
+            over_updates.setdefault(model, {})[label.partition(", ")[2]] = figures[0]["curves"][label]
+    return [panel(f"{model}, seed 0", "learning rate", "last validation loss", over_lr[model], x_log=10, y_log=True)
+            for model in over_lr] + [panel(f"{model}, the best of each", "updates", "validation loss", over_updates[model],
+                                           y_log=True) for model in over_updates], columns, rows
+
+
+# ---------------------------------------------------------------- answers over recurrences
+
+def answers(args, arm, test):
+    """eval_ARM_TEST.json of each seed: [{r: its row}, ...], and the model's Config; a plain model has one row, of any r"""
+    found = [read_json(path) for path in seeds(args, "", f"eval_{arm}_{test}.json")]
+    config, metric = Config(**found[0]["config"]), found[0]["results"][0]["metric"]
+    return [{x["steps"]: x for x in result["results"] if x["metric"] == metric} for result in found], config
+
+
+def accuracy(args):
+    """Accuracy over test recurrences, by difficulty, and over the FLOPs of an answer."""
+    over_r, hard, over_flops, far, rows = {}, {}, {}, {}, []
+    steps = [1, 2, 4, 8, 16, 32, 64]
+    for arm, label in args.arms:
+        (found, config), (found18, _) = answers(args, arm, "test"), answers(args, arm, "test18")
+        at = lambda results, r: mean_se(x[r if config.n_core else min(x)]["value"] for x in results)
+        over_r[label] = [[r, *at(found, r)] for r in steps]
+        far[label] = [[r, *at(found18, r)] for r in steps]
+        over_flops[label] = [[token_flops(config, r), *at(found, r)] for r in (steps if config.n_core else [1])]
+        last = [x[32 if config.n_core else min(x)]["by_difficulty"] for x in found]
+        hard[label] = [[int(d), *mean_se(x[d][0] for x in last)] for d in sorted(last[0], key=int)]
+        log = [read_log(path)[1][-1] for path in seeds(args, arm, "log.jsonl")]
+        rows.append([label, len(found), f"{statistics.fmean(x['flops'] for x in log):.3g}",
+                     *(cell(at(found, r), 1, 100) for r in (steps if config.n_core else steps[:1])),
+                     *([""] * (0 if config.n_core else len(steps) - 1)), cell(at(found18, 32), 1, 100)])
+    columns = ["arm", "seeds", "training FLOPs", *(f"r = {r}" for r in steps), "18 sentences, r = 32"]
+    return [panel("1 to 12 sentences", "recurrences r at test time", "accuracy", over_r, x_log=2),
+            panel("r = 32", "sentences", "accuracy", hard),
+            panel("1 to 12 sentences", "FLOPs of a token at test time", "accuracy", over_flops, x_log=10),
+            panel("18 sentences (trained on 12)", "recurrences r at test time", "accuracy", far, x_log=2)], columns, rows
+
+
+def healing(args):
+    """curves() of the task, and what every stage leaves of the general text."""
+    figures, columns, rows = curves(args)
+    by_label = {row[0]: row for row in rows}
+    stages = [("pretrain", "the parent"), ("cut", "cut, not trained"), ("heal", "healed"), *args.arms]
+    table = []
+    columns = ["model", "general text, r = 1", "r = 8", "accuracy on it, r = 8, %", "task loss", "task accuracy, %"]
+    for stage, label in stages:
+        paths = seeds(args, stage, "eval_loss_pretrain.json")
+        found = [{x["steps"]: x for x in read_json(path)["results"]} for path in paths]
+        at = lambda r, key: mean_se(x[r if r in x else 0][key] for x in found)
+        table.append([label, cell(at(1, "value"), 3), cell(at(8, "value"), 3), cell(at(8, "accuracy"), 1, 100),
+                      *(by_label[label][5:7] if label in by_label else ("", ""))])
+    return figures, columns, table
+
+
+# ---------------------------------------------------------------- states
+
+@torch.no_grad()
+def trace(folder, data, rows, steps, noise=0):
+    """
+    A run's states and answers on `rows` validation rows of the task, after every r of steps: states (R, N, 13, C), answers
+    (R, N, 13) int64, right (R, N, 13) bool; 13: after 0 to 12 sentences. noise: number of the draw of s_0.
+    """
+    model, batch = RecurrentLM.load(folder, dtype=torch.float32), []
+    idx, targets, number = Shards(data, "val", 26).batch(0, 0, 0, 1, rows)
+    for part in torch.arange(rows).split(64):
+        labels, state = targets[part] != -100, model.initial_state(len(part), 26, [noise * 1_000_003 + int(i) for i in part])
+
+        def finish(x, rope, _):
+            pick = lambda t: t[labels].unflatten(0, (len(part), -1))
+            return pick(x), pick(model.head(model.run_coda(x, rope)).argmax(-1))
+
+        found = model.trajectory(idx[part], steps, None, state, finish)
+        batch.append([torch.stack(x) for x in zip(*(found[r] for r in steps))])
+    states, said = (torch.cat(x, 1) for x in zip(*batch))
+    return states, said, said == targets[targets != -100].view(rows, -1)
+
+
+def deeper(args):
+    """r up to 256: accuracy, how far a recurrence moves the state, and where that ends: a point, a cycle, or neither."""
+    R, rows, few = 256, 128, [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    over_r, moved_by, settle_by, walks, table = {}, {}, {}, {}, []
+    for arm, label in args.arms:
+        right_at, moves, kinds, settled = [], [], [], []
+        for run in seeds(args, arm, "done"):
+            states, said, right = trace(os.path.dirname(run), f"{args.runs}/data/task", rows, range(1, R + 1))
+            states, right = states[:, :, 1:], right[:, :, 1:]  # after 1 to 12 sentences
+            size = states[1:].norm(dim=-1)
+            moved = (states[1:] - states[:-1]).norm(dim=-1) / size                       # (R - 1, N, 12): of 2 ... R
+            back = torch.stack([(states[-1] - states[-1 - p]).norm(dim=-1) for p in range(1, 33)]) / size[-1]
+            point, cycle = moved[-1] < SETTLED, (back.min(0).values < SETTLED) & (moved[-1] >= SETTLED)
+            right_at.append([right[r - 1].double().mean().item() for r in few])
+            moves.append([moved[r - 2].median().item() for r in few[1:]])
+            kinds.append([x.double().mean().item() for x in (point, cycle, ~point & ~cycle)])
+            kinds[-1] += [right[-1][x].double().mean().item() if x.any() else None for x in (point, ~point)]
+            late = torch.where(moved >= 0.01, torch.arange(2, R + 1)[:, None, None], 1).amax(0).double()
+            settled.append([late[:, i].median().item() for i in range(12)])
+            if arm == "r8" and not walks:
+                walks = walk(states, point)
+        over_r[label] = [[r, *mean_se(x)] for r, x in zip(few, zip(*right_at))]
+        moved_by[label] = [[r, *mean_se(x)] for r, x in zip(few[1:], zip(*moves))]
+        settle_by[label] = [[i + 1, *mean_se(x)] for i, x in enumerate(zip(*settled))]
+        when = lambda i: cell(mean_se(x), 1, 100) if (x := [k[i] for k in kinds if k[i] is not None]) else "-"
+        table.append([label, len(kinds), *(cell(x[1:], 1, 100) for x in over_r[label] if x[0] in (8, 32, 64, 128, 256)),
+                      *map(when, range(5)), *(cell(settle_by[label][i - 1][1:], 1) for i in (1, 4, 8, 12))])
+    columns = ["arm", "seeds", *(f"r = {r}, %" for r in (8, 32, 64, 128, 256)), "at a point, %", "in a cycle, %",
+               "neither, %", "right when at a point, %", "right elsewhere, %", *(f"settled after, {i} sentences" for i in (1, 4, 8, 12))]
+    return [panel("", "recurrences r at test time", "accuracy", over_r, x_log=2),
+            panel("the median answer", "recurrence", "change of the state, relative", moved_by, x_log=2, y_log=True),
+            panel("until a recurrence moves the state by less than 1%", "sentences", "recurrences (median)", settle_by),
+            panel("states, trained with r = 8, seed 0", "first principal component", "second", walks)], columns, table
+
+
+SETTLED = 1e-3  # relative: a state that a recurrence, or up to 32, moves less than this has settled
+
+
+def walk(states, point):
+    """Paths in the plane of the two first principal components of the picture's own states, 48 recurrences each."""
+    where = {f"{i + 1} sentence{'s' * (i > 0)}": [0, i] for i in (0, 3, 7, 11)}
+    if len(wild := (~point).nonzero()):
+        where |= {f"no point, {wild[-1][1] + 1} sentences": wild[-1].tolist()}
+    paths = torch.stack([states[:48, n, i] for n, i in where.values()])
+    flat = paths.flatten(0, 1) - paths.flatten(0, 1).mean(0)
+    plane = flat @ torch.linalg.svd(flat, full_matrices=False)[2][:2].T
+    return {label: [[x, y, 0.0] for x, y in path.tolist()] for label, path in zip(where, plane.view(len(where), 48, 2))}
+
+
+def start(args):
+    """curves(), accuracy over r, and how often two draws of the noise give two answers."""
+    (over_updates, *_), columns, rows = curves(args)
+    few, over_r, differ = [1, 2, 4, 8, 16, 32], {}, {}
+    for arm, label in args.arms:
+        right_at, unlike = [], []
+        for run in seeds(args, arm, "done"):
+            draws = [trace(os.path.dirname(run), f"{args.runs}/data/task", 128, few, noise=i)[1:] for i in range(4)]
+            said, right = (torch.stack(x)[..., 1:] for x in zip(*draws))                 # (4, R, N, 12)
+            right_at.append(right.double().mean((0, 2, 3)).tolist())
+            pairs = [(said[i] != said[j]).double().mean((1, 2)) for i in range(4) for j in range(i)]
+            unlike.append(torch.stack(pairs).mean(0).tolist())
+        over_r[label] = [[r, *mean_se(x)] for r, x in zip(few, zip(*right_at))]
+        differ[label] = [[r, *mean_se(x)] for r, x in zip(few, zip(*unlike))]
+    columns += [f"two draws differ at r = {r}, %" for r in few]
+    rows = [row + [cell(x[1:], 2, 100) for x in differ[row[0]]] for row in rows]
+    x = "recurrences r at test time"
+    return [over_updates, panel("", x, "accuracy", over_r, x_log=2),
+            panel("", x, "answers that differ between two draws of s_0", differ, x_log=2)], columns, rows
+
+
+# ---------------------------------------------------------------- exits
+
+def exits(args):
+    """eval_exit_RULE_THRESHOLD_test.json: accuracy over mean recurrences, and whether hard questions take longer."""
+    difficulty = [json.loads(line)["difficulty"] for line in open(f"{args.runs}/data/test.jsonl")]
+    fixed, _ = answers(args, "r8", "test")
+    over = {"fixed r": [[r, *mean_se(x[r]["value"] for x in fixed)] for r in fixed[0] if r <= 32]}
+    hard, rows = {}, []
+    for arm, label in args.arms:
+        rule, _, threshold = arm.removeprefix("exit_").rpartition("_")
+        found, _ = answers(args, arm, "test")
+        (R,) = found[0]
+        took, together = [], []
+        for path in seeds(args, "", f"eval_{arm}_test.jsonl"):
+            with open(path) as f:
+                took.append({x["index"]: x["recurrences"] for x in map(json.loads, f) if "index" in x})
+            together.append(interval(difficulty, [took[-1][i] for i in range(len(difficulty))]))
+        value, mean = (mean_se(x) for x in ([x[R]["value"] for x in found], [statistics.fmean(x.values()) for x in took]))
+        over.setdefault(rule, []).append([mean[0], *value])
+        hard[label] = [[d, *mean_se(statistics.fmean(x[i] for i in x if difficulty[i] == d) for x in took)]
+                       for d in sorted(set(difficulty))]
+        rows.append([rule, threshold, len(found), cell(value, 1, 100), cell(mean, 2), *(cell(x[1:], 1) for x in hard[label]
+                     if x[0] in (1, 4, 8, 12)), "; ".join(f"{r:+.2f} ({a:+.2f} to {b:+.2f})" for r, a, b in together)])
+    columns = ["rule", "threshold", "seeds", "accuracy, %", "mean recurrences", *(f"{d} sentence{'s' * (d > 1)}" for d in
+               (1, 4, 8, 12)), "rank correlation with the number of sentences, each seed (95% interval)"]
+    shown = {}  # of each rule the loosest threshold that answers 99% rightly, or its tightest
+    for (rule, threshold, _, value, *_), label in zip(rows, hard):
+        if rule not in shown or float(value.split()[0]) >= 99:
+            shown[rule] = label
+    return [panel("", "mean recurrences of the last token", "accuracy", over, x_log=2),
+            panel("the loosest threshold with 99%, or the tightest", "sentences", "mean recurrences",
+                  {label: hard[label] for label in shown.values()})], columns, rows
+
+
+def interval(a, b, resamples=1000):
+    """Spearman's rank correlation of two lists and its 95% bootstrap interval over their pairs."""
+    a, b, rng = np.array(a), np.array(b), np.random.default_rng(0)
+
+    def ranks(x):
+        _, place, count = np.unique(x, return_inverse=True, return_counts=True)
+        return (np.cumsum(count) - (count - 1) / 2)[place]
+
+    def correlation(x, y):
+        x, y = (t - t.mean() for t in (ranks(x), ranks(y)))
+        return float((x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())) if x.any() and y.any() else 0.0
+
+    drawn = sorted(correlation(a[i], b[i]) for i in rng.integers(len(a), size=(resamples, len(a))))
+    return correlation(a, b), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples) - 1]
+
+
 def best(args):
     """Print the learning rate of seed 0's run PREFIX_LR with the lowest last validation loss."""
     losses = {}
@@ -114,13 +326,16 @@ def best(args):
 
 
 def main():
+    global AT
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[f.__name__ for f in (*TABLES, best)])
     parser.add_argument("name", help="the script's name; for best: the arms' prefix")
     parser.add_argument("arms", nargs="*", metavar="ARM=LABEL")
+    parser.add_argument("--at", default=AT, help="the recurrence at which validations are compared (default: %(default)s)")
     parser.add_argument("--runs", default="out/study")
     parser.add_argument("--out", help="the JSON file to write")
     args = parser.parse_args()
+    AT = args.at
     if args.what == "best":
         return best(args)
     args.arms = [(arm, label or arm) for arm, _, label in (x.partition("=") for x in args.arms)]
@@ -137,6 +352,6 @@ def main():
         os.replace(args.out + ".tmp", args.out)
 
 
-TABLES = [curves]
+TABLES = [curves, optimizers, accuracy, healing, deeper, start, exits]
 if __name__ == "__main__":
     cli(main)

@@ -14,4 +14,4 @@ print(round($(updates 150) * cost(4) / cost($k)))")
     done
 done
 finish
-report curves depth_1="k = 1" depth_2="k = 2" depth_4="k = 4" depth_8="k = 8" depth_16="k = 16" depth_0="all"
+report curves --at 16 depth_1="k = 1" depth_2="k = 2" depth_4="k = 4" depth_8="k = 8" depth_16="k = 16" depth_0="all"
