@@ -92,7 +92,8 @@ def curves(args):
         over_flops[label] = pick("flops", lambda x: x["val"][r])
         ends = [v[-1] for v in validations]
         reached = [[first(v, key, 0.9) for v in validations] for key in ("update", "flops")]
-        spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i]) for i, b in enumerate(v) if i) for v in validations]
+        spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i]) for i, b in enumerate(v) if i)
+                  for v in validations]
         rows.append([label, len(logs), ends[0]["update"], f"{statistics.fmean(x['flops'] for x in ends):.3g}", r,
                      cell(mean_se(x["val"][r] for x in ends), 4), cell(mean_se(x["accuracy"][r] for x in ends), 1, 100),
                      *("-" if None in values else cell(mean_se(values), digits, scale)
@@ -222,7 +223,8 @@ def deeper(args):
         table.append([label, len(kinds), *(cell(x[1:], 1, 100) for x in over_r[label] if x[0] in (8, 32, 64, 128, 256)),
                       *map(when, range(5)), *(cell(settle_by[label][i - 1][1:], 1) for i in (1, 4, 8, 12))])
     columns = ["arm", "seeds", *(f"r = {r}, %" for r in (8, 32, 64, 128, 256)), "at a point, %", "in a cycle, %",
-               "neither, %", "right when at a point, %", "right elsewhere, %", *(f"settled after, {i} sentences" for i in (1, 4, 8, 12))]
+               "neither, %", "right when at a point, %", "right elsewhere, %",
+               *(f"settled after, {i} sentences" for i in (1, 4, 8, 12))]
     return [panel("", "recurrences r at test time", "accuracy", over_r, x_log=2),
             panel("the median answer", "recurrence", "change of the state, relative", moved_by, x_log=2, y_log=True),
             panel("until a recurrence moves the state by less than 1%", "sentences", "recurrences (median)", settle_by),
@@ -334,7 +336,7 @@ def main():
     parser.add_argument("--at", default=AT, help="the recurrence at which validations are compared (default: %(default)s)")
     parser.add_argument("--runs", default="out/study")
     parser.add_argument("--out", help="the JSON file to write")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     AT = args.at
     if args.what == "best":
         return best(args)
