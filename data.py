@@ -793,16 +793,18 @@ def _direct(story, labelled):
     return ids, targets
 
 
-def tiny(out, seed=0, quick=False):
+def tiny(out, seed=0, rows=80_000):
     """
     Write the data sets out/{pretrain,task}, out/tokenizer, out/test.jsonl and out/test18.jsonl from the seed.
     pretrain: rows of two documents; half of them worked stories of 1-12 sentences, half direct stories of 12
-    with the first 3 answers as targets. task: direct stories of 12 with all answers. quick: a tenth of the rows.
+    with the first 3 answers as targets. task: direct stories of 12 with all answers. rows: stories to train on, of each.
     """
-    arguments, sizes, seen = {"seed": seed, "quick": quick}, {"train": 8_000 if quick else 80_000, "val": 1024}, []
+    arguments, sizes, seen = {"seed": seed, "rows": rows}, {"train": rows, "val": 1024}, []
     meta = os.path.join(out, "task", "meta.json")
     if os.path.exists(meta) and read_json(meta).get("arguments") == arguments:
         return print(f"{out}: is complete, nothing to do")
+    if rows < 8 or rows % 4:  # pretrain's documents come in fours: two worked, two direct
+        raise InputError(f"--rows {rows}: must be a multiple of 4, and at least 8")
     if seed < 0 or os.path.isdir(out) and os.listdir(out):
         raise InputError(f"{out}: holds something else (choose another --out or delete it), or --seed is negative")
     model = io.BytesIO()
@@ -826,8 +828,8 @@ def tiny(out, seed=0, quick=False):
                     documents += [_direct(story, 3) for story in stories[2 * quarter:].tolist()]
                 else:
                     documents = [_direct(story, 12) for story in stories.tolist()]
-                rows = np.array([[*itertools.chain(*part)] for part in zip(*documents)]).reshape(2, -1, T)
-                idx, targets = rows[:, rng.permutation(n // 2)] if kind == "pretrain" else rows
+                table = np.array([[*itertools.chain(*part)] for part in zip(*documents)]).reshape(2, -1, T)
+                idx, targets = table[:, rng.permutation(n // 2)] if kind == "pretrain" else table
                 info["shards"][split] = [[f"{split}_000000.npy", idx.size]]
                 seen += [(stories, lengths)] if split == "train" else []
                 for end, array in ((".npy", idx.astype(np.uint16)), (".targets.npy", targets.astype(np.int32))):
@@ -866,7 +868,7 @@ def main():
     p = commands.add_parser("tiny", help="make the embedded corpus", description=tiny.__doc__)
     p.add_argument("--out", required=True, help="folder to make")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--quick", action="store_true", help="a tenth of the rows")
+    p.add_argument("--rows", type=int, default=80_000, help="stories to train on, of each kind (default: %(default)s)")
     args = vars(parser.parse_args())
     {"prepare": prepare, "tiny": tiny}[args.pop("command")](**args)
 

@@ -113,7 +113,7 @@ def same_weights(a, b):
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus") / "tiny"
-    tiny(str(folder), quick=True)
+    tiny(str(folder), rows=8000)
     return folder
 
 
@@ -178,6 +178,26 @@ def test_gradient_stops_at_k():
     model.zero_grad()
     model(idx, idx, (2, 0), state)[1].backward()
     assert all(p.grad is None for p in model.core.parameters()) and model.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("start", ["zero", "prelude"])
+def test_other_first_states(start, tmp_path):
+    """A model whose s_0 is zero or the prelude's output: by hand, whatever state is given, saved, decoded; not exported."""
+    model, idx = small(start=start), torch.randint(50, (2, 10))
+    rope = model.rope(10)
+    with torch.no_grad():
+        e = x = model.run_prelude(model.embed_idx(idx), rope)
+        x = 0 * e if start == "zero" else e
+        for _ in range(3):
+            x = model.run_core(x, e, rope)
+        for state in (None, model.initial_state(2, 10)):
+            assert torch.equal(model.finish(x, rope), model(idx, steps=3, state=state)[0])
+            assert torch.equal(model.finish(x, rope), model.trajectory(idx, [3], None, state)[3])
+        model.save(tmp_path / "m")
+        assert RecurrentLM.load(tmp_path / "m").config.start == start
+        new = decode(model, idx.tolist(), 8, steps=3)
+        assert new.tolist() == model(torch.cat((idx, new), 1), steps=3)[0][:, 9:-1].argmax(-1).tolist()
+    assert "start" in refusal(surgery.main, tmp_path / "m", tmp_path / "out", "--export", "hf")
 
 
 @pytest.mark.parametrize("kind", ["llama", "olmo2"])
@@ -1892,9 +1912,9 @@ def test_tiny_rows_say_the_truth(corpus):
 def test_tiny_again(corpus, tmp_path):
     """The corpus depends on the seed alone, and a second call leaves a whole one untouched."""
     before = os.stat(f"{corpus}/test.jsonl").st_mtime_ns
-    tiny(str(corpus), quick=True)
+    tiny(str(corpus), rows=8000)
     assert os.stat(f"{corpus}/test.jsonl").st_mtime_ns == before
-    tiny(str(tmp_path / "again"), quick=True)
+    tiny(str(tmp_path / "again"), rows=8000)
     for name in ("pretrain/train_000000.npy", "task/train_000000.targets.npy", "tokenizer/tokenizer.model",
                  "test.jsonl"):
         with open(f"{corpus}/{name}", "rb") as a, open(tmp_path / "again" / name, "rb") as b:
@@ -2090,6 +2110,37 @@ def test_accumulation_is_the_mean_over_all_labels(corpus, tmp_path):
     run(*base, "--micro_batch=4", f"--out_dir={tmp_path}/four")
     one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
     assert all(abs(one[u] - four[u]) < 2e-5 for u in one), (one, four)
+
+
+def test_distillation_is_the_formula():
+    """(1 - w) cross-entropy + w KL(teacher || model), the mean over labels, and no gradient where the two agree."""
+    model, teacher, idx, targets = small(), small(1, n_core=0), torch.randint(50, (2, 9)), torch.randint(50, (2, 9))
+    targets[0, 4:] = -100
+    state = model.initial_state(2, 9)
+    loss = lambda w, m=model, t=teacher: train.distil(m, t, idx, targets, (1, 2), state, w)
+    p, q = (m(idx, steps=(1, 2), state=state)[0].double().softmax(-1)[targets != -100] for m in (teacher, model))
+    apart = (p * (p / q).log()).sum(-1).mean()
+    assert abs(loss(0.0) - model(idx, targets, (1, 2), state)[1]) < 1e-5 and abs(loss(1.0) - apart) < 1e-5
+    assert abs(loss(0.25) - 0.75 * loss(0.0) - 0.25 * apart) < 1e-5
+    loss(1.0, teacher, teacher).backward()
+    assert max(p.grad.abs().max() for p in teacher.parameters()) < 1e-6
+
+
+def test_distilled_and_started_otherwise(corpus, tmp_path):
+    """--distill_from, --start and --backprop_depth=0 in a run; a start is kept by the next stage; wrong teachers are refused."""
+    base = [*RUN, "--updates=2", "--compile=false"]
+    call(train.main, *base, f"--data={corpus}/task", f"--out_dir={tmp_path}/plain", "--n_core=0", "--n_prelude=2")
+    base += [f"--data={corpus}/task", "--distill_weight=1"]
+    first = [*base, f"--out_dir={tmp_path}/first", "--start=prelude", "--backprop_depth=0"]
+    call(train.main, *first, f"--distill_from={tmp_path}/plain")
+    call(train.main, *base, f"--init_from={tmp_path}/first", f"--out_dir={tmp_path}/second")
+    assert all(RecurrentLM.load(tmp_path / name).config.start == "prelude" for name in ("first", "second"))
+    with open(tmp_path / "first" / "log.jsonl") as f:
+        assert all(x["n"] == 0 and x["k"] > 0 for x in map(json.loads, f) if "n" in x)
+    teachers = small(vocab_size=17), small(vocab_size=18, n_core=0)
+    for i, teacher in enumerate(teachers):
+        teacher.save(tmp_path / f"t{i}")
+        assert "--distill_from" in refusal(train.main, *base, f"--out_dir={tmp_path}/x", f"--distill_from={tmp_path}/t{i}")
 
 
 def test_training_refuses(corpus, tmp_path):
@@ -2571,7 +2622,9 @@ def test_eval_only(corpus, tmp_path, monkeypatch):
     call(train.main, *base)
     result = json.loads((tmp_path / "run" / "eval_loss_task.json").read_text())
     with open(tmp_path / "run" / "log.jsonl") as f:
-        assert {str(x["steps"]): x["value"] for x in result["results"]} == json.loads([*f][-1])["val"]
+        last = json.loads([*f][-1])
+    for key, name in (("value", "val"), ("accuracy", "accuracy")):
+        assert {str(x["steps"]): x[key] for x in result["results"]} == last[name]
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert after.keys() - before.keys() == {tmp_path / "run" / "eval_loss_task.json"} and before.items() <= after.items()
 
@@ -2582,6 +2635,7 @@ def test_eval_only(corpus, tmp_path, monkeypatch):
     loss = torch.nn.functional.cross_entropy(logits[targets != -100], targets[targets != -100], reduction="none")
     x = result["results"][1]
     assert (x["steps"], x["n"], x["metric"]) == (4, len(loss), "loss") and abs(x["perplexity"] - math.exp(x["value"])) < 1e-9
+    assert x["accuracy"] == (logits.argmax(-1) == targets)[targets != -100].double().mean().item()
     assert abs(x["value"] - loss.mean()) < 1e-5 and abs(x["standard_error"] - loss.std() / len(loss) ** 0.5) < 1e-5
 
     run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *base, f"--out_dir={tmp_path}/two")

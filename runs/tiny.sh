@@ -28,7 +28,7 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
 }
 
 stage "1. the corpus, its word model and a test set"
-python data.py tiny --out $out/data ${quick:+--quick}
+python data.py tiny --out $out/data ${quick:+--rows 8000}
 stage "2. pretrain an ordinary Llama"
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=40}
 stage "3. surgery: layer 0 is the prelude, 3 and 4 the recurrent block, 5 the coda"

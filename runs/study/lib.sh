@@ -8,11 +8,11 @@
 # that was stopped goes on where it was, and runs that several scripts need are made once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-name=$(basename "$0" .sh) mode= out=out/study seeds="0 1 2" width=2 extra=() dtype=float32
+name=$(basename "$0" .sh) mode= out=out/study rows=80000 seeds="0 1 2" width=2 extra=() dtype=float32
 case ${1-} in
 "") ;;
---quick) mode=quick out=out/study-quick extra=(--compile=false) ;;
---scale) mode=scale out=out/study-scale width=1 ;;
+--quick) mode=quick rows=8000 out=out/study-quick extra=(--compile=false) ;;
+--scale) mode=scale rows=500000 out=out/study-scale width=1 ;;
 *) echo "$name.sh: error: unknown flag $1 (--quick, --scale)" >&2; exit 2 ;;
 esac
 if grep -qs bf16 /proc/cpuinfo || [[ $mode == scale ]]; then dtype=bfloat16; fi
@@ -100,4 +100,4 @@ report() {  # report KIND ARM=LABEL ...: the table, its JSON and its picture
 }
 
 [[ $mode != scale ]] || shape="--shape 2,3,2"
-[[ -e $out/data/task/meta.json ]] || python data.py tiny --out $out/data
+[[ -e $out/data/task/meta.json ]] || python data.py tiny --out $out/data --rows $rows
