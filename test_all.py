@@ -8,7 +8,7 @@ variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
 import fcntl
 import functools
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -2127,7 +2127,7 @@ def test_distillation_is_the_formula():
 
 
 def test_distilled_and_started_otherwise(corpus, tmp_path):
-    """--distill_from, --start and --backprop_depth=0 in a run; a start is kept by the next stage; wrong teachers are refused."""
+    """--distill_from, --start and --backprop_depth=0 in a run; the next stage keeps a start; wrong teachers are refused."""
     base = [*RUN, "--updates=2", "--compile=false"]
     call(train.main, *base, f"--data={corpus}/task", f"--out_dir={tmp_path}/plain", "--n_core=0", "--n_prelude=2")
     base += [f"--data={corpus}/task", "--distill_weight=1"]
@@ -2609,6 +2609,71 @@ def test_quick_run_end_to_end():
         assert result["n"] >= 100
     text = run("sample.py", "--steps", "32", "--tokens", "4")
     assert "tokens/s" in text
+
+
+# ---------------------------------------------------------------- the study
+
+@pytest.fixture(scope="session")
+def study():
+    spec = importlib.util.spec_from_file_location("study", os.path.join(HERE, "runs", "study", "study.py"))
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_study_tables_by_hand(study, tmp_path, monkeypatch, capsys):
+    """Means, standard errors over seeds, where 90% was reached, differences paired by seed; the best rate; the picture."""
+    for seed, late in enumerate((0, 10, 20)):
+        for arm, cost in (("a_0.1", 1.0), ("b_0.2", 2.0)):
+            folder = tmp_path / str(seed) / arm
+            folder.mkdir(parents=True)
+            lines = [{"update": u, "val": {"8": loss}, "accuracy": {"8": right}, "flops": cost * 1e12 * u, "tokens": u}
+                     for u, loss, right in ((0, 3.0, 0.1), (100 + late, cost, 0.8), (200 + late, 1.5, 1.0))]
+            lines.insert(1, {"update": 1, "loss": 1.0, "skipped": seed == 1, "norm": 2.0, "flops": 1, "tokens": 1})
+            (folder / "log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    call(study.main, "curves", "x", "--runs", tmp_path, "--out", tmp_path / "x.json", "a_0.1=one", "b_0.2=two")
+    result = json.loads((tmp_path / "x.json").read_text())
+    a, b = (dict(zip(result["columns"], row)) for row in result["rows"])
+    assert (a["seeds"], a["updates to 90%"], a["TFLOPs to 90%"]) == (3, "160 ± 6", "160.00 ± 5.77")
+    assert (b["the same, minus the first arm's"], b["validation loss"]) == ("160.00 ± 5.77", "1.5000 ± 0.0000")
+    assert (a["non-finite updates"], a["largest gradient norm"]) == (1, "2.0 ± 0.0")
+    assert (a["validations 10% above the best"], b["validations 10% above the best"]) == ("1.0 ± 0.0", "0.0 ± 0.0")
+    assert result["figures"][0]["curves"]["one"][1] == [110.0, 1.0, 0.0]
+    capsys.readouterr()
+    call(study.main, "best", "a", "--runs", tmp_path)
+    assert capsys.readouterr().out == "0.1\n"
+    assert "nothing" in refusal(study.main, "curves", "x", "--runs", tmp_path, "--out", tmp_path / "y.json", "nothing")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    call(bench.main, "plot", tmp_path / "x.json", "--out", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_study_of_states(study, corpus, tmp_path):
+    """trace() has the answers of a forward pass at each r; the rank correlation has ties right, within its interval."""
+    small(vocab_size=17).save(tmp_path / "m")
+    states, said, right = study.trace(str(tmp_path / "m"), f"{corpus}/task", 70, [1, 3], noise=2)
+    model = RecurrentLM.load(tmp_path / "m")
+    idx, targets, _ = Shards(f"{corpus}/task", "val", 26).batch(0, 0, 0, 1, 70)
+    with torch.no_grad():
+        logits = model(idx, steps=3, state=model.initial_state(70, 26, [2 * 1_000_003 + i for i in range(70)]))[0]
+    assert torch.equal(said[1].flatten(), logits[targets != -100].argmax(-1)) and states.shape == (2, 70, 13, 32)
+    assert torch.equal(right[1].flatten(), said[1].flatten() == targets[targets != -100])
+    r, low, high = study.interval([1, 2, 3, 4] * 50, [1, 2, 2, 5] * 50)
+    assert abs(r - 0.9486833) < 1e-6 and 0.9 < low < r < high < 1
+
+
+def test_every_result_of_the_study_has_its_command():
+    """Each JSON of runs/study/results has its script, its picture and its place on the page; no picture is without one."""
+    with open(os.path.join(HERE, "runs", "study", "README.md")) as f:
+        page = f.read()
+    names = {name.removesuffix(".json") for name in os.listdir(os.path.join(HERE, "runs", "study", "results"))}
+    pictures = {name for name in os.listdir(os.path.join(HERE, "assets")) if name.startswith("study_")}
+    assert pictures == {f"study_{name}.png" for name in names} and len(names) >= 11
+    for name in names:
+        with open(os.path.join(HERE, "runs", "study", "results", f"{name}.json")) as f:
+            result = json.load(f)
+        assert result["study"] == name and result["commit"] and result["figures"] and result["rows"]
+        assert os.path.exists(os.path.join(HERE, "runs", "study", f"{name}.sh"))
+        assert f"bash runs/study/{name}.sh" in page and f"study_{name}.png" in page
 
 
 # ---------------------------------------------------------------- losses and tasks over recurrences

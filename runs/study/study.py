@@ -81,7 +81,7 @@ def measured(x):
 
 def curves(args):
     """Loss and accuracy over updates and FLOPs; the last losses, and what it took to answer 90% rightly."""
-    loss, accuracy, over_flops, rows, notes = {}, {}, {}, [], []
+    loss, accuracy, over_flops, rows, base = {}, {}, {}, [], None
     for arm, label in args.arms:
         logs = [read_log(path) for path in seeds(args, arm, "log.jsonl")]
         validations = [v for v, _ in logs]
@@ -91,17 +91,21 @@ def curves(args):
         accuracy[label] = pick("update", lambda x: x["accuracy"][r])
         over_flops[label] = pick("flops", lambda x: x["val"][r])
         ends = [v[-1] for v in validations]
-        reached = [[first(v, key, 0.9) for v in validations] for key in ("update", "flops")]
+        updates, flops = ([first(v, key, 0.9) for v in validations] for key in ("update", "flops"))
+        base = base or flops
+        paired = [a - b for a, b in zip(flops, base) if a and b]
         spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i]) for i, b in enumerate(v) if i)
                   for v in validations]
         rows.append([label, len(logs), ends[0]["update"], f"{statistics.fmean(x['flops'] for x in ends):.3g}", r,
                      cell(mean_se(x["val"][r] for x in ends), 4), cell(mean_se(x["accuracy"][r] for x in ends), 1, 100),
-                     *("-" if None in values else cell(mean_se(values), digits, scale)
-                       for values, digits, scale in zip(reached, (0, 2), (1, 1e-12))),
+                     "-" if None in updates else cell(mean_se(updates), 0),
+                     "-" if None in flops else cell(mean_se(flops), 2, 1e-12),
+                     cell(mean_se(paired), 2, 1e-12) if 1 < len(paired) == len(flops) and flops is not base else "-",
                      cell(mean_se(spikes)), sum(x["skipped"] for _, u in logs for x in u),
                      cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
     columns = ["arm", "seeds", "updates", "training FLOPs", "at r", "validation loss", "accuracy, %", "updates to 90%",
-               "TFLOPs to 90%", "validations 10% above the best before", "non-finite updates", "largest gradient norm"]
+               "TFLOPs to 90%", "the same, minus the first arm's", "validations 10% above the best", "non-finite updates",
+               "largest gradient norm"]
     figures = [panel("", "updates", "validation loss", loss, y_log=True),
                panel("", "training FLOPs (the paper's rule)", "validation loss", over_flops, y_log=True),
                panel("", "updates", "accuracy", accuracy)]
