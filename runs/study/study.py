@@ -161,19 +161,24 @@ def accuracy(args):
 
 
 def healing(args):
-    """curves() of the task, and what every stage leaves of the general text."""
-    figures, columns, rows = curves(args)
-    by_label = {row[0]: row for row in rows}
-    stages = [("pretrain", "the parent"), ("cut", "cut, not trained"), ("heal", "healed"), *args.arms]
-    table = []
-    columns = ["model", "general text, r = 1", "r = 8", "accuracy on it, r = 8, %", "task loss", "task accuracy, %"]
-    for stage, label in stages:
-        paths = seeds(args, stage, "eval_loss_pretrain.json")
-        found = [{x["steps"]: x for x in read_json(path)["results"]} for path in paths]
-        at = lambda r, key: mean_se(x[r if r in x else 0][key] for x in found)
-        table.append([label, cell(at(1, "value"), 3), cell(at(8, "value"), 3), cell(at(8, "accuracy"), 1, 100),
-                      *(by_label[label][5:7] if label in by_label else ("", ""))])
-    return figures, columns, table
+    """curves(), of the task and of the mixture, and what every stage leaves of the general text and has learnt of the task."""
+    figures, _, _ = curves(args)
+    mixed = {label for arm, label in args.arms if arm.endswith("mix")}
+    part = lambda figure, title, kept: figure | {"title": title, "curves": {
+        label: points for label, points in figure["curves"].items() if (label in mixed) == kept}}
+    table, hollow = [], [("pretrain", "the parent"), ("cut", "cut, not trained"), ("heal", "healed")]
+    for stage, label in hollow + args.arms:
+        row = [label]
+        for data in ("pretrain", "task"):
+            paths = seeds(args, stage, f"eval_loss_{data}.json")
+            found = [{x["steps"]: x for x in read_json(path)["results"]} for path in paths]
+            at = lambda r, key: mean_se(x[r if r in x else min(x)][key] for x in found)
+            row += [cell(at(1, "value"), 3), cell(at(8, "value"), 3), cell(at(8, "accuracy"), 1, 100)]
+        table.append(row)
+    columns = ["model", *(f"{data}: {what}" for data in ("general text", "task") for what in
+                          ("loss at r = 1", "at r = 8", "accuracy at r = 8, %"))]
+    return [part(figures[0], "task alone", False), part(figures[1], "task alone", False),
+            part(figures[0], "mixture", True)], columns, table
 
 
 # ---------------------------------------------------------------- states
