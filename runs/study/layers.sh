@@ -3,17 +3,18 @@
 # and which adapter (linear from the identity or from torch's own init, or adding).
 source "$(dirname "$0")/lib.sh"
 parents
-head -n 2000 $out/data/test.jsonl | python -c 'import json, sys; print("".join(json.loads(x)["question"] + " " for x in sys.stdin))' > $out/text.txt
+python -c 'import json, sys; print(*(json.loads(x)["question"] for x in sys.stdin))' < $out/data/test.jsonl > $out/text.txt
+parts() {  # parts LAYER ...: surgery's flags for these layers in the usual shape
+    local IFS=,
+    echo --prelude "${*:1:P}" --core "${*:P+1:R}" --coda "${*:P+R+1}"
+}
 for seed in $seeds; do
-    cut $seed cut_influence $shape --select block-influence --text $out/text.txt --window 52
-    cut $seed cut_angular $shape --select angular --text $out/text.txt --window 52
-    cut $seed cut_first --prelude 0 --core 1-2 --coda 3
-    cut $seed cut_random $(python -c "
-import random
-a = sorted(random.Random($seed).sample(range(6), 4))
-print(f'--prelude {a[0]} --core {a[1]},{a[2]} --coda {a[3]}')")
-    cut $seed cut_default $shape --adapter-init default
-    cut $seed cut_add $shape --adapter add
+    cut $seed cut_influence --shape $shape --select block-influence --text $out/text.txt --window 52
+    cut $seed cut_angular --shape $shape --select angular --text $out/text.txt --window 52
+    cut $seed cut_first $(parts $(seq 0 $((P + R + C - 1))))
+    cut $seed cut_random $(parts $(python -c "import random; print(*sorted(random.Random($seed).sample(range($layers), $P + $R + $C)))"))
+    cut $seed cut_default --shape $shape --adapter-init default
+    cut $seed cut_add --shape $shape --adapter add
     for choice in influence angular first random default add; do
         job $out/$seed/heal_$choice.log heal $seed cut_$choice heal_$choice
     done

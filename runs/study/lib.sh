@@ -7,12 +7,16 @@
 # --scale is for one GPU: a parent of 29M parameters, longer runs, one at a time. Runs go to out/study, a script
 # that was stopped goes on where it was, and runs that several scripts need are made once.
 set -euo pipefail
+((BASH_VERSINFO[0] >= 5)) || { echo "${0##*/}: error: bash $BASH_VERSION is too old: needs bash 5" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 name=$(basename "$0" .sh) mode= out=out/study rows=80000 seeds="0 1 2" width=2 extra=() dtype=float32
+layers=6 shape=1,2,1 wide=()  # of the parent; of the cut by the paper's rule: layer 0, layers 3 and 4, layer 5; the rest
 case ${1-} in
 "") ;;
 --quick) mode=quick rows=8000 out=out/study-quick extra=(--compile=false) ;;
---scale) mode=scale rows=500000 out=out/study-scale width=1 ;;
+--scale)
+    mode=scale rows=500000 out=out/study-scale width=1
+    layers=9 shape=2,3,2 wide=(--n_embd=512 --n_head=8 --n_kv_head=8 --n_ffn=1376) ;;
 *) echo "$name.sh: error: unknown flag $1 (--quick, --scale)" >&2; exit 2 ;;
 esac
 if grep -qs bf16 /proc/cpuinfo || [[ $mode == scale ]]; then dtype=bfloat16; fi
@@ -43,7 +47,7 @@ finish() {  # wait for all jobs; ends the script if one failed
 run() {  # run CONFIG FOLDER [--key=value ...]: config/tiny_CONFIG.toml into FOLDER, unless it is there already
     local config=$1 folder=$2
     shift 2
-    set -- --dtype=$dtype --save_every=100000 --log_every=5 --eval_every="$(updates 25)" "$@" ${extra[@]+"${extra[@]}"}
+    set -- --dtype=$dtype --save_every=100000 --log_every=5 --eval_every="$(updates 25)" "$@" "${extra[@]}"
     [[ ! -e $folder/done || $(< "$folder"/done) != "$*" ]] || return 0
     rm -f "$folder/done"
     python train.py --config=config/tiny_"$config".toml --out_dir="$folder" "$@" && echo "$*" > "$folder/done"
@@ -77,14 +81,11 @@ heal() {  # heal SEED CUT NAME [--key=value ...]: general text into $out/SEED/NA
     run heal $out/"$seed"/"$name" --seed="$seed" --data=$out/data/pretrain --updates="$(updates 100)" \
         --init_from=$out/"$seed"/"$cut" --eval_every="$(updates 10)" "$@"
 }
-shape="--shape 1,2,1"     # by the paper's rule: layer 0, layers 3 and 4, layer 5
+pretrain() {  # pretrain SEED NAME LAYERS: an ordinary Llama
+    run pretrain $out/"$1"/"$2" --seed="$1" --data=$out/data/pretrain --updates="$(updates 350)" "${wide[@]}" --n_prelude="$3"
+}
 parent() {  # one seed's pretrained Llama, its cut and the healed model
-    local size=()
-    if [[ $mode == scale ]]; then
-        size=(--n_embd=512 --n_head=8 --n_kv_head=8 --n_ffn=1376 --n_prelude=9)
-    fi
-    run pretrain $out/"$1"/pretrain --seed="$1" --data=$out/data/pretrain --updates="$(updates 350)" \
-        ${size[@]+"${size[@]}"} && cut "$1" cut $shape && heal "$1" cut heal
+    pretrain "$1" pretrain $layers && cut "$1" cut --shape $shape && heal "$1" cut heal
 }
 parents() {
     for seed in $seeds; do job $out/"$seed"/parent.log parent "$seed"; done
@@ -99,5 +100,5 @@ report() {  # report KIND ARM=LABEL ...: the table, its JSON and its picture
     echo "$name.sh: $json, $picture; $SECONDS s"
 }
 
-[[ $mode != scale ]] || shape="--shape 2,3,2"
+IFS=, read -r P R C <<< $shape
 [[ -e $out/data/task/meta.json ]] || python data.py tiny --out $out/data --rows $rows

@@ -4,13 +4,8 @@
 # depth that r = 8 unrolls to.
 source "$(dirname "$0")/lib.sh"
 parents
-deep() {  # deep SEED: a Llama of 18 layers, pretrained on the same text
-    local size=(--n_prelude=18)
-    if [[ $mode == scale ]]; then size=(--n_embd=512 --n_head=8 --n_kv_head=8 --n_ffn=1376 --n_prelude=28); fi
-    run pretrain $out/"$1"/deep_pretrain --seed="$1" --data=$out/data/pretrain --updates="$(updates 350)" "${size[@]}"
-}
 for seed in $seeds; do
-    job $out/$seed/deep_pretrain.log deep $seed
+    job $out/$seed/deep_pretrain.log pretrain $seed deep_pretrain $((P + 8 * R + C))
     for r in 32 16 8 4; do long $seed r$r --mean_recurrence=$r; done
     long $seed parent_tokens --init_from=$out/$seed/pretrain
 done
@@ -25,4 +20,4 @@ for seed in $seeds; do
 done
 finish
 report accuracy r4="trained with r = 4" r8="r = 8" r16="r = 16" r32="r = 32" parent_tokens="parent, equal tokens" \
-    parent_flops="parent, FLOPs of r = 32" deep="untied parent of 18 layers"
+    parent_flops="parent, FLOPs of r = 32" deep="untied parent of $((P + 8 * R + C)) layers"

@@ -161,7 +161,7 @@ def accuracy(args):
 
 
 def healing(args):
-    """curves(), of the task and of the mixture, and what every stage leaves of the general text and has learnt of the task."""
+    """curves() of the task and of the mixture; what every stage leaves of the general text and has learnt of the task."""
     figures, _, _ = curves(args)
     mixed = {label for arm, label in args.arms if arm.endswith("mix")}
     part = lambda figure, title, kept: figure | {"title": title, "curves": {
