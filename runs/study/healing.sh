@@ -9,7 +9,7 @@ if [[ ! -e $out/data/task52 ]]; then  # a mixture's rows are of one length: the 
     sed -i 's/"row": 26/"row": 52/' $out/data/task52.tmp/meta.json
     mv $out/data/task52.tmp $out/data/task52
 fi
-mix="--data=$out/data/pretrain:1,$out/data/task52:1 --context=52 --batch_size=64 --micro_batch=64 --updates=$(updates 300)"
+mix="--data=$out/data/pretrain:1,$out/data/task52:1 --context=52 --batch_size=64 --micro_batch=64 --updates=$(updates 200)"
 for seed in $seeds; do
     task $seed linear50 --curriculum_warmup=0.50
     task $seed single --curriculum_warmup=0.50 --init_from=$out/$seed/cut

@@ -3,8 +3,8 @@
 source "$(dirname "$0")/lib.sh"
 parents
 for seed in $seeds; do
-    task $seed unhealed --init_from=$out/$seed/cut --updates="$(updates 350)"
-    task $seed random --init_from= --updates="$(updates 350)" "${wide[@]}" --n_prelude=$P --n_core=$R --n_coda=$C
+    task $seed unhealed --init_from=$out/$seed/cut --updates="$(updates 250)"
+    task $seed random --init_from= --updates="$(updates 250)" "${wide[@]}" --n_prelude=$P --n_core=$R --n_coda=$C
 done
 finish
 report curves unhealed="pretrained" random="random weights"
