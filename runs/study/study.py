@@ -209,7 +209,7 @@ def deeper(args):
     R, rows, few = 256, 128, [1, 2, 4, 8, 16, 32, 64, 128, 256]
     over_r, moved_by, settle_by, walks, table = {}, {}, {}, {}, []
     for arm, label in args.arms:
-        right_at, moves, kinds, settled = [], [], [], []
+        right_at, moves, kinds, settled, still = [], [], [], [], []
         for run in seeds(args, arm, "done"):
             states, said, right = trace(os.path.dirname(run), f"{args.runs}/data/task", rows, range(1, R + 1))
             states, right = states[:, :, 1:], right[:, :, 1:]  # after 1 to 12 sentences
@@ -221,6 +221,7 @@ def deeper(args):
             moves.append([moved[r - 2].median().item() for r in few[1:]])
             kinds.append([x.double().mean().item() for x in (point, cycle, ~point & ~cycle)])
             kinds[-1] += [right[-1][x].double().mean().item() if x.any() else None for x in (point, ~point)]
+            still.append(point.double().mean(0).tolist())
             late = torch.where(moved >= 0.01, torch.arange(2, R + 1)[:, None, None], 1).amax(0).double()
             settled.append([late[:, i].median().item() for i in range(12)])
             if arm == "r8" and not walks:
@@ -230,10 +231,10 @@ def deeper(args):
         settle_by[label] = [[i + 1, *mean_se(x)] for i, x in enumerate(zip(*settled))]
         when = lambda i: cell(mean_se(x), 1, 100) if (x := [k[i] for k in kinds if k[i] is not None]) else "-"
         table.append([label, len(kinds), *(cell(x[1:], 1, 100) for x in over_r[label] if x[0] in (8, 32, 64, 128, 256)),
-                      *map(when, range(5)), *(cell(settle_by[label][i - 1][1:], 1) for i in (1, 4, 8, 12))])
+                      *map(when, range(5)), *(cell(mean_se(x[i - 1] for x in still), 0, 100) for i in (1, 4, 8, 12))])
     columns = ["arm", "seeds", *(f"r = {r}, %" for r in (8, 32, 64, 128, 256)), "at a point, %", "in a cycle, %",
                "neither, %", "right when at a point, %", "right elsewhere, %",
-               *(f"settled after, {i} sentences" for i in (1, 4, 8, 12))]
+               *(f"at a point after {i}, %" for i in (1, 4, 8, 12))]
     return [panel("", "recurrences r at test time", "accuracy", over_r, x_log=2),
             panel("the median answer", "recurrence", "change of the state, relative", moved_by, x_log=2, y_log=True),
             panel("until a recurrence moves the state by less than 1%", "sentences", "recurrences (median)", settle_by),
