@@ -624,90 +624,76 @@ def read_curves(args):
 AXES = {"steps": "recurrences r at test time", "flops": "FLOPs of a new token", "train": "updates of the training"}
 
 
-def draw_study(path, out):
-    """The figures of a file of runs/study/results: panels of curves with error bars."""
-    figures = read_json(path)["figures"]
+def plot(args):
+    """
+    Results over r, FLOPs or updates, models without an x as lines; over r also by difficulty, where they have it; or the
+    figures of a file of runs/study/results.
+    """
+    if os.path.splitext(args.out)[1] not in (".png", ".svg"):
+        raise InputError(f"--out {args.out}: write .png or .svg")
+    if len(args.results) == 1 and (figures := read_json(args.results[0]).get("figures")):
+        return draw(figures, args.out, lambda: print(f"the numbers are in {args.results[0]}"))
+    title, curves, flats, hard = read_curves(args)
+    names = list(dict.fromkeys([*curves, *flats]))
+    values = [y for curve in curves.values() for _, y, _ in curve] + [y for y, _ in flats.values()]
+    figure = {"title": "", "x": AXES[args.x], "y": title, "curves": curves, "flats": flats,
+              "share": not title.startswith("loss") and max(values) <= 1,
+              "styles": {name: {"color": f"C{i}"} for i, name in enumerate(names)}}
+    if args.x != "train" and curves:
+        figure["x_log"] = 2 if args.x == "steps" else 10
+    figures = [figure]
+    if hard:
+        styles = {label: {"color": f"C{i}", "alpha": 0.25 + 0.75 * j / len(hard[name]),  # deeper is darker
+                          "ls": "--" if label in flats else "-", "marker": None}
+                  for i, name in enumerate(names) if name in hard for j, label in enumerate(hard[name], 1)}
+        figures += [figure | {"x": "difficulty", "y": "", "styles": styles, "flats": {}, "x_log": None,
+                              "curves": {label: points for own in hard.values() for label, points in own.items()}}]
+    draw(figures, args.out, lambda: text_chart(curves, flats, title, AXES[args.x], hard))
+
+
+def draw(figures, out, without):
+    """
+    A picture of panels {"title", "x", "y", "curves": {label: [(x, y, error), ...]}}, and perhaps "flats": {label: (y,
+    error)}, lines; "x_log": base, "y_log", "share": y from 0 to 1, "styles": {label: matplotlib's}. without(): in its place.
+    """
     try:
         import matplotlib
     except ImportError:
-        return print("note: no picture without matplotlib: pip install matplotlib; the numbers are in " + path)
+        print("note: a text chart; for a picture: pip install matplotlib")
+        return without()
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    columns = 2 if len(figures) == 4 else min(3, len(figures))
-    fig, axes = plt.subplots(-(-len(figures) // columns), columns, squeeze=False,
-                             figsize=(4.8 * columns, 3.9 * -(-len(figures) // columns)))
-    shown = None
+    columns, shown = 2 if len(figures) == 4 else min(3, len(figures)), None
+    rows = -(-len(figures) // columns)
+    fig, axes = plt.subplots(rows, columns, figsize=(4.8 * columns, 3.9 * rows), squeeze=False)
     for ax, figure in zip(axes.flat, figures):
-        names = list(figure["curves"])
-        for i, (name, points) in enumerate(figure["curves"].items()):
+        curves, base = figure["curves"], figure.get("x_log")
+        flats, styles = figure.get("flats", {}), figure.get("styles", {})
+        for i, (name, points) in enumerate(curves.items()):
             x, y, error = zip(*points)
-            ax.errorbar(x, y, error if any(error) else None, color=f"C{i}", marker="o", ms=3, lw=1.2, capsize=2, label=name)
-        if figure.get("x_log"):
-            ax.set_xscale("log", base=figure["x_log"])
-        if figure.get("x_log") == 2:
+            style = {"color": f"C{i}", "marker": "o"} | styles.get(name, {})
+            ax.errorbar(x, y, error if any(error) else None, ms=3, lw=1.2, capsize=2, label=name, **style)
+        for name, (y, error) in flats.items():
+            style = styles.get(name, {})
+            ax.axhline(y, ls="--", label=None if name in curves else name, **style)
+            ax.axhspan(y - error, y + error, alpha=0.15, **style)
+        if base:
+            ax.set_xscale("log" if all(x for points in curves.values() for x, *_ in points) else "symlog", base=base)
+        if base == 2:
             ax.xaxis.set_major_formatter("{x:.0f}")
         if figure.get("y_log"):
             ax.set_yscale("log")
+        if figure.get("share"):
+            ax.set_ylim(0, 1.03)
         ax.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
         ax.grid(alpha=0.3)
-        if names != shown:  # the same arms need no second legend
+        if (names := [*curves, *flats]) and names != shown:  # the same arms need no second legend
             ax.legend(fontsize=7)
         shown = names
     fig.tight_layout()
     fig.savefig(out, dpi=110)
     print(f"wrote {out}")
-
-
-def plot(args):
-    """Results over r, FLOPs or updates, models without an x as lines; over r also by difficulty, where they have it."""
-    if os.path.splitext(args.out)[1] not in (".png", ".svg"):
-        raise InputError(f"--out {args.out}: write .png or .svg")
-    if len(args.results) == 1 and "figures" in read_json(args.results[0]):
-        return draw_study(args.results[0], args.out)
-    title, curves, flats, hard = read_curves(args)
-    names = list(dict.fromkeys([*curves, *flats]))
-    try:
-        import matplotlib
-    except ImportError:
-        print("note: a text chart; for a picture: pip install matplotlib")
-        return text_chart(curves, flats, title, AXES[args.x], hard)
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    values = [y for curve in curves.values() for _, y, _ in curve] + [y for y, _ in flats.values()]
-    fig, axes = plt.subplots(1, 2 if hard else 1, figsize=(11 if hard else 6, 4.2), squeeze=False)
-    left, right = axes[0][0], axes[0][-1]
-    for i, name in enumerate(names):
-        if name in curves:
-            x, y, error = zip(*curves[name])
-            left.errorbar(x, y, error, color=f"C{i}", marker="o", capsize=3, label=name)
-        if name in flats:
-            y, error = flats[name]
-            left.axhline(y, color=f"C{i}", ls="--", label=None if name in curves else name)
-            left.axhspan(y - error, y + error, color=f"C{i}", alpha=0.15)
-        own = hard.get(name, {})
-        for j, (label, points) in enumerate(own.items(), 1):
-            right.errorbar(*zip(*points), color=f"C{i}", alpha=0.25 + 0.75 * j / len(own),  # deeper is darker
-                           ls="--" if label in flats else "-", capsize=2, label=label)
-    if args.x != "train" and curves:
-        left.set_xscale("log" if all(x for curve in curves.values() for x, *_ in curve) else "symlog",
-                        base=2 if args.x == "steps" else 10)
-    if args.x == "steps":
-        left.xaxis.set_major_formatter("{x:.0f}")
-    left.set_xlabel(AXES[args.x])
-    left.set_ylabel(title)
-    if hard:
-        right.set_xlabel("difficulty")
-        right.legend(fontsize=7)
-    for ax in axes[0]:
-        if not title.startswith("loss") and max(values) <= 1:
-            ax.set_ylim(0, 1.03)
-        ax.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    fig.tight_layout()
-    fig.savefig(args.out, dpi=130)
-    print(f"wrote {args.out}")
 
 
 def text_chart(curves, flats, title, axis, hard):

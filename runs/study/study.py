@@ -52,8 +52,8 @@ def read_log(path):
 
 
 def panel(title, x, y, curves, **more):
-    """A figure's part, for bench.py plot: curves {label: [[x, mean, standard error], ...]}"""
-    return {"title": title, "x": x, "y": y, "curves": curves, **more}
+    """A part of the picture, see draw() of bench.py: curves {label: [[x, mean, standard error], ...]}"""
+    return {"title": title, "x": x, "y": y, "curves": curves, "share": y == "accuracy", **more}
 
 
 def across(points):
