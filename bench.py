@@ -551,6 +551,10 @@ def plan(s, c, ranks=1, say=print):
              "master weights and optimizer": ((12 if e == 2 else 8) * n["total"] - 4 * matrices) / ranks,
              "activations": saved_bytes(c, B, s.context, k, e, s.compile, s.recompute),
              "logits": min(LOGITS_AT_ONCE, B * s.context * c.vocab_size) * (4 + 2 * e) + 4 * c.vocab_size * c.n_embd}
+    if s.distill_from:
+        other = load_config(find_checkpoint(s.distill_from))
+        parts["teacher"] = RecurrentLM.empty(other).num_params()["total"] * e
+        parts["logits"] = 5 * B * s.context * c.vocab_size * 4  # all at once: two of logits, two of log p, a gradient
     say(f"memory a device: {sum(parts.values()) / 1e9:.1f} GB: " + ", ".join(f"{p} {b / 1e9:.2f}" for p, b in parts.items()))
 
 

@@ -2136,7 +2136,11 @@ def test_distilled_and_started_otherwise(corpus, tmp_path):
     call(train.main, *base, f"--init_from={tmp_path}/first", f"--out_dir={tmp_path}/second")
     assert all(RecurrentLM.load(tmp_path / name).config.start == "prelude" for name in ("first", "second"))
     with open(tmp_path / "first" / "log.jsonl") as f:
-        assert all(x["n"] == 0 and x["k"] > 0 for x in map(json.loads, f) if "n" in x)
+        updates = [x for x in map(json.loads, f) if "n" in x]
+    assert all(x["n"] == 0 and x["k"] > 0 for x in updates)
+    model, teacher = (RecurrentLM.load(tmp_path / name) for name in ("first", "plain"))
+    drawn = train.draw_steps(train.read_settings(first), 0, 1)
+    assert updates[0]["flops"] == 16 * 26 * (model.flops_per_token(drawn) + teacher.flops_per_token() // 3)
     teachers = small(vocab_size=17), small(vocab_size=18, n_core=0)
     for i, teacher in enumerate(teachers):
         teacher.save(tmp_path / f"t{i}")

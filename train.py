@@ -459,7 +459,8 @@ def train(s, run):
         ours, theirs = os.path.join(rows.folder, file), os.path.join(model.folder or rows.folder, file)
         if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
             raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
-    teacher = RecurrentLM.load(s.distill_from, device, getattr(torch, s.dtype)) if s.distill_from else None
+    learns = s.distill_from and not s.eval_only
+    teacher = RecurrentLM.load(s.distill_from, device, getattr(torch, s.dtype)) if learns else None
     if teacher and (teacher.config.n_core or teacher.config.vocab_size != c.vocab_size):
         raise InputError(f"--distill_from={s.distill_from}: is recurrent or of another vocabulary: give the parent")
     masters = {name: p.data for name, p in model.named_parameters()}
@@ -540,7 +541,8 @@ def train(s, run):
              "accuracy": {r: right for r, (*_, right) in losses.items()}, **spent})
 
     # What an update costs, for the time left: the curriculum makes late updates dearer.
-    flops = functools.cache(lambda n, k: model.flops_per_token((n, k)))
+    watching = teacher.flops_per_token() // 3 if teacher else 0  # 2 of 6: it carries no gradient
+    flops = functools.cache(lambda n, k: model.flops_per_token((n, k)) + watching)
     cost = lambda u: flops(mean_recurrence(s, u) - backprop_depth(s, u), backprop_depth(s, u))
     ahead = sum(map(cost, range(start, s.updates)))
     done, spent, skips, slowest = 0, dict(before), 0, 0.0
