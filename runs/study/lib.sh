@@ -23,12 +23,13 @@ if grep -qs bf16 /proc/cpuinfo || [[ $mode == scale ]]; then dtype=bfloat16; fi
 if [[ $mode != scale ]]; then export OMP_NUM_THREADS=1; fi
 failed=$(mktemp)
 trap 'rm -f "$failed"' EXIT
-trap 'kill $(jobs -p) 2>/dev/null; wait; exit 130' INT TERM
+set -m  # each job is a process group of its own, which a signal to this script ends whole
+trap 'for job in $(jobs -p); do kill -- -$job 2>/dev/null || true; done; wait; exit 130' INT TERM
 
 updates() {  # updates N: as many in this mode
     case $mode in quick) echo 4 ;; scale) echo $((10 * $1)) ;; *) echo "$1" ;; esac
 }
-job() {  # job LOG COMMAND ...: in the background, as many at a time as there is room for; done() waits for all
+job() {  # job LOG COMMAND ...: in the background, as many at a time as there is room for; finish() waits for all
     while (($(jobs -rp | wc -l) >= width)); do wait -n || true; done
     [[ ! -s $failed ]] || finish
     local log=$1
