@@ -7,7 +7,7 @@ finish
 arms=()
 for seed in $seeds; do score $seed r8; done
 for rule in latent kl second-order; do
-    case $rule in kl) thresholds="1 0.3 0.1 0.01 0.001 0.00001" ;; *) thresholds="0.6 0.4 0.3 0.2 0.1 0.03" ;; esac
+    case $rule in kl) thresholds="0.3 0.1 0.01 0.001" ;; *) thresholds="0.6 0.3 0.2 0.1 0.03" ;; esac
     for threshold in $thresholds; do
         arm=exit_${rule}_$threshold
         arms+=("$arm=$rule $threshold")
