@@ -11,13 +11,13 @@ try() {  # try SEED MODEL OPTIMIZER LR
 declare -A rates=([muon]="0.005 0.01 0.02 0.04" [adamw]="0.001 0.002 0.004 0.008"
                   [adamwstar]="0.001 0.002 0.004 0.008")
 for model in recurrent plain; do
-    for optimizer in "${!rates[@]}"; do
+    for optimizer in muon adamw adamwstar; do
         for lr in ${rates[$optimizer]}; do try 0 $model "$optimizer" $lr; done
     done
 done
 finish
 for model in recurrent plain; do
-    for optimizer in "${!rates[@]}"; do
+    for optimizer in muon adamw adamwstar; do
         lr=$(python runs/study/study.py best "${model}_$optimizer" --runs $out)
         for seed in $seeds; do try $seed $model "$optimizer" $lr; done
     done
@@ -25,7 +25,7 @@ done
 finish
 arms=()
 for model in recurrent plain; do
-    for optimizer in "${!rates[@]}"; do
+    for optimizer in muon adamw adamwstar; do
         for lr in ${rates[$optimizer]}; do arms+=("${model}_${optimizer}_$lr=$model, ${optimizer/star/*} $lr"); done
     done
 done
