@@ -91,20 +91,22 @@ def curves(args):
         accuracy[label] = pick("update", lambda x: x["accuracy"][r])
         over_flops[label] = pick("flops", lambda x: x["val"][r])
         ends = [v[-1] for v in validations]
-        updates, flops = ([first(v, key, 0.9) for v in validations] for key in ("update", "flops"))
-        base = base or flops
-        paired = [a - b for a, b in zip(flops, base) if a and b]
+        reached = [[first(v, key, 0.9) for v in validations] for key in ("update", "flops")]
+        base = base or reached
+        cells = []
+        for values, others, digits, scale in zip(reached, base, (0, 2), (1, 1e-12)):
+            apart = [a - b for a, b in zip(values, others) if a is not None and b is not None]
+            cells.append("-" if None in values else cell(mean_se(values), digits, scale))
+            paired = base is not reached and 1 < len(apart) == len(values)
+            cells.append(cell(mean_se(apart), digits, scale) if paired else "-")
         spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i]) for i, b in enumerate(v) if i)
                   for v in validations]
         rows.append([label, len(logs), ends[0]["update"], f"{statistics.fmean(x['flops'] for x in ends):.3g}", r,
                      cell(mean_se(x["val"][r] for x in ends), 4), cell(mean_se(x["accuracy"][r] for x in ends), 1, 100),
-                     "-" if None in updates else cell(mean_se(updates), 0),
-                     "-" if None in flops else cell(mean_se(flops), 2, 1e-12),
-                     cell(mean_se(paired), 2, 1e-12) if 1 < len(paired) == len(flops) and flops is not base else "-",
-                     cell(mean_se(spikes)), sum(x["skipped"] for _, u in logs for x in u),
+                     *cells, cell(mean_se(spikes)), sum(x["skipped"] for _, u in logs for x in u),
                      cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
     columns = ["arm", "seeds", "updates", "training FLOPs", "at r", "validation loss", "accuracy, %", "updates to 90%",
-               "TFLOPs to 90%", "the same, minus the first arm's", "validations 10% above the best", "non-finite updates",
+               "updates, minus the first arm's", "TFLOPs to 90%", "TFLOPs, minus the first arm's", "validations 10% above the best", "non-finite updates",
                "largest gradient norm"]
     figures = [panel("", "updates", "validation loss", loss, y_log=True),
                panel("", "training FLOPs (the paper's rule)", "validation loss", over_flops, y_log=True),
