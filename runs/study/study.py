@@ -106,8 +106,8 @@ def curves(args):
                      *cells, cell(mean_se(spikes)), sum(x["skipped"] for _, u in logs for x in u),
                      cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
     columns = ["arm", "seeds", "updates", "training FLOPs", "at r", "validation loss", "accuracy, %", "updates to 90%",
-               "updates, minus the first arm's", "TFLOPs to 90%", "TFLOPs, minus the first arm's", "validations 10% above the best", "non-finite updates",
-               "largest gradient norm"]
+               "updates, minus the first arm's", "TFLOPs to 90%", "TFLOPs, minus the first arm's",
+               "validations 10% above the best", "non-finite updates", "largest gradient norm"]
     figures = [panel("", "updates", "validation loss", loss, y_log=True),
                panel("", "training FLOPs (the paper's rule)", "validation loss", over_flops, y_log=True),
                panel("", "updates", "accuracy", accuracy)]
