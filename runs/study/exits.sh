@@ -16,5 +16,12 @@ for rule in latent kl second-order; do
         done
     done
 done
+for r in 1 2 4 8 16; do  # what a rule must beat: the last token stops at r, whatever it does
+    arm=exit_fixed_$r
+    arms+=("$arm=fixed $r")
+    for seed in $seeds; do
+        job $out/$seed/eval_$arm.log evaluate $seed r8 test eval_${arm}_test --steps 32 --exit latent --exit_threshold 1e9 --min_steps $r
+    done
+done
 finish
 report exits "${arms[@]}"

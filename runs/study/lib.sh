@@ -62,7 +62,8 @@ task() {  # task SEED ARM [--key=value ...]: task training into $out/SEED/ARM, f
 long() {  # long SEED ARM [--key=value ...]: the longer task training of items 4, 7 and 8
     task "$1" "$2" --updates="$(updates 350)" --curriculum_warmup=0.50 "${@:3}"
 }
-evaluate() {  # evaluate SEED ARM TEST NAME [flags]: answers of an arm to $out/data/TEST.jsonl
+evaluate() {  # evaluate SEED ARM TEST NAME [flags]: answers of an arm to $out/data/TEST.jsonl, unless they are there
+    [[ ! $out/$1/$4.json -nt $out/$1/$2/done ]] || return 0
     python eval_gsm8k.py --model $out/"$1"/"$2" --data $out/data/"$3".jsonl --out $out/"$1"/"$4".json \
         --template plain --max_new_tokens 1 --batch_size 200 "${@:5}"
 }

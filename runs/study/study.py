@@ -284,7 +284,7 @@ def exits(args):
     """eval_exit_RULE_THRESHOLD_test.json: accuracy over mean recurrences, and whether hard questions take longer."""
     difficulty = [json.loads(line)["difficulty"] for line in open(f"{args.runs}/data/test.jsonl")]
     fixed, _ = answers(args, "r8", "test")
-    over = {"fixed r": [[r, *mean_se(x[r]["value"] for x in fixed)] for r in fixed[0] if r <= 32]}
+    over = {"fixed r, all tokens": [[r, *mean_se(x[r]["value"] for x in fixed)] for r in fixed[0] if r <= 32]}
     hard, rows = {}, []
     for arm, label in args.arms:
         rule, _, threshold = arm.removeprefix("exit_").rpartition("_")
@@ -296,7 +296,7 @@ def exits(args):
                 took.append({x["index"]: x["recurrences"] for x in map(json.loads, f) if "index" in x})
             together.append(interval(difficulty, [took[-1][i] for i in range(len(difficulty))]))
         value, mean = (mean_se(x) for x in ([x[R]["value"] for x in found], [statistics.fmean(x.values()) for x in took]))
-        over.setdefault(rule, []).append([mean[0], *value])
+        over.setdefault("fixed r, the last token" if rule == "fixed" else rule, []).append([mean[0], *value])
         hard[label] = [[d, *mean_se(statistics.fmean(x[i] for i in x if difficulty[i] == d) for x in took)]
                        for d in sorted(set(difficulty))]
         rows.append([rule, threshold, len(found), cell(value, 1, 100), cell(mean, 2), *(cell(x[1:], 1) for x in hard[label]
@@ -305,6 +305,8 @@ def exits(args):
                (1, 4, 8, 12)), "rank correlation with the number of sentences, each seed (95% interval)"]
     shown = {}  # of each rule the loosest threshold that answers 99% rightly, or its tightest
     for (rule, threshold, _, value, *_), label in zip(rows, hard):
+        if rule == "fixed":
+            continue
         if rule not in shown or float(value.split()[0]) >= 99:
             shown[rule] = label
     return [panel("", "mean recurrences of the last token", "accuracy", over, x_log=2),
@@ -322,7 +324,7 @@ def interval(a, b, resamples=1000):
 
     def correlation(x, y):
         x, y = (t - t.mean() for t in (ranks(x), ranks(y)))
-        return float((x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())) if x.any() and y.any() else 0.0
+        return float((x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())) if x.any() and y.any() else math.nan
 
     drawn = sorted(correlation(a[i], b[i]) for i in rng.integers(len(a), size=(resamples, len(a))))
     return correlation(a, b), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples) - 1]
