@@ -305,13 +305,11 @@ def exits(args):
                (1, 4, 8, 12)), "rank correlation with the number of sentences, each seed (95% interval)"]
     shown = {}  # of each rule the loosest threshold that answers 99% rightly, or its tightest
     for (rule, threshold, _, value, *_), label in zip(rows, hard):
-        if rule == "fixed":
-            continue
-        if rule not in shown or float(value.split()[0]) >= 99:
-            shown[rule] = label
+        if rule != "fixed" and shown.get(rule, (0, ""))[0] < 99:
+            shown[rule] = float(value.split()[0]), label
     return [panel("", "mean recurrences of the last token", "accuracy", over, x_log=2),
             panel("the loosest threshold with 99%, or the tightest", "sentences", "mean recurrences",
-                  {label: hard[label] for label in shown.values()})], columns, rows
+                  {label: hard[label] for _, label in shown.values()})], columns, rows
 
 
 def interval(a, b, resamples=1000):
