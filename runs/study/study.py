@@ -299,8 +299,9 @@ def exits(args):
         over.setdefault("fixed r, the last token" if rule == "fixed" else rule, []).append([mean[0], *value])
         hard[label] = [[d, *mean_se(statistics.fmean(x[i] for i in x if difficulty[i] == d) for x in took)]
                        for d in sorted(set(difficulty))]
-        rows.append([rule, threshold, len(found), cell(value, 1, 100), cell(mean, 2), *(cell(x[1:], 1) for x in hard[label]
-                     if x[0] in (1, 4, 8, 12)), "; ".join(f"{r:+.2f} ({a:+.2f} to {b:+.2f})" for r, a, b in together)])
+        harder = "; ".join(f"{r:+.2f} ({low:+.2f} to {high:+.2f})" for r, low, high in together if r == r) or "-"
+        rows.append([rule, threshold, len(found), cell(value, 1, 100), cell(mean, 2),
+                     *(cell(x[1:], 1) for x in hard[label] if x[0] in (1, 4, 8, 12)), harder])
     columns = ["rule", "threshold", "seeds", "accuracy, %", "mean recurrences", *(f"{d} sentence{'s' * (d > 1)}" for d in
                (1, 4, 8, 12)), "rank correlation with the number of sentences, each seed (95% interval)"]
     shown = {}  # of each rule the loosest threshold that answers 99% rightly, or its tightest
