@@ -15,5 +15,5 @@ for seed in $seeds; do
     done
 done
 finish
-report distill heal="labels" distill_0.5="half of each" distill_1="the parent" linear50="task after labels" \
-    after_0.5="task after half of each" after_1="task after the parent"
+report distill heal="labels" distill_0.5="half of each" distill_1="the parent" \
+    linear50="labels" after_0.5="half of each" after_1="the parent"

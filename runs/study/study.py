@@ -2,7 +2,7 @@
 Tables and figures of the study, from the folders of its runs: the last step of each runs/study/NAME.sh.
 
     python runs/study/study.py curves NAME --runs out/study --out NAME.json ARM=LABEL ...     validation over training
-    python runs/study/study.py optimizers|accuracy|healing|deeper|start|exits NAME --runs ... --out ... ARM=LABEL ...
+    python runs/study/study.py optimizers|accuracy|distill|healing|deeper|start|exits NAME --runs ... --out ... ARM=LABEL ...
     python runs/study/study.py best PREFIX --runs out/study                                    the best learning rate
 
 An arm has a run in RUNS/SEED/ARM for each seed. All errors are standard errors over the seeds (sd / sqrt(n)). The JSON holds
@@ -66,9 +66,8 @@ def across(points):
 AT = "8"  # --at
 
 
-def first(log, key, level):
+def first(log, key, level, value=lambda x: x["accuracy"][measured(x)]):
     """`key` ("update" or "flops") when the accuracy first reached level, between two validations, or None"""
-    value = lambda x: x["accuracy"][measured(x)]
     for a, b in zip(log, log[1:]):
         if value(b) >= level:
             return a[key] + (b[key] - a[key]) * max(0, level - value(a)) / (value(b) - value(a) or 1)
@@ -93,17 +92,11 @@ def curves(args):
         ends = [v[-1] for v in validations]
         reached = [[first(v, key, 0.9) for v in validations] for key in ("update", "flops")]
         base = base or reached
-        cells = []
-        for values, others, digits, scale in zip(reached, base, (0, 2), (1, 1e-12)):
-            apart = [a - b for a, b in zip(values, others) if a is not None and b is not None]
-            cells.append("-" if None in values else cell(mean_se(values), digits, scale))
-            paired = base is not reached and 1 < len(apart) == len(values)
-            cells.append(cell(mean_se(apart), digits, scale) if paired else "-")
         spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i]) for i, b in enumerate(v) if i)
                   for v in validations]
         rows.append([label, len(logs), ends[0]["update"], f"{statistics.fmean(x['flops'] for x in ends):.3g}", r,
                      cell(mean_se(x["val"][r] for x in ends), 4), cell(mean_se(x["accuracy"][r] for x in ends), 1, 100),
-                     *cells, cell(mean_se(spikes)), sum(x["skipped"] for _, u in logs for x in u),
+                     *compared(reached, base), cell(mean_se(spikes)), sum(x["skipped"] for _, u in logs for x in u),
                      cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
     columns = ["arm", "seeds", "updates", "training FLOPs", "at r", "validation loss", "accuracy, %", "updates to 90%",
                "updates, minus the first arm's", "TFLOPs to 90%", "TFLOPs, minus the first arm's",
@@ -160,6 +153,37 @@ def accuracy(args):
             panel("r = 32", "sentences", "accuracy", hard),
             panel("1 to 12 sentences", "FLOPs of a token at test time", "accuracy", over_flops, x_log=10),
             panel("18 sentences (trained on 12)", "recurrences r at test time", "accuracy", far, x_log=2)], columns, rows
+
+
+def compared(reached, base):
+    """Each seed's [updates, FLOPs], or None -> cells: updates, minus the first arm's paired by seed, TFLOPs, the same"""
+    cells = []
+    for values, others, digits, scale in zip(reached, base, (0, 2), (1, 1e-12)):
+        apart = [a - b for a, b in zip(values, others) if a is not None and b is not None]
+        cells.append("-" if None in values else cell(mean_se(values), digits, scale))
+        paired = base is not reached and 1 < len(apart) == len(values)
+        cells.append(cell(mean_se(apart), digits, scale) if paired else "-")
+    return cells
+
+
+def distill(args):
+    """Healing arms, then the same number of arms of the task after each: when a healing came within 5% of the parent."""
+    half, over_updates, over_flops, rows, base = len(args.arms) // 2, {}, {}, [], None
+    goals = [1.05 * read_log(path)[0][-1]["val"]["0"] for path in seeds(args, "pretrain", "log.jsonl")]
+    after, _, task = curves(argparse.Namespace(**vars(args) | {"arms": args.arms[half:]}))
+    for (arm, label), task_row in zip(args.arms, task):
+        logs, loss = [read_log(path)[0] for path in seeds(args, arm, "log.jsonl")], lambda x: x["val"]["1"]
+        over_updates[label], over_flops[label] = (across([[(x[key], loss(x)) for x in v] for v in logs])
+                                                  for key in ("update", "flops"))
+        reached = [[first(v, key, -goal, lambda x: -loss(x)) for v, goal in zip(logs, goals)] for key in ("update", "flops")]
+        base = base or reached
+        rows.append([label, len(logs), cell(mean_se(loss(v[-1]) for v in logs), 4), *compared(reached, base), *task_row[5:9]])
+    columns = ["healed on", "seeds", "last loss", "updates to 5% above the parent", "minus the first arm's", "TFLOPs to it",
+               "TFLOPs, minus the first arm's", "task loss", "task accuracy, %", "task updates to 90%",
+               "task updates, minus the first arm's"]
+    return [panel("healing", "updates", "validation loss", over_updates, y_log=True),
+            panel("healing, with the teacher's FLOPs", "training FLOPs (the paper's rule)", "validation loss", over_flops,
+                  y_log=True), after[0] | {"title": "the task after it"}], columns, rows
 
 
 def healing(args):
@@ -367,6 +391,6 @@ def main():
         os.replace(args.out + ".tmp", args.out)
 
 
-TABLES = [curves, optimizers, accuracy, healing, deeper, start, exits]
+TABLES = [curves, optimizers, accuracy, distill, healing, deeper, start, exits]
 if __name__ == "__main__":
     cli(main)
