@@ -6,7 +6,7 @@ parents
 try() {  # try SEED MODEL OPTIMIZER LR
     local flags=(--curriculum_warmup=0.50)
     if [[ $2 == plain ]]; then flags=(--init_from=$out/"$1"/pretrain); fi
-    task "$1" "$2_$3_$4" "${flags[@]}" --optimizer="${3/star/*}" --lr="$4" --updates="$(updates 150)" --log_every=1
+    task "$1" "$2_$3_$4" "${flags[@]}" --optimizer="${3/star/*}" --lr="$4" --updates="$(updates 120)" --log_every=1
 }
 declare -A rates=([muon]="0.005 0.01 0.02 0.04" [adamw]="0.001 0.002 0.004 0.008"
                   [adamwstar]="0.001 0.002 0.004 0.008")
