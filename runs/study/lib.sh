@@ -11,13 +11,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 name=$(basename "$0" .sh) mode= out=out/study rows=80000 seeds="0 1 2" width=2 extra=() dtype=float32
 layers=6 shape=1,2,1 wide=()  # of the parent; of the cut by the paper's rule: layer 0, layers 3 and 4, layer 5; the rest
-case ${1-} in
+case $* in
 "") ;;
 --quick) mode=quick rows=8000 out=out/study-quick extra=(--compile=false) ;;
 --scale)
     mode=scale rows=500000 out=out/study-scale width=1
     layers=9 shape=2,3,2 wide=(--n_embd=512 --n_head=8 --n_kv_head=8 --n_ffn=1376) ;;
-*) echo "$name.sh: error: unknown flag $1 (--quick, --scale)" >&2; exit 2 ;;
+*) echo "$name.sh: error: unknown flags $* (--quick or --scale)" >&2; exit 2 ;;
 esac
 if grep -qs bf16 /proc/cpuinfo || [[ $mode == scale ]]; then dtype=bfloat16; fi
 if [[ $mode != scale ]]; then export OMP_NUM_THREADS=1; fi
