@@ -19,12 +19,15 @@ for seed in $seeds; do
     task $seed single_mix $mix --init_from=$out/$seed/cut
 done
 finish
+losses() {  # losses FOLDER: on both texts
+    for data in pretrain:52 task:26; do
+        python train.py --eval_only --init_from="$1" --data=$out/data/${data%:*} --context=${data#*:} --eval_rows=512 \
+            --eval_steps=1,4,8 --compile=false || return 1
+    done
+}
 for seed in $seeds; do
     for stage in pretrain cut heal linear50 single single_long plain mix single_mix; do
-        for data in pretrain:52 task:26; do
-            job $out/$seed/${data%:*}_$stage.log python train.py --eval_only --init_from=$out/$seed/$stage \
-                --data=$out/data/${data%:*} --context=${data#*:} --eval_rows=512 --eval_steps=1,4,8 --compile=false
-        done
+        job $out/$seed/losses_$stage.log losses $out/$seed/$stage
     done
 done
 finish
