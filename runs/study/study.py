@@ -96,11 +96,11 @@ def curves(args):
                   for v in validations]
         rows.append([label, len(logs), ends[0]["update"], f"{statistics.fmean(x['flops'] for x in ends):.3g}", r,
                      cell(mean_se(x["val"][r] for x in ends), 4), cell(mean_se(x["accuracy"][r] for x in ends), 1, 100),
-                     *compared(reached, base), cell(mean_se(spikes)), sum(x["skipped"] for _, u in logs for x in u),
-                     cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
+                     *compared(reached, base), ", ".join(f"{x['val'][r]:.4f}" for x in ends), cell(mean_se(spikes)),
+                     sum(x["skipped"] for _, u in logs for x in u), cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
     columns = ["arm", "seeds", "updates", "training FLOPs", "at r", "validation loss", "accuracy, %", "updates to 90%",
                "updates, minus the first arm's", "TFLOPs to 90%", "TFLOPs, minus the first arm's",
-               "validations 10% above the best", "non-finite updates", "largest gradient norm"]
+               "loss of each seed", "validations 10% above the best", "non-finite updates", "largest gradient norm"]
     figures = [panel("", "updates", "validation loss", loss, y_log=True),
                panel("", "training FLOPs (the paper's rule)", "validation loss", over_flops, y_log=True),
                panel("", "updates", "accuracy", accuracy)]
@@ -177,7 +177,8 @@ def distill(args):
                                                   for key in ("update", "flops"))
         reached = [[first(v, key, -goal, lambda x: -loss(x)) for v, goal in zip(logs, goals)] for key in ("update", "flops")]
         base = base or reached
-        rows.append([label, len(logs), cell(mean_se(loss(v[-1]) for v in logs), 4), *compared(reached, base), *task_row[5:9]])
+        rows.append([label, len(logs), cell(mean_se(loss(v[-1]) for v in logs), 4), *compared(reached, base),
+                     *task_row[5:9]])
     columns = ["healed on", "seeds", "last loss", "updates to 5% above the parent", "minus the first arm's", "TFLOPs to it",
                "TFLOPs, minus the first arm's", "task loss", "task accuracy, %", "task updates to 90%",
                "task updates, minus the first arm's"]
