@@ -97,7 +97,8 @@ def curves(args):
         rows.append([label, len(logs), ends[0]["update"], f"{statistics.fmean(x['flops'] for x in ends):.3g}", r,
                      cell(mean_se(x["val"][r] for x in ends), 4), cell(mean_se(x["accuracy"][r] for x in ends), 1, 100),
                      *compared(reached, base), ", ".join(f"{x['val'][r]:.4f}" for x in ends), cell(mean_se(spikes)),
-                     sum(x["skipped"] for _, u in logs for x in u), cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
+                     sum(x["skipped"] for _, u in logs for x in u),
+                     cell(mean_se(max(x["norm"] for x in u) for _, u in logs))])
     columns = ["arm", "seeds", "updates", "training FLOPs", "at r", "validation loss", "accuracy, %", "updates to 90%",
                "updates, minus the first arm's", "TFLOPs to 90%", "TFLOPs, minus the first arm's",
                "loss of each seed", "validations 10% above the best", "non-finite updates", "largest gradient norm"]
