@@ -2677,6 +2677,7 @@ def test_every_result_of_the_study_has_its_command():
     for name in names:
         with open(os.path.join(HERE, "runs", "study", "results", f"{name}.json")) as f:
             result = json.load(f)
+        name = name.removesuffix("_scale")
         assert result["study"] == name and result["commit"] and result["figures"] and result["rows"]
         assert os.path.exists(os.path.join(HERE, "runs", "study", f"{name}.sh"))
         assert f"bash runs/study/{name}.sh" in page and f"study_{name}.png" in page
