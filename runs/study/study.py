@@ -28,13 +28,13 @@ from model import Config, InputError, RecurrentLM, cli, read_json, write_json, w
 
 
 def mean_se(values):
-    """[mean, standard error] of one value a seed; no error for one seed"""
+    """[mean, standard error] of one value a seed; None for the error of one seed"""
     values = list(values)
-    return [statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0]
+    return [statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None]
 
 
 def cell(pair, digits=1, scale=1):
-    return f"{scale * pair[0]:.{digits}f} ± {scale * pair[1]:.{digits}f}"
+    return " ± ".join(f"{scale * x:.{digits}f}" for x in pair if x is not None)
 
 
 def seeds(args, arm, file):
