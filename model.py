@@ -660,21 +660,25 @@ def writing(path):
         raise InputError(f"{path}: cannot be written ({e}): make room, and start the same command again")
 
 
+def commit():
+    """The hash of the checkout that these files stand in; None without git, or where they are no checkout"""
+    try:
+        return subprocess.run(("git", "rev-parse", "HEAD"), cwd=os.path.dirname(os.path.abspath(__file__)),
+                              capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def write_result(path, script, model, task, results, seconds, tokens, **more):
     """
     The JSON that every measuring script writes, whole or not at all: results is a list of {"steps": r, "metric": name,
     "value": x, "standard_error": se, "n": count, ...}, tokens what `seconds` were spent on; more: the script's own keys.
     """
-    try:
-        commit = subprocess.run(("git", "rev-parse", "HEAD"), cwd=os.path.dirname(os.path.abspath(__file__)),
-                                capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or not a checkout
-        commit = None
     device, dtype = describe(model)
     new = f"{path}.tmp-{os.getpid()}"
     try:
         with writing(path):
-            write_json(new, {"script": script, "model": model.folder, "commit": commit, "config": asdict(model.config),
+            write_json(new, {"script": script, "model": model.folder, "commit": commit(), "config": asdict(model.config),
                              "task": task, "device": device, "dtype": dtype, "seconds": seconds,
                              "tokens_per_second": tokens / seconds, **more, "results": results})
             os.replace(new, path)

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
@@ -24,7 +23,7 @@ import torch
 
 from bench import token_flops
 from data import Shards
-from model import Config, InputError, RecurrentLM, cli, read_json, write_json, writing
+from model import Config, InputError, RecurrentLM, cli, commit, read_json, write_json, writing
 
 
 def mean_se(values):
@@ -194,8 +193,8 @@ def healing(args):
     mixed = {label for arm, label in args.arms if arm.endswith("mix")}
     part = lambda figure, title, kept: figure | {"title": title, "curves": {
         label: points for label, points in figure["curves"].items() if (label in mixed) == kept}}
-    table, hollow = [], [("pretrain", "the parent"), ("cut", "cut, not trained"), ("heal", "healed")]
-    for stage, label in hollow + args.arms:
+    table, before = [], [("pretrain", "the parent"), ("cut", "cut, not trained"), ("heal", "healed")]
+    for stage, label in before + args.arms:
         row = [label]
         for data in ("pretrain", "task"):
             paths = seeds(args, stage, f"eval_loss_{data}.json")
@@ -384,10 +383,9 @@ def main():
     print("|".join(["", *map(str, columns), ""]) + "\n" + "|---" * len(columns) + "|")
     for row in rows:
         print("|".join(["", *map(str, row), ""]))
-    commit = subprocess.run(("git", "rev-parse", "HEAD"), capture_output=True, text=True).stdout.strip() or None
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     with writing(args.out):
-        write_json(args.out + ".tmp", {"study": args.name, "commit": commit, "date": str(datetime.date.today()),
+        write_json(args.out + ".tmp", {"study": args.name, "commit": commit(), "date": str(datetime.date.today()),
                                        "torch": torch.__version__, "runs": args.runs, "figures": figures,
                                        "columns": columns, "rows": rows})
         os.replace(args.out + ".tmp", args.out)
