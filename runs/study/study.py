@@ -62,19 +62,16 @@ def across(points):
 
 # ---------------------------------------------------------------- validation over training
 
-AT = "8"  # --at
-
-
-def first(log, key, level, value=lambda x: x["accuracy"][measured(x)]):
-    """`key` ("update" or "flops") when the accuracy first reached level, between two validations, or None"""
+def first(log, key, level, value):
+    """`key` ("update" or "flops") when value(validation) first reached level, between two validations, or None"""
     for a, b in zip(log, log[1:]):
         if value(b) >= level:
             return a[key] + (b[key] - a[key]) * max(0, level - value(a)) / (value(b) - value(a) or 1)
 
 
-def measured(x):
-    """The recurrence at which a validation is compared, as its key: "0" of plain models"""
-    return "0" if "0" in x["val"] else AT
+def measured(x, args):
+    """The recurrence at which a validation is compared, as its key: --at, or "0" of plain models"""
+    return "0" if "0" in x["val"] else args.at
 
 
 def curves(args):
@@ -83,13 +80,13 @@ def curves(args):
     for arm, label in args.arms:
         logs = [read_log(path) for path in seeds(args, arm, "log.jsonl")]
         validations = [v for v, _ in logs]
-        r = measured(validations[0][0])
+        r = measured(validations[0][0], args)
         pick = lambda key, y: across([[(x[key], y(x)) for x in v] for v in validations])
         loss[label] = pick("update", lambda x: x["val"][r])
         accuracy[label] = pick("update", lambda x: x["accuracy"][r])
         over_flops[label] = pick("flops", lambda x: x["val"][r])
         ends = [v[-1] for v in validations]
-        reached = [[first(v, key, 0.9) for v in validations] for key in ("update", "flops")]
+        reached = [[first(v, key, 0.9, lambda x: x["accuracy"][r]) for v in validations] for key in ("update", "flops")]
         base = base or reached
         spikes = [sum(b["val"][r] > 1.1 * min(x["val"][r] for x in v[:i]) for i, b in enumerate(v) if i)
                   for v in validations]
@@ -115,7 +112,7 @@ def optimizers(args):
         model, optimizer, lr = arm.split("_")
         last = read_log(seeds(args, arm, "log.jsonl")[0])[0][-1]
         points = over_lr.setdefault(model, {}).setdefault(optimizer.replace("star", "*"), [])
-        points.append([float(lr), last["val"][measured(last)], 0.0])
+        points.append([float(lr), last["val"][measured(last, args)], 0.0])
         if next(row for row in rows if row[0] == label)[1] > 1:
             over_updates.setdefault(model, {})[label.partition(", ")[2]] = figures[0]["curves"][label]
     return [panel(f"{model}, seed 0", "learning rate", "last validation loss", over_lr[model], x_log=10, y_log=True)
@@ -359,23 +356,21 @@ def best(args):
     losses = {}
     for path in glob.glob(os.path.join(glob.escape(args.runs), "0", f"{args.name}_*", "log.jsonl")):
         last = read_log(path)[0][-1]
-        losses[os.path.dirname(path).rpartition("_")[2]] = last["val"][measured(last)]
+        losses[os.path.dirname(path).rpartition("_")[2]] = last["val"][measured(last, args)]
     if not losses:
         raise InputError(f"{args.runs}/0/{args.name}_*: is missing: let the script make it first")
     print(min(losses, key=lambda lr: losses[lr] if math.isfinite(losses[lr]) else math.inf))
 
 
 def main():
-    global AT
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[f.__name__ for f in (*TABLES, best)])
     parser.add_argument("name", help="the script's name; for best: the arms' prefix")
     parser.add_argument("arms", nargs="*", metavar="ARM=LABEL")
-    parser.add_argument("--at", default=AT, help="the recurrence at which validations are compared (default: %(default)s)")
+    parser.add_argument("--at", default="8", help="the recurrence at which validations are compared (default: %(default)s)")
     parser.add_argument("--runs", default="out/study")
     parser.add_argument("--out", help="the JSON file to write")
     args = parser.parse_intermixed_args()
-    AT = args.at
     if args.what == "best":
         return best(args)
     args.arms = [(arm, label or arm) for arm, _, label in (x.partition("=") for x in args.arms)]
