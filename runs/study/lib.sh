@@ -2,8 +2,8 @@
 #
 #   bash runs/study/NAME.sh [--quick | --scale]
 #
-# Three seeds of everything, two runs at a time with one thread each on a CPU (on these small matrices nearly
-# twice as fast as one run with two threads). --quick plays every run for a few updates, too short to learn;
+# Three seeds of everything, two runs at a time with one thread each on a CPU (small matrices gain little from a
+# second thread). --quick plays every run for a few updates, too short to learn;
 # --scale is for one GPU: a parent of 29M parameters, longer runs, one at a time. Runs go to out/study, a script
 # that was stopped goes on where it was, and runs that several scripts need are made once.
 set -euo pipefail
