@@ -2718,6 +2718,8 @@ def test_eval_only(corpus, tmp_path, monkeypatch):
     train.fcntl.flock(held, train.fcntl.LOCK_EX)
     for folder in ("run", "run/step_000002"):
         assert "--out_dir" in refusal(train.main, *base, f"--init_from={tmp_path}/{folder}")
+    train.fcntl.flock(held, train.fcntl.LOCK_SH)  # as by another evaluation
+    call(train.main, *base)
     os.close(held)
     small(vocab_size=17).save(tmp_path / "other")
     (tmp_path / "other" / "tokenizer.model").write_bytes(b"other")

@@ -355,12 +355,12 @@ class Run:
         if self.world > 1:
             dist.barrier()
 
-    def lock(self, folder):
-        """Keep other processes away from a folder, from the first call to unlock() or the end. InputError."""
+    def lock(self, folder, shared=False):
+        """Keep others away from a folder (shared: those who train there), from the first call to unlock(). InputError."""
         if self.locked is None:
             self.locked = os.open(folder, os.O_RDONLY)
             try:
-                fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.locked, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(f"{folder}: another process is at this run: end it, or choose another --out_dir")
             except OSError as e:  # NFS and Lustre may not lock a folder
@@ -428,7 +428,7 @@ def train(s, run):
     s.out_dir = s.out_dir or s.init_from  # of eval_only
     owner = re.sub(r"/step_\d+/*$", "", s.out_dir) if s.eval_only else s.out_dir  # the run at work on it, if any
     if rank == 0 and os.path.isdir(owner):
-        run.lock(owner)
+        run.lock(owner, shared=s.eval_only)
     folder, progress = (None, None) if s.eval_only else resume_folder(s, rows.fingerprint())
     if source := folder or s.init_from:
         model = RecurrentLM.load(source, dtype=torch.float32)
