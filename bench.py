@@ -1,721 +1,428 @@
 """
-Measure a training step and decoding, and draw results.
+Measure training and decoding, and draw results.
 
-    python bench.py train                     tokens/s, model FLOPs utilisation, peak memory over (n, k)
-    python bench.py train --peer              the same beside transformers' Llama of the unrolled depth
-    python bench.py muon                      an optimizer step: ours, torch's Muon, the official formula in a loop
-    python bench.py decode --steps 1,4,32     tokens/s over r, against the memory that a token takes
-    python bench.py surgery                   TinyLlama's true shape, random weights: memory and time against a plain copy
-    python bench.py plot A.json B.json        accuracy or loss over r, FLOPs or updates, with error bars
+    python bench.py train                        # tokens/s, FLOPs utilisation, peak memory
+    python bench.py train --peer                 # beside transformers' Llama, as deep when unrolled
+    python bench.py decode --steps 1,4,32        # tokens/s over r
+    python bench.py decode --model out/tiny/task --ways "kv=last;exit=kl,exit_threshold=0.01"
+    python bench.py plot out/*/eval_test.json    # accuracy over r, with error bars
+    python bench.py plot out/tiny/task           # loss curves of a run, from its log.jsonl
 
-Without --model both measure a 27.3M-parameter Llama of shape (2,4,2) with random weights; a token's
-speed does not depend on the weights' values. Every figure is the median of repeated runs after a
-warm-up, with the smallest and the largest; the last line of output is JSON. Tokens/s mean little across
-different r, so the utilisation counts FLOPs: 6 per matmul parameter and token where gradients flow, 2
-where they do not, plus attention, against the matmul peak that this machine shows in the same run.
+Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
+weights: the speed of a token does not depend on their values. Each speed is the median of repeated
+runs after a warm-up, with the lowest and the highest. The last line of output is JSON.
+
+Tokens/s mean little across different r, so the utilisation (mfu) counts FLOPs: 6 per matmul
+parameter and token where gradients flow, 2 where they do not, plus attention. It divides them by
+the matmul peak that the same run measures on the same machine.
 """
 import argparse
-import bisect
-import glob
 import itertools
 import json
 import math
-import multiprocessing
+import operator
 import os
 import re
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 
-import train
-from data import WORDS, Tokenizer
-from model import (LOGITS_AT_ONCE, Config, InputError, Linear, RecurrentLM, cli, find_checkpoint, load_config, read_json,
-                   save_folder)
-from muon import Muon, newton_schulz
-from sample import Decoder, Decoding, check_device, generate, parse_steps
-from surgery import PRESETS, TINYLLAMA, export
+from data import cli, read_json
+from model import Config, RecurrentLM
+from muon import Muon
+from sample import Decoding, generate, parse_steps
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+# What plot has on its x axis, and where train.json and log.jsonl keep the latter two.
+AXES = {"steps": "recurrences r at test time", "flops": "FLOPs of a new token (the paper's rule)",
+        "train": "updates of the training", "training_flops": "training FLOPs (the paper's rule)"}
+PROGRESS = {"train": "update", "training_flops": "flops"}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = parser.add_subparsers(dest="command", required=True)
-    for name in ("train", "decode"):
-        p = sub.add_parser(name)
-        p.add_argument("--model", help="a checkpoint folder; default: the 27.3M model, random weights")
-        p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-        p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-        p.add_argument("--batch_size", type=int, default=4 if name == "train" else 1)
-        p.add_argument("--repeat", type=int, default=5, help="timed runs of each figure")
-    p.add_argument("--steps", default="1,2,4,8,16,32", help="recurrences r")
-    p.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
-    p.add_argument("--tokens", type=int, default=64, help="new tokens")
-    p.add_argument("--ways", default="", help="settings of sample.py, such as 'kv=last;draft_steps=4,draft_len=7;int8': "
-                                              "plain decoding is always the first")
-    p.add_argument("--text", help="take prompts from this file, and measure the loss of what follows them")
-    p.add_argument("--no-compile", action="store_true")
-    p.add_argument("--peer", action="store_true", help="also time transformers' Llama of as many layers, with its cache")
-    p = sub.choices["train"]
-    p.add_argument("--steps", default="0+4,24+8", help="n+k pairs: recurrences without and with gradient")
-    p.add_argument("--context", type=int, default=256)
-    p.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw")
-    p.add_argument("--no-compile", action="store_true")
-    p.add_argument("--recompute", action="store_true", help="as train.py's")
-    p.add_argument("--peer", action="store_true", help="also time transformers' Llama of n + k unrolled recurrences")
-    p = sub.add_parser("muon")
-    p.add_argument("--model", help="as above")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--repeat", type=int, default=5)
-    p = sub.add_parser("surgery")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument("--repeat", type=int, default=3, help="timed runs")
-    p = sub.add_parser("plot")
-    p.add_argument("results", nargs="+", metavar="RESULT.json", help="written by a script that measures a model")
-    p.add_argument("--x", choices=("steps", "flops", "train"), default="steps",
-                   help="over recurrences (default), FLOPs of a token, or updates of the training, a result a checkpoint")
-    p.add_argument("--metric", help="which of the results; default: the first of the first file")
-    p.add_argument("--labels", help="comma-separated names, one a file")
-    p.add_argument("--out", default="accuracy.png", help=".png or .svg (needs matplotlib; else a text chart is printed)")
+    for name, batch_size in (("train", 4), ("decode", 1)):
+        flag = sub.add_parser(name).add_argument
+        flag("--model", help="a checkpoint folder; default: random weights")
+        flag("--dtype", choices=("float32", "bfloat16"), default="float32")
+        flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        flag("--batch_size", type=int, default=batch_size)
+        flag("--repeat", type=int, default=5, help="timed runs of each figure")
+        flag("--no_compile", action="store_true")
+        flag("--peer", action="store_true", help="also time transformers' Llama")
+    flag("--steps", default="1,2,4,8,16,32", help="recurrences r")
+    flag("--prompt", type=int, default=32, help="tokens of each prompt")
+    flag("--tokens", type=int, default=64, help="new tokens of each row")
+    flag("--ways", default="", help="settings of sample.py to compare with plain decoding, such "
+                                    "as 'kv=last;draft_steps=4,draft_len=7'")
+    flag = sub.choices["train"].add_argument
+    flag("--steps", default="0+4,24+8", help="n+k pairs: recurrences without and with gradient")
+    flag("--context", type=int, default=256)
+    flag("--optimizer", choices=("muon", "adamw"), default="adamw")
+    flag("--recompute", action="store_true", help="as in train.py")
+    flag = sub.add_parser("plot").add_argument
+    flag("results", nargs="+", help="result files; or runs, for their loss curves")
+    flag("--x", choices=AXES, help="default: steps of results, train of runs")
+    flag("--metric", help="which of the results; default: the first of the first file")
+    flag("--labels", help="comma-separated names, one a file")
+    flag("--out", help=".png or .svg; default: beside the first input")
     args = parser.parse_args()
-    for key in ("batch_size", "repeat", "context", "prompt", "tokens"):
-        if getattr(args, key, 1) < 1:
-            raise InputError(f"--{key} {getattr(args, key)}: must be at least 1")
-    if "device" in args:
-        check_device(args.device)
-    {"train": bench_train, "muon": bench_muon, "decode": bench_decode, "surgery": bench_surgery,
-     "plot": plot}[args.command](args)
+    {"train": bench_train, "decode": bench_decode, "plot": plot}[args.command](args)
 
 
-# ---------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------- measuring
 
-def sync(device):
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def timed(run, repeat, device):
-    """Median, smallest and largest seconds of run(), after one warm-up; and the warm-up's seconds."""
+def measure(run, count, args, **row):
+    """
+    Time run(), which handles `count` tokens, args.repeat times after a warm-up. Returns `row` with
+    the median, lowest and highest tokens per second, and the seconds of the warm-up.
+    """
     seconds = []
-    for _ in range(repeat + 1):
-        sync(device)
+    for _ in range(args.repeat + 1):
         start = time.perf_counter()
         run()
-        sync(device)
+        if args.device.startswith("cuda"):
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:]), min(seconds[1:]), max(seconds[1:]), seconds[0]
+    first, *rest = seconds
+    row["tokens_per_s"] = count / statistics.median(rest)
+    return row | {"low": count / max(rest), "high": count / min(rest), "first_s": first}
 
 
-def matmul_peak(device, dtype):
-    """FLOP/s of a large square matrix product on random data: the ceiling of this machine."""
-    n = 8192 if device.startswith("cuda") else 2048
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return 2 * n**3 / timed(lambda: a @ b, 10, device)[0]
+def show(row):
+    """Print a row of a table, each value after its name."""
+    cells = [f"{key} {value:<9,.4g}" if isinstance(value, float) else f"{key} {value}"
+             for key, value in row.items()]
+    print("  ".join(cells), flush=True)
+
+
+def add_row(result, row):
+    """Print a row, and keep it for the last line."""
+    show(row)
+    result["rows"].append(row)
 
 
 def peak_memory(device):
-    """Bytes: the most allocated on the GPU, or the process's largest resident set."""
+    """MiB: the most allocated on the GPU, or the largest resident set of this process so far."""
     if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def load(args, dtype):
+    """The model of --model, or one with random weights."""
     if args.model:
-        return RecurrentLM.load(args.model, dtype=dtype).to(args.device)
+        return RecurrentLM.load(args.model, args.device, dtype)
     model = RecurrentLM(Config(4096, 512, 8, 2, 1408, 2, 4, 2))
     model.init_weights(0)
     return model.to(args.device, dtype)
 
 
-def step_flops(model, n, k, T):
-    """FLOPs per token of a training step, everything counted: layers, adapter, head, causal attention."""
-    c, p = model.config, model.num_params()
-    attention = 2 * T * c.n_head * c.head_dim  # forward, one layer: 2 products over T/2 columns on average
-    once = p["prelude"] + p["coda"] + c.vocab_size * c.n_embd + (c.n_prelude + c.n_coda) * attention / 2
-    core = p["core"] + p["adapter"] + c.n_core * attention / 2
-    return 6 * (once + k * core) + 2 * n * core
+def begin(args, model):
+    """
+    Print what is measured and where -> the result, still without rows. The machine's ceiling is
+    the FLOP/s of a large square matrix product.
+    """
+    machine, n = f"CPU with {torch.get_num_threads()} threads", 2048
+    if args.device.startswith("cuda"):
+        machine, n = torch.cuda.get_device_name(), 8192
+    a, b = torch.randn(2, n, n, device=args.device, dtype=getattr(torch, args.dtype))
+    peak = measure(lambda: a @ b, 2 * n**3, args)["tokens_per_s"]
+    result = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype,
+              "parameters": model.num_params()["total"], "matmul_peak": peak}
+    show(result)
+    return result | {"rows": []}
 
 
-def headline(args, model, peak):
-    c = model.config
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name}, torch {torch.__version__}, {args.dtype}; matmul peak {peak / 1e9:,.0f} GFLOP/s; "
-          f"({c.n_prelude},{c.n_core},{c.n_coda}), width {c.n_embd}, {model.num_params()['total']:,} parameters")
-    return {"command": " ".join(sys.argv[1:]), "machine": name, "torch": torch.__version__, "dtype": args.dtype,
-            "matmul_peak": peak, "rows": []}
+def llama(c, r, args):
+    """transformers' Llama with random weights and the depth that r recurrences unroll to."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.n_embd,
+        intermediate_size=c.n_ffn,
+        num_hidden_layers=c.n_prelude + r * c.n_core + c.n_coda,
+        num_attention_heads=c.n_head,
+        num_key_value_heads=c.n_kv_head,
+        head_dim=c.head_dim,
+    )
+    return LlamaForCausalLM(config).to(args.device)
 
+
+# ------------------------------------------------------------------------------- training
 
 def bench_train(args):
-    """One optimizer update per timed run: forward, backward, clip, step; then once more, part by part."""
-    if not re.fullmatch(r"\d+\+\d+(,\d+\+\d+)*", args.steps):
-        raise InputError(f"--steps {args.steps}: write n+k pairs, such as 0+4,24+8")
+    """Time one optimizer update for each (n, k): forward, backward, clip, step."""
     pairs = [tuple(map(int, pair.split("+"))) for pair in args.steps.split(",")]
-    dtype = getattr(torch, args.dtype)
     model, B, T = load(args, torch.float32), args.batch_size, args.context
-    result = headline(args, model, peak := matmul_peak(args.device, dtype))
-    c = model.config
-    idx = torch.randint(c.vocab_size, (B, T + 1), device=args.device)
-    idx, targets = idx[:, :-1].contiguous(), idx[:, 1:].contiguous()
-    depth = lambda pair: c.n_prelude + c.n_coda + sum(pair) * c.n_core
-    masters = {name: p.data for name, p in model.named_parameters()}
-    model.to(dtype)
-    model.recompute, opt = args.recompute, Muon(model.named_parameters(), 1e-3, 5e-5, 1e-4, args.optimizer, masters)
-    if not args.no_compile:
-        model.compile_parts()
-
-    def ours(pair):
-        model(idx, targets, pair)[1].backward()
-        opt.accumulate()
-        opt.reduce()
-        opt.step(1.0, 1.0)
-
-    runs = [("nanoloop", pair, ours) for pair in pairs]
-    if args.peer:
-        runs += [("transformers", (0, sum(pair)), peer_update(c, depth(pair), args, idx, targets)) for pair in pairs]
-    print(f"{'':14s}{'(n, k)':>9s} {'tokens/s':>9s} {'range':>15s} {'MFU':>6s} {'first step':>11s} {'peak so far':>12s}")
-    for name, pair, run in runs:
+    result = begin(args, model)
+    idx = torch.randint(model.config.vocab_size, (B, T + 1), device=args.device)
+    batch = idx[:, :-1].contiguous(), idx[:, 1:].contiguous()
+    update = our_update(model, args, *batch)
+    runs = [("nanoloop", n, k, update) for n, k in pairs]
+    for n, k in pairs if args.peer else ():
+        update = peer_update(llama(model.config, n + k, args), args, *batch)
+        runs.append(("transformers", 0, n + k, update))
+    for name, n, k, update in runs:
         if args.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
-        t, fast, slow, first = timed(lambda: run(pair), args.repeat, args.device)
-        row = {"name": name, "n": pair[0], "k": pair[1], "tokens_per_s": B * T / t,
-               "mfu": step_flops(model, *pair, T) * B * T / t / peak, "seconds": [fast, t, slow], "first": first,
-               "peak_memory": peak_memory(args.device)}
-        if run is ours:
-            row |= {"parts": breakdown(model, opt, idx, targets, pair, args.device),
-                    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
-        result["rows"].append(row)
-        print(f"{name:14s}{str(pair):>9s} {B * T / t:9,.0f} {B * T / slow:7,.0f}-{B * T / fast:7,.0f} {row['mfu']:6.1%} "
-              f"{first:9.1f} s {row['peak_memory'] / 2**20:8,.0f} MiB", flush=True)
-    for row in (row for row in result["rows"] if "parts" in row):
-        total = sum(row["parts"].values())
-        print(f"{str((row['n'], row['k'])):>9s} " + ", ".join(f"{k} {v / total:.1%}" for k, v in row["parts"].items())
-              + f"; {row['graphs']} graphs compiled so far")
+        row = measure(lambda: update(n, k), B * T, args, name=name, n=n, k=k)
+        flops = step_flops(model, n, k, T) * row["tokens_per_s"]
+        row["mfu"] = flops / result["matmul_peak"]
+        row["peak_mib"] = peak_memory(args.device)
+        add_row(result, row)
     print(json.dumps(result))
 
 
-def breakdown(model, opt, idx, targets, pair, device):
-    """Seconds of each part of one update, waited for one by one, so that their sum may exceed an update's time."""
-    parts, own = {}, {name: getattr(model, name) for name in ("run_prelude", "run_core", "run_coda")}
-
-    def clocked(name, run):
-        def wrapped(*args):
-            sync(device)
-            start = time.perf_counter()
-            out = run(*args)
-            sync(device)
-            where = name + (" without gradient" if name == "core" and not torch.is_grad_enabled() else "")
-            parts[where] = parts.get(where, 0.0) + time.perf_counter() - start
-            return out
-        return wrapped
-
-    for name, run in own.items():
-        setattr(model, name, clocked(name.removeprefix("run_"), run))
-    loss = clocked("forward", model)(idx, targets, pair)[1]
-    parts["head, loss and the rest"] = parts.pop("forward") - sum(parts.values())
-    clocked("backward", loss.backward)()
-    clocked("clip", lambda: (opt.accumulate(), opt.reduce()))()
-    clocked("optimizer", opt.step)(1.0, 1.0)
-    for name, run in own.items():
-        setattr(model, name, run)
-    return parts
+def step_flops(model, n, k, T):
+    """
+    FLOPs per token of a training step. The paper's rule counts the layers' parameters alone; the
+    hardware also works for the adapter, the head and causal attention.
+    """
+    c, per_core = model.config, 6 * k + 2 * n
+    attention = T * c.n_head * c.head_dim  # of a layer: 2 products over T/2 columns on average
+    layers = 6 * (c.n_prelude + c.n_coda) + per_core * c.n_core
+    rest = 6 * c.vocab_size * c.n_embd + per_core * model.num_params()["adapter"]
+    return model.flops_per_token((n, k)) + layers * attention + rest
 
 
-def bench_muon(args):
-    """One update of the model's matrices, in float32, with random gradients. A training step's share: bench.py train."""
-    model = load(args, torch.float32)
-    named = [(n, p) for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith(("embed.", "head."))]
-    grads = [torch.randn_like(p) for _, p in named]
-    momenta = [torch.zeros_like(p) for _, p in named]
-    ours = Muon(named, 1e-3, 5e-5, 1e-4)
+def our_update(model, args, idx, targets):
+    """
+    An update(n, k) of our model as train.py makes it: in bfloat16 the optimizer works on float32
+    master weights. Compiling happens in the warm-up, so first_s shows what it takes.
+    """
+    masters = {name: p.data for name, p in model.named_parameters()}
+    model.to(getattr(torch, args.dtype))
+    model.recompute = args.recompute
+    optimizer = Muon(model.named_parameters(), 1e-3, 5e-5, 1e-4, args.optimizer, masters)
+    if not args.no_compile:
+        model.compile_parts()
 
-    def give():
-        for (_, p), g in zip(named, grads):
-            p.grad = g.clone()
-
-    @torch.no_grad()
-    def loop():
-        for (_, p), m in zip(named, momenta):
-            m.lerp_(p.grad, 0.05)
-            update = newton_schulz(p.grad.lerp(m, 0.95))
-            p.mul_(1 - 1e-7).add_(update, alpha=-1e-3 * max(1, p.size(0) / p.size(1)) ** 0.5)
-
-    runs = {"nanoloop": lambda: (ours.accumulate(), ours.reduce(), ours.step(1.0, 1.0)), "a plain loop": loop}
-    if hasattr(torch.optim, "Muon"):
-        runs["torch.optim.Muon"] = torch.optim.Muon([p for _, p in named], lr=1e-3, weight_decay=1e-4).step
-    count, rows = sum(p.numel() for _, p in named), {}
-    print(f"{len(named)} matrices, {count:,} parameters, {args.device}, torch {torch.__version__}, "
-          f"{torch.get_num_threads()} threads")
-    idle = timed(give, args.repeat, args.device)[0]  # making the gradients is no part of a step
-    for name, run in runs.items():
-        t, fast, slow, _ = timed(lambda: (give(), run()), args.repeat, args.device)
-        rows[name] = [fast - idle, t - idle, slow - idle]
-        print(f"{name:18s} {1e3 * (t - idle):8.1f} ms ({1e3 * (fast - idle):.1f}-{1e3 * (slow - idle):.1f})", flush=True)
-    print(json.dumps({"matrices": len(named), "parameters": count, "device": args.device, "seconds": rows}))
-
-
-def llama(c, depth, device):
-    """transformers' Llama of `depth` layers, random weights."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise InputError("--peer needs transformers: pip install transformers")
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=depth,
-        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim)).to(device)
-
-
-def peer_update(c, depth, args, idx, targets):
-    """An update of llama() on the same tokens."""
-    peer = llama(c, depth, args.device)
-    opt = torch.optim.AdamW(peer.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
-
-    def update(pair):
-        with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.dtype != "float32"):
-            loss = peer(input_ids=idx, labels=idx, shift_labels=targets, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
+    def update(n, k):
+        model(idx, targets, (n, k))[1].backward()
+        optimizer.accumulate()
+        optimizer.step(1.0, 1.0)
 
     return update
 
 
+def peer_update(peer, args, idx, targets):
+    """
+    An update of transformers' model on the same tokens, eager, by torch's fused AdamW. In bfloat16
+    it keeps float32 weights and runs under autocast, as its users train.
+    """
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    mixed = torch.autocast(idx.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+    def update(n, k):
+        with mixed:
+            out = peer(input_ids=idx, labels=idx, shift_labels=targets, use_cache=False)
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+# ------------------------------------------------------------------------------- decoding
+
 def bench_decode(args):
     """
-    Decoding of a prompt: new tokens per second over all rows, prefill included, against what the linear layers alone
-    would allow (torch's own products, one row after another for every recurrence) or, on a GPU, reading them would.
+    Time the decoding of prompts: new tokens per second over all rows, prefill included.
+
+    Plain decoding comes first at each r, and the other ways are compared with it:
+    as_plain: the share of tokens that are the same. Drafts are exact, but for near ties in
+    bfloat16; exits and shared caches are not.
+    of_saving: an exit saves in theory the fixed r over its mean recurrences, as if the prelude, the
+    coda and the prompts were free. This share of it is what the clock shows.
     """
-    steps, dtype, ways = parse_steps(args.steps), getattr(torch, args.dtype), parse_ways(args.ways)
-    model, B = load(args, dtype).eval(), args.batch_size
-    result, c = headline(args, model, matmul_peak(args.device, dtype)), model.config
-    texts, ways = decode_texts(args, model), [{}] + ways  # plain: what the others are compared with
-    prompts, int8 = texts[:, :args.prompt].tolist(), None
-    if any("int8" in way for way in ways):
-        int8 = load(args, dtype).eval()
-        int8.quantise_core()
-    limits = {r: linear_limit(model, r, B, args) for r in steps}
-    for m in filter(None, (model, int8) if not args.no_compile else ()):
-        m.compile_parts(dynamic=True)
-    print(f"{'r':>4s} {'':42s} {'tokens/s':>9s} {'range':>17s} {'of limit':>9s} {'cache a token':>14s} {'as plain':>10s}"
-          + f" {'loss':>8s} {'change':>17s}" * bool(args.text))
+    steps, ways = parse_steps(args.steps), [{}, *parse_ways(args.ways)]
+    model = load(args, getattr(torch, args.dtype)).eval()
+    result = begin(args, model)
+    generator = torch.Generator().manual_seed(0)
+    shape = args.batch_size, args.prompt
+    prompts = torch.randint(model.config.vocab_size, shape, generator=generator)
+    if not args.no_compile:
+        model.compile_parts(dynamic=True)
     for r, way in itertools.product(steps, ways):
-        options = {k: v for k, v in way.items() if k != "int8"}
-        if options.get("draft_steps", 0) >= r and "draft_steps" in options:
-            continue
-        m, found = int8 if "int8" in way else model, []
-
-        def run():
-            found[:] = sorted(generate(m, prompts, args.tokens, r, **options), key=lambda event: event[0])
-
-        t, fast, slow, _ = timed(run, args.repeat, args.device)
-        rate, took = [B * args.tokens / x for x in (slow, t, fast)], [event[2] for event in found]
-        tokens = torch.tensor([event[1] for event in found]).view(B, -1)
-        plain = tokens if not way else plain
-        slots = c.n_prelude + Decoder.count(options.get("kv", "full"), r) * c.n_core + c.n_coda
-        row = {"r": r, "way": way, "tokens_per_s": rate[1], "range": rate[::2], "of_limit": rate[1] / limits[r],
-               "cache_bytes_per_token": 2 * slots * c.n_kv_head * c.head_dim * dtype.itemsize,
-               "mean_steps": sum(took) / len(took), "same_texts": (tokens == plain).all(1).sum().item(),
-               "peak_memory": peak_memory(args.device)}
-        if args.text and not way.keys() & {"draft_steps", "exit"}:  # drafts change nothing; of exits: eval_gsm8k.py
-            losses = forced_losses(m, texts, args.prompt, r, options)
-            full = losses if not way else full
-            change = losses - full
-            row |= {"loss": losses.mean().item(), "loss_change": change.mean().item(),
-                    "loss_change_se": (change.std() / len(change) ** 0.5).item()}
-        result["rows"].append(row)
-        name = ", ".join(f"{k}={v}" if v else k for k, v in way.items()) or "plain"
-        name += f" ({row['mean_steps']:.1f} steps)" if "exit" in way else ""
-        print(f"{r:4d} {name:42s} {rate[1]:9,.1f} "
-              f"{rate[0]:8,.1f}-{rate[2]:8,.1f} {row['of_limit']:9.0%} {row['cache_bytes_per_token']:8,d} bytes "
-              f"{row['same_texts']:4d} of {B:2d} "
-              + (f"{row['loss']:8.4f} {row['loss_change']:+9.4f} ±{row['loss_change_se']:.4f}" if "loss" in row else ""),
-              flush=True)
+        if way.get("draft_steps", -1) >= r:
+            continue  # drafts take fewer recurrences
+        row, tokens = time_way(model, prompts, r, way, args)
+        if not way:
+            plain, plain_tokens = row, tokens
+        row["as_plain"] = statistics.fmean(map(operator.eq, tokens, plain_tokens))
+        if "exit" in way:
+            faster = row["tokens_per_s"] / plain["tokens_per_s"]
+            row["of_saving"] = faster * row["mean_steps"] / r
+        add_row(result, row)
     for r in steps if args.peer else ():
-        peer = llama(c, c.n_prelude + r * c.n_core + c.n_coda, args.device).to(dtype).eval()
-        ask = dict(attention_mask=torch.ones(B, args.prompt, device=args.device), do_sample=False, pad_token_id=0,
-                   min_new_tokens=args.tokens, max_new_tokens=args.tokens)
-        idx = texts[:, :args.prompt].to(args.device)
-        t, fast, slow, _ = timed(lambda: peer.generate(idx, **ask), args.repeat, args.device)
-        rate = [B * args.tokens / x for x in (slow, t, fast)]
-        result["rows"].append({"r": r, "name": "transformers", "tokens_per_s": rate[1], "range": rate[::2]})
-        print(f"{r:4d} {'transformers':42s} {rate[1]:9,.1f} {rate[0]:8,.1f}-{rate[2]:8,.1f} {rate[1] / limits[r]:9.0%}")
+        add_row(result, time_peer(llama(model.config, r, args), prompts, r, args))
     print(json.dumps(result))
 
 
+def time_way(model, prompts, r, way, args):
+    """Time one way of decoding at r -> the first part of its row, and the new tokens, by row."""
+    events = []
+
+    def run():
+        events[:] = generate(model, prompts.tolist(), args.tokens, r, **way)
+
+    row = measure(run, args.batch_size * args.tokens, args, r=r, way=way)
+    events.sort(key=operator.itemgetter(0))  # stable: the tokens of a row stay in order
+    _, tokens, recurrences = zip(*events)
+    row["mean_steps"] = statistics.fmean(recurrences)
+    return row, tokens
+
+
+def time_peer(peer, prompts, r, args):
+    """
+    transformers' greedy generate() with its own cache. It gets a mask, since it would take ids
+    that are equal to the padding's for padding.
+    """
+    peer.to(getattr(torch, args.dtype)).eval()
+    idx = prompts.to(args.device)
+    options = dict(attention_mask=torch.ones_like(idx), do_sample=False, pad_token_id=0,
+                   min_new_tokens=args.tokens, max_new_tokens=args.tokens)
+    count = args.batch_size * args.tokens
+    return measure(lambda: peer.generate(idx, **options), count, args, r=r, name="transformers")
+
+
 def parse_ways(text):
-    """'kv=last;draft_steps=4,draft_len=7;int8' -> [{"kv": "last"}, ...]"""
-    numbers, flag = {int: int, float: float, float | None: float}, {"": ""}.__getitem__
-    ways, kinds = [], {f.name: numbers.get(f.type, str) for f in fields(Decoding)} | {"int8": flag}
-    for way in filter(None, text.split(";")):
-        ways.append({})
-        for key, _, value in (pair.partition("=") for pair in filter(None, way.split(","))):
-            try:
-                ways[-1][key] = kinds[key](value)
-            except (KeyError, ValueError):
-                raise InputError(f"--ways: {key}={value}: write settings of sample.py, such as 'kv=last;draft_steps=4'")
-        Decoding(**{key: value for key, value in ways[-1].items() if key != "int8"})  # what makes no sense is said now
+    """'kv=last;draft_steps=4,draft_len=7' -> [{"kv": "last"}, {"draft_steps": 4, ...}]"""
+    kinds = {field.name: type(field.default) for field in fields(Decoding)} | {"exit": str}
+
+    def setting(pair):
+        key, value = pair.split("=")
+        return key, kinds[key](value)
+
+    try:
+        ways = [dict(map(setting, way.split(","))) for way in text.split(";") if way]
+    except (KeyError, ValueError):
+        sys.exit(f"--ways {text}: write settings of sample.py, such as 'kv=last;draft_steps=4'")
+    for way in ways:
+        Decoding(**way)  # refuses what makes no sense before anything is timed
     return ways
 
 
-def decode_texts(args, model):
-    """(B, prompt + tokens) ids: of --text, else random."""
-    shape, generator = (args.batch_size, args.prompt + args.tokens), torch.Generator().manual_seed(0)
-    if not args.text:
-        return torch.randint(model.config.vocab_size, shape, generator=generator)
-    if not model.folder:
-        raise InputError("--text: needs --model, for its tokenizer")
-    try:
-        with open(args.text, encoding="utf-8") as f:
-            text = f.read(100 * math.prod(shape) + 100)
-    except UnicodeDecodeError as e:
-        raise InputError(f"--text {args.text}: is not UTF-8 text ({e})")
-    ids = Tokenizer.load(model.folder).encode(text)
-    if len(ids) < math.prod(shape):
-        raise InputError(f"{args.text}: has {len(ids)} tokens, {math.prod(shape)} are needed: give a longer text")
-    return torch.tensor(ids[:math.prod(shape)]).view(shape)
-
-
-@torch.inference_mode()
-def linear_limit(model, r, B, args):
-    """Tokens/s of the linear layers alone: run one by one, or on a GPU read once a token."""
-    weights = lambda part: [m.weight for m in part.modules() if isinstance(m, Linear)]
-    core = weights(model.core) + ([model.adapter.weight] if hasattr(model, "adapter") else [])
-    all_of_them = weights(model.prelude) + r * core + weights(model.coda) + [model.head.weight]
-    if args.device.startswith("cuda"):
-        x = torch.ones(1 << 30, device=args.device)
-        bandwidth = 2 * x.nbytes / timed(x.clone, 5, args.device)[0]
-        return B * bandwidth / sum(w.nbytes for w in all_of_them)
-    x = {w.shape[1]: torch.randn(B, w.shape[1], dtype=w.dtype) for w in all_of_them}
-    return B / timed(lambda: [torch.nn.functional.linear(x[w.shape[1]], w) for w in all_of_them], 5, args.device)[0]
-
-
-@torch.inference_mode()
-def forced_losses(model, texts, start, r, options):
-    """The loss of each token of texts (B, T) from column `start` on, decoded from the true ones before it; one by one."""
-    o, (B, T), losses = Decoding(**options), texts.shape, []
-    d, texts = Decoder(model, r, B, T, o), texts.to(model.embed.weight.device)
-    for i in range(start, T):
-        if i == start:
-            logits = d.prefill(texts[:, :start].tolist())
-        else:
-            logits = d.step(texts[:, i - 1], torch.full_like(texts[:, 0], i - 1), i)
-        losses.append(torch.nn.functional.cross_entropy(logits, texts[:, i], reduction="none"))
-    return torch.cat(losses)
-
-
-def bench_surgery(args):
-    """
-    `surgery.py --preset tinyllama-4-8-4` as a process of its own, on a checkpoint made here and deleted after: its peak
-    memory against the bytes that it writes, and its time against copying as many bytes, the source not in the page cache.
-    """
-    dtype = getattr(torch, args.dtype)
-    with tempfile.TemporaryDirectory(prefix="nanoloop-") as folder:
-        src, out, copy = (os.path.join(folder, name) for name in ("src", "out", "copy"))
-        maker = multiprocessing.get_context("spawn").Process(target=synthetic, args=(src, dtype))
-        maker.start(), maker.join()  # apart, as a child's peak memory begins at its parent's
-        command = [sys.executable, os.path.join(HERE, "surgery.py"), src, out, "--preset", "tinyllama-4-8-4", "--overwrite"]
-        seconds, copying = [], []
-        for _ in range(args.repeat):
-            forget(src)
-            start = time.perf_counter()
-            _, status, usage = os.wait4(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid, 0)
-            seconds.append(time.perf_counter() - start)
-            if status:
-                raise InputError("surgery: failed, see above")
-            forget(src), forget(out)
-            start = time.perf_counter()
-            with open(os.path.join(out, "model.safetensors"), "rb") as a, open(copy, "wb") as b:
-                while block := a.read(1 << 24):
-                    b.write(block)
-                b.flush()
-                os.fsync(b.fileno())
-            copying.append(time.perf_counter() - start)
-        written = sum(entry.stat().st_size for entry in os.scandir(out))
-    peak = usage.ru_maxrss * 1024
-    spread = lambda x: f"{statistics.median(x):.1f} s ({min(x):.1f}-{max(x):.1f})"
-    print(f"surgery of TinyLlama's shape, {args.dtype}: wrote {written / 1e9:.2f} GB, peak memory {peak / 1e9:.2f} GB "
-          f"({peak / written:.2f} of it)\n{spread(seconds)}; copying as many bytes {spread(copying)}")
-    print(json.dumps({"dtype": args.dtype, "written": written, "peak_memory": peak, "seconds": seconds, "copying": copying}))
-
-
-def synthetic(folder, dtype):
-    """A checkpoint of TinyLlama's shape in Hugging Face layout, with random weights."""
-    shapes = RecurrentLM.empty(TINYLLAMA).state_shapes()
-    tensors = {name: torch.empty(shape, dtype=dtype).normal_(0, 0.02) for name, shape in shapes.items()}
-    save_folder(folder, *export(TINYLLAMA, tensors, dtype))
-
-
-def forget(folder):
-    """Drop a folder's files from the page cache, so that reading them reads the disk."""
-    os.sync()
-    for entry in os.scandir(folder):
-        fd = os.open(entry.path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-# ---------------------------------------------------------------- forecasts: train.py --dry_run
-
-def shape(s):
-    """
-    Of init_from; where that is not there yet, of the run that makes it (out_dir of a file in config/), or what its name
-    says: tinyllama, tinyllama-8 (layers), tinyllama-4-8-4, tinyllama-4-8-4-add. Random weights: vocabulary of the data.
-    """
-    sources = {preset.rsplit("-", 3)[0]: source for preset, (source, *_) in PRESETS.items()} | {
-        "tiny": Config(len(WORDS), 96, 2, 2, 240, 6, 0, 0), "stories260K": Config(512, 64, 8, 4, 172, 5, 0, 0)}
-    if not s.init_from:
-        folder = re.sub(r":\d+$", "", s.data.split(",")[0])
-        sizes = {"tiny": len(WORDS)} | {name: source.vocab_size for name, source in sources.items()}
-        path, near = os.path.join(folder, "meta.json"), [size for name, size in sizes.items() if name in folder.split("/")]
-        vocab = read_json(path).get("vocab_size") if os.path.exists(path) or not near else near[0]
-        return Config(vocab, s.n_embd, s.n_head, s.n_kv_head, s.n_ffn, s.n_prelude, s.n_core, s.n_coda)
-    if os.path.isdir(s.init_from):
-        return load_config(find_checkpoint(s.init_from))
-    name = os.path.basename(os.path.normpath(s.init_from))
-    for path in sorted(glob.glob(os.path.join(glob.escape(HERE), "config", "*.toml"))):
-        if os.path.normpath((other := train.read_settings([f"--config={path}"])).out_dir) == os.path.normpath(s.init_from):
-            return shape(other)
-    match = re.fullmatch(rf"({'|'.join(map(re.escape, sources))})(-\d+-\d+-\d+|-\d+)?(-[a-z]+)?", name)
-    if not match:
-        raise InputError(f"--init_from={s.init_from}: no such folder, and its name does not tell a shape: make it first")
-    source, sizes = sources[match[1]], [int(n) for n in (match[2] or "").split("-")[1:]]
-    prelude, core, coda = sizes if len(sizes) == 3 else (*(sizes or [source.n_prelude]), 0, 0)
-    return replace(source, n_prelude=prelude, n_core=core, n_coda=coda, tie_embeddings=source.tie_embeddings and not core,
-                   adapter="add" if match[3] == "-add" else "linear")
-
-
-def paper_flops(s, net, updates=None):
-    """
-    6 N1 D + 2 N2 D of the first `updates` (default: all), as the paper's figures count them: by the scheduled r, not by the
-    draws, of mean r + 1. Their curriculum has edges up to an update off the true one, ceil(R f(u / W)): r covers
-    [int(finv((r-1)/R) W), int(finv(r/R) W)), W = int(warmup * total); the file of Figure 13 has older ones, ceil((r-1) W/R).
-    """
-    R, flat, done = s.mean_recurrence, replace(s, curriculum="none"), s.updates if updates is None else updates
-    W = 0 if s.curriculum == "none" else int(s.curriculum_warmup * s.updates)
-    edges = [int((r / R if s.curriculum == "linear" else 1 - (1 - r / R)**2) * W) for r in range(1, R + 1)]
-    rs = ((u, min(R, 1 + bisect.bisect_right(edges, u))) for u in range(done))
-    steps = Counter((r - k, k) for u, r in rs for k in [min(r, train.backprop_depth(flat, u))])
-    return s.batch_size * s.context * sum(count * net.flops_per_token(nk) for nk, count in steps.items())
-
-
-def saved_bytes(c, B, T, k, e=4, fused=False, recompute=False):
-    """
-    Bytes that a micro-batch keeps for its backward pass, e bytes a number (2: weights cast to bf16), from what autograd
-    saves, within 3 %. Of a token, C wide, q and kv wide in the heads: an RMSNorm its input in float32 and the normalised,
-    (4 + e) C; inputs of qkv and fc 2 e C; attention qkv (v is a view of it), rotated q and k, output and its reordered copy
-    e (4 q + 3 kv); the MLP gate and up, silu(gate), product 4 e F; OLMo-2's norms of q and k the same as others, but that
-    in float32 their input is qkv itself; 1/rms, logsumexp. A recurrence: and the adapter's input 2 e C. The loss: gradients
-    of the head's input and weight. fused (compiled): norms keep e C, no silu(gate). recompute: one recurrence at a time."""
-    C, q, kv = c.n_embd, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-    norms, norm, mlp = 4 if c.norm == "sandwich" else 2, e if fused else 4 + e, 3 if fused else 4
-    layer = norms * norm * C + e * (2 * C + 4 * q + 3 * kv + mlp * c.n_ffn) + 4 * (norms + c.n_head)
-    layer += (c.norm == "post") * ((0 if fused else 4 if e == 4 else 6) * (q + kv) + 8)
-    core = bool(c.n_core) * (c.n_core * layer + (c.adapter == "linear") * 2 * e * C)
-    core = min(k, 1) * core + k * e * C if recompute else k * core
-    return B * T * ((c.n_prelude + c.n_coda) * layer + core + (norm + e) * C) + 4 * c.vocab_size * C
-
-
-def plan(s, c, ranks=1, say=print):
-    """Print parameters, budget, schedules and the memory of each of `ranks` devices."""
-    net, tokens, e = RecurrentLM.empty(c), s.batch_size * s.context, 2 if s.dtype == "bfloat16" else 4
-    n, (A, B) = net.num_params(), train.split_batch(s, ranks)
-    k = min(s.backprop_depth or s.mean_recurrence, s.mean_recurrence)
-    train.match_updates(s, net.flops_per_token((s.mean_recurrence - k, k)))
-    say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}, {n['total']:,} parameters: "
-        + ", ".join(f"{part} {x:,}" for part, x in n.items() if x and part != "total"))
-    say(f"budget: {s.updates:,} updates of {tokens:,} tokens ({ranks} x {A} x {B} rows of {s.context}), "
-        f"{s.updates * tokens:.4g} tokens, {paper_flops(s, net):.4g} training FLOPs by the paper's rule")
-    if c.n_core:
-        rs = (train.mean_recurrence(s, u) for u in range(s.updates))
-        *runs, (R, last) = [(r, len(list(same))) for r, same in itertools.groupby(rs)]
-        text = [f"{r} x {count:,}, " for r, count in runs]
-        text = "".join(text[:3] + ["... "] + text[-1:] if len(text) > 7 else text) + f"{R} from update {s.updates - last:,}"
-        rise = f"2 to {k} over {math.ceil(s.backprop_warmup * s.updates):,} updates" if s.backprop_warmup else k
-        say(f"curriculum: mean r {text}, at the end {R + (s.recurrence_sampler != 'fixed')} in truth; k {rise}, at most r")
-    W, D = (math.ceil(x * s.updates) for x in (s.warmup, s.cooldown))
-    say(f"learning rate: {s.lr:g} ({s.optimizer})" + (f" and {s.adam_lr:g} (the rest)" if s.optimizer == "muon" else "")
-        + f", up over {W:,} updates, " + (f"cosine from {max(W, s.updates - D):,} on, " if D else "then constant, ")
-        + f"x {train.lr_factor(s, s.updates - 1):.3g} at the end")
-    # Muon: one buffer a matrix (norms: rounding), else two. Gradients: one being made, and accumulate()'s tree of sums.
-    matrices = (s.optimizer == "muon") * (n["prelude"] + n["core"] + n["coda"] + n["adapter"])
-    parts = {"weights": n["total"] * e,
-             "gradients": n["total"] * (e + max(4 * (m >> 1).bit_count() + e * (m & 1) for m in range(A))),
-             "master weights and optimizer": ((12 if e == 2 else 8) * n["total"] - 4 * matrices) / ranks,
-             "activations": saved_bytes(c, B, s.context, k, e, s.compile, s.recompute),
-             "logits": min(LOGITS_AT_ONCE, B * s.context * c.vocab_size) * (4 + 2 * e) + 4 * c.vocab_size * c.n_embd}
-    if s.distill_from:
-        other = load_config(find_checkpoint(s.distill_from))
-        parts["teacher"] = RecurrentLM.empty(other).num_params()["total"] * e
-        parts["logits"] = 5 * B * s.context * c.vocab_size * 4  # all at once: two of logits, two of log p, a gradient
-    say(f"memory a device: {sum(parts.values()) / 1e9:.1f} GB: " + ", ".join(f"{p} {b / 1e9:.2f}" for p, b in parts.items()))
-
-
-# ---------------------------------------------------------------- drawing
-
-def token_flops(config, r):
-    """FLOPs of a new token at r: 2 per parameter that it meets, once a recurrence in core and adapter; no attention."""
-    n = RecurrentLM.empty(config).num_params()
-    return 2 * (n["prelude"] + r * (n["core"] + n["adapter"]) + n["coda"] + config.vocab_size * config.n_embd)
-
-
-def updates_of(folder):
-    """The updates after which a checkpoint was saved: its name's, step_N, or its train.json's; None of one never trained."""
-    if match := re.fullmatch(r"step_(\d+)", os.path.basename(folder)):
-        return int(match[1])
-    path = os.path.join(folder, "train.json")
-    return read_json(path).get("update") if os.path.exists(path) else None
-
-
-def read_curves(args):
-    """
-    (title, curves, flats, hard) of the files: curves {label: sorted [(x, value, standard error)]}; flats {label: (value,
-    standard error)}, what has no x: a feed-forward model has no r, and an untouched one no updates; hard {label: {"label,
-    r = 4": [(difficulty, value, standard error)]}}.
-    """
-    results, curves, flats, hard = [read_json(path) for path in args.results], {}, {}, {}
-    for path, result in zip(args.results, results):
-        rows = result.get("results")
-        kinds, wanted = [type(result.get(key)) for key in ("model", "config", "results")], {"steps", "metric", "value"}
-        if kinds != [str, dict, list] or not rows or not all(isinstance(x, dict) and wanted <= x.keys() for x in rows):
-            raise InputError(f"{path}: holds no results: give files that eval_gsm8k.py wrote, or another measuring script")
-    metric = args.metric or results[0]["results"][0]["metric"]
-    folders = [os.path.normpath(result["model"]) for result in results]
-    runs = [os.path.dirname(f) if re.fullmatch(r"step_\d+", os.path.basename(f)) else f for f in folders]
-    labels = args.labels.split(",") if args.labels else [os.path.basename(run) for run in runs]
-    if len(labels) != len(results):
-        raise InputError(f"--labels: {len(labels)} names for {len(results)} files")
-    if not args.labels and args.x != "train" and len(set(labels)) < len(labels):
-        labels = [os.path.relpath(folder, os.path.commonpath(folders)) if len(set(folders)) > 1 else path
-                  for folder, path in zip(folders, args.results)]
-    for path, result, folder, label in zip(args.results, results, folders, labels):
-        try:
-            config, rows = Config(**result["config"]), [row for row in result["results"] if row["metric"] == metric]
-        except TypeError as e:
-            raise InputError(f"{path}: its config is not of this version's models ({e}): measure again")
-        if not rows:
-            has = ", ".join(dict.fromkeys(row["metric"] for row in result["results"]))
-            raise InputError(f"{path}: holds no {metric}, but {has}: choose with --metric")
-        updates = updates_of(folder) if args.x == "train" else None
-        if args.x == "train" and updates is None and config.n_core:
-            raise InputError(f"{path}: its model {folder} is no step_N and has no train.json: it has no place on --x train")
-        for row in rows:
-            name = f"{label}, {row['task']}" if "task" in row else label  # a file of several tasks
-            value = row["value"], row.get("standard_error") or 0.0
-            if args.x == "train" and config.n_core:
-                name += f", r = {row['steps']}"
-            x = {"steps": row["steps"] if config.n_core else None, "flops": token_flops(config, row["steps"]),
-                 "train": updates}[args.x]
-            if x is None or (args.x == "flops" and not config.n_core):
-                flats[name] = value
-            if x is not None:
-                curves.setdefault(name, []).append((x, *value))
-            if args.x == "steps" and "by_difficulty" in row:  # the x axis: what is no number has no place there
-                hard.setdefault(name, {})[f"{name}, r = {x}" if config.n_core else name] = sorted(
-                    (int(d), *v[:2]) for d, v in row["by_difficulty"].items() if d.isdecimal())
-    first, row = results[0], next(row for row in results[0]["results"] if row["metric"] == metric)
-    title = f"{metric} on {first.get('data') or first.get('task')}" + (f" (n = {row['n']})" if "n" in row else "")
-    return title, {name: sorted(points) for name, points in curves.items()}, flats, hard
-
-
-AXES = {"steps": "recurrences r at test time", "flops": "FLOPs of a new token", "train": "updates of the training"}
-
+# ------------------------------------------------------------------------------- drawing
+# A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y,
+# error), ...]}}, perhaps with "x_log": base, "y_log", and "share": y from 0 to 1. An x of None
+# stands for a level line. A file with "figures", as runs/study has them, is drawn as it is.
 
 def plot(args):
-    """
-    Results over r, FLOPs or updates, models without an x as lines; over r also by difficulty, where they have it; or the
-    figures of a file of runs/study/results.
-    """
-    if os.path.splitext(args.out)[1] not in (".png", ".svg"):
-        raise InputError(f"--out {args.out}: write .png or .svg")
-    if len(args.results) == 1 and (figures := read_json(args.results[0]).get("figures")):
-        return draw(figures, args.out, lambda: print(f"the numbers are in {args.results[0]}"))
-    title, curves, flats, hard = read_curves(args)
-    names = list(dict.fromkeys([*curves, *flats]))
-    values = [y for curve in curves.values() for _, y, _ in curve] + [y for y, _ in flats.values()]
-    figure = {"title": "", "x": AXES[args.x], "y": title, "curves": curves, "flats": flats,
-              "share": not title.startswith("loss") and max(values) <= 1,
-              "styles": {name: {"color": f"C{i}"} for i, name in enumerate(names)}}
-    if args.x != "train" and curves:
-        figure["x_log"] = 2 if args.x == "steps" else 10
-    figures = [figure]
+    """Draw result files, the loss curves of runs, or a file's own figures."""
+    paths, curves, hard = args.results, {}, {}
+    names = args.labels.split(",") if args.labels else [x.removesuffix(".json") for x in paths]
+    assert len(names) == len(paths), f"--labels: {len(names)} names for {len(paths)} files"
+    out = args.out or os.path.splitext(paths[0].rstrip("/"))[0] + ".png"
+    if os.path.isdir(paths[0]) or paths[0].endswith(".jsonl"):
+        axis, metric = args.x or "train", "loss"
+        for name, path in zip(names, paths):
+            add_losses(curves, name, path, PROGRESS[axis])
+    else:
+        results = [read_json(path) for path in paths]
+        if "figures" in results[0]:
+            return draw(results[0]["figures"], out)
+        axis, metric = args.x or "steps", args.metric or results[0]["results"][0]["metric"]
+        for name, result in zip(names, results):
+            if axis in PROGRESS and not args.labels:  # the checkpoints of a run are one curve
+                name = re.sub(r"/step_\d+$", "", result["model"])
+            add_results(curves, hard, name, result, axis, metric)
+    if not curves:
+        sys.exit(f"--metric {metric}: none of the files holds it")
+    y = {"flexible": "accuracy"}.get(metric, metric)
+    figures = [{"title": "", "x": AXES[axis], "y": y, "curves": curves,
+                "x_log": {"steps": 2, "flops": 10}.get(axis)}]
     if hard:
-        styles = {label: {"color": f"C{i}", "alpha": 0.25 + 0.75 * j / len(hard[name]),  # deeper is darker
-                          "ls": "--" if label in flats else "-", "marker": None}
-                  for i, name in enumerate(names) if name in hard for j, label in enumerate(hard[name], 1)}
-        figures += [figure | {"x": "difficulty", "y": "", "styles": styles, "flats": {}, "x_log": None,
-                              "curves": {label: points for own in hard.values() for label, points in own.items()}}]
-    draw(figures, args.out, lambda: text_chart(curves, flats, title, AXES[args.x], hard))
+        x = "difficulty (tiny corpus: sentences)"
+        figures.append({"title": "", "x": x, "y": y, "curves": hard})
+    draw(figures, out)
 
 
-def draw(figures, out, without):
+def add_losses(curves, name, path, key):
     """
-    A picture of panels {"title", "x", "y", "curves": {label: [(x, y, error), ...]}}, and perhaps "flats": {label: (y,
-    error)}, lines; "x_log": base, "y_log", "share": y from 0 to 1, "styles": {label: matplotlib's}. without(): in its place.
+    Add the loss curves of a run, of training and of validation at each r. path: its folder or its
+    log.jsonl. key: what is on the x axis, "update" or "flops".
     """
+    if os.path.isdir(path):
+        path = os.path.join(path, "log.jsonl")
+    with open(path) as f:
+        for line in map(json.loads, f):
+            losses = {f"r = {r}": loss for r, loss in line.get("val", {}).items()}
+            for curve, loss in (losses or {"training": line["loss"]}).items():
+                curves.setdefault(f"{name}, {curve}", []).append((line[key], loss, 0))
+
+
+def add_results(curves, hard, name, result, axis, metric):
+    """
+    Add what a result file says about a metric: to `curves` over an axis, to `hard` over the
+    difficulty of the questions, a curve for each r. Over the training each r is a curve, too.
+    """
+    for row in result["results"]:
+        if row["metric"] == metric and row["value"] is not None:
+            label = f"{name}, {row['task']}" if "task" in row else name
+            at_r = f"{label}, r = {row['steps']}"
+            point = place(axis, result, row["steps"]), row["value"], row.get("standard_error")
+            curves.setdefault(at_r if axis in PROGRESS else label, []).append(point)
+            for level, (value, error, *_) in row.get("by_difficulty", {}).items():
+                hard.setdefault(at_r, []).append((int(level), value, error))
+
+
+def place(axis, result, r):
+    """
+    Where a result at r stands on an axis. None: nowhere, its value is a level line. That is a
+    feed-forward model over r, and a parent that train.py never touched over the training.
+    """
+    config, path = Config(**result["config"]), os.path.join(result["model"], "train.json")
+    if axis == "flops":  # of training 6 per parameter that a token meets, of decoding 2
+        return RecurrentLM.empty(config).flops_per_token((0, r)) / 3
+    if axis == "steps":
+        return r if config.n_core else None
+    return read_json(path)[PROGRESS[axis]] if config.n_core or os.path.exists(path) else None
+
+
+def draw(figures, out):
+    """Print each curve as a line of x: y ± error, then draw the figures side by side."""
+    for figure in figures:
+        print(f"{figure['title'] or figure['y']} over {figure['x']}")
+        for label, points in figure["curves"].items():
+            last = (f"{x or 0:g}: {y:.4f} ± {error or 0:.4f}" for x, y, error in points[-12:])
+            print(f"  {label:32s}", *last, sep="   ")
     try:
-        import matplotlib
+        from matplotlib import pyplot
     except ImportError:
-        print("note: a text chart; for a picture: pip install matplotlib")
-        return without()
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    columns, shown = 2 if len(figures) == 4 else min(3, len(figures)), None
-    rows = -(-len(figures) // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(4.8 * columns, 3.9 * rows), squeeze=False)
-    for ax, figure in zip(axes.flat, figures):
-        curves, base = figure["curves"], figure.get("x_log")
-        flats, styles = figure.get("flats", {}), figure.get("styles", {})
-        for i, (name, points) in enumerate(curves.items()):
+        return print("no picture: pip install matplotlib")
+    pyplot.switch_backend("agg")
+    rows = 1 + len(figures) // 4
+    columns = math.ceil(len(figures) / rows)
+    picture = pyplot.figure(figsize=(4.8 * columns, 3.9 * rows), layout="tight")
+    for number, figure in enumerate(figures, 1):
+        ax = picture.add_subplot(rows, columns, number)
+        for i, (label, points) in enumerate(figure["curves"].items()):
             x, y, error = zip(*points)
-            style = {"color": f"C{i}", "marker": "o"} | styles.get(name, {})
-            ax.errorbar(x, y, error if any(error) else None, ms=3, lw=1.2, capsize=2, label=name, **style)
-        for name, (y, error) in flats.items():
-            style = styles.get(name, {})
-            ax.axhline(y, ls="--", label=None if name in curves else name, **style)
-            ax.axhspan(y - error, y + error, alpha=0.15, **style)
-        if base:
-            ax.set_xscale("log" if all(x for points in curves.values() for x, *_ in points) else "symlog", base=base)
-        if base == 2:
-            ax.xaxis.set_major_formatter("{x:.0f}")
+            if x[0] is None:
+                ax.axhline(y[0], color=f"C{i}", ls="--", label=label)
+            else:
+                ax.errorbar(x, y, error if any(error) else None, color=f"C{i}", label=label,
+                            marker=".", lw=1.2, capsize=2)
+        ax.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
+        if base := figure.get("x_log"):
+            ax.set_xscale("log", base=base)
+            ax.xaxis.set_major_formatter("{x:g}")
         if figure.get("y_log"):
             ax.set_yscale("log")
         if figure.get("share"):
             ax.set_ylim(0, 1.03)
-        ax.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
         ax.grid(alpha=0.3)
-        if (names := [*curves, *flats]) and names != shown:  # the same arms need no second legend
-            ax.legend(fontsize=7)
-        shown = names
-    fig.tight_layout()
-    fig.savefig(out, dpi=110)
+        ax.legend(fontsize=7)
+    picture.savefig(out, dpi=110)
     print(f"wrote {out}")
-
-
-def text_chart(curves, flats, title, axis, hard):
-    """The same in the terminal: one bar of up to 50 columns for each point."""
-    most = max([1.0, *(value for points in curves.values() for _, value, _ in points), *(v for v, _ in flats.values())])
-    print(f"{title}, over {axis}")
-    for name in dict.fromkeys([*curves, *flats]):
-        print(name)
-        for x, value, error in curves.get(name) or [("-", *flats[name])]:
-            x = x if isinstance(x, str) else f"{x:.3g}" if x >= 1e6 else str(x)
-            print(f"  {x:>8s} {value:.3f} ± {error:.3f} {'█' * round(50 * max(value, 0) / most)}")
-    hard = {label: points for own in hard.values() for label, points in own.items()}
-    difficulties = sorted({d for points in hard.values() for d, *_ in points})
-    if difficulties:
-        print(f"\n{'by difficulty':22s}" + "".join(f"{d:6d}" for d in difficulties))
-    for label, points in hard.items():
-        values = {d: value for d, value, _ in points}
-        print(f"{label:22s}" + "".join(f"{values[d]:6.2f}" if d in values else "     -" for d in difficulties))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
 """
-Text to tokens to batches: tokenizers, `prepare`, the loader, and a small corpus made from nothing.
+Text to tokens to batches: tokenizers, download, `prepare`, the loader and the embedded corpus.
 
     python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 8
-    python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out out/data/gsm8k
-    python data.py prepare --input "hf://datasets/ORG/NAME/data/*.parquet" --drop generator=deepseek --strip_roles ...
+    python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out ...
+    python data.py prepare --input "hf://datasets/ORG/NAME/data/*.parquet" --tokenizer ... --out ...
 
-A data set is a folder. `train_000000.npy` is a row of tokens (uint16, or uint32 for vocabularies above 65536):
-documents, [BOS] text EOS, one after another. The loader cuts windows of T tokens wherever they fall, so nothing
-is padded. `train_000000.targets.npy` (int32, optional) is what the model shall predict AT each token, already
-shifted, -100 for no loss; without it, the next token. `meta.json` is written last: a folder that has one is whole.
+A data set is a folder. `train_000000.npy` is one row of token ids (uint16, or uint32 if the
+vocabulary exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it
+into windows of T tokens wherever they fall, so nothing is padded. The target at each position is
+the next token. In a data set of rows ("row" in meta.json is T), it stands in
+`train_000000.targets.npy` (int32), already shifted, -100 for no loss. `meta.json` is written last,
+so a folder that has one is complete.
 
-Unusual: the loader has no state, a batch is a pure function of (seed, step, rank, world). So resuming needs only
-the step, 2 ranks see what 1 rank with twice the batch sees, and each epoch's order is computed, never stored. So is
-the mixture of several data sets, "A:1,B:1,C:2".
+Unusual: the loader has no state. A batch is a pure function of (seed, step, rank, world), so a run
+resumes from its step alone, and 2 ranks see what 1 rank with twice the batch size sees.
 """
 import argparse
 import base64
+import bisect
 import contextlib
 import fcntl
 import fnmatch
@@ -33,842 +35,783 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.pool import ThreadPool
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import numpy as np
 import requests
 import sentencepiece
 import tiktoken
 import torch
-import urllib3
+from safetensors import SafetensorError
 
-from model import CARRIED_FILES, TOKENIZER_FILES, InputError, cli, read_json, whole_folder, write_json
+# ---- errors and whole files ------------------------------------------------------------------
+
+
+def cli(main):
+    """
+    Run a script's main(). A user's mistake ends in one line on stderr and exit code 1: scripts say
+    sys.exit(line) where they see it, and an OSError becomes one here. A bug keeps its traceback.
+    """
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as e:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: error: {e}")
+
+
+def remove(path):
+    """Delete a file or a folder, if there is one."""
+    shutil.rmtree(path, ignore_errors=True)  # ignores that a file is no folder
+    Path(path).unlink(missing_ok=True)
+
+
+def flush(path):
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def whole(path):
+    """
+    Write a file or a folder completely or not at all. Yields a path beside `path`, where the
+    caller creates the file or folder; on a clean exit it is flushed to disk and renamed to `path`.
+    On an error `path` stays as it was. A full disk becomes one line that names `path`.
+    """
+    target = os.path.realpath(path)
+    new, old = f"{target}.tmp-{os.getpid()}", f"{target}.old-{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        remove(new)  # left by a killed process that had our id
+        yield new
+        for item in Path(new).rglob("*"):
+            if item.is_file():  # safetensors writes files that only their owner can read
+                item.chmod(os.stat(new).st_mode & 0o666)
+            flush(item)
+        flush(new)
+        if os.path.isdir(new) and os.path.isdir(target):
+            remove(old)
+            os.rename(target, old)
+        os.replace(new, target)
+        flush(os.path.dirname(target))
+    except (OSError, SafetensorError) as e:  # the latter is how safetensors reports a full disk
+        sys.exit(f"{path}: cannot be written ({e}); what was there before is untouched")
+    finally:
+        remove(new)
+    remove(old)
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Make a folder and hold it for this process. A second process that wants it exits."""
+    os.makedirs(folder, exist_ok=True)
+    with open(Path(folder, ".lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"{folder}: another process is writing it; wait, or choose another folder")
+        yield
+
+
+def read_json(path):
+    """The JSON object in a file, as a dict."""
+    try:
+        return dict(json.loads(Path(path).read_bytes()))
+    except (OSError, ValueError, TypeError) as e:
+        sys.exit(f"{path}: cannot be read as a JSON object ({e})")
+
+
+def write_json(path, value):
+    """Write a whole JSON file. NaN and infinity, which JSON does not have, become null."""
+    value = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    with whole(path) as new:
+        Path(new).write_text(json.dumps(value, indent=1) + "\n")
+
+
+def describe(model):
+    """(device, dtype) of a model in words, to stand beside a measurement."""
+    weight = model.embed.weight
+    device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
+    return device, str(weight.dtype).removeprefix("torch.")
+
+
+def write_result(path, script, model, task, results, seconds, tokens, **more):
+    """
+    The JSON file of a measurement. results: a list of {"steps": r, "metric": name, "value": x,
+    "standard_error": se, "n": count, ...}. tokens: what `seconds` were spent on.
+    """
+    device, dtype = describe(model)
+    write_json(path, dict(
+        script=script, model=model.folder, config=asdict(model.config), task=task,
+        device=device, dtype=dtype, torch=torch.__version__,
+        seconds=seconds, tokens_per_second=tokens / seconds, **more, results=results))
+
+
+def copy_tokenizer(source, target):
+    """Copy the tokenizer's files from one folder to another."""
+    for path in Path(source).glob("*token*"):  # tokenizer*, special_tokens_map.json
+        shutil.copy(path, target)
+
 
 # ---- tokenizers ------------------------------------------------------------------------------
+# How byte-level BPE cuts text into words, before it merges bytes.
 SPLIT_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-LLAMA3_NAMES = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",  # 3.1, 3.2
-                7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}  # others: reserved_special_token_0, ...
+# Llama 3.1's and 3.2's names of the ids from 128,000 on.
+RESERVED = [f"reserved_special_token_{i}" for i in range(248)]
+LLAMA3_NAMES = ["begin_of_text", "end_of_text", *RESERVED[:2], "finetune_right_pad_id",
+                RESERVED[2], "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag",
+                *RESERVED[3:]]
 
 
+@dataclass
 class Tokenizer:
-    """
-    .vocab_size: highest id + 1; .bos_id: None where the tokenizer adds none; .special: {name: id} of special tokens;
-    .files: to copy along, the tokenizer's own first.
-    """
+    """Text to ids and back."""
+    encode_text: Callable  # text without names -> ids
+    decode: Callable       # list of ids -> text; SentencePiece leaves out control tokens
+    vocab_size: int        # the highest id + 1
+    bos_id: int | None     # None if the tokenizer puts no token before a text
+    eos_id: int
+    special: dict          # {name: id} of control tokens
+    always: dict           # {name: id} of other names, which count in any text
 
-    def __init__(self, path, encode, decode, vocab_size, bos_id, eos_id, plain, special):
-        """encode: of text without names; plain, special: {name: id} read always, and where encode() is asked to."""
-        if eos_id is None:
-            raise InputError(f"{path}: has no end-of-text token")
-        more = (os.path.join(os.path.dirname(path), file) for file in CARRIED_FILES)
-        self.files, self._encode, self._decode = [path, *filter(os.path.exists, more)], encode, decode
-        self.vocab_size, self.bos_id, self.eos_id, self.special = vocab_size, bos_id, eos_id, special
-        self._names = plain | special
-        self._find = [re.compile(f"({'|'.join(map(re.escape, sorted(names, reverse=True))) or chr(0) + '(?!)'})")
-                      for names in (plain, self._names)]  # of two that begin alike the longer first
+    def __post_init__(self):
+        self.names = self.always, self.always | self.special
+        self.patterns = [names_pattern(names) for names in self.names]
 
     @staticmethod
     def load(folder):
-        """From tokenizer.model (SentencePiece, or Llama-3's lines of "base64 rank"), else tokenizer.json."""
-        path = next((p for file in TOKENIZER_FILES if os.path.isfile(p := os.path.join(folder, file))), None)
-        if path is None:
-            raise InputError(f"{folder}: no tokenizer.model or tokenizer.json here (--tokenizer)")
-        content = Path(path).read_bytes() or b"empty"  # of which SentencePiece would make a tokenizer
+        """From tokenizer.model (SentencePiece, or Llama 3's base64 lines), else tokenizer.json."""
+        path = Path(folder, "tokenizer.model")
+        if not path.exists():
+            return read_byte_level(Path(folder, "tokenizer.json"))
+        content = path.read_bytes()
+        if content.startswith(b"IQ== 0\n"):
+            return read_llama3(content)
         try:
-            if path.endswith(".json"):
-                return _byte_level(path, *_read_byte_level(path, json.loads(content)))
-            if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", content):
-                pieces = [base64.b64decode(piece) for piece, _ in map(bytes.split, content.splitlines())]
-                assert len(pieces) == 128000, f"{len(pieces)} lines, not 128000"
-                spare = (f"reserved_special_token_{i}" for i in range(256))
-                special = {f"<|{LLAMA3_NAMES.get(i) or next(spare)}|>": 128000 + i for i in range(256)}
-                return _byte_level(path, SPLIT_LLAMA3, pieces, range(128000), {}, special, 128000)
-            sp = sentencepiece.SentencePieceProcessor(model_proto=content)
-            bos, eos = (i if i >= 0 else None for i in (sp.bos_id(), sp.eos_id()))
-            special = {sp.id_to_piece(i): i for i in range(sp.vocab_size()) if sp.is_control(i)}
-            return Tokenizer(path, sp.encode, sp.decode, sp.vocab_size(), bos, eos, {}, special)
-        except (InputError, KeyboardInterrupt):
-            raise
-        except BaseException as e:  # a panic in tiktoken's Rust is no Exception
-            raise InputError(f"{path}: is no tokenizer, or damaged: fetch it again ({e!r:.200})")
+            return read_sentencepiece(content)
+        except RuntimeError as e:
+            sys.exit(f"{path}: is damaged or no tokenizer; fetch it again ({e})")
 
     def encode(self, text, bos=False, special=False):
-        """Token ids. "</s>" in text is four characters, and EOS only with special. bos: begin with BOS, if any."""
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON's "\\ud83d" alone
-        ids = []
-        for i, part in enumerate(self._find[special].split(text)):
-            ids += [self._names[part]] if i % 2 else self._encode(part)
-        return [self.bos_id] * (bos and self.bos_id not in (None, *ids[:1])) + ids
-
-    def decode(self, ids):
-        try:
-            return self._decode([int(i) for i in ids])  # special ones: their name (byte-level) or nothing
-        except (KeyError, IndexError, OverflowError, TypeError):
-            raise InputError(f"{self.files[0]}: {ids} are not all ids below {self.vocab_size}")
+        """Token ids. "</s>" is four characters, or EOS if special. bos: begin with BOS, if any."""
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # lone surrogates
+        names, ids = self.names[special], []
+        for part in self.patterns[special].split(text):
+            ids += [names[part]] if part in names else self.encode_text(part)
+        if bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
 
 
-def _read_byte_level(path, spec):
-    """tokenizer.json of Llama-3.2, OLMo-2, GPT-2 (split regex, vocabulary, merges) -> _byte_level's arguments."""
-    model, pre, post = spec["model"], spec["pre_tokenizer"] or {}, spec.get("post_processor") or {}
-    *split, level = pre.get("pretokenizers", [pre])
-    splits = [(s["type"], s.get("behavior"), s.get("invert"), *s.get("pattern", ())) for s in split]
-    kind, normalizer = model.get("type", "BPE"), spec.get("normalizer")  # old files leave the type out
-    if ((kind, normalizer, level.get("type"), level.get("add_prefix_space"), level.get("use_regex", True)) !=
-            ("BPE", None, "ByteLevel", False, not split) or splits not in (  # the two known ones do the same
-                [], [("Split", "Removed", True, "Regex")], [("Split", "Isolated", False, "Regex")])):
-        parts = re.findall(r'"type": "(?!Sequence)(\w+)"', json.dumps([normalizer, pre]))
-        raise InputError(f"{path}: holds {' with '.join([kind, *parts[:1]])}, not plain byte-level BPE: put the model's "
-                         "tokenizer.model (SentencePiece) beside it, or name a folder that has one")
-    # GPT-2's alphabet writes the 188 printable bytes as themselves, the others as characters from 256 on.
-    order = sorted(range(256), key=lambda b: not chr(b).isprintable() or b == 32)
+def names_pattern(names):
+    """A pattern that splits text at names. Of two that begin alike, the longer one wins."""
+    choices = "|".join(map(re.escape, sorted(names, reverse=True)))
+    return re.compile(f"({choices or '(?!)'})")
+
+
+def read_sentencepiece(content):
+    """The Tokenizer in the bytes of a SentencePiece model (Llama 1 and 2, TinyLlama)."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    size, bos_id = model.vocab_size(), model.bos_id()
+    bos_id = None if bos_id < 0 else bos_id
+    special = {model.id_to_piece(i): i for i in range(size) if model.is_control(i)}
+    return Tokenizer(model.encode, model.decode, size, bos_id, model.eos_id(), special, {})
+
+
+def read_llama3(content):
+    """The Tokenizer in the bytes of Llama 3's tokenizer.model."""
+    lines = [line.split() for line in content.splitlines()]
+    pieces = {base64.b64decode(piece): int(rank) for piece, rank in lines}
+    assert len(pieces) == 128000, f"tokenizer.model has {len(pieces)} tokens, not 128000"
+    special = {f"<|{name}|>": 128000 + i for i, name in enumerate(LLAMA3_NAMES)}
+    return byte_level(SPLIT_LLAMA3, pieces, 128000, special, {})
+
+
+def read_byte_level(path):
+    """The Tokenizer in a tokenizer.json of byte-level BPE (GPT-2, Llama 3, OLMo 2)."""
+    spec = read_json(path)
+    before = spec["pre_tokenizer"] or {}
+    *splits, last = before.get("pretokenizers", [before])
+    split = splits[0].get("pattern", {}).get("Regex") if splits else SPLIT_GPT2
+    foreign = spec["normalizer"] or last.get("type") != "ByteLevel" or last["add_prefix_space"]
+    if foreign or not split or len(splits) > 1:
+        sys.exit(f"{path}: is not plain byte-level BPE; put the model's tokenizer.model beside it")
+    # GPT-2 writes the 188 printable bytes as themselves and the others as characters from 256 on.
+    order = sorted(range(256), key=lambda byte: not chr(byte).isprintable() or byte == 32)
     byte = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(order)}
-    merged = ("".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"])
-    pieces = list(dict.fromkeys([*byte, *merged]))
-    ids = [model["vocab"][piece] for piece in pieces]
-    plain, special = ({t["content"]: t["id"] for t in spec["added_tokens"] if t["special"] == s} for s in (False, True))
-    first = [s["single"][0] for s in post.get("processors", [post]) if s.get("type") == "TemplateProcessing"]
-    bos = next((special[s["SpecialToken"]["id"]] for s in first if "SpecialToken" in s), None)
-    pattern = split[0]["pattern"]["Regex"] if split else SPLIT_GPT2
-    return pattern, [bytes(byte[c] for c in piece) for piece in pieces], ids, plain, special, bos
+    vocab, merges = spec["model"]["vocab"], spec["model"]["merges"]
+    merged = ("".join(merge).replace(" ", "") for merge in merges)  # of pairs, or of "a b"
+    pieces = {bytes(map(byte.get, text)): vocab[text] for text in [*byte, *merged]}
+    special, always = {}, {}
+    for token in spec["added_tokens"]:
+        names = special if token["special"] else always
+        names[token["content"]] = token["id"]
+    return byte_level(split, pieces, special.get("<|begin_of_text|>"), special, always)
 
 
-def _byte_level(path, pattern, pieces, ids, plain, special, bos_id):
-    """pieces: bytes in merge order; ids: theirs; plain, special: as Tokenizer's."""
-    ids = [*ids, *(added := plain | special).values()]
-    code = {i: c for c, i in enumerate(ids)}  # tiktoken's: it merges in the order of its codes
-    coder = tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks={p: c for c, p in enumerate(pieces)},
-                              special_tokens={name: code[i] for name, i in added.items()})
-    text = list(map(chr, range(256)))
-    assert coder.decode_batch(coder.encode_ordinary_batch(text)) == text, "lacks a byte, or the regex drops one"
+def byte_level(pattern, pieces, bos_id, special, always):
+    """A Tokenizer of byte-level BPE. pieces: {bytes: id} in the order in which they are merged."""
+    codes = {piece: code for code, piece in enumerate(pieces)}  # tiktoken merges by lowest code
+    coder = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=codes, special_tokens={})
+    ids, names = list(pieces.values()), special | always
+    content = dict(zip(ids, pieces)) | {i: name.encode() for name, i in names.items()}
 
-    def encode(text):  # cut, as the regex gives up on 10^6 blanks in a row; before a line, as there a token begins
+    def encode(text):
+        # The regex gives up on a million blanks in a row, so long text is encoded in parts. A part
+        # ends where a line begins, if it can, since a word begins there anyway.
         parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
-        return [ids[c] for part in parts for c in coder.encode_ordinary(part)]
+        return [ids[code] for part in parts for code in coder.encode_ordinary(part)]
 
-    eos = next((added[n] for n in ("<|endoftext|>", "<|end_of_text|>", "</s>") if n in added), None)
-    return Tokenizer(path, encode, lambda i: coder.decode([code[x] for x in i]), max(ids) + 1, bos_id, eos, plain, special)
+    def decode(tokens):  # leaves out the padding of a model's vocabulary
+        return b"".join(content.get(i, b"") for i in tokens).decode("utf-8", "replace")
 
-
-# ---- the hub: checkpoints by name ------------------------------------------------------------
-# The cache is laid out as huggingface.co/docs/hub/local-cache says, shared with every tool that keeps to it.
-TRIES, FIRST_WAIT, THREADS, CHUNK = 5, 1.0, 4, 1 << 17  # in a row; seconds, doubling; files at once; bytes
-INDEX, TOKENIZER = "model.safetensors.index.json", " or ".join(TOKENIZER_FILES)
-SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, "tokenizer_config.json",
-               "special_tokens_map.json", INDEX)
-SPEC = re.compile(r"(?![^@]*--)(?!.*\.\.)(\w[\w.-]*/\w[\w.-]*)(?:@(\w(?:[\w./+-]*\w)?))?", re.ASCII)
-INSIDE = re.compile(r"(?!/)(?!(?:.*/)?\.\.(?:/|$))[^\0]+", re.DOTALL)  # a name that stays in the folder it is joined to
+    ends = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+    eos_id = next(names[name] for name in ends if name in names)
+    return Tokenizer(encode, decode, max(content) + 1, bos_id, eos_id, special, always)
 
 
-def _whole(path, size):
-    return os.path.isfile(path) and os.path.getsize(path) == size
-
-
-def weight_map(index):
-    """{tensor name: file} of an index, all of them .safetensors of its folder. InputError."""
-    files = read_json(index).get("weight_map")
-    names = files.values() if isinstance(files, dict) else ()
-    if not names or not all(isinstance(n, str) and INSIDE.fullmatch(n) and n.endswith(".safetensors") for n in names):
-        raise InputError(f"{index}: names other files than .safetensors of its own folder: choose another model")
-    return files
-
-
-def _lacking(snapshot):
-    """What a snapshot folder needs to be a checkpoint and does not have."""
-    def has(name):
-        return os.path.isfile(os.path.join(snapshot, name))  # not so where a link's blob is gone
-    weights = weight_map(os.path.join(snapshot, INDEX)).values() if has(INDEX) else ["model.safetensors"]
-    lacking = [name for name in sorted({"config.json", *weights}) if not has(name)]
-    return lacking if any(map(has, TOKENIZER_FILES)) else [*lacking, TOKENIZER]
-
-
-def _pause(error, failures):
-    """Seconds until the next try: 1, 2, 4, ... or what the server asks for (docs/hub/rate-limits), a minute at most."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    asked = headers.get("Retry-After") or "".join(re.findall(r"\bt=(\d+)", headers.get("RateLimit", ""))[:1])
-    try:
-        asked = urllib3.Retry().parse_retry_after(asked)
-    except (urllib3.exceptions.HTTPError, ValueError, OverflowError):
-        asked = 0
-    return min(60, max(asked, FIRST_WAIT * 2**(failures - 1)))
-
-
-class _Hub:
-    """A repository, org/name or datasets/org/name, at a revision: its list of files, and those files into .folder."""
-
-    def __init__(self, repo, revision):
-        env, (kind, name) = os.environ.get, ("datasets", repo[9:]) if repo.startswith("datasets/") else ("models", repo)
-        self.home = env("HF_HOME") or os.path.join(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-        cache = Path(env("HF_HUB_CACHE") or os.path.join(self.home, "hub")).expanduser()
-        self.repo, self.revision, self.api = repo, revision, f"api/{kind}/{name}"
-        self.folder = os.path.join(cache, kind + "--" + name.replace("/", "--"))
-        self.endpoint = (env("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-        self.offline = env("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-        self.session, self.stop, self.done = requests.Session(), threading.Event(), {}  # done: {hash: bytes on disk}
-        self.session.headers["Accept-Encoding"] = "identity"  # offsets and sizes are the file's own
-        self.session.auth = lambda request: request  # or ~/.netrc would come before the token
-
-    def log_in(self):
-        file = Path(os.environ.get("HF_TOKEN_PATH") or os.path.join(self.home, "token")).expanduser()
-        self.token = (os.environ.get("HF_TOKEN") or (file.read_text("latin-1") if file.is_file() else "")).strip()
-        if not re.fullmatch("[!-~]*", self.token):  # checked here, as requests would print it
-            raise InputError("HF_TOKEN (or the token's file): holds blanks or other signs that no token has: correct it")
-        if self.token:  # redirected to another host, requests takes it out again
-            self.session.headers["Authorization"] = f"Bearer {self.token}"
-
-    def get(self, path, start=0):
-        """An answer, its body unread. What may pass is a RequestException, what will not an InputError."""
-        try:
-            r = self.session.get(f"{self.endpoint}/{path}", stream=True, timeout=(10, 30),
-                                 headers={"Range": f"bytes={start}-"} if start else None)
-        except ValueError as e:  # so requests refuses addresses
-            raise InputError(f"HF_ENDPOINT={self.endpoint}: leads to what is no address ({e!r:.200}): correct it")
-        if r.status_code in (200, 206, 416):
-            return r
-        r.close()
-        status, host, page = f"{r.status_code} {r.reason}", urlsplit(r.url).netloc, f"{self.endpoint}/{self.repo}"
-        storage = host != urlsplit(self.endpoint).netloc  # whose links expire: the hub gives a new one
-        if storage or r.status_code in (408, 429) or r.status_code >= 500:
-            raise requests.HTTPError(f"{host} answers {status}", response=r)
-        mend = "set HF_TOKEN to one that may read it" if self.token else "set HF_TOKEN"
-        gated = f"gated: check the name, accept the terms on {page} and {mend}"
-        why = {"GatedRepo": f"is {gated}",
-               "RevisionNotFound": f"has no revision {self.revision}: see {page}/tree/main for its revisions",
-               "EntryNotFound": f"has no {path.rpartition('/resolve/')[2]}: choose another revision"}
-        other = {401: f"is missing, private or {gated}", 403: f"is {gated}",
-                 404: f"no such model on {self.endpoint}: check the name"}
-        raise InputError(f"{self.repo}: " + (why.get(r.headers.get("X-Error-Code")) or other.get(
-            r.status_code, f"{host} answers {status}: check HF_ENDPOINT")))
-
-    def retry(self, attempt, what, sha=None):
-        """attempt() until it is through; InputError when TRIES in a row did not bring a byte more of blob sha."""
-        failures, best = 0, self.done.get(sha, 0)
-        while True:
-            try:
-                return attempt()
-            except (requests.RequestException, urllib3.exceptions.HTTPError) as e:  # few of the latter come through
-                failures = 1 if self.done.get(sha, 0) > best else failures + 1
-                best, wait = max(best, self.done.get(sha, 0)), _pause(e, failures)
-                why = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]  # less urllib3's preamble
-                if failures == TRIES:
-                    raise InputError(f"{what}: {TRIES} tries at {self.endpoint} failed ({why}): check the connection "
-                                     "and HF_ENDPOINT (the same command goes on), or name a local folder")
-                print(f"{what}: {why}; next try in {wait:.0f} s", file=sys.stderr)
-                if self.stop.wait(wait):
-                    raise InterruptedError
-
-    def listing(self):
-        """-> commit, {file: (bytes, hash)}. The hash names the blob: sha256 of LFS files, git's sha1 of others."""
-        self.log_in()
-        path = f"{self.api}/revision/{quote(self.revision, safe='')}?blobs=true"
-        content, files = self.retry(lambda: self.get(path).content, f"the list of {self.repo}"), {}
-        try:
-            info = json.loads(content)
-            for entry in info["siblings"]:
-                lfs, name = entry.get("lfs"), entry["rfilename"]
-                size, sha = (lfs["size"], lfs["sha256"]) if lfs else (entry["size"], entry["blobId"])
-                sound = INSIDE.fullmatch(name) and re.fullmatch("[0-9a-f]{64}" if lfs else "[0-9a-f]{40}", sha)
-                if not sound or size < 0:
-                    raise ValueError(entry)
-                files[name] = size, sha
-            return re.fullmatch("[0-9a-f]{40}", info["sha"])[0], files
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise InputError(f"{self.endpoint}: sends no list of {self.repo}'s files ({e!r:.200}): check HF_ENDPOINT")
-
-    def fetch(self, path, size, sha):
-        """A file into blobs/sha, whichever process is the first to do it."""
-        blob, (cache, folder) = os.path.join(self.folder, "blobs", sha), os.path.split(self.folder)
-        os.makedirs(locks := os.path.join(cache, ".locks", folder), exist_ok=True)
-        with open(os.path.join(locks, sha + ".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # as huggingface_hub does
-            if not _whole(blob, size):
-                with open(blob + ".incomplete", "a+b") as part:
-                    self.complete(part, path, size, sha)
-                os.replace(part.name, blob)
-        self.done[sha] = size
-
-    def complete(self, part, path, size, sha):
-        """Go on where an earlier run ended; on return the file is checked and on the disk."""
-        def drop():
-            part.seek(0)
-            self.done[sha] = part.truncate()
-
-        def attempt():
-            if (have := part.seek(0, os.SEEK_END)) == size:
-                return
-            with self.get(path, have) as r:
-                span = re.fullmatch(rf"bytes {have}-\d+/({size}|\*)", r.headers.get("Content-Range", ""))
-                if r.status_code != 206 or not span:
-                    drop()
-                    if r.status_code != 200:  # which is the file from its start
-                        raise requests.RequestException(f"asked for the bytes from {have} on, it does not send them")
-                for chunk in r.iter_content(CHUNK):
-                    if self.stop.is_set():
-                        raise InterruptedError
-                    if part.tell() + len(chunk) > size:
-                        drop()
-                        raise requests.RequestException(f"it sends more than the {size} bytes that were promised")
-                    part.write(chunk)
-                    self.done[sha] = part.tell()
-            if part.tell() < size:
-                raise requests.RequestException(f"it ends after {part.tell()} of {size} bytes")
-
-        if part.tell() > size:  # opened to append, it stands at its end
-            drop()
-        for _ in range(2):  # once more, as what the earlier run left may be wrong
-            self.retry(attempt, path, sha)
-            part.seek(0)
-            begin = hashlib.sha256 if len(sha) == 64 else lambda: hashlib.sha1(b"blob %d\0" % size)
-            if (found := hashlib.file_digest(part, begin).hexdigest()) == sha:
-                return os.fsync(part.fileno())
-            drop()
-        os.remove(part.name)
-        raise InputError(f"{path}: its hash is {found}, not {sha}: check HF_ENDPOINT, or try again later")
-
-    def fetch_all(self, commit, files):
-        """{name: (bytes, hash)} into blobs/, then, all being whole, into snapshots/commit, which is returned."""
-        try:
-            self.fetch_blobs(commit, files)
-            return self.link(commit, files)
-        except OSError as e:
-            raise InputError(f"{self.folder}: fetching into it failed ({e}): make room or set HF_HOME; "
-                             "the same command goes on")
-
-    def fetch_blobs(self, commit, files):
-        """Those that are not there yet, THREADS at a time."""
-        blobs = os.path.join(self.folder, "blobs")
-        os.makedirs(blobs, exist_ok=True)
-        todo = {sha: (f"{self.repo}/resolve/{commit}/{quote(name)}", size, sha)
-                for name, (size, sha) in files.items() if not _whole(os.path.join(blobs, sha), size)}
-        for _, size, sha in todo.values():
-            part = os.path.join(blobs, sha + ".incomplete")
-            self.done[sha] = min(size, os.path.getsize(part)) if os.path.exists(part) else 0
-        total, before, begun = sum(size for _, size, _ in todo.values()), sum(map(self.done.get, todo)), time.time()
-        if (free := shutil.disk_usage(blobs).free) < total - before:
-            raise InputError(f"{blobs}: needs {(total - before) / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free: "
-                             "make room or set HF_HOME to a folder on another disk")
-        shown, screen = begun, sys.stderr.isatty()
-
-        def show(end):
-            have, seconds = sum(map(self.done.get, todo)), time.time() - begun
-            rate = max(1, have - before) / max(1e-3, seconds)
-            minutes, rest = divmod(int((total - have) / rate), 60)
-            text = f"{have / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.1f} MB/s, ETA {minutes}:{rest:02d}"
-            print(f"\r{text}\x1b[K" if screen else text, end=end, file=sys.stderr, flush=True)
-
-        left = len(todo)
-        self.stop.clear()
-        with ThreadPool(THREADS) as pool:  # of daemons: neither its end nor an exit waits for one that hangs
-            ended = pool.imap_unordered(lambda file: self.fetch(*file), todo.values())
-            try:
-                while left:
-                    with contextlib.suppress(multiprocessing.TimeoutError):
-                        ended.next(0.2)
-                        left -= 1
-                    if total >= 10**8 and time.time() - shown > (1 if screen else 10):
-                        shown = time.time()
-                        show("" if screen else "\n")
-            finally:  # of Ctrl-C, too
-                self.stop.set()
-                if total >= 10**8:
-                    show("\n")
-
-    def link(self, commit, files):
-        """Names for the blobs of {name: (bytes, hash)}: snapshots/commit, which is returned."""
-        snapshot = os.path.join(self.folder, "snapshots", commit)
-        for name, (_, sha) in files.items():
-            blob, link = os.path.join(self.folder, "blobs", sha), os.path.join(snapshot, name)
-            # Of this process alone, pids being the same in two containers, and where nobody lists names.
-            new = f"{blob}.{os.urandom(4).hex()}"
-            os.makedirs(os.path.dirname(link), exist_ok=True)
-            try:
-                os.symlink(os.path.relpath(blob, os.path.dirname(link)), new)
-            except OSError:  # a file system without links
-                shutil.copyfile(blob, new)
-            os.replace(new, link)
-        return snapshot
-
-
-def download(spec):
-    """
-    "org/name" or "org/name@REVISION" of the Hugging Face hub -> a folder with its config.json, safetensors and
-    tokenizer, complete and checked. A complete one in the usual cache (HF_HOME) is taken without any request.
-    """
-    if not (match := SPEC.fullmatch(spec)):
-        raise InputError(f"{spec}: neither a folder here nor org/name or org/name@REVISION as on the hub")
-    hub = _Hub(match[1], revision := match[2] or "main")
-    folder = hub.folder
-    ref = Path(folder, "refs", revision)
-    commit = re.match("[0-9a-f]{40}|", ref.read_text("latin-1") if ref.is_file() else "")[0] or revision
-    snapshot = os.path.join(folder, "snapshots", commit)
-    lacking = _lacking(snapshot)
-    if not lacking or hub.offline and lacking == [TOKENIZER]:
-        print(f"{spec}: taken from {snapshot}; delete that folder to fetch it anew", file=sys.stderr)
-        return snapshot
-    if hub.offline:
-        raise InputError(f"{spec}: {snapshot} lacks {', '.join(lacking)}, but HF_HUB_OFFLINE is set: unset it")
-    commit, files = hub.listing()
-    weights = [name for name in (INDEX, "model.safetensors") if name in files][:1]
-    pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in files)
-    for wrong, why in (("config.json" not in files, "has no config.json, so it is no checkpoint of transformers"),
-                       (not weights and pickled, "has pickled weights only, which are never loaded, as unpickling "
-                                                 "can run any code; take a conversion to safetensors"),
-                       (not weights, "has no model.safetensors")):
-        if wrong:
-            raise InputError(f"{spec}: {why}: choose another revision or model")
-    snapshot = hub.fetch_all(commit, {name: files[name] for name in SMALL_FILES if name in files})
-    weights = weight_map(os.path.join(snapshot, INDEX)).values() if INDEX in weights else weights
-    if absent := set(weights) - files.keys():
-        raise InputError(f"{spec}: has no {min(absent)}, which its {INDEX} names: choose another revision")
-    hub.fetch_all(commit, {name: files[name] for name in sorted(weights)})
-    if revision != commit:
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(commit)
-    return snapshot
-
-
-def hub_inputs(spec):
-    """
-    "hf://datasets/ORG/NAME/GLOB" (or NAME@REVISION) -> {"hf://datasets/ORG/NAME@COMMIT/FILE": (bytes, function() that
-    fetches that file into the usual cache and returns its path)}. InputError.
-    """
-    if not (match := re.fullmatch(r"hf://(datasets/\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?/(.+)", spec, re.ASCII)):
-        raise InputError(f"{spec}: is not hf://datasets/ORG/NAME/FILES or hf://datasets/ORG/NAME@REVISION/FILES")
-    hub = _Hub(match[1], match[2] or "main")
-    if hub.offline:
-        raise InputError(f"{spec}: HF_HUB_OFFLINE is set: unset it, or name local files")
-    commit, files = hub.listing()
-    fetch = lambda name: os.path.join(hub.fetch_all(commit, {name: files[name]}), name)
-    return {f"hf://{match[1]}@{commit}/{name}": (files[name][0], functools.partial(fetch, name))
-            for name in fnmatch.filter(sorted(files), match[3])}
-
-
-# ---- prepare: text files to shards -----------------------------------------------------------
 load_once = functools.cache(Tokenizer.load)  # once a process
-# What --strip_roles takes out where a line begins with it, `User:`, `### User:`, <|user|>, <|im_start|>user, with the
-# line's end if nothing follows; and any <|im_end|>.
-ROLE = "(?:user|human|assistant|system)"
-ROLES = re.compile(rf"(?im)^[ \t]*(?:#* *{ROLE}:|<\|{ROLE}\|>|<\|im_start\|>{ROLE}\b)[ \t]*\n?|<\|im_end\|>")
 
 
-def _chunks(sources, columns, most, start):
-    """
-    Yield (path, number of the first document, documents: about `most` bytes, or 256 rows, the place after them) from
-    a place on: [input, document, byte], all from 0. So a resumed run reads nothing twice, or a row group at most.
-    """
-    _, first, byte = start
-    for number, (path, (size, local)) in itertools.islice(enumerate(sources.items()), start[0], None):
-        end, here = [number + 1, 0, 0], local()  # fetches it, if it lies on the hub
-        if path.endswith(".txt"):
-            yield path, 0, [Path(here).read_bytes()], end
-        elif path.endswith(".jsonl"):
-            with open(here, "rb") as f:
-                f.seek(byte)
-                for lines in iter(lambda: f.readlines(most), []):
-                    place = [number, first + len(lines), f.tell()]
-                    yield path, first, lines, place if place[2] < size else end
-                    first += len(lines)
-        else:
-            try:
-                from pyarrow import parquet
-                with parquet.ParquetFile(here, buffer_size=1 << 20) as file:  # else all of a row group comes at once
-                    if lacking := set(columns) - set(file.schema_arrow.names):
-                        raise InputError(f"{path}: has no column {sorted(lacking)} (--field, --drop), but "
-                                         f"{file.schema_arrow.names}")
-                    row, rows = 0, file.metadata.num_rows
-                    for group in range(file.num_row_groups):
-                        if row + file.metadata.row_group(group).num_rows <= first:
-                            row += file.metadata.row_group(group).num_rows
-                            continue
-                        for batch in file.iter_batches(256, [group], columns):
-                            row += len(batch)
-                            if row > first:
-                                place = [number, row, size * row // rows] if row < rows else end
-                                yield path, row - len(batch), batch, place
-            except (ImportError, ValueError, OSError) as e:
-                raise InputError(f"{path}: get it again, or `pip install pyarrow` ({str(e).splitlines()[0]})")
-        first = byte = 0
+# ---- download --------------------------------------------------------------------------------
+# Where Hugging Face's programs keep their files; what we fetch goes to a folder nanoloop/ there.
+HF_HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+MODEL_FILES = (r"config\.json|model.*\.safetensors|model\.safetensors\.index\.json"
+               r"|tokenizer.*|special_tokens_map\.json")
+WAITS = (1, 2, 4, 8, 16)  # seconds after each failed try
 
 
-def _text(path, row, fields, drop):
-    """The text of a document, bytes or a dict; None where --drop takes it out."""
-    if isinstance(row, bytes):
-        row = row.decode("utf-8-sig")  # bad UTF-8 is refused, never replaced
-        if path.endswith(".txt") or not row.strip():
-            return row
-        row = json.loads(row)
-    if any(part.lower() in str(row[column]).lower() for column, part in drop):
-        return None
-    parts = (row[field] for field in fields)  # texts, or a chat's lists of {"role": ..., "content": ...}
-    return "\n".join(p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in parts)
+def hub_get(path, start=0):
+    """GET a path of the hub; the body, from byte `start` on, is still to be read."""
+    token, file = os.environ.get("HF_TOKEN"), HF_HOME / "token"
+    if not token and file.exists():
+        token = file.read_text()
+    headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-"}
+    if token:
+        headers["Authorization"] = f"Bearer {token.strip()}"
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/") + "/" + path
+    answer = requests.get(url, headers=headers, stream=True, timeout=30)
+    if answer.status_code in (401, 403, 404):
+        sys.exit(f"{url}: {answer.status_code} {answer.reason}: missing, private or gated; check "
+                 "the name, accept its terms on the hub, and set HF_TOKEN")
+    answer.raise_for_status()
+    return answer
 
 
-def _tokenize(folder, fields, drop, strip_roles, chunk):
-    """-> tokens of a chunk, its path, its place, counts of documents, [what is bad about one]. Blank ones are skipped."""
-    (path, first, documents, place), tokenizer, tokens, dropped, bad = chunk, load_once(folder), [], 0, []
-    for i in range(len(documents)):
+def fetch(url, path, size, sha256):
+    """Download a file from where an earlier try ended, check it, and only then give it its name."""
+    part = Path(f"{path}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    for wait in (*WAITS, None):
         try:
-            row = documents[i] if isinstance(documents, list) else documents.slice(i, 1).to_pylist()[0]
-            text = _text(path, row, fields, drop)
-        except (ValueError, RecursionError, KeyError, TypeError) as e:
-            bad.append(f"{path}:{first + i + 1}: not UTF-8, not JSON or not what --field and --drop name ({e!r:.200})")
-            continue
-        dropped += text is None
-        if strip_roles and text:
-            text = ROLES.sub("", text)
-        if text and text.strip():
-            tokens += tokenizer.encode(text, bos=True)
-            tokens.append(tokenizer.eos_id)
-    tokens = np.array(tokens, np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
-    return tokens, path, place, {"documents": len(documents), "bad": len(bad), "dropped": dropped}, bad
+            with open(part, "ab") as file:
+                if file.tell() < size:
+                    for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
+                        file.write(chunk)
+                        print(f"\r{path}: {file.tell() / size:.1%}", end="", file=sys.stderr)
+            break
+        except OSError as e:  # a full disk, or one of requests' errors
+            if wait is None or not isinstance(e, requests.RequestException):
+                sys.exit(f"{path}: {e}; the same command resumes")
+            time.sleep(wait)
+    with open(part, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if part.stat().st_size != size or sha256 not in (None, found):
+        part.unlink()
+        sys.exit(f"{path}: has another size or sha256 than the hub states; deleted, try again")
+    part.rename(path)
 
 
-def _start_worker():
-    """Ctrl-C is the parent's to handle; and a worker whose parent was killed would wait for ever."""
+def complete(folder):
+    """Whether a folder has config.json and all files of weights."""
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.exists():
+        names = read_json(index)["weight_map"].values()
+    return all((folder / name).exists() for name in ("config.json", *names))
+
+
+def download(spec, wanted=MODEL_FILES):
+    """
+    "org/name" or "org/name@REVISION" on the Hugging Face hub -> a folder with config.json,
+    tokenizer and safetensors. A complete one in the usual cache, or in HF_HOME/nanoloop, where
+    this function puts it, is taken without a request. "datasets/org/name": the `wanted` files.
+    """
+    match = re.fullmatch(r"((?:datasets/)?[\w.-]+/[\w.-]+)(?:@([\w./-]+))?", spec)
+    if not match:
+        sys.exit(f"{spec}: is neither a folder here nor org/name or org/name@REVISION on the hub")
+    repo, revision = match[1], match[2] or "main"
+    kind = repo if repo.startswith("datasets/") else f"models/{repo}"
+    cache = Path(os.environ.get("HF_HUB_CACHE", HF_HOME / "hub"), kind.replace("/", "--"))
+    ref, ours = cache / "refs" / revision, HF_HOME / "nanoloop" / spec.replace("/", "--")
+    commit = ref.read_text() if ref.exists() else revision
+    for folder in (cache / "snapshots" / commit, ours):
+        if complete(folder):
+            return str(folder)
+    info = hub_get(f"api/{kind}/revision/{quote(revision, safe='')}?blobs=true").json()
+    files = {file["rfilename"]: file for file in info["siblings"]}
+    for name in sorted(files, reverse=True):  # config.json after tokenizer and weights
+        path, size = ours / name, files[name]["size"]
+        if not path.is_relative_to(ours) or ".." in path.parts:
+            sys.exit(f"{spec}: its file {name} would leave {ours}; choose another")
+        known = path.exists() and path.stat().st_size == size
+        if re.fullmatch(wanted, name) and not known:
+            sha256 = (files[name].get("lfs") or {}).get("sha256")
+            fetch(f"{repo}/resolve/{info['sha']}/{quote(name)}", path, size, sha256)
+    if kind != repo and not complete(ours):
+        sys.exit(f"{spec}: lacks config.json or safetensors; weights that are only pickled (.bin, "
+                 ".pth) are never loaded: choose a conversion to safetensors")
+    return str(ours)
+
+
+# ---- prepare ---------------------------------------------------------------------------------
+# What --strip_roles removes: `User:`, `### User:`, <|user|> or <|im_start|>user at the start of a
+# line, with the line's end if nothing follows, and any <|im_end|>.
+ROLE = "(?:user|human|assistant|system)"
+ROLES = re.compile(rf"(?im)^[ \t]*(?:#* *{ROLE}:|<\|{ROLE}\|>|<\|im_start\|>{ROLE}\b)[ \t]*\n?"
+                   r"|<\|im_end\|>")
+
+
+def list_inputs(inputs):
+    """Paths of the files to pack. Those of hf://datasets/ORG/NAME[@REVISION]/GLOB are fetched."""
+    paths = []
+    for name in inputs:
+        on_hub = re.fullmatch("hf://(datasets/[^/]+/[^/]+)/(.+)", name)
+        if on_hub:
+            spec, pattern = on_hub.groups()
+            folder = download(spec, fnmatch.translate(pattern))
+            files = map(str, Path(folder).rglob("*"))
+            paths += sorted(fnmatch.filter(files, f"{folder}/{pattern}"))
+        else:
+            paths.append(os.path.abspath(name))
+    return paths
+
+
+def list_tasks(paths, step):
+    """
+    The input in pieces for the workers: [(path, begin, end)], which are bytes of a .jsonl file,
+    a row group of a .parquet file, or a whole .txt file.
+    """
+    tasks = []
+    for path in paths:
+        end = os.path.getsize(path)
+        if path.endswith(".parquet"):
+            groups = open_parquet(path).num_row_groups
+            tasks += [(path, group, group + 1) for group in range(groups)]
+        elif path.endswith(".txt"):
+            tasks.append((path, 0, end))
+        elif path.endswith(".jsonl"):
+            tasks += [(path, begin, begin + step) for begin in range(0, end, step)]
+        else:
+            sys.exit(f"{path}: is not .txt, .jsonl or .parquet (--input)")
+    return tasks
+
+
+def open_parquet(path):
+    try:
+        from pyarrow import parquet
+        return parquet.ParquetFile(path, buffer_size=1 << 20)
+    except (ImportError, ValueError) as e:
+        sys.exit(f"{path}: is damaged, or pyarrow is missing: pip install pyarrow ({e})")
+
+
+def read_rows(path, begin, end, columns):
+    """Yield the documents of a task: dicts (.parquet) or bytes (a text, or a line of JSON)."""
+    if path.endswith(".parquet"):
+        for batch in open_parquet(path).iter_batches(256, [begin], columns):
+            yield from batch.to_pylist()
+        return
+    with open(path, "rb") as file:
+        if path.endswith(".txt"):
+            yield file.read()
+        elif begin:
+            file.seek(begin - 1)
+            file.readline()  # this line began in the task before
+        while file.tell() < end and (line := file.readline()):
+            if line.strip():
+                yield line
+
+
+def document_ids(tokenizer, row, fields, strip_roles):
+    """
+    Token ids of a document: [BOS] text EOS. A field is text or a chat, a list of {"content": text};
+    or it is a list of ids, which are taken as they are.
+    """
+    texts = []
+    for value in (row[field] for field in fields):
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value[0], int):
+            if not 0 <= min(value) <= max(value) < tokenizer.vocab_size:
+                raise ValueError(f"ids outside the vocabulary of {tokenizer.vocab_size}")
+            return value
+        else:
+            texts += [message["content"] for message in value]
+    text = "\n".join(texts)
+    text = ROLES.sub("", text).strip() if strip_roles else text.strip()
+    return [*tokenizer.encode(text, bos=True), tokenizer.eos_id] if text else []
+
+
+def tokenize(folder, fields, rules, strip_roles, task):
+    """-> tokens of a task, and counts of its documents, dropped and bad ones."""
+    path, tokenizer, counts = task[0], load_once(folder), Counter()
+    dtype = np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32
+    tokens = [np.empty(0, dtype)]
+    columns = {*fields, *(column for column, _ in rules)}
+    for row in read_rows(*task, list(columns)):
+        counts["documents"] += 1
+        try:
+            if path.endswith(".txt"):
+                row = {fields[0]: row.decode("utf-8-sig")}
+            elif path.endswith(".jsonl"):
+                row = json.loads(row)
+            if any(text.lower() in str(row[column]).lower() for column, text in rules):
+                counts["dropped"] += 1
+            else:
+                ids = document_ids(tokenizer, row, fields, strip_roles)
+                tokens.append(np.array(ids, dtype))
+        except (ValueError, LookupError, TypeError) as e:  # not UTF-8, not JSON or without a field
+            counts["bad"] += 1
+            if counts["bad"] <= 3:
+                print(f"\n{path}: left out {row!r:.80} ({e!r:.200})")
+    return np.concatenate(tokens), counts
+
+
+def start_worker():
+    """Leave Ctrl-C to the parent, and exit when it dies: else a worker would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def follow():
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
-def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, max_bad=0.01, val=0.01,
-            shard_tokens=10**8, procs=1):
+def write_shard(folder, name, *arrays):
+    """Write tokens, and targets if given -> [name, tokens, digest], the entry in meta.json."""
+    digest = hashlib.sha256()
+    for array, path in zip(arrays, (name, name.replace(".npy", ".targets.npy"))):
+        with whole(folder / path) as new, open(new, "wb") as file:
+            np.save(file, array)
+        digest.update(array)
+    return [name, len(arrays[0]), digest.hexdigest()]
+
+
+def write_shards(out, state, tokens, val):
+    """Write the next shard, its last `val` as one for validation, then the progress so far."""
+    number, cut = len(state["shards"]["train"]), len(tokens) - int(len(tokens) * val)
+    for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
+        if len(part):
+            entry = write_shard(out, f"{split}_{number:06d}.npy", part)
+            state["shards"][split].append(entry)
+    write_json(out / "progress.json", state)
+
+
+def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, max_bad=0.01,
+            val=0.01, shard_tokens=10**8, procs=8):
     """
-    Pack .txt (a file is a document), .jsonl and .parquet files into shards of about shard_tokens, the last `val`
-    of each for validation. The same call again goes on after the last whole shard and writes the same bytes. Bad
-    documents (not UTF-8, not JSON, no text) are left out; how many, and the first ones, stands in meta.json.
+    Pack .txt (a file is a document), .jsonl and .parquet files into shards of token ids. The same
+    call again resumes after the last whole shard and writes the same bytes.
+
+    --input          files, or hf://datasets/ORG/NAME[@REVISION]/GLOB on the hub
+    --tokenizer      folder with tokenizer.model or tokenizer.json
+    --field          one column (text) or several, a,b: text, chat messages or token ids
+    --drop           leave out rows whose COLUMN contains TEXT, in any case; may be repeated
+    --strip_roles    remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and the like
+    --max_bad        share of documents that may be bad (0.01); they are left out and counted
+    --val            share of each shard for validation (0.01)
+    --shard_tokens   tokens a shard, about (10^8)
+    --procs          processes (8), at most one a core
     """
-    if not 0 <= val < 1 or not 0 <= max_bad < 1 or shard_tokens < 1 or procs < 1:
-        raise InputError(f"--val {val} or --max_bad {max_bad} is not in [0, 1), or --shard_tokens or --procs is below 1")
-    if wrong := [text for text in drop if not re.fullmatch("(?s)[^=]+=.+", text)]:
-        raise InputError(f"--drop {wrong[0]}: is not COLUMN=TEXT")
-    sources = {}  # name: bytes, and the function that gives its path on this disk
-    for name in inputs:
-        more = hub_inputs(name) if name.startswith("hf://") else {
-            name: (os.path.isfile(name) and os.path.getsize(name), functools.partial(str, name))}
-        for path, (size, _) in more.items() or [(name, (0, None))]:
-            if not (size and path.endswith((".txt", ".jsonl", ".parquet"))):
-                raise InputError(f"{path}: missing, empty or not .txt, .jsonl or .parquet (--input)")
-        sources |= more
-    sizes = [size for size, _ in sources.values()]
-    arguments = {"input": [[path if "://" in path else os.path.abspath(path), n] for path, n in zip(sources, sizes)],
-                 "field": field, "drop": list(drop), "strip_roles": strip_roles, "tokenizer": os.path.abspath(tokenizer),
-                 "val": val, "shard_tokens": shard_tokens}
-    fields, drop, folder = field.split(","), [text.split("=", 1) for text in drop], tokenizer
-    tokenizer = load_once(folder)
-    os.makedirs(out, exist_ok=True)
-    done = {"place": [0, 0, 0], "counts": {}, "shards": {"train": [], "val": []}, "arguments": arguments}
-    meta, progress = (os.path.join(out, name) for name in ("meta.json", "progress.json"))
-    if path := next(filter(os.path.exists, (meta, progress)), None):
-        done = read_json(path)
-        if done.get("arguments") != arguments:
-            raise InputError(f"{out}: was begun with other arguments ({path}); delete it or change --out")
-        if path == meta:
-            return print(f"{out}: is complete, nothing to do")
-    elif not {"train_000000.npy", "val_000000.npy", "progress.json.tmp"}.issuperset(os.listdir(out)):
-        raise InputError(f"{out}: holds other files; choose another --out")
-    shards, pieces, packed, begun = done["shards"], [], 0, time.time()
-    shown = begun
-    start = sum(sizes[:done["place"][0]]) + done["place"][2]
-
-    def close_shard():
-        tokens, number = np.concatenate(pieces), len(shards["train"])
-        pieces.clear()
-        cut = len(tokens) - int(len(tokens) * val)
-        for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
-            if len(part):
-                shards[split].append([f"{split}_{number:06d}.npy", len(part)])
-                try:
-                    np.save(os.path.join(out, shards[split][-1][0]), part)
-                except OSError as e:
-                    raise InputError(f"{out}: cannot be written ({e}): the same command goes on when there is room")
-        write_json(progress + ".tmp", done)  # lists whole shards only; the same call again goes on from here
-        os.replace(progress + ".tmp", progress)
-
-    work = functools.partial(_tokenize, folder, fields, drop, strip_roles)
-    columns = list(dict.fromkeys(fields + [column for column, _ in drop]))
-    chunks = _chunks(sources, columns, min(shard_tokens, 1 << 18), done["place"])
-    with ProcessPoolExecutor(procs, None, _start_worker) as pool:
-        tasks = (pool.submit(work, chunk) for chunk in chunks)
-        ahead = deque(itertools.islice(tasks, 8 * procs))  # so no worker waits, and memory holds no more than these
-        while ahead:
-            try:
-                tokens, path, done["place"], more, bad = ahead.popleft().result()
-                ahead.extend(itertools.islice(tasks, 1))
-            except BrokenProcessPool:
-                raise InputError("a worker was killed (memory?): the same command with fewer --procs goes on")
-            counts = done["counts"].setdefault(path, {"documents": 0, "bad": 0, "dropped": 0, "first": []})
-            counts |= {name: counts[name] + n for name, n in more.items()}
-            for line in bad[:3 - len(counts["first"])]:
-                print(f"left out: {line}")
-                counts["first"].append(line)
-            ended = done["place"][1] == 0  # or all of it seems to be bad, and nobody shall wait for its end
-            if counts["bad"] > max_bad * counts["documents"] and (ended or counts["bad"] == counts["documents"] > 1000):
-                raise InputError(f"{counts['first'][0]}; {counts['bad']} of {counts['documents']} documents are bad there, "
-                                 f"more than --max_bad={max_bad} allows")
+    paths, rules, out = list_inputs(inputs), [rule.split("=", 1) for rule in drop], Path(out)
+    arguments = dict(input=[[path, os.path.getsize(path)] for path in paths], field=field,
+                     drop=list(drop), strip_roles=strip_roles, val=val, shard_tokens=shard_tokens,
+                     tokenizer=os.path.abspath(tokenizer))
+    state = dict(arguments=arguments, done=0, counts={}, shards=dict(train=[], val=[]))
+    meta, progress = out / "meta.json", out / "progress.json"
+    if meta.exists() or progress.exists():
+        state = read_json(meta if meta.exists() else progress)
+        if state["arguments"] != arguments:
+            sys.exit(f"{out}: was made with other arguments; delete it or change --out")
+    elif any(out.glob("[!.]*")):
+        sys.exit(f"{out}: holds other files; choose another --out")
+    if meta.exists():
+        return print(f"{out}: is complete, nothing to do")
+    tasks = list_tasks(paths, min(shard_tokens, 1 << 20))
+    work = functools.partial(tokenize, tokenizer, field.split(","), rules, strip_roles)
+    counts, pieces, start = Counter(state["counts"]), [], state["done"]
+    procs = min(procs, os.cpu_count())
+    with locked(out), ProcessPoolExecutor(procs, initializer=start_worker) as pool:
+        write_json(progress, state)
+        for done, (tokens, more) in enumerate(pool.map(work, tasks[start:]), start + 1):
             pieces.append(tokens)
-            packed += len(tokens)
-            if sum(map(len, pieces)) >= shard_tokens:
-                close_shard()
-            if time.time() - shown > 5 or not ahead:
-                have, shown = sum(sizes[:done["place"][0]]) + done["place"][2], time.time()
-                print(f"{have / sum(sizes):.0%} of the input, {packed / (shown - begun):,.0f} tokens/s, "
-                      f"ETA {(sum(sizes) - have) * (shown - begun) / max(1, have - start) / 60:.1f} min")
-    if sum(map(len, pieces)):
-        close_shard()
-    if not shards["train"]:
-        raise InputError(f"{inputs[0]}: no text in the input (--input)")
-    for path in tokenizer.files:
-        shutil.copyfile(path, os.path.join(out, os.path.basename(path)))
-    opening = np.load(os.path.join(out, "train_000000.npy"), mmap_mode="r")[:12]
-    prompt = tokenizer.decode(i for i in opening if i not in (tokenizer.bos_id, tokenizer.eos_id))
-    done |= {"prompt": prompt.strip("\ufffd \n").split("\n")[0], "row": None}
-    write_json(progress + ".tmp", done | {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id})
-    os.replace(progress + ".tmp", meta)
-    os.remove(progress)
-    documents, bad, dropped = (sum(c[name] for c in done["counts"].values()) for name in ("documents", "bad", "dropped"))
-    print(f"{out}: complete; this run packed {packed:,} tokens; of {documents:,} documents {bad:,} were bad and left out, "
-          f"{dropped:,} dropped")
+            counts.update(more)
+            print(f"\r{out}: {done / len(tasks):.1%}", end="")
+            if sum(map(len, pieces)) >= shard_tokens or done == len(tasks):
+                if counts["bad"] > max_bad * counts["documents"]:
+                    sys.exit(f"{out}: {counts['bad']} of {counts['documents']} documents are bad, "
+                             f"more than --max_bad={max_bad} allows (--field, --drop)")
+                state.update(done=done, counts=counts)
+                write_shards(out, state, np.concatenate(pieces), val)
+                pieces = []
+    if not state["shards"]["train"]:
+        sys.exit(f"{out}: there is no text in {field} (--input, --field)")
+    copy_tokenizer(tokenizer, out)
+    tokenizer = load_once(tokenizer)
+    opening = np.load(out / "train_000000.npy", mmap_mode="r")[:12]
+    prompt = tokenizer.decode(opening[opening != tokenizer.bos_id].tolist())
+    write_json(meta, dict(state, row=None, vocab_size=tokenizer.vocab_size,
+                          eos_id=tokenizer.eos_id, prompt=prompt))
+    progress.unlink()
+    print(f"\n{out}: complete, {dict(counts)}")
 
 
 # ---- the loader ------------------------------------------------------------------------------
-def _shuffled(numbers, seed, rows):
-    """Sample numbers (n,) -> rows (n,) in [0, rows): every row once an epoch, each epoch in another order."""
-    def mix(x):  # uint64 -> well mixed uint64: the finaliser of splitmix64
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-        return x ^ (x >> 31)
-    epoch, row = np.divmod(numbers.astype(np.uint64), rows)
-    key = mix(epoch + mix(np.array([seed % 2**64], np.uint64) + 0x9E3779B97F4A7C15))
-    half = max(1, ((rows - 1).bit_length() + 1) // 2)  # bits: a Feistel network permutes the next power of 4,
-    outside = np.ones(len(row), bool)
-    while outside.any():
-        left, right = row[outside] >> half, row[outside] & (2**half - 1)
-        for turn in range(6):
-            left, right = right, left ^ (mix(right + mix(key[outside] + turn)) & (2**half - 1))
-        row[outside] = left << half | right
-        outside = row >= rows  # and what lands outside goes through again
-    return row.astype(np.int64)
+EDGE = 1 << 21  # tokens at either end of a shard that fingerprint() reads
 
 
 class Shards:
-    """Windows of T tokens of a split, "train" or "val"; .rows of them an epoch. Raises InputError."""
+    """
+    Windows of T tokens of a data set's split, "train" or "val"; .rows of them are an epoch. Each
+    epoch has a random order of its own, made when it begins; the last two are kept in memory. At
+    25 million rows (26 billion tokens in windows of 1,024) an order takes 1 to 2 s and 200 MB.
+    """
 
     def __init__(self, folder, split, T):
-        self.folder, path = folder, os.path.join(folder, "meta.json")
-        if not os.path.isfile(path):
-            raise InputError(f"{folder}: no complete data set (no meta.json); run `python data.py prepare`")
-        self.meta, self.T, self.rows, self.starts, self.shards = read_json(path), T, 0, [], []
-        if lacking := {"row", "vocab_size", "eos_id", "shards"} - self.meta.keys():
-            raise InputError(f"{path}: lacks {sorted(lacking)}: not a data set's; make it with `python data.py`")
-        row, self.vocab_size = self.meta["row"], self.meta["vocab_size"]
-        if row and T != row:
-            raise InputError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
-        for name, length in self.meta["shards"].get(split, ()):
-            path = os.path.join(folder, name)
-            answers = path.replace(".npy", ".targets.npy")
-            tokens = self._open(path, np.uint16 if self.vocab_size <= 65536 else np.uint32, length)
-            targets = self._open(answers, np.int32, length) if row or os.path.exists(answers) else None
-            self.shards.append((path, tokens, targets))
+        self.folder, self.T, self.rows = folder, T, 0
+        self.meta = read_json(Path(folder, "meta.json"))
+        self.shards, self.starts = [], []
+        row = self.meta["row"]
+        if row not in (None, T):
+            sys.exit(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
+        for name, *_ in self.meta["shards"][split]:
+            tokens = load_array(folder, name)
+            targets = tokens[1:]
+            if row:
+                targets = load_array(folder, name.replace(".npy", ".targets.npy"))
+            self.shards.append((tokens, targets))
             self.starts.append(self.rows)
-            self.rows += (length - (targets is None)) // T
-        if self.rows < 1:
-            raise InputError(f"{folder}: no {split} window of {T} tokens; use a smaller --context or more data")
-
-    @staticmethod
-    def _open(path, dtype, length):
-        try:
-            array = np.load(path, mmap_mode="r")
-            if array.dtype != dtype or array.shape != (length,):
-                raise ValueError(f"{array.dtype} {array.shape}, but meta.json says {np.dtype(dtype)} ({length},)")
-            return array
-        except (OSError, ValueError, EOFError) as e:
-            raise InputError(f"{path}: unreadable or cut short; make the data set again ({e})")
+            self.rows += len(targets) // T
+        if not self.rows:
+            sys.exit(f"{folder}: has no {split} window of {T} tokens; use a smaller --context")
+        self.order = functools.lru_cache(maxsize=2)(self.order)
 
     def fingerprint(self):
-        """What tells this data set from another, as JSON: tokens and arguments, long ones as a hash."""
-        known = {"vocab_size": self.vocab_size, **{k: sum(n for _, n in v) for k, v in self.meta["shards"].items()}}
-        for key, value in self.meta.get("arguments", {}).items():
-            long = json.dumps(value)
-            known[key] = value if len(long) < 100 else hashlib.sha256(long.encode()).hexdigest()[:16]
-        return known
+        """
+        What tells these tokens from others, as JSON. The digest covers meta.json's list of shards,
+        which has a digest of all tokens, and, in case a shard changed after that was written, both
+        ends of each shard as it is now: up to 4 million tokens.
+        """
+        digest = hashlib.sha256(json.dumps(self.meta["shards"]).encode())
+        for array in itertools.chain(*self.shards):
+            digest.update(array[:EDGE])
+            digest.update(array[-EDGE:])
+        return {"vocab_size": self.meta["vocab_size"], "digest": digest.hexdigest()}
+
+    def order(self, seed, epoch):
+        """The rows in the random order of an epoch."""
+        return np.random.default_rng([seed, epoch]).permutation(self.rows)
 
     def batch(self, seed, step, rank, world, B):
-        """-> idx, targets (-100: no loss): (B, T) int64; index: (B,), sample numbers, which alone decide them."""
-        index = (step * world + rank) * B + np.arange(B)
-        return *map(torch.from_numpy, self.take(seed, index)), index
+        """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
+        numbers = (step * world + rank) * B + np.arange(B)
+        samples = [self.sample(seed, number) for number in numbers.tolist()]
+        idx, targets = torch.from_numpy(np.stack(samples, axis=1))
+        return idx, targets, numbers
 
-    def take(self, seed, numbers):
-        """Sample numbers (B,) -> (2, B, T) int64: idx and targets."""
-        idx, targets = both = np.empty((2, len(numbers), self.T), np.int64)
-        for b, row in enumerate(_shuffled(numbers, seed, self.rows)):
-            shard = np.searchsorted(self.starts, row, "right") - 1
-            path, tokens, labels = self.shards[shard]
-            i = (row - self.starts[shard]) * self.T
-            idx[b] = tokens[i:i + self.T]
-            targets[b] = tokens[i + 1:i + 1 + self.T] if labels is None else labels[i:i + self.T]
-            if max(idx[b].max(), targets[b].max()) >= self.vocab_size:
-                raise InputError(f"{path}: ids beyond the vocabulary of {self.vocab_size}; make it again")
-        return both
+    def sample(self, seed, number):
+        """Ids and targets, (2, T) int64, of a sample; numbers go on from epoch to epoch."""
+        epoch, place = divmod(number, self.rows)
+        row = self.order(seed, epoch)[place]
+        shard = bisect.bisect(self.starts, row) - 1
+        start = (row - self.starts[shard]) * self.T
+        return np.array([array[start:start + self.T] for array in self.shards[shard]], np.int64)
+
+
+def load_array(folder, name):
+    try:
+        return np.load(Path(folder, name), mmap_mode="r")
+    except (ValueError, EOFError) as e:
+        sys.exit(f"{folder}/{name}: is cut short; make the data set again ({e})")
 
 
 class Mixture(Shards):
     """
-    Several data sets in fixed shares: of sum(weights) samples in a row from 0, exactly weights[k] are of set k, which
-    has its own shuffled epochs. .rows: samples until the first set is through. .meta, .folder: the first set's.
+    Several data sets in fixed shares. Of sum(weights) samples in a row, counted from 0, exactly
+    weights[k] are of set k, evenly spread; each set has epochs of its own. .rows: samples until
+    the first set is through. .meta, .folder: the first set's.
     """
 
     def __init__(self, sets, weights):
-        self.sets, self.weights, first = sets, weights, sets[0]
-        self.meta, self.folder, self.T = first.meta, first.folder, first.T
-        self.rows = min(s.rows * sum(weights) // w for s, w in zip(sets, weights))
-        for other in sets[1:]:
-            here, there = ([s.meta["vocab_size"], s.meta["eos_id"], *(p.is_file() and p.read_bytes() for p in (
-                Path(s.folder, file) for file in TOKENIZER_FILES))] for s in (first, other))
-            if here != there:
-                raise InputError(f"{first.folder}, {other.folder}: have different tokenizers; prepare both with the same")
+        self.sets, self.weights = sets, weights
+        self.meta, self.folder, self.T = sets[0].meta, sets[0].folder, sets[0].T
+        self.rows = min(s.rows * sum(weights) // weight for s, weight in zip(sets, weights))
+        self.turns = sorted(((i + 0.5) / weight, k, i) for k, weight in enumerate(weights)
+                            for i in range(weight))
+        if len({tokenizer_bytes(s.folder) for s in sets}) > 1:
+            sys.exit(f"{', '.join(s.folder for s in sets)}: have different tokenizers")
 
     def fingerprint(self):
-        return {f"{i} {key}": value for i, (s, weight) in enumerate(zip(self.sets, self.weights))
-                for key, value in {"weight": weight, **s.fingerprint()}.items()}
+        return {"weights": self.weights, "sets": [s.fingerprint() for s in self.sets]}
 
-    def take(self, seed, numbers):
-        both, rest, todo = np.empty((2, len(numbers), self.T), np.int64), np.array(numbers), np.arange(len(numbers))
-        for k, (s, weight) in enumerate(zip(self.sets, self.weights)):  # of the samples that the sets before it leave
-            left = sum(self.weights[k:])                                # it takes every left/weight-th, rounded
-            before = rest * weight // left
-            mine = (rest + 1) * weight // left > before
-            both[:, todo[mine]] = s.take(seed, before[mine])
-            rest, todo = (rest - before)[~mine], todo[~mine]
-        return both
+    def sample(self, seed, number):
+        cycle, place = divmod(number, len(self.turns))
+        _, k, i = self.turns[place]
+        return self.sets[k].sample(seed, cycle * self.weights[k] + i)
+
+
+def tokenizer_bytes(folder):
+    return b"".join(path.read_bytes() for path in sorted(Path(folder).glob("tokenizer.*")))
 
 
 def open_data(data, split, T):
-    """"FOLDER" -> its Shards; "A:1,B:1,C:2" -> a Mixture of which 1/4, 1/4 and 1/2 are of A, B and C; "A,B": 1/2 each."""
-    parts = [re.fullmatch(r"(?s)(.*?)(?::([1-9]\d{0,5}))?", part).groups() for part in data.split(",")]
-    sets = [Shards(folder, split, T) for folder, _ in parts]
-    return Mixture(sets, [int(weight or 1) for _, weight in parts]) if len(sets) > 1 else sets[0]
+    """"FOLDER" -> Shards; "A:1,B:1,C:2" -> Mixture, 1/4, 1/4 and 1/2 of it from A, B and C."""
+    parts = [re.fullmatch(r"(.+?)(?::([1-9]\d*))?", part) for part in data.split(",")]
+    sets = [Shards(part[1], split, T) for part in parts]
+    return sets[0] if len(sets) == 1 else Mixture(sets, [int(part[2] or 1) for part in parts])
 
 
 # ---- the embedded corpus ---------------------------------------------------------------------
 # A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1. The
-# answer needs every sentence in order, and a model shallower than the story must reuse its layers.
-WORDS = ["<unk>", "</s>", "has", "gets", "loses", "times", "so", *"0123456789"]  # the id is the place
-EOS, SO, ZERO = 1, 6, 7
+# answer needs every sentence in order, so a model shallower than the story must reuse its layers.
+WORDS = ["<unk>", "</s>", "has", "gets", "loses", "times", "so", *"0123456789"]  # in order of id
+EOS, HAS, GETS, SO, ZERO = 1, 2, 3, 6, 7
 PROMPT = "has 7 loses 4 times 3 gets 2 gets 1 loses 4 times 2 loses 3 gets 4 times 3 loses 1 gets 2"
-# The sentences, as ids of verb and number; the count becomes count * factor + summand.
-VERB, NUMBER, FACTOR, SUMMAND = np.array(
-    [(3, ZERO + i, 1, i) for i in (1, 2, 3, 4)] + [(4, ZERO + i, 1, -i) for i in (1, 2, 3, 4)]
-    + [(5, ZERO + i, i, 0) for i in (2, 3)] + [(2, ZERO + i, 0, i) for i in range(10)]).T
 
 
-def _stories(rng, n, length):
-    """-> (n, length, 4) ids: each sentence's verb, number, "so", answer so far. Verbs are equally likely."""
-    verb = rng.integers(3, size=(n, length))
-    said = 4 * verb + rng.integers(4, size=(n, length)) % np.where(verb == 2, 2, 4)
-    said[:, 0] = 10 + rng.integers(10, size=n)
-    count = np.zeros_like(said)
-    for i in range(length):
-        count[:, i] = (count[:, i - 1] * FACTOR[said[:, i]] + SUMMAND[said[:, i]]) % 10
-    return np.stack([VERB[said], NUMBER[said], np.full_like(said, SO), ZERO + count], axis=2)
+def make_stories(rng, n, length):
+    """n stories of `length` sentences: each the ids of a verb, a number, "so", the answer then."""
+    verbs, numbers = (rng.integers(most, size=(n, length)).tolist() for most in (3, 4))
+    stories = []
+    starts = rng.integers(10, size=n).tolist()
+    for count, story_verbs, story_numbers in zip(starts, verbs, numbers):
+        story = [(HAS, ZERO + count, SO, ZERO + count)]
+        for verb, x in zip(story_verbs[1:], story_numbers[1:]):
+            x = 2 + x % 2 if verb == 2 else 1 + x
+            count = (count + x, count - x, count * x)[verb] % 10
+            story.append((GETS + verb, ZERO + x, SO, ZERO + count))
+        stories.append(story)
+    return stories
 
 
-def _worked(story, n):
-    """The first n sentences, `so has 3 so 3 loses 4 so 9 EOS`: 4 n + 2 ids, and targets, every next token; none if n = 0."""
-    ids = [SO, *itertools.chain(*story[:n]), EOS] if n else [EOS, EOS]
-    return ids, [*ids[1:], -100] if n else [-100, -100]
+def worked(story):
+    """A document that says each answer, `so has 3 so 3 loses 4 so 9 EOS`, and its targets."""
+    if not story:
+        return [EOS, EOS], [-100, -100]
+    ids = [SO, *itertools.chain(*story), EOS]
+    return ids, [*ids[1:], -100]
 
 
-def _direct(story, labelled):
-    """`has 3 loses 4 ... 9 EOS`: 26 ids, and targets, at the first `labelled` numbers the answer so far."""
-    ids = [*itertools.chain(*(sentence[:2] for sentence in story)), story[11][3], EOS]
-    targets = [-100] * 26
-    targets[1:2 * labelled:2] = [sentence[3] for sentence in story[:labelled]]
-    targets[24] = EOS if labelled == 12 else -100
-    return ids, targets
+def direct(story, labelled):
+    """`has 3 loses 4 ... 9 EOS`; the first `labelled` numbers have the answer so far as target."""
+    ids, targets = [], []
+    for i, (verb, number, _, answer) in enumerate(story):
+        ids += [verb, number]
+        targets += [-100, answer if i < labelled else -100]
+    return [*ids, answer, EOS], [*targets, EOS if labelled == 12 else -100, -100]
+
+
+def pretraining(rng, stories):
+    """
+    Documents of which two fill a row of 52, the rows in random order. Half of the stories are
+    worked and cut so that a row has 12 sentences; the others are direct, with three targets.
+    """
+    documents, quarter = [], len(stories) // 4
+    for i, n in enumerate(rng.integers(1, 13, size=quarter)):
+        del stories[i][n:], stories[quarter + i][12 - n:]
+        documents += [worked(stories[i]), worked(stories[quarter + i])]
+    documents += [direct(story, 3) for story in stories[2 * quarter:]]
+    order = rng.permutation(2 * quarter)
+    return [document for i in order for document in documents[2 * i:2 * i + 2]]
+
+
+def word_tokenizer():
+    """The bytes of a tokenizer.model of WORDS. SentencePiece gives ids by frequency."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(" ".join(WORDS[2:i + 1]) for i in range(2, 17)), model_writer=model,
+        model_type="word", vocab_size=17, bos_id=-1, pad_id=-1, unk_id=0, eos_id=1,
+        normalization_rule_name="identity", minloglevel=2)
+    return model.getvalue()
 
 
 def tiny(out, seed=0, rows=80_000):
     """
-    Write the data sets out/{pretrain,task}, out/tokenizer, out/test.jsonl and out/test18.jsonl from the seed.
-    pretrain: rows of two documents; half of them worked stories of 1-12 sentences, half direct stories of 12
-    with the first 3 answers as targets. task: direct stories of 12 with all answers. rows: stories to train on, of each.
+    Write the embedded corpus, which follows from the seed: data sets OUT/pretrain (rows of two
+    stories) and OUT/task (direct stories of 12 sentences with all answers), OUT/tokenizer,
+    OUT/test.jsonl and OUT/test18.jsonl. --rows: training stories of each data set (80,000).
     """
-    arguments, sizes, seen = {"seed": seed, "rows": rows}, {"train": rows, "val": 1024}, []
-    meta = os.path.join(out, "task", "meta.json")
-    if os.path.exists(meta) and read_json(meta).get("arguments") == arguments:
+    out, arguments = Path(out), {"seed": seed, "rows": rows}
+    meta = out / "task" / "meta.json"
+    if meta.exists() and read_json(meta)["arguments"] == arguments:
         return print(f"{out}: is complete, nothing to do")
-    if rows < 8 or rows % 4:  # pretrain's documents come in fours: two worked, two direct
-        raise InputError(f"--rows {rows}: must be a multiple of 4, and at least 8")
-    if seed < 0 or os.path.isdir(out) and os.listdir(out):
-        raise InputError(f"{out}: holds something else (choose another --out or delete it), or --seed is negative")
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(  # gives ids by frequency, so the first word comes most often
-        sentence_iterator=(" ".join(WORDS[2:i + 1]) for i in range(2, 17)), model_writer=model, model_type="word",
-        vocab_size=17, bos_id=-1, pad_id=-1, unk_id=0, eos_id=1, normalization_rule_name="identity", minloglevel=2)
-    with whole_folder(os.path.normpath(out)) as new:
-        for folder in ("pretrain", "task", "tokenizer"):
-            os.makedirs(os.path.join(new, folder))
-            Path(new, folder, "tokenizer.model").write_bytes(model.getvalue())
-        for kind, T, say in (("pretrain", 52, "so has 7 so"), ("task", 26, PROMPT)):
-            info = {"vocab_size": 17, "eos_id": EOS, "row": T, "shards": {}, "arguments": arguments, "prompt": say}
-            for split, n in sizes.items():
+    if out.is_file() or any(out.glob("*")):
+        sys.exit(f"{out}: holds something else; choose another --out")
+    assert rows >= 8 and rows % 4 == 0, f"--rows {rows} is not a multiple of 4, or below 8"
+    with whole(out) as new:
+        new, seen = Path(new), set()  # seen: how training stories begin, from 6 sentences on
+        for kind, T in (("pretrain", 52), ("task", 26)):
+            meta = dict(vocab_size=17, eos_id=EOS, row=T, shards={}, arguments=arguments,
+                        prompt=PROMPT if kind == "task" else "so has 7 so")
+            for split, n in (("train", rows), ("val", 1024)):
                 rng = np.random.default_rng([seed, kind == "task", split == "val"])
-                stories, lengths, quarter = _stories(rng, n, 12), np.full(n, 12), n // 4
-                if kind == "pretrain":  # two documents fill a row: worked stories of 12 sentences together, or direct ones
-                    lengths[:quarter] = rng.integers(1, 13, size=quarter)
-                    lengths[quarter:2 * quarter] = 12 - lengths[:quarter]
-                    documents = [_worked(stories[i].tolist(), lengths[i])
-                                 for pair in zip(range(quarter), range(quarter, 2 * quarter)) for i in pair]
-                    documents += [_direct(story, 3) for story in stories[2 * quarter:].tolist()]
+                stories = make_stories(rng, n, 12)
+                if kind == "task":
+                    documents = [direct(story, 12) for story in stories]
                 else:
-                    documents = [_direct(story, 12) for story in stories.tolist()]
-                table = np.array([[*itertools.chain(*part)] for part in zip(*documents)]).reshape(2, -1, T)
-                idx, targets = table[:, rng.permutation(n // 2)] if kind == "pretrain" else table
-                info["shards"][split] = [[f"{split}_000000.npy", idx.size]]
-                seen += [(stories, lengths)] if split == "train" else []
-                for end, array in ((".npy", idx.astype(np.uint16)), (".targets.npy", targets.astype(np.int32))):
-                    np.save(os.path.join(new, kind, f"{split}_000000{end}"), array.ravel())
-            Path(new, kind, "meta.json").write_text(json.dumps(info, indent=1))
+                    documents = pretraining(rng, stories)
+                if split == "train":
+                    seen |= {tuple(s[:n]) for s in stories for n in range(6, len(s) + 1)}
+                ids, targets = (np.concatenate(part) for part in zip(*documents))
+                meta["shards"][split] = [write_shard(
+                    new / kind, f"{split}_000000.npy", ids.astype(np.uint16),
+                    targets.astype(np.int32))]
+            write_json(new / kind / "meta.json", meta)
+        for kind in ("pretrain", "task", "tokenizer"):
+            os.makedirs(new / kind, exist_ok=True)
+            (new / kind / "tokenizer.model").write_bytes(word_tokenizer())
         for length in (*range(1, 13), 18):
             name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
-            # From 6 sentences on no test story begins a training row. There are too few shorter ones.
-            known = {s[:length].tobytes() for rows, upto in seen for s in rows[upto >= max(6, length)]}
-            stories = _stories(np.random.default_rng([seed, 2, length]), 10 * n, length)
-            with open(os.path.join(new, name), "a") as f:
-                for s in [s for s in stories if length < 6 or s.tobytes() not in known][:n]:
-                    f.write(json.dumps({"question": " ".join(WORDS[i] for i in s[:, :2].ravel()),
-                                        "answer": WORDS[s[-1, 3]], "difficulty": length}) + "\n")
+            stories = make_stories(np.random.default_rng([seed, 2, length]), 10 * n, length)
+            fresh = [story for story in stories if tuple(story) not in seen]
+            with open(new / name, "a") as file:
+                for story in fresh[:n]:
+                    question = " ".join(WORDS[i] for sentence in story for i in sentence[:2])
+                    row = dict(question=question, answer=WORDS[story[-1][3]], difficulty=length)
+                    print(json.dumps(row), file=file)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make data sets: a folder of token shards.")
+    parser = argparse.ArgumentParser(description="Make data sets: folders of token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("prepare", help="pack text files", description=prepare.__doc__)
-    p.add_argument("--input", nargs="+", required=True, dest="inputs",
-                   help=".txt, .jsonl or .parquet files; also hf://datasets/ORG/NAME@REVISION/GLOB")
-    p.add_argument("--tokenizer", required=True, help="folder with tokenizer.model or tokenizer.json")
-    p.add_argument("--out", required=True, help="folder to make")
-    p.add_argument("--field", default="text", help="one or several, comma separated; text or chat messages (default: text)")
-    p.add_argument("--drop", action="append", default=[], metavar="COLUMN=TEXT",
-                   help="leave out rows whose column contains the text, in any case; may be given several times")
-    p.add_argument("--strip_roles", action="store_true",
-                   help="take out a chat's tags: `User:`, `### Human:`, <|assistant|>, <|im_start|>system and the like")
-    p.add_argument("--max_bad", type=float, default=0.01,
-                   help="share of an input's documents that may be bad; they are left out (default: 0.01)")
-    p.add_argument("--val", type=float, default=0.01, help="validation share (default: 0.01)")
-    p.add_argument("--shard_tokens", type=int, default=10**8, help="tokens a shard (default: 10^8)")
-    p.add_argument("--procs", type=int, default=min(os.cpu_count(), 8), help="processes (default: cores, up to 8)")
-    p = commands.add_parser("tiny", help="make the embedded corpus", description=tiny.__doc__)
-    p.add_argument("--out", required=True, help="folder to make")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--rows", type=int, default=80_000, help="stories to train on, of each kind (default: %(default)s)")
+    options = dict(argument_default=argparse.SUPPRESS,  # the functions have the defaults
+                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = commands.add_parser("prepare", description=prepare.__doc__, **options)
+    p.add_argument("--input", nargs="+", required=True, dest="inputs")
+    p.add_argument("--tokenizer", required=True)
+    p.add_argument("--out", required=True)
+    p.add_argument("--field")
+    p.add_argument("--drop", action="append", metavar="COLUMN=TEXT")
+    p.add_argument("--strip_roles", action="store_true")
+    p.add_argument("--max_bad", type=float)
+    p.add_argument("--val", type=float)
+    p.add_argument("--shard_tokens", type=int)
+    p.add_argument("--procs", type=int)
+    p = commands.add_parser("tiny", description=tiny.__doc__, **options)
+    p.add_argument("--out", required=True)
+    p.add_argument("--seed", type=int)
+    p.add_argument("--rows", type=int)
     args = vars(parser.parse_args())
     {"prepare": prepare, "tiny": tiny}[args.pop("command")](**args)
 

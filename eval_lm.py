@@ -1,53 +1,64 @@
 """
-Any task of lm-evaluation-harness over recurrences (pip install lm_eval==0.4.13).
+Any task of lm-evaluation-harness over recurrences (pip install "lm_eval[math]==0.4.13" accelerate).
 
-    python eval_lm.py --model out/tinyllama-4-8-4 --steps 1,4,32 --tasks arc_easy,hellaswag,piqa
+    python eval_lm.py --model out/llama-4-6-4 --steps 1,4,32 --tasks arc_easy,hellaswag,piqa
+    python eval_lm.py --model out/llama-4-6-4 --tasks minerva_math500 --num_fewshot 1
     python eval_lm.py --model out/tiny/task --tasks my_task --include_path my_tasks --limit 100
 
-What is unusual: log-likelihoods for every r come from one pass of the largest. And the choices of a question share its
-context, which is computed once: a row holds the context and then each choice, which sees the context and itself, at the
-positions that it has alone. Text is generated anew for each r, greedily. Tokens, truncation and scores are those of the
-harness's own HFLM; BOS is added where the tokenizer has one.
+What is unusual:
+- Log-likelihoods for every r come from one pass of the largest.
+- The choices of a question share its context, which is computed once. A row holds the context and
+  then every choice. Each choice sees the context and itself, at the positions it has alone.
+- Text is generated anew for each r, greedily.
+
+Tokens, truncation and scores are those of the harness's own HFLM, with BOS where the tokenizer has
+one. In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
 import argparse
+import math
 import os
 import random
-import re
 import sys
 import time
 
 import numpy as np
 import torch
 
-from eval_gsm8k import answer_batch
-from model import LOGITS_AT_ONCE, InputError, cli, describe, write_result
-from sample import add_model_arguments, decoding, load_model, parse_steps
+from data import cli, describe, read_json, write_result
+from eval_gsm8k import answer_batch, depth
+from sample import add_model_arguments, load_model, parse_steps
 
 try:
     from lm_eval import defaults, evaluator, utils
     from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from tqdm import tqdm
-except ImportError as e:
-    sys.exit(f"eval_lm.py: error: needs lm-evaluation-harness: pip install lm_eval==0.4.13 ({e})")
+except ImportError as error:  # --help does without it
+    TemplateLM, missing = object, error
 
 
-@register_model("nanoloop")
+def row_length(row):
+    """Tokens that the model reads of a row: (context, [continuation, ...])."""
+    context, continuations = row
+    return len(context) + sum(len(x) - 1 for x in continuations)
+
+
 class Harness(TemplateLM):
     """
-    A checkpoint as a model of the harness. steps: r, or several, of which .r answers now (at first the last); the
-    others as sample.add_model_arguments(). What the base class does: split context and continuation into tokens.
+    A checkpoint as a model of the harness, at each r of the list `steps`; .r is the one that
+    answers now. The base class splits context and continuation into tokens.
     """
 
-    def __init__(self, folder, steps, batch_size=16, device="cpu", dtype="float32", seed=0, state="noise"):
+    def __init__(self, folder, steps, batch_size=16, device="cpu", dtype="float32", seed=0,
+                 state="noise"):
         super().__init__()
         self.model, self.tokenizer = load_model(folder, device, dtype)
-        self.steps = ([steps] if isinstance(steps, int) else steps) if self.model.config.n_core else [0]
-        self.batch_size, self.seed, self.state, self.r = int(batch_size), seed, state, self.steps[-1]
-        self.max_length, self._device = self.model.config.context, self.model.embed.weight.device
-        self.answers = {}  # (context, continuation), two tuples of ids -> {r: (log-likelihood, is it the greedy one)}
+        self.steps = steps if self.model.config.n_core else [0]
+        self.r = self.steps[-1]
+        self.batch_size, self.seed, self.state = batch_size, seed, state
+        self.max_length = self.model.config.context
+        self.answers = {}  # (context, continuation), tuples of ids -> what score() returns for it
         self.tokens = 0    # computed so far
 
     @property
@@ -55,193 +66,217 @@ class Harness(TemplateLM):
         return self.tokenizer.eos_id
 
     @property
-    def prefix_token_id(self):  # what stands for an empty context
-        return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+    def prefix_token_id(self):
+        """What stands for an empty context."""
+        bos = self.tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         return self.tokenizer.encode(string, bos=add_special_tokens is not False, special=True)
 
-    @torch.no_grad()
-    def score(self, rows):
-        """[(context, [continuation, ...]), ...] of ids -> for each continuation, row by row, as in .answers."""
-        m, c, T = self.model, self.model.config, max(map(size, rows))
-        table, read, targets = [], [], []  # read: where in (B * T) the targets are predicted
+    def pack(self, rows):
+        """
+        Rows (context, [continuation, ...]) as tensors. Ids, positions and branches (B, T): branch 0
+        is the context, which all that follows sees, and branch k is continuation k. Then, for every
+        token of the continuations, the place in (B * T,) that predicts it and the token (N,).
+        """
+        T = max(map(row_length, rows))
+        table = torch.zeros(3, len(rows), T, dtype=torch.long)  # nothing sees the padding behind it
+        places, targets = [], []
         for b, (context, continuations) in enumerate(rows):
             n = len(context)
-            ids, at, branch = list(context), list(range(n)), [0] * n  # branch: 0 is seen by all after it, k by k alone
+            ids, position, branch = list(context), list(range(n)), [0] * n
             for k, x in enumerate(continuations, 1):
-                read += [b * T + n - 1, *range(b * T + len(ids), b * T + len(ids) + len(x) - 1)]
+                start = b * T + len(ids)
+                # The end of the context predicts the first token, and the last predicts nothing.
+                places += [b * T + n - 1, *range(start, start + len(x) - 1)]
                 targets += x
-                ids, at, branch = ids + list(x[:-1]), at + list(range(n, n + len(x) - 1)), branch + [k] * (len(x) - 1)
+                ids += x[:-1]
+                position += range(n, n + len(x) - 1)
+                branch += [k] * (len(x) - 1)
+            table[:, b, :len(ids)] = torch.tensor([ids, position, branch])
             self.tokens += len(ids)
-            pad = T - len(ids)
-            table.append((ids + [0] * pad, at + [0] * pad, branch + [-1] * pad))
-        idx, at, branch = torch.tensor(table, device=self._device).unbind(1)                # (B, T)
-        read, targets = (torch.tensor(x, device=self._device) for x in (read, targets))     # (N,)
-        mask = ((branch[:, None] == 0) | (branch[:, None] == branch[:, :, None])).tril()[:, None]   # (B, 1, T, T)
-        S = int(at.max()) + 1
-        rope = [t[at][:, None] for t in m.rope(S)]                                          # (B, 1, T, D/2)
-        x = e = m.run_prelude(m.embed_idx(idx), rope, mask)
-        if c.n_core:  # as in generate(): the noise of a position follows from it and the seed alone
-            noise = torch.zeros(S, c.n_embd, device=self._device)
-            if self.state == "noise":
-                noise = m.initial_state(S, 1, [self.seed * 1_000_003 + i for i in range(S)])[:, 0]
-            x = m.first_state(e, noise[at])
-        out, lengths, few = {}, [len(x) for _, row in rows for x in row], max(1, LOGITS_AT_ONCE // c.vocab_size)
-        for r in range(max(self.steps) + 1):
-            x = m.run_core(x, e, rope, mask) if r and c.n_core else x
-            if r in self.steps:
-                found = []
-                for state, target in zip(m.run_coda(x, rope, mask).flatten(0, 1)[read].split(few), targets.split(few)):
-                    logits = m.head(state).float()
-                    p = logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)
-                    found.append(torch.stack((p.double(), logits.argmax(-1) == target)))    # (2, N)
-                found = torch.cat(found, 1).cpu().split(lengths, 1)
-                out[r] = [(p.sum().item(), bool(greedy.all())) for p, greedy in found]
-        return [dict(zip(out, answers)) for answers in zip(*out.values())]
+        device = self.model.embed.weight.device
+        places = torch.tensor(places, device=device)
+        return *table.to(device), places, torch.tensor(targets, device=device)
+
+    @torch.no_grad()
+    def score(self, rows):
+        """For each continuation, row by row: {r: (log-likelihood, is it the greedy one)}."""
+        model = self.model
+        idx, position, branch, places, targets = self.pack(rows)
+        S = int(position.max()) + 1
+        rope = [table[position][:, None] for table in model.rope(S)]        # (B, 1, T, D/2)
+        same = branch[:, None, :] == branch[:, :, None]                     # (B, T, T)
+        mask = (same | (branch == 0)[:, None, :]).tril()[:, None]           # (B, 1, T, T)
+        noise = model.initial_state(S, 1, self.seed, range(S))[:, 0]        # (S, C), as in decoding
+        if self.state == "zero":
+            noise.zero_()
+        lengths = [len(x) for _, continuations in rows for x in continuations]
+
+        def finish(s, rope, _):
+            x = model.run_coda(s, rope, mask).flatten(0, 1)[places]         # (N, C)
+            losses, right = model.token_losses(x, targets)                  # (N,)
+            if not losses.isfinite().all():
+                sys.exit(f"{model.folder}: its likelihoods are not finite: the weights are damaged")
+            losses = losses.double().cpu().split(lengths)
+            right = right.cpu().split(lengths)
+            return [(-a.sum().item(), bool(b.all())) for a, b in zip(losses, right)]
+
+        found = model.trajectory(idx, self.steps, state=noise[position], finish=finish, rope=rope,
+                                 mask=mask)
+        return [dict(zip(found, answers)) for answers in zip(*found.values())]
 
     def _loglikelihood_tokens(self, requests, **kwargs):
-        """[(anything, context, continuation), ...] -> [(log-likelihood, is it the greedy one), ...] at .r."""
-        keys, rows = [], []
-        for _, context, continuation in requests:
-            if not context or not 0 < len(continuation) <= self.max_length:
-                raise InputError(f"--tasks: one asks about {len(continuation)} tokens after {len(context)}: a model takes 1 "
-                                 f"to {self.max_length} after at least 1: leave it out")
-            kept = tuple(context + continuation)[-self.max_length - 1:]  # the last one is predicted, not read
-            keys.append((kept[:-len(continuation)], tuple(continuation)))
+        """[(_, context, continuation), ...] -> [(log-likelihood, is it the greedy one), ...]"""
+        keys = []
+        for _, context, x in requests:
+            assert context and 0 < len(x) <= self.max_length, f"{len(context)} + {len(x)} tokens"
+            kept = tuple(context + x)[-self.max_length - 1:]  # the last one is predicted, not read
+            keys.append((kept[:-len(x)], tuple(x)))
+        rows = []
         for context, x in sorted(set(keys) - self.answers.keys()):
-            # At most four times as long as the context: what is saved outweighs the attention's work.
-            if not rows or rows[-1][0] != context or size(rows[-1]) + len(x) - 1 > 4 * len(context):
+            # In rows of a few contexts' length, what is saved outweighs the longer attention.
+            if not rows or rows[-1][0] != context or row_length(rows[-1]) > 3 * len(context):
                 rows.append((context, []))
             rows[-1][1].append(x)
-        rows.sort(key=size, reverse=True)  # like lengths together, and what does not fit fails at once
-        for i in tqdm(range(0, len(rows), self.batch_size), "batches of contexts scored", disable=not rows):
+        rows.sort(key=row_length, reverse=True)  # similar lengths together; what is too long first
+        for i in tqdm(range(0, len(rows), self.batch_size), "batches of contexts",
+                      disable=not rows):
             batch = rows[i:i + self.batch_size]
-            self.answers.update(zip([(context, x) for context, row in batch for x in row], self.score(batch)))
+            asked = [(context, x) for context, continuations in batch for x in continuations]
+            self.answers.update(zip(asked, self.score(batch)))
         return [self.answers[key][self.r] for key in keys]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Instances of (text,) -> log-likelihoods, in windows of the model's context. BOS is scored too, as by HFLM."""
-        windows = [[(None, *utils.make_disjoint_window(window)) for window in utils.get_rolling_token_windows(
-            self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1)] for request in requests]
-        found = iter(self._loglikelihood_tokens([x for text in windows for x in text]))
-        return [sum(next(found)[0] for _ in text) for text in windows]
+        """Log-likelihoods of texts, in windows of the model's context. As in HFLM, BOS counts."""
+        texts = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            texts.append([(None, *utils.make_disjoint_window(window)) for window in windows])
+        found = iter(self._loglikelihood_tokens([window for text in texts for window in text]))
+        return [sum(next(found)[0] for _ in text) for text in texts]
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Instances of (context, settings) -> texts, cut at the first of settings["until"]."""
-        jobs, batches, texts = [], [], {}
-        for i, (context, settings) in enumerate(request.args for request in requests):
+        """Greedy continuations of contexts, each cut at the first of its stop strings."""
+        groups = {}  # what the same settings apply to
+        for i, request in enumerate(requests):
+            context, settings = request.args
             settings = normalize_gen_kwargs(settings)
-            new, stops, ids = settings["max_gen_toks"], settings.get("until") or [], self.tok_encode(context)
+            new, stops = settings["max_gen_toks"], tuple(filter(None, settings["until"]))
             if settings["do_sample"] or new >= self.max_length:
-                raise InputError(f"--tasks: one asks for {new} tokens, sampled: {settings['do_sample']}; we decode greedily "
-                                 f"in a context of {self.max_length}: leave it out")
-            stops = tuple(filter(None, [stops] if isinstance(stops, str) else stops))
-            jobs.append((new, stops, -len(ids), ids[new - self.max_length:], i))
-        for job in sorted(jobs):
-            if not batches or len(batches[-1]) == self.batch_size or batches[-1][0][:2] != job[:2]:
-                batches.append([])
-            batches[-1].append(job)
-        for batch in tqdm(batches, f"batches of texts at r = {self.r}"):
-            (new, *_), (stops, *_), _, prompts, where = zip(*batch)
-            found, counts, _ = answer_batch(self.model, self.tokenizer, prompts, new, stops, self.r, seed=self.seed,
-                                           state=self.state)
-            texts.update(zip(where, found))
-            self.tokens += sum(counts)
+                sys.exit(f"--tasks: one wants {new} tokens, sampled: {settings['do_sample']}. This "
+                         f"model decodes greedily, in a context of {self.max_length}")
+            ids = self.tok_encode(context)[new - self.max_length:]
+            groups.setdefault((new, stops), []).append((len(ids), i, ids))
+        texts = {}
+        for (new, stops), jobs in groups.items():
+            jobs.sort(reverse=True)
+            for first in tqdm(range(0, len(jobs), self.batch_size), f"texts at r = {self.r}"):
+                _, indices, prompts = zip(*jobs[first:first + self.batch_size])
+                found, counts, _ = answer_batch(self.model, self.tokenizer, prompts, new, stops,
+                                                self.r, seed=self.seed, state=self.state)
+                texts.update(zip(indices, found))
+                self.tokens += sum(counts)
         return [texts[i] for i in range(len(requests))]
 
 
-def size(row):
-    """Tokens that a row of score() reads."""
-    return len(row[0]) + sum(len(x) - 1 for x in row[1])
-
-
 def load_tasks(names, include_path=None, num_fewshot=None):
-    """The harness's tasks of these names (with *), with its simple_evaluate()'s random numbers. InputError."""
+    """The harness's tasks of these names, loaded as its simple_evaluate() does."""
     random.seed(defaults.DEFAULT_RANDOM_SEED)
     np.random.seed(defaults.DEFAULT_OTHER_SEED)
-    manager = TaskManager(include_path=include_path)
-    if unknown := [name for name in names if not manager.match_tasks([name])]:
-        raise InputError(f"--tasks: there is no {unknown[0]!r}: `lm_eval ls tasks` lists the harness's own, and "
-                         "--include_path names a folder with yours")
     try:
-        tasks = manager.load(manager.match_tasks(names))
-    except Exception as e:  # of the network, a data set, a task's own code: it cannot run
-        why = " ".join(f"{type(e).__name__}: {e}".split())
-        raise InputError(f"--tasks {','.join(names)}: cannot be loaded ({why:.300})")
+        tasks = TaskManager(include_path=include_path).load(names)
+    except Exception as e:  # unknown, no network, a data set that is gone, a task's own code
+        sys.exit(f"--tasks {','.join(names)}: cannot be loaded ({e!r:.300}). `lm_eval ls tasks` "
+                 "lists the harness's own; --include_path names a folder with yours")
     for task in tasks["tasks"].values():
-        if (own := task.get_config("num_fewshot")) is None or num_fewshot is not None and own != 0:
+        own = task.get_config("num_fewshot")
+        if own is None or num_fewshot is not None and own != 0:
             task.set_config("num_fewshot", num_fewshot or 0)
     return tasks
 
 
 def evaluate(lm, tasks, limit=None):
-    """"results" of write_result(): one for each r of lm.steps, task or group of tasks, and metric."""
+    """The "results" of write_result(): a dict for each r of lm.steps, task and metric."""
     results = []
     for lm.r in lm.steps:  # the same requests each time: only the first computes likelihoods
         for task in tasks["tasks"].values():
             task.set_fewshot_seed(defaults.DEFAULT_OTHER_SEED)
-        # Bootstrapped standard errors, such as a perplexity's: a hundredth of the harness's rounds, enough for 2 digits.
+        # Fewer rounds of bootstrap than the harness's 100,000 are enough for two digits.
         found = evaluator.evaluate(lm, tasks, limit=limit, log_samples=False, bootstrap_iters=1000)
         for task, values in found["results"].items():
             n = found["n-samples"].get(task, {}).get("effective")
             for key, value in values.items():
                 metric, comma, rule = key.partition(",")
                 if comma and not metric.endswith("_stderr"):
-                    error = values.get(f"{metric}_stderr,{rule}")  # "N/A" where it has none
-                    results.append({"steps": lm.r, "task": task, "metric": metric if rule == "none" else key,
-                                    "value": float(value), "n": n,
-                                    "standard_error": float(error) if isinstance(error, float) else None})
+                    error = values.get(f"{metric}_stderr,{rule}")  # "N/A" where there is none
+                    results.append({
+                        "steps": lm.r,
+                        "task": task,
+                        "metric": metric if rule == "none" else key,
+                        "value": float(value),
+                        "standard_error": error if isinstance(error, float) else None,
+                        "n": n,
+                    })
     return results
 
 
 def print_table(results, config):
-    """A line for each task and metric, a column for each r; those deeper than the model's mean recurrence are marked."""
+    """A line for each task and metric, a column for each r."""
     lines = {}
     for x in results:
-        error = x["standard_error"]
-        lines.setdefault((x["task"], x["metric"]), {})[x["steps"]] = f"{x['value']:#.4g}" + (
-            "" if error is None else f" ±{error:#.2g}")
-    wide, steps = [max(map(len, column)) for column in zip(("task", "metric"), *lines)], next(iter(lines.values()))
-    heads = [f"r = {r}{'*' * (r > config.mean_recurrence)}" if config.n_core else "value" for r in steps]
-    for names, cells in [(("task", "metric"), heads), *((names, row.values()) for names, row in lines.items())]:
-        print(*map(str.ljust, names, wide), *(f"{cell:>16}" for cell in cells), sep="  ")
-    if max(steps) > config.mean_recurrence and config.n_core:
-        print(f"* beyond the model's mean recurrence of {config.mean_recurrence}")
+        cell = f"{x['value']:.4g}"
+        if x["standard_error"] is not None:
+            cell += f" ± {x['standard_error']:.2g}"
+        lines.setdefault((x["task"], x["metric"]), {})[f"r = {depth(x['steps'], config)}"] = cell
+    width = max(len(task + metric) for task, metric in lines) + 2
+    print(" " * width + "".join(f"{head:>20}" for head in next(iter(lines.values()))))
+    for (task, metric), cells in lines.items():
+        print(f"{task}, {metric}".ljust(width) + "".join(f"{x:>20}" for x in cells.values()))
+    if config.n_core:
+        print(f"* beyond the mean recurrence of training, {config.mean_recurrence}")
 
 
-def main():
+def parse_args():
     p = argparse.ArgumentParser(description="Tasks of lm-evaluation-harness over recurrences.")
     p.add_argument("--model", required=True, help="checkpoint or run folder")
-    p.add_argument("--tasks", required=True, help="the harness's names, comma-separated, * allowed")
-    p.add_argument("--steps", default="1,2,4,8,16,32", help="recurrences r, comma-separated; default: %(default)s")
+    p.add_argument("--tasks", required=True, help="names, comma-separated")
+    p.add_argument("--steps", default="1,2,4,8,16,32",
+                   help="recurrences r, comma-separated; default: %(default)s")
     p.add_argument("--include_path", help="a folder with .yaml files of further tasks")
-    p.add_argument("--num_fewshot", type=int, help="examples before each question; default: as the task says, else none")
+    p.add_argument("--num_fewshot", type=int, help="default: as the task says, or else none")
     p.add_argument("--limit", type=int, help="the first so many questions of each task only")
-    p.add_argument("--batch_size", type=int, default=16, help="contexts, or prompts, at once; default: %(default)s")
+    p.add_argument("--batch_size", type=int, default=16, help="contexts, or prompts, at once")
     p.add_argument("--out", help="default: eval_TASKS.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
     args = p.parse_args()
-    for key, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
-        if (value := getattr(args, key)) is not None and value < least:
-            raise InputError(f"--{key} {value}: must be at least {least}")
-    decoding(args)
-    steps = sorted(parse_steps(args.steps))
-    out = args.out or os.path.join(args.model, f"eval_{re.sub(r'[^a-zA-Z0-9_.,-]', '_', args.tasks):.100}.json")
-    lm = Harness(args.model, steps, args.batch_size, args.device, args.dtype, args.seed, args.state)
-    if not args.out and not os.path.isdir(args.model):
-        raise InputError(f"--out: is needed, as {args.model} is no folder here to write the result into")
-    if os.path.isdir(out) or not os.access(os.path.dirname(out) or ".", os.W_OK):  # said now, not in some hours
-        raise InputError(f"{out}: no file can be written there: name another with --out")
+    args.out = args.out or os.path.join(args.model, f"eval_{args.tasks:.100}.json")
+    return args
+
+
+def main():
+    args = parse_args()
+    if TemplateLM is object:
+        sys.exit(f'eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate ({missing})')
+    if os.path.exists(args.out) and read_json(args.out).get("script") != "eval_lm":
+        sys.exit(f"{args.out}: is not an earlier result: name another file with --out")
+    lm = Harness(args.model, sorted(parse_steps(args.steps)), args.batch_size, args.device,
+                 args.dtype, args.seed, args.state)
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
-    print(f"{lm.model.folder}, {', '.join(describe(lm.model))}: {', '.join(tasks['tasks'])}", file=sys.stderr)
+    print(f"{lm.model.folder}, {', '.join(describe(lm.model))}: {', '.join(tasks['tasks'])}",
+          file=sys.stderr)
     began = time.perf_counter()
     results = evaluate(lm, tasks, args.limit)
     seconds = time.perf_counter() - began
-    write_result(out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens, num_fewshot=args.num_fewshot,
-                 limit=args.limit, seed=args.seed, state=args.state)
+    write_result(args.out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
+                 settings=vars(args))
     print_table(results, lm.model.config)
-    print(f"\n{lm.tokens} tokens in {seconds:.1f} s: {out}")
+    print(f"{lm.tokens} tokens in {seconds:.1f} s: {args.out}")
+    broken = [x["metric"] for x in results if not math.isfinite(x["value"])]
+    if broken:
+        sys.exit(f"{args.out}: {', '.join(broken)} are not finite numbers")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """
-Decoding: an exact KV cache for recurrent depth, drafts, exits, sampling, and text streamed to the terminal.
+Decoding: an exact KV cache for recurrent depth, drafts, exits, and text streamed to the terminal.
 
-    python sample.py --steps 32                    # the newest checkpoint under out/, a prompt of its corpus
+    python sample.py --steps 32                    # newest checkpoint, a prompt of its own
     python sample.py --steps 1,4,32                # the same prompt side by side at several depths
-    python sample.py --model out/tinyllama --steps 32 --draft_steps 2 --dtype bfloat16 --compile    # fast, and exact
-    python sample.py --model out/tinyllama --exit latent --exit_threshold 0.05 --show_steps
-    python sample.py --model smcleish/Recurrent-TinyLlama-3T-train-recurrence-4 --interactive
-    echo "Once upon a time" | python sample.py --model out/tinyllama --prompt - --samples 3 --temperature 0.8
+    python sample.py --model out/tinyllama --steps 32 --dtype bfloat16 --compile --draft_steps 2
+    python sample.py --model out/tinyllama --steps 32 --exit kl --exit_threshold 0.001 --show_steps
+    python sample.py --model out/tinyllama --interactive
+    echo "Once upon a time" | python sample.py --model out/tinyllama --prompt - --temperature 0.8
 
-What is unusual here: every recurrence of every core layer has keys and values of its own, so the cache grows with r:
-prelude + r * core + coda slots (--kv last: a few, whatever r is). The recurrences of a token depend on nothing but
-earlier tokens, so those of a cheap draft are the first ones of the full answer; and as the weights of all recurrences
-are the same, rows of a batch may be at different ones in one pass. And s_0 is noise, so greedy text depends on a seed:
-the noise of a position follows from (seed, position) alone, whatever else is in the batch, however long the prompt is
-and whichever way the text is decoded. --state zero does without noise.
+What is unusual here:
+- Every recurrence of every core layer has keys and values of its own, so the cache grows with r:
+  prelude + r * core + coda slots (--kv last: a few, whatever r is).
+- The recurrences of a token depend on earlier tokens only. So those of a cheap draft are the first
+  ones of the full answer, and nothing is computed twice.
+- All recurrences have the same weights, so rows of a batch may be at different ones in one pass.
+- s_0 is noise, so greedy text depends on a seed. The noise of a position follows from (seed,
+  position) alone, whatever else is in the batch. --state zero does without noise.
 
 Text goes to stdout, everything said about it to stderr. eval_gsm8k.py decodes with generate() too.
 """
@@ -21,272 +23,270 @@ import argparse
 import contextlib
 import glob
 import itertools
-import math
 import os
 import re
 import shutil
 import sys
 import textwrap
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 
-from data import Tokenizer
-from model import InputError, RecurrentLM, cli, describe, find_checkpoint, read_json
-from surgery import build, check, open_source
+from data import Tokenizer, cli, describe, read_json
+from model import RecurrentLM
 
-COLUMNS = 64    # the cache is read up to a multiple of so many columns: few shapes to compile or to capture
+COLUMNS = 64    # the cache is read up to a multiple of so many columns, for few shapes to compile
 PREFILL = 512   # prompt tokens of a row at once
-RULES = "latent", "kl", "second-order"
 
 
 @dataclass
 class Decoding:
-    """
-    How to decode; InputError for values that make no sense. What is not exact by nature (exit, kv) is off by default.
-
-    temperature 0: greedy; top_k (0 = off), top_p (1 = off): see distribution(). seed: of the noise and of sampling.
-    state: "noise" or "zero", the initial state. kv: "full", a slot of keys and values for every recurrence; "last"
-    or N: so many slots a layer, the last of which all later recurrences share (tokens of one part of a prompt, of PREFILL
-    tokens, still see one another as without it). exit: "latent", "kl" or "second-order",
-    a rule of adaptive() with its exit_threshold; min_steps: no token stops before. draft_steps: recurrences that
-    draft draft_len tokens at a time (0 = off), see speculative().
-    """
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    state: str = "noise"
-    kv: str = "full"
-    exit: str | None = None
-    exit_threshold: float | None = None
-    min_steps: int = 1
-    draft_steps: int = 0
-    draft_len: int = 12
+    """How to decode. What is not exact by nature (exit, kv) is off by default."""
+    temperature: float = 0.0      # 0: greedy
+    top_k: int = 0                # 0: off
+    top_p: float = 1.0            # 1: off
+    seed: int = 0                 # of the noise and of sampling
+    state: str = "noise"          # s_0: noise, or zero
+    kv: str = "full"              # full: a slot per recurrence; last or N: so many slots a layer
+    exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
+    exit_threshold: float = 0.001   # in nats
+    min_steps: int = 1            # no token stops before
+    draft_steps: int = 0          # recurrences of drafts (0: off), see speculative()
+    draft_len: int = 12           # tokens drafted at a time
 
     def __post_init__(self):
-        for ok, what in (
-                (0 <= self.temperature < math.inf, f"--temperature {self.temperature}: is 0 (greedy) or more"),
-                (self.top_k >= 0, f"--top_k {self.top_k}: is 0 (off) or more"),
-                (0 < self.top_p <= 1, f"--top_p {self.top_p}: lies above 0 and up to 1 (off)"),
-                (self.temperature or (not self.top_k and self.top_p == 1), "--top_k, --top_p: need --temperature above 0"),
-                (0 <= self.seed < 2**31, f"--seed {self.seed}: lies between 0 and 2^31 - 1"),
-                (self.state in ("noise", "zero"), f"--state {self.state}: is noise or zero"),
-                (self.exit in (None, *RULES), f"--exit {self.exit}: is {', '.join(RULES)}"),
-                (re.fullmatch("full|last|[1-9][0-9]*", self.kv), f"--kv {self.kv}: is full, last or a number of slots"),
-                (not self.exit or self.exit_threshold is not None, f"--exit {self.exit}: needs --exit_threshold"),
-                (self.exit or self.exit_threshold is None, "--exit_threshold: needs a rule, such as --exit latent"),
-                (self.exit_threshold is None or self.exit_threshold >= 0,
-                 f"--exit_threshold {self.exit_threshold}: cannot be negative"),
-                (self.min_steps >= 1, f"--min_steps {self.min_steps}: is 1 or more"),
-                (self.exit or self.min_steps == 1, "--min_steps: needs a rule, such as --exit latent"),
-                (self.draft_steps >= 0, f"--draft_steps {self.draft_steps}: cannot be negative"),
-                (self.draft_len >= 1, f"--draft_len {self.draft_len}: draft at least one token"),
-                (not (self.draft_steps and self.exit), "--draft_steps: does not go together with --exit"),
-                (not self.draft_steps or self.kv == "full", f"--draft_steps: does not go together with --kv {self.kv}")):
-            if not ok:
-                raise InputError(what)
+        if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
+            sys.exit(f"--kv {self.kv}: must be full, last or a number of slots")
+        if self.exit not in (None, "kl") or self.state not in ("noise", "zero"):
+            sys.exit(f"--exit {self.exit} --state {self.state}: give kl; noise or zero")
+        if self.draft_steps and (self.exit or self.kv != "full"):
+            sys.exit("--draft_steps: goes together with neither --exit nor --kv")
+        assert self.temperature >= 0 and 0 < self.top_p <= 1 and self.draft_len >= 1, self
 
+
+# -------------------------------------------------------------------------------------- the cache
 
 class Decoder:
     """
-    A model in the middle of B texts: the cache, and one pass at a time. The token at position p of a row has its keys
-    and values in column p, and what lies in later columns is never seen. So texts of any lengths go together without
-    padding, and to take tokens back is to go on from an earlier position.
+    A model in the middle of B texts at depth r: the cache, and one pass at a time.
 
-    Cached tensors are (layers, B, S, n_kv_head, D); layers: the prelude's, the core's once per slot, the coda's.
+    The token at position p of a row has its keys and values in column p, and what lies in later
+    columns is never seen. So texts of any lengths go together without padding, and to roll back is
+    to continue from an earlier position. Each layer has a pair of cached tensors (keys, values),
+    (slots, B, S, n_kv_head, D), with one slot in prelude and coda. o: a Decoding.
     """
 
     def __init__(self, model, r, B, S, o):
-        c, device, dtype = model.config, model.embed.weight.device, model.embed.weight.dtype
-        # One more than fits: a view of all columns would be contiguous, and compiled code is for one or the other.
-        self.model, self.r, self.W, self.graphs, S = model, r, 0, {}, (S // COLUMNS + 2) * COLUMNS
+        c, weight = model.config, model.embed.weight
+        # One block more than fits. A view of all columns would be contiguous, and compiled code is
+        # for one or the other.
+        S = (S // COLUMNS + 2) * COLUMNS
+        self.model, self.r, self.W, self.graph = model, r, 0, None
         self.slots = self.count(o.kv, r)
-        shape = (c.n_prelude + self.slots * c.n_core + c.n_coda, B, S, c.n_kv_head, c.head_dim)
-        try:  # zeros: what nobody sees yet is multiplied by zero, so it must be finite
-            self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
-        except RuntimeError:  # of which torch.OutOfMemoryError is one
-            raise InputError(f"out of memory: the cache of {B} x {S} tokens at r = {r} takes "
-                             f"{2 * math.prod(shape) * dtype.itemsize / 1e9:.1f} GB: ask for fewer rows, tokens or "
-                             "recurrences, bfloat16 or --kv last")
-        with torch.inference_mode(False):  # the model keeps this table, and may train with it later
-            table = model.rope(S)
-        self.table = [t.to(dtype) for t in table]
-        self.noise = torch.zeros(S, c.n_embd, device=device, dtype=dtype)  # one s_0 a position
+
+        def cache(layers, slots):
+            # Zeros, as what nobody sees yet is multiplied by zero and so must be finite.
+            shape = (slots, B, S, c.n_kv_head, c.head_dim)
+            return [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(layers)]
+
+        self.layers = cache(c.n_prelude, 1), cache(c.n_core, self.slots), cache(c.n_coda, 1)
+        self.table = [t.to(weight.dtype) for t in model.rope(S)]
+        self.noise = torch.zeros(S, c.n_embd, device=weight.device)  # s_0 of each position
         if c.n_core and o.state == "noise":
-            self.noise = model.initial_state(S, 1, [o.seed * 1_000_003 + i for i in range(S)])[:, 0].to(dtype)
-        self.column, self.groups = torch.arange(max(S, B), device=device), c.n_head // c.n_kv_head
+            self.noise = model.initial_state(S, 1, o.seed, range(S))[:, 0]
+        self.column = torch.arange(max(S, B), device=weight.device)
 
     @staticmethod
     def count(kv, r):
-        """Slots a layer of the core."""
+        """Slots that each core layer has at depth r."""
         return r if kv == "full" else min(r, 1 if kv == "last" else int(kv))
 
     def place(self, position, end, rows=None):
-        """The next pass is of tokens at position (B, T), all below `end`; rows: those of the batch, by default all."""
-        if (W := -(-end // COLUMNS) * COLUMNS) != self.W:
-            c, self.W = self.model.config, W
-            layers = list(zip(*(t[:, :, :W].unbind() for t in (self.keys, self.values))))
-            first, last = c.n_prelude, c.n_prelude + self.slots * c.n_core
-            self.prelude, self.coda = layers[:first], layers[last:]
-            self.core = [layers[i:i + c.n_core] for i in range(first, last, c.n_core or 1)]
-            self.core_layers = [tuple(t[first + i:last:c.n_core, :, :W] for t in (self.keys, self.values))
-                                for i in range(c.n_core)]
+        """The next pass is of tokens at position (B, T), below `end`, of these rows (or all)."""
+        width = -(-end // COLUMNS) * COLUMNS
+        if width != self.W:
+            self.view(width)
         self.position = position
-        self.rope = [t[position].unsqueeze(1) for t in self.table]                             # (B, 1, T, D/2)
-        seen = (self.column[:W] <= position[:, :, None]).repeat(1, self.groups if position.shape[1] > 1 else 1, 1)
-        self.mask = torch.zeros_like(seen, dtype=self.noise.dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+        self.rope = [t[position].unsqueeze(1) for t in self.table]  # (B, 1, T, D/2)
+        c = self.model.config
+        # Query heads of one kv head are rows of one (see Attention), each with the same mask.
+        groups = c.n_head // c.n_kv_head if position.shape[1] > 1 else 1
+        unseen = (self.column[:width] > position[:, :, None]).repeat(1, groups, 1)
+        mask = torch.zeros_like(unseen, dtype=self.table[0].dtype)
+        self.mask = mask.masked_fill_(unseen, -torch.inf).unsqueeze(1)  # (B, 1, rows, W)
         self.rows = self.column[:len(position)] if rows is None else rows
         self.at = (self.rows[:, None], position), None if rows is None else (rows,)
 
+    def view(self, width):
+        """The first `width` columns of the cache, a pair (keys, values) (B, W, H, D) per layer."""
+        def columns(layers, slot):
+            return [(k[slot, :, :width], v[slot, :, :width]) for k, v in layers]
+
+        self.W = width
+        prelude, core, coda = self.layers
+        self.prelude, self.coda = columns(prelude, 0), columns(coda, 0)
+        self.core = [columns(core, slot) for slot in range(self.slots)]
+        self.all_slots = columns(core, slice(None))  # for rows that are at different recurrences
+
     def slot(self, i):
-        """Recurrence i (from 0) -> its slot of the cache"""
+        """Recurrence i (from 0) -> its slot."""
         return min(i, self.slots - 1)
 
     def begin(self, idx):
-        """Tokens (B, T) -> e and the initial state (B, T, C)"""
-        model = self.model
-        e = model.run_prelude(model.embed_idx(idx), self.rope, self.mask, self.prelude, self.at)
-        return e, model.first_state(e, self.noise[self.position]) if model.config.n_core else e
+        """Tokens (B, T) -> e and s_0, both (B, T, C)."""
+        x = self.model.embed_idx(idx)
+        e = self.model.run_prelude(x, self.rope, self.mask, self.prelude, self.at)
+        return e, self.noise[self.position].type_as(e) if self.model.config.n_core else e
 
     def recur(self, s, e, first, last):
-        """The state after `first` recurrences -> after `last`"""
-        for i in range(first, last):
-            s = self.model.run_core(s, e, self.rope, self.mask, self.core[self.slot(i)], self.at)
-        return s
+        """The state after `first` recurrences -> after `last`."""
+        kvs = [self.core[self.slot(i)] for i in range(first, last)]
+        return self.model.recur(s, e, self.rope, last - first, self.mask, kvs, self.at)
 
     def recur_each(self, s, e, done):
-        """One recurrence of rows that have `done` (a list) different numbers: the weights are the same for all."""
+        """One recurrence of rows that have `done` (a list) different numbers behind them."""
         slots = torch.tensor([self.slot(i) for i in done], device=s.device)
         at = (slots[:, None], *self.at[0]), (slots, self.rows)
-        return self.model.run_core(s, e, self.rope, self.mask, self.core_layers, at)
+        return self.model.run_core(s, e, self.rope, self.mask, self.all_slots, at)
 
     def end(self, s):
-        """State (B, T, C) -> what the head reads"""
+        """State (B, T, C) -> what the head reads."""
         return self.model.run_coda(s, self.rope, self.mask, self.coda, self.at)
 
     def logits(self, s):
-        """State (B, T, C) -> logits (B, T, V) float32"""
+        """State (B, T, C) -> logits (B, T, V) float32."""
         return self.model.head(self.end(s)).float()
 
-    @torch.compiler.set_stance("force_eager")  # not worth half a minute: its products are as fast without compilation
     def prefill(self, prompts):
-        """Lists of ids -> logits (B, V) float32 after the last id of each"""
-        last = torch.tensor([len(p) - 1 for p in prompts], device=self.column.device)
-        T, row, out = max(map(len, prompts)), self.column[:len(prompts)], self.noise.new_zeros(1)
-        idx = torch.tensor([list(p) + [0] * (T - len(p)) for p in prompts], device=self.column.device)
+        """Lists of ids -> logits (B, V) float32 after the last id of each."""
+        if self.model.compiled:  # large products are as fast without compiling them
+            with torch.compiler.set_stance("force_eager"):
+                return self.run_prefill(prompts)
+        return self.run_prefill(prompts)
+
+    def run_prefill(self, prompts):
+        device, row = self.column.device, self.column[:len(prompts)]
+        T = max(map(len, prompts))
+        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
+        idx = torch.tensor([list(p) + [0] * (T - len(p)) for p in prompts], device=device)
+        out = self.table[0].new_zeros(1)
         for start in range(0, T, PREFILL):
             end = min(start + PREFILL, T)
             self.place(self.column[start:end].expand(len(prompts), -1), end)
             e, s = self.begin(idx[:, start:end])
             x = self.end(self.recur(s, e, 0, self.r))[row, (last - start).clamp(0, end - start - 1)]
-            out = torch.where((last >= start)[:, None], x, out)  # a later part holds the last token, or else zeros
+            out = torch.where((last >= start)[:, None], x, out)  # else an earlier part had the last
         return self.model.head(out).float()
 
     def step(self, token, position, end):
-        """A new token (B,) of every row, at position (B,), all below `end` -> logits (B, V) float32"""
-        if not (self.model.compiled and token.is_cuda):
-            return self.one_token(token, position, end)
-        key = -(-end // COLUMNS), len(token)
-        if key not in self.graphs:  # thousands of small kernels: recorded once, then launched as one
-            inputs, side = (token.clone(), position.clone()), torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):  # compiles, and lets libraries take their memory
-                    self.one_token(*inputs, end)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = self.one_token(*inputs, end)
-            self.graphs = {key: (graph, inputs, out)}  # texts only grow: no earlier one comes again, and each has memory
-        graph, inputs, out = self.graphs[key]
-        for there, new in zip(inputs, (token, position)):
-            there.copy_(new)
-        graph.replay()
-        return out
+        """A new token (B,) of every row at position (B,), below `end` -> logits (B, V) float32."""
+        if self.model.compiled and token.is_cuda:
+            return self.replay(token, position, end)
+        return self.run_step(token, position, end)
 
-    def one_token(self, token, position, end):
+    def run_step(self, token, position, end):
         self.place(position[:, None], end)
         e, s = self.begin(token[:, None])
         return self.logits(self.recur(s, e, 0, self.r))[:, -1]
 
+    def replay(self, token, position, end):
+        """
+        step() as a CUDA graph: thousands of small kernels, recorded once and launched as one. The
+        recipe is torch's own ("Whole-network capture"). No GPU has run it yet.
+        """
+        key = -(-end // COLUMNS), len(token)
+        if not self.graph or self.graph[0] != key:  # texts only grow: no earlier shape comes again
+            inputs, side = (token.clone(), position.clone()), torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):  # compiles, and lets libraries take their memory
+                    self.run_step(*inputs, end)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = self.run_step(*inputs, end)
+            self.graph = key, graph, inputs, out
+        _, graph, inputs, out = self.graph
+        inputs[0].copy_(token)
+        inputs[1].copy_(position)
+        graph.replay()
+        return out
+
     def fill(self, row, position, steps):
-        """A token that stopped after `steps` recurrences has its last keys and values in the slots of the others."""
-        first, n = self.model.config.n_prelude, self.model.config.n_core
-        for t in (self.keys, self.values):
-            t = t[first:first + self.slots * n, row, position].unflatten(0, (self.slots, n))
-            t[steps:] = t[self.slot(steps - 1)]
+        """A token that stopped after `steps` has its last keys and values in all later slots."""
+        for keys, values in self.layers[1]:
+            for t in (keys, values):
+                t[steps:, row, position] = t[self.slot(steps - 1), row, position]
 
     def keep(self, rows):
-        """Go on with these rows (a tensor of indices) of the batch only."""
-        self.keys, self.values, self.W, self.graphs = self.keys[:, rows], self.values[:, rows], 0, {}
+        """Continue with these rows (a tensor of indices) of the batch only."""
+        self.layers = [[(k[:, rows], v[:, rows]) for k, v in part] for part in self.layers]
+        self.W, self.graph = 0, None
 
+
+# ------------------------------------------------------------------------------------ next tokens
 
 def distribution(logits, o):
     """
-    Probabilities (..., V) of the next token. Greedy: 1 for the likeliest. Else top-k, then nucleus: the fewest
-    likely tokens that hold probability top_p (Holtzman et al., arXiv 1904.09751).
+    Probabilities (..., V) of the next token. Greedy: 1 for the likeliest. Else top-k, then the
+    nucleus: the fewest likely tokens that hold probability top_p (arXiv 1904.09751).
     """
     if o.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # The largest is 0: no overflow. As a float32, a smaller temperature might be 0.
-    p = ((logits - logits.amax(-1, keepdim=True)) / max(o.temperature, 1e-30)).softmax(-1)
+    p = (logits / o.temperature).softmax(-1)
     if o.top_k or o.top_p < 1:
         p, order = p.sort(dim=-1, descending=True, stable=True)
         if o.top_k:
             p[..., o.top_k:] = 0
             p = p / p.sum(-1, keepdim=True)
-        p[p.cumsum(-1) - p >= o.top_p] = 0  # keeps the token that crosses top_p, hence at least one
+        p[p.cumsum(-1) - p >= o.top_p] = 0  # keeps the token that crosses top_p
         p = torch.zeros_like(p).scatter_(-1, order, p)
     return p / p.sum(-1, keepdim=True)
 
 
 def draw(p, rng):
-    """Tokens (...) drawn from probabilities (..., V)"""
+    """Tokens (...) drawn from probabilities (..., V)."""
     return torch.multinomial(p.flatten(0, -2), 1, generator=rng).view(p.shape[:-1])
 
 
 def pick(logits, o, rng):
-    """Next tokens (B,) of logits (B, V); InputError for NaN"""
+    """Next tokens (B,) of logits (B, V)."""
     if logits.isnan().any():
-        raise InputError("the model's logits are not numbers: its weights are damaged (--model)")
+        sys.exit("the model's logits are not numbers: its weights are damaged (--model)")
     return logits.argmax(-1) if o.temperature == 0 else draw(distribution(logits, o), rng)
 
+
+# ------------------------------------------------------------------------- three ways to decode
 
 @torch.inference_mode()
 def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
     """
-    Decode a batch: yields (row, token, recurrences that it took) for every new token, max_new_tokens of each row.
-    It knows no end of text: ends(row, token) -> True ends a row, and so does leaving the loop all of them.
+    Decode a batch. Yields (row, token, recurrences it took) for every new token, max_new_tokens of
+    each row. It knows no end of text: ends(row, token) -> True ends a row.
 
-    prompts: lists of ids of any lengths; greedily, each gives the tokens it gives alone. steps: r (default
-    config.mean_recurrence; a feed-forward model ignores it). options: those of Decoding.
-    Raises InputError for an empty prompt, ids beyond the vocabulary, no new or more than config.context tokens in all,
-    draft_steps >= steps or NaN logits; ValueError for negative steps.
+    prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
+    steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those of
+    Decoding. Exits on NaN logits.
     """
     c, o = model.config, Decoding(**options)
     r = sum(model.split_steps(steps)) if c.n_core else 0
     T = max(map(len, prompts))
-    if not all(prompts):
-        raise InputError("the prompt is empty, and this tokenizer adds no BOS: give at least one word")
-    if max(map(max, prompts)) >= c.vocab_size:
-        raise InputError(f"the prompt holds token {max(map(max, prompts))}, the model's vocabulary ends at "
-                         f"{c.vocab_size - 1}: {model.folder} holds the tokenizer of another model")
-    if max_new_tokens < 1:
-        raise InputError(f"{max_new_tokens} new tokens: ask for at least one")
-    if T + max_new_tokens > c.context:
-        raise InputError(f"{T} prompt tokens and {max_new_tokens} new ones exceed the model's "
-                         f"context of {c.context}: shorten the prompt or ask for fewer")
-    if c.n_core and o.draft_steps >= r and o.draft_steps:
-        raise InputError(f"--draft_steps {o.draft_steps}: drafts take fewer recurrences than --steps {r}")
-    how = plain if not r or not (o.exit or o.draft_steps) else adaptive if o.exit else speculative
+    assert all(prompts) and max_new_tokens > 0, "a prompt is empty, or no token is asked for"
+    assert T + max_new_tokens <= c.context, f"{T} + {max_new_tokens} tokens, context {c.context}"
+    way = plain
+    if r and o.exit:
+        way = adaptive
+    if r and o.draft_steps:
+        way = speculative
+        if o.draft_steps >= r:
+            sys.exit(f"--draft_steps {o.draft_steps}: drafts need fewer recurrences than r = {r}")
     decoder = Decoder(model, r, len(prompts), T + max_new_tokens + o.draft_len, o)
-    rng = torch.Generator(model.embed.weight.device).manual_seed(o.seed)  # its own: picks leave the noise as it is
+    rng = torch.Generator(model.embed.weight.device).manual_seed(o.seed)
     live = set(range(len(prompts)))  # the rows that go on
     count = [0] * len(prompts)
-    for row, token, took in how(decoder, prompts, o, rng, live):
+    for row, token, took in way(decoder, prompts, o, rng, live):
         count[row] += 1
         if count[row] <= max_new_tokens and row in live:
             yield row, token, took
@@ -294,14 +294,14 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
                 live.discard(row)
 
 
-def thin(d, rows, live, *tensors):
-    """Once half of the rows have ended the rest goes on alone: -> rows and tensors (B, ...) of the rest, or as they are."""
+def shrink(d, rows, live, *tensors):
+    """Once half of the rows have ended, the others go on alone: -> rows, tensors (B, ...)."""
     if 2 * len(live) > len(rows):
         return rows, *tensors
     keep = [i for i, row in enumerate(rows) if row in live]
-    at = torch.tensor(keep, device=d.column.device)
-    d.keep(at)
-    return [rows[i] for i in keep], *(t[at] for t in tensors)
+    index = torch.tensor(keep, device=d.column.device)
+    d.keep(index)
+    return [rows[i] for i in keep], *(t[index] for t in tensors)
 
 
 def plain(d, prompts, o, rng, live):
@@ -314,7 +314,7 @@ def plain(d, prompts, o, rng, live):
             yield row, t, d.r
         if not live:
             return
-        rows, token, position = thin(d, rows, live, token, position)
+        rows, token, position = shrink(d, rows, live, token, position)
         end += 1
         logits = d.step(token, position, end)
         position = position + 1
@@ -322,9 +322,9 @@ def plain(d, prompts, o, rng, live):
 
 def speculative(d, prompts, o, rng, live):
     """
-    Self-speculation: `draft_steps` recurrences draft tokens, one pass then takes the states of all drafts on to r, where
-    the usual rule (Leviathan et al., arXiv 2211.17192) accepts or corrects: what comes out has the distribution of r.
-    Recurrences of a draft are those of its token at any r, so nothing is computed twice but the coda.
+    Self-speculation. `draft_steps` recurrences draft tokens. One pass then takes the states of all
+    drafts on to r, and the usual rule (Leviathan et al., arXiv 2211.17192) accepts or corrects
+    them, so what comes out has the distribution of r. Nothing is computed twice but the coda.
     """
     rows, n = list(range(len(prompts))), o.draft_len
     position = torch.tensor([len(p) for p in prompts], device=d.column.device)
@@ -332,186 +332,163 @@ def speculative(d, prompts, o, rng, live):
     for row, t in zip(rows, token.tolist()):
         yield row, t, d.r
     while live:
-        rows, token, position = thin(d, rows, live, token, position)
-        tokens, guesses, kept = [token], [], []
+        rows, token, position = shrink(d, rows, live, token, position)
         top = int(position.max()) + 1
-        for i in range(n + 1):  # the last draft, too, is a token to go on from, where all are accepted
+        tokens, guesses, kept = [token], [], []
+        for i in range(n + 1):  # the last draft is a token to go on from, if all are accepted
             d.place(position[:, None] + i, top + i)
             e, s = d.begin(tokens[-1][:, None])
-            kept.append((e, s := d.recur(s, e, 0, o.draft_steps)))
+            s = d.recur(s, e, 0, o.draft_steps)
+            kept.append((e, s))
             if i < n:
                 guesses.append(distribution(d.logits(s)[:, -1], o))
                 tokens.append(draw(guesses[-1], rng))
         d.place(position[:, None] + d.column[:n + 1], top + n)
         e, s = (torch.cat(x, 1) for x in zip(*kept))
-        p = distribution(d.logits(d.recur(s, e, o.draft_steps, d.r)), o)             # (B, n + 1, V)
-        q, drafts = torch.stack(guesses, 1), torch.stack(tokens[1:], 1)              # (B, n, V), (B, n)
-        ratio = (p[:, :n].gather(2, drafts[:, :, None]) / q.gather(2, drafts[:, :, None]))[:, :, 0]
-        luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
-        accepted = (luck < ratio).long().cumprod(1).sum(1)                           # (B,)
-        at = torch.arange(len(rows), device=accepted.device), accepted
-        left = p[at] - torch.cat((q, torch.zeros_like(q[:, :1])), 1)[at]             # after the last: all of p
-        left = left.clamp_(min=0)
-        token = draw(torch.where(left.any(-1, keepdim=True), left, p[at]), rng)      # none: p and q but for rounding
-        drafts = torch.cat((drafts, token[:, None]), 1).scatter_(1, accepted[:, None], token[:, None])
-        for row, new, count in zip(rows, drafts.tolist(), accepted.tolist()):
-            yield from ((row, t, d.r) for t in new[:count + 1])
+        p = distribution(d.logits(d.recur(s, e, o.draft_steps, d.r)), o)  # (B, n + 1, V)
+        q, drafts = torch.stack(guesses, 1), torch.stack(tokens[1:], 1)   # (B, n, V), (B, n)
+        accepted, token = verify(p, q, drafts, rng)
+        new = torch.cat((drafts, token[:, None]), 1).scatter_(1, accepted[:, None], token[:, None])
+        for row, row_tokens, count in zip(rows, new.tolist(), accepted.tolist()):
+            for t in row_tokens[:count + 1]:
+                yield row, t, d.r
+        # An ended row that is still here must not leave its columns.
         going = torch.tensor([row in live for row in rows], device=position.device)
-        position = position + (accepted + 1) * going  # an ended row that is still here must not leave its columns
+        position = position + (accepted + 1) * going
+
+
+def verify(p, q, drafts, rng):
+    """
+    Probabilities of the model p (B, n + 1, V) and of the drafts q (B, n, V), drafts (B, n) -> how
+    many are accepted (B,), and the token (B,) that follows them: speculative sampling.
+    """
+    index = drafts[:, :, None]
+    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index))[:, :, 0]
+    luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
+    accepted = (luck < ratio).long().cumprod(1).sum(1)
+    last = torch.arange(len(p), device=p.device), accepted
+    q = torch.cat((q, torch.zeros_like(q[:, :1])), 1)  # after the last draft: all of p
+    left = (p[last] - q[last]).clamp_(min=0)
+    left = torch.where(left.any(-1, keepdim=True), left, p[last])  # p and q equal but for rounding
+    return accepted, draw(left, rng)
 
 
 def adaptive(d, prompts, o, rng, live):
     """
-    A token stops recurring once it has settled: its last recurrence changed less than exit_threshold,
-      latent         |s_i - s_(i-1)| / |s_i|
-      kl             KL(p_i || p_(i-1)) of the distributions over the next token, in nats (Geiping et al., 2502.05171)
-      second-order   |(s_i - s_(i-1)) - (s_(i-1) - s_(i-2))| / |s_i|, twice in a row (after Pappone et al., 2509.23314)
-    or at r. A row that is done goes on with its next token at once, beside rows that are still at earlier or later
-    recurrences: a batch takes the time of its mean, not of its slowest. All ids of a prompt but the last take r.
+    A token stops recurring once its last recurrence changed the distribution over the next token by
+    less than exit_threshold nats, KL(p_i || p_(i-1)) (Geiping et al., arXiv 2502.05171), or at r. A
+    row that is done goes on with its next token at once, beside rows at other recurrences: a batch
+    takes the time of its mean, not of its slowest. All ids of a prompt but the last take r.
     """
-    device, rows = d.column.device, sorted(live)
+    device, B = d.column.device, len(prompts)
     if max(map(len, prompts)) > 1:
         d.prefill([p[:-1] or [0] for p in prompts])
     token, position = [p[-1] for p in prompts], [len(p) - 1 for p in prompts]
-    done, hits = [0] * len(rows), torch.zeros(len(rows), dtype=torch.long, device=device)
-    e = s = change = torch.zeros(len(rows), 1, d.noise.shape[1], dtype=d.noise.dtype, device=device)
-    e, s, change, logp = e.clone(), s.clone(), change.float(), None
+    done = [0] * B
+    e = torch.zeros(B, 1, d.noise.shape[1], device=device)
+    s, logp = e.clone(), torch.zeros(B, d.model.config.vocab_size, device=device)
+
+    def place(rows):
+        at = torch.tensor([[position[i]] for i in rows], device=device)
+        d.place(at, 1 + max(position[i] for i in rows), torch.tensor(rows, device=device))
+
     while live:
-        place = lambda rows: d.place(torch.tensor([[position[i]] for i in rows], device=device),
-                                     1 + max(position[i] for i in rows), torch.tensor(rows, device=device))
-        if fresh := [i for i in sorted(live) if not done[i]]:
+        rows = sorted(live)
+        fresh = [i for i in rows if done[i] == 0]
+        if fresh:
             place(fresh)
             e[fresh], s[fresh] = d.begin(torch.tensor([[token[i]] for i in fresh], device=device))
-        place(rows := sorted(live))
-        before, now = s[rows], d.recur_each(s[rows], e[rows], [done[i] for i in rows])
-        s[rows] = now
-        for i in rows:
+        place(rows)
+        s[rows] = d.recur_each(s[rows], e[rows], [done[i] for i in rows])
+        logits = d.logits(s[rows])[:, -1]
+        new = logits.log_softmax(-1)
+        kl = F.kl_div(logp[rows], new, reduction="none", log_target=True).sum(-1)
+        settled = (kl.clamp(min=0) < o.exit_threshold).tolist()  # below 0 by rounding only
+        logp[rows] = new
+        picked = pick(logits, o, rng).tolist()
+        for i, small, t in zip(rows, settled, picked):
             done[i] += 1
-        first, step = torch.tensor([done[i] == 1 for i in rows], device=device), now.float() - before.float()
-        if o.exit == "kl":
-            new = d.logits(now)[:, -1]
-            logp = torch.zeros(len(prompts), new.shape[1], device=device) if logp is None else logp
-            p = new.log_softmax(-1)
-            moved = F.kl_div(logp[rows], p, reduction="none", log_target=True).sum(-1).clamp(min=0)  # but for rounding
-            logp[rows] = p
-        else:
-            size = step if o.exit == "latent" else step - change[rows]
-            moved = size.norm(dim=-1)[:, 0] / now.float().norm(dim=-1)[:, 0]
-        change[rows] = step
-        small = (moved < o.exit_threshold) & ~(first & (o.exit != "latent"))
-        hits[rows] = torch.where(small, hits[rows] + 1, 0)
-        settled = (hits[rows] >= (2 if o.exit == "second-order" else 1)).tolist()
-        over = [j for j, i in enumerate(rows) if done[i] == d.r or (settled[j] and done[i] >= o.min_steps)]
-        if not over:
-            continue
-        if o.exit == "kl":
-            logits = new[over]
-        else:
-            place([rows[j] for j in over])
-            logits = d.logits(now[over])[:, -1]
-        for i, t in zip([rows[j] for j in over], pick(logits, o, rng).tolist()):
-            d.fill(i, position[i], done[i])
-            took, token[i], position[i], done[i], hits[i] = done[i], t, position[i] + 1, 0, 0
-            yield i, t, took
+            if done[i] == d.r or (small and done[i] >= max(2, o.min_steps)):
+                d.fill(i, position[i], done[i])
+                took, token[i], position[i], done[i] = done[i], t, position[i] + 1, 0
+                yield i, t, took
 
 
-# -------------------------------------------------------------------- what every decoding script needs
+# ------------------------------------------------------------- what every decoding script needs
 
 def add_model_arguments(p, dtype):
     """The flags that every script with a model has."""
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                   help="cuda or cpu; default: %(default)s")
-    p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"), help=f"default: {dtype or 'as stored'}")
-    p.add_argument("--seed", type=int, default=0, help="of the initial state's noise, and of sampling")
-    p.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state; default: noise")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    p.add_argument("--device", default=device, help="cuda or cpu; default: %(default)s")
+    p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
+                   help=f"default: {dtype or 'as stored'}")
+    p.add_argument("--seed", type=int, default=0, help="of the initial state and of sampling")
+    p.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state")
 
 
 def add_decoding_arguments(p):
-    """The flags with which sample.py and eval_gsm8k.py say how to decode; see Decoding."""
-    p.add_argument("--int8", action="store_true", help="recurrent block in 8 bits a weight; needs --dtype bfloat16")
-    p.add_argument("--compile", action="store_true", help="torch.compile: half a minute at first, then 2-3 times as fast")
+    """The flags with which scripts say how to decode; see Decoding."""
+    p.add_argument("--compile", action="store_true",
+                   help="torch.compile: half a minute at first, then 2-3 times as fast")
     p.add_argument("--kv", default="full",
-                   help="slots of the cache a layer: full (default, exact): one a recurrence, last: one, or N")
-    p.add_argument("--exit", choices=RULES, help="let tokens that have settled stop recurring")
-    p.add_argument("--exit_threshold", type=float, help="... once a recurrence changes less than this")
-    p.add_argument("--min_steps", type=int, default=1, help="... but after this many at the earliest")
-    p.add_argument("--draft_steps", type=int, default=0, help="draft tokens with so many recurrences, then verify them")
-    p.add_argument("--draft_len", type=int, default=12, help="... so many at a time; default: %(default)s")
+                   help="cache slots per layer: full (one a recurrence, exact), last (one), or N")
+    p.add_argument("--exit", choices=("kl",), help="let tokens that have settled stop recurring")
+    p.add_argument("--exit_threshold", type=float, default=0.001, help="... in nats")
+    p.add_argument("--min_steps", type=int, default=1, help="... but after so many at the earliest")
+    p.add_argument("--draft_steps", type=int, default=0,
+                   help="draft tokens with so many recurrences, then verify them")
+    p.add_argument("--draft_len", type=int, default=12, help="... so many at a time")
 
 
 def decoding(args):
-    """{name: value} of Decoding's fields among a script's flags, checked: InputError."""
-    return asdict(Decoding(**{f.name: getattr(args, f.name) for f in fields(Decoding) if hasattr(args, f.name)}))
+    """{name: value} of Decoding's fields among a script's flags."""
+    options = {f.name: getattr(args, f.name) for f in fields(Decoding) if f.name in args}
+    Decoding(**options)
+    return options
 
 
-def check_device(device):
-    """InputError where torch cannot compute on it."""
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as e:  # AssertionError: torch built without CUDA
-        raise InputError(f"--device {device}: cannot be used here ({str(e).splitlines()[0]})")
-
-
-def load_model(folder, device="cpu", dtype=None, int8=False, compile=False):
-    """
-    (model, tokenizer) of a checkpoint or run folder, or of what surgery.py reads: a folder in another layout, or a hub
-    id such as org/name. dtype: its name, or None: as stored.
-    """
-    check_device(device)
-    dtype = getattr(torch, dtype) if dtype else None
-    if os.path.isdir(folder) and read_json(os.path.join(find_checkpoint(folder), "config.json")).get("model_type") == \
-            "nanoloop":
-        model = RecurrentLM.load(folder, device, dtype).eval()
-    else:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for text
-            source = open_source(folder)
-            model = build(source, dtype or check(source)).to(device)
-        model.folder = source.folder
+def load_model(folder, device="cpu", dtype=None, compile=False):
+    """(model, tokenizer) of a checkpoint or run folder. dtype: its name, or None: as stored."""
+    model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype)).eval()
     tokenizer = Tokenizer.load(model.folder)
-    if int8:
-        model.quantise_core()
+    if tokenizer.vocab_size > model.config.vocab_size:
+        sys.exit(f"{model.folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
+                 f"{model.config.vocab_size}: it is the tokenizer of another model")
     if compile:
         model.compile_parts(dynamic=True)
     return model, tokenizer
 
 
-# -------------------------------------------------------------------- the command
+def parse_steps(text):
+    """'1,4,32' -> [1, 4, 32]"""
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+        sys.exit(f"--steps {text}: give recurrences such as 32 or 1,4,32")
+    return list(dict.fromkeys(map(int, text.split(","))))
 
-def newest_checkpoint(root="out", recurrent=False):
-    """The folder under root whose config.json is a nanoloop model's and was written last; a recurrent one if asked."""
-    paths = [p for p in glob.glob(os.path.join(glob.escape(root), "**", "config.json"), recursive=True)
-             if ".tmp-" not in p and ".old-" not in p]  # halves of a save that is under way
+
+# ------------------------------------------------------------------------------------ the command
+
+def newest_checkpoint(root="out"):
+    """The checkpoint under root that was written last; a recurrent one, if there is one."""
+    pattern = os.path.join(root, "**", "config.json")
     found = []
-    for path in sorted(paths, key=os.path.getmtime, reverse=True):
-        with contextlib.suppress(InputError):  # somebody else's file
-            if (config := read_json(path)).get("model_type") == "nanoloop":
-                found.append((os.path.dirname(path), config.get("n_core", 0)))
-    for folder, n_core in found:
-        if n_core or not (recurrent and any(n for _, n in found)):
-            return folder
-    raise InputError(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or name one with --model")
+    for path in glob.glob(pattern, recursive=True):
+        config = read_json(path)
+        if config.get("model_type") == "nanoloop" and ".tmp-" not in path:
+            found.append((config["n_core"] > 0, os.path.getmtime(path), os.path.dirname(path)))
+    if not found:
+        sys.exit(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give --model")
+    return max(found)[2]
 
 
-def corpus_prompt(folder):
-    """(prompt, file it stands in): a sample prompt of the corpus that a checkpoint was trained on."""
+def default_prompt(folder):
+    """A sample prompt of the data set that a checkpoint was trained on."""
     path = os.path.join(folder, "train.json")
-    if not os.path.exists(path):
-        raise InputError(f"{folder}: has no train.json that would name a corpus: give --prompt")
-    meta = os.path.join(str(read_json(path).get("config", {}).get("data")), "meta.json")
-    if not os.path.exists(meta) or not isinstance(read_json(meta).get("prompt"), str):
-        raise InputError(f"{meta}: has no prompt to start from: give --prompt")
-    return read_json(meta)["prompt"], meta
-
-
-def read_prompt(args):
-    """The prompt of --prompt or --prompt_file (less one final newline), or None."""
-    if args.prompt_file is None and args.prompt != "-":
-        return args.prompt
-    try:
-        with open(0 if args.prompt_file is None else args.prompt_file, encoding="utf-8") as f:
-            return f.read().removesuffix("\n")
-    except UnicodeDecodeError as e:
-        raise InputError(f"{args.prompt_file or 'stdin'}: the prompt is not UTF-8 text ({e})")
+    data = read_json(path)["config"]["data"] if os.path.exists(path) else ""
+    meta = os.path.join(data, "meta.json")
+    if not os.path.exists(meta):
+        sys.exit(f"{folder}: does not say what it was trained on: give --prompt")
+    return read_json(meta)["prompt"]
 
 
 def stream(tokenizer, ids, tokens):
@@ -530,127 +507,72 @@ def stream(tokenizer, ids, tokens):
     yield tokenizer.decode(ids)[shown:]
 
 
-def parse_args():
-    p = argparse.ArgumentParser(description="Stream text from a model.")
-    p.add_argument("--model", help="checkpoint or run folder, or a hub id org/name; default: the newest under out/")
-    p.add_argument("--steps", help="recurrences r, or several such as 1,4,32 side by side; default: the model's "
-                                   "mean_recurrence")
-    source = p.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the text to go on from; - reads stdin; default: from the model's corpus")
-    source.add_argument("--prompt_file", help="read the prompt from this file")
-    source.add_argument("--interactive", action="store_true", help="ask for prompts; /steps 16 turns the dial")
-    p.add_argument("--special", action="store_true",
-                   help="read the names of special tokens in the prompt, such as <|eot_id|>, as those tokens")
-    p.add_argument("--tokens", type=int, default=256, help="new tokens at most; default: %(default)s")
-    p.add_argument("--samples", type=int, default=1, help="number of texts; number i uses seed + i")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy, the likeliest token")
-    p.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens; 0 (default): off")
-    p.add_argument("--top_p", type=float, default=1.0,
-                   help="... from the likeliest that hold this probability; 1 (default): off")
-    p.add_argument("--show_steps", action="store_true", help="colour the text by the recurrences that --exit let it take")
-    add_model_arguments(p, dtype=None)
-    add_decoding_arguments(p)
-    args = p.parse_args()
-    args.steps = args.steps and parse_steps(args.steps)
-    for ok, what in ((args.tokens >= 1, f"--tokens {args.tokens}: ask for at least one"),
-                     (sys.stdin or not (args.interactive or args.prompt == "-"),
-                      "stdin: is closed: give --prompt or --prompt_file"),
-                     (args.samples >= 1, f"--samples {args.samples}: ask for at least one"),
-                     (args.exit or not args.show_steps, "--show_steps: needs a rule, such as --exit latent")):
-        if not ok:
-            raise InputError(what)
-    decoding(args)
-    return args
+def continuation(model, tokenizer, args, prompt, r, seed):
+    """The text that follows prompt at depth r, piece by piece; says its speed at the end."""
+    ids = tokenizer.encode(prompt, bos=True, special=args.special)
+    room = min(args.tokens, model.config.context - len(ids))
+    if not ids or room < 1:
+        sys.exit(f"the prompt has {len(ids)} tokens, the context {model.config.context}: give at "
+                 "least one word, and leave room")
+    options = decoding(args) | {"seed": seed}
+    count = recurrences = took = 0
 
+    def tokens():
+        nonlocal count, recurrences, took
+        for _, token, took in generate(model, [ids], room, r, **options):
+            count, recurrences = count + 1, recurrences + took
+            if token == tokenizer.eos_id:
+                return
+            yield token
 
-def parse_steps(text):
-    """'1,4,32' -> [1, 4, 32]; InputError"""
-    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
-        raise InputError(f"--steps {text}: give recurrences of at least 0, such as 32 or 1,4,32")
-    return list(dict.fromkeys(map(int, text.split(","))))
-
-
-class Writer:
-    """Texts of one model for one user: what sample.py does with a prompt; counts tokens, recurrences and seconds."""
-
-    def __init__(self, model, tokenizer, args):
-        self.model, self.tokenizer, self.args, self.tokens, self.steps, self.seconds = model, tokenizer, args, 0, 0, 0.0
-
-    def pieces(self, prompt, r, seed):
-        """The text that follows prompt, piece by piece as it is generated."""
-        args, c, tokenizer = self.args, self.model.config, self.tokenizer
-        ids = tokenizer.encode(prompt, bos=True, special=args.special)
-        room = min(args.tokens, c.context - len(ids))
-        if room < 1:
-            raise InputError(f"the prompt's {len(ids)} tokens leave no room in the model's context of {c.context}: "
-                             "shorten it")
-        if room < args.tokens:
-            say(f"{len(ids)} prompt tokens leave room for {room} new ones in the context of {c.context}")
-        took = 0
-
-        def tokens():
-            nonlocal took
-            options = decoding(args) | {"seed": seed}
-            for _, token, took in generate(self.model, [ids], room, r, lambda _, t: t == tokenizer.eos_id, **options):
-                self.tokens, self.steps = self.tokens + 1, self.steps + took
-                if token != tokenizer.eos_id:
-                    yield token
-
-        started = time.perf_counter()
-        for piece in stream(tokenizer, ids, tokens()):  # colours of a 6 x 6 x 6 cube: from blue (few) to red (all)
+    began = time.perf_counter()
+    for piece in stream(tokenizer, ids, tokens()):
+        if args.show_steps and piece:  # in the terminal's colour cube, from blue (few) to red (all)
             heat = round(5 * took / max(r, 1))
-            yield f"\x1b[38;5;{16 + 36 * heat + 6 * 2 + 5 - heat}m{piece}\x1b[0m" if args.show_steps and piece else piece
-        self.seconds += time.perf_counter() - started
-
-    def write(self, prompt, steps):
-        """Stream to stdout; several recurrences side by side, once all are there."""
-        if self.args.show_steps and len(steps) > 1:
-            raise InputError("--show_steps: colours no columns: give one number as --steps")
-        for i in range(self.args.samples):
-            print("---------------\n" * (i > 0) + prompt, end="", flush=True)
-            if len(steps) == 1:
-                for piece in self.pieces(prompt, steps[0], self.args.seed + i):
-                    print(piece, end="", flush=True)
-                print(flush=True)
-                continue
-            width = max(8, (shutil.get_terminal_size().columns - 2) // len(steps) - 2)
-            wrap = lambda text: [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
-            columns = [[f"r = {r}", "-" * width] + wrap("".join(self.pieces(prompt, r, self.args.seed + i))) for r in steps]
-            print()
-            for line in itertools.zip_longest(*columns, fillvalue=""):
-                print("  ".join(f"{part:{width}}" for part in line).rstrip())
-
-    def report(self, steps):
-        c, mean = self.model.config, f", {self.steps / max(self.tokens, 1):.2f} recurrences a token" * bool(self.args.exit)
-        say(f"{self.model.folder}, {f'r = {str(steps)[1:-1]}' if c.n_core else 'feed-forward'}, "
-            f"{', '.join(describe(self.model))}: {self.tokens} tokens in {self.seconds:.1f} s, "
-            f"{self.tokens / max(self.seconds, 1e-9):.1f} tokens/s{mean}")
-        self.tokens, self.steps, self.seconds = 0, 0, 0.0
+            piece = f"\x1b[38;5;{16 + 36 * heat + 12 + 5 - heat}m{piece}\x1b[0m"
+        yield piece
+    seconds = time.perf_counter() - began
+    mean = f", {recurrences / count:.2f} recurrences a token" if args.exit else ""
+    say(f"\nr = {r}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s{mean}")
 
 
-def interact(writer, steps):
-    """Prompts from the terminal, each on its own, until the end of input. /steps 16 or /steps 1,4,32 turns the dial."""
+def write(model, tokenizer, args, prompt, steps):
+    """Stream to stdout; several recurrences side by side, once all are there."""
+    for seed in range(args.seed, args.seed + args.samples):
+        texts = {r: continuation(model, tokenizer, args, prompt, r, seed) for r in steps}
+        print(prompt, end="\n" if len(steps) > 1 else "", flush=True)
+        if len(steps) == 1:
+            for piece in texts[steps[0]]:
+                print(piece, end="", flush=True)
+            continue
+        width = max(8, (shutil.get_terminal_size().columns - 2) // len(steps) - 2)
+        columns = []
+        for r, text in texts.items():
+            lines = "".join(text).splitlines()
+            wrapped = [textwrap.wrap(line, width) or [""] for line in lines]
+            columns.append([f"r = {r}", "-" * width, *itertools.chain(*wrapped)])
+        for line in itertools.zip_longest(*columns, fillvalue=""):
+            print("  ".join(f"{part:{width}}" for part in line).rstrip())
+
+
+def interact(model, tokenizer, args, steps):
+    """Prompts from the terminal, each on its own. /steps 16 or /steps 1,4,32 turns the dial."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history and editing, where the system has it)
-    sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the others
-    say(f"r = {str(steps)[1:-1]}; a line is a prompt; /steps N sets the recurrences; ctrl-C ends a text, ctrl-D all")
+    say(f"r = {steps}; a line is a prompt; /steps N sets the recurrences; ctrl-D ends")
     while True:
         try:
             line = input("> ")
         except EOFError:
-            return print()
+            return
         try:
-            if line.startswith("/"):
-                command, _, value = line.partition(" ")
-                if command != "/steps":
-                    raise InputError(f"{command}: there is only /steps N")
-                steps = parse_steps(value.strip())
+            if line.startswith("/steps "):
+                steps = parse_steps(line.removeprefix("/steps ").strip())
             elif line:
-                writer.write(line, steps)
-                writer.report(steps)
-        except InputError as e:
-            say(str(e))
-        except KeyboardInterrupt:  # ends a text, not the session
+                write(model, tokenizer, args, line, steps)
+        except SystemExit as e:  # a mistake ends a text, not the session
+            say(e)
+        except KeyboardInterrupt:
             print()
 
 
@@ -658,27 +580,48 @@ def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
+def parse_args():
+    p = argparse.ArgumentParser(description="Stream text from a model.")
+    p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
+    p.add_argument("--steps", help="recurrences r, or several side by side such as 1,4,32")
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="the text to continue; - reads stdin")
+    source.add_argument("--interactive", action="store_true",
+                        help="ask for prompts; /steps 16 turns the dial")
+    p.add_argument("--special", action="store_true",
+                   help="read names of special tokens in the prompt, such as <|eot_id|>, as those")
+    p.add_argument("--tokens", type=int, default=256, help="new tokens at most")
+    p.add_argument("--samples", type=int, default=1, help="number of texts; text i has seed + i")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    p.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens")
+    p.add_argument("--top_p", type=float, default=1.0,
+                   help="... from the likeliest that hold this probability")
+    p.add_argument("--show_steps", action="store_true", help="with --exit, colour text by depth")
+    add_model_arguments(p, dtype=None)
+    add_decoding_arguments(p)
+    return p.parse_args()
+
+
 def main():
     args = parse_args()
-    prompt = None if args.interactive else read_prompt(args)
-    model, tokenizer = load_model(args.model or newest_checkpoint(recurrent=args.steps is not None),
-                                  args.device, args.dtype, args.int8, args.compile)
-    if prompt is None and not args.interactive:
-        prompt, source = corpus_prompt(model.folder)
-        say(f"prompt: {source}")
-    say(f"model: {model.folder}")
-    steps = args.steps or [model.config.mean_recurrence]
-    if not model.config.n_core:
-        if args.steps or args.exit or args.draft_steps or args.kv != "full":
-            say("this is a feed-forward model: --steps, --exit, --draft_steps and --kv have no effect")
-        steps = steps[:1]
-    elif args.draft_steps >= min(steps) and args.draft_steps:
-        raise InputError(f"--draft_steps {args.draft_steps}: drafts take fewer recurrences than --steps {min(steps)}")
-    writer = Writer(model, tokenizer, args)
+    decoding(args)  # a wrong flag is said before the model is read
+    prompt = args.prompt
+    if prompt == "-":
+        prompt = sys.stdin.read().removesuffix("\n")
+    model, tokenizer = load_model(args.model or newest_checkpoint(), args.device, args.dtype,
+                                  args.compile)
+    c = model.config
+    steps = parse_steps(args.steps) if args.steps else [c.mean_recurrence]
+    shape = f"({c.n_prelude},{c.n_core},{c.n_coda}) layers"
+    say(f"{model.folder}, {shape}, {', '.join(describe(model))}")
+    if not c.n_core:
+        say("a feed-forward model: --steps, --exit, --draft_steps and --kv have no effect")
+        steps = [0]
     if args.interactive:
-        return interact(writer, steps)
-    writer.write(prompt, steps)
-    writer.report(steps)
+        return interact(model, tokenizer, args, steps)
+    if prompt is None:
+        prompt = default_prompt(model.folder)
+    write(model, tokenizer, args, prompt, steps)
 
 
 if __name__ == "__main__":

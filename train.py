@@ -4,55 +4,60 @@ The training loop: pretraining, healing and task training of recurrent and ordin
     python train.py --config=config/tiny.toml                              one process
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand
-    python train.py --eval_only --init_from=DIR --data=SHARDS --eval_steps=1,4,32      a checkpoint's losses, no training
+    python train.py --config=config/fig4.toml --dry_run                    what it takes, no weights
+    python train.py --eval_only --init_from=DIR --data=SHARDS --eval_steps=1,4,32     losses only
 
-What is unusual: an update draws its number of recurrences, r = n + k, from a heavy-tailed distribution whose
-mean follows a curriculum; only the last k carry gradient. All randomness (rows, recurrences, initial states) is
-a function of (seed, update), so a run that was killed or stopped is started again with the same command, on as
-many processes as there are now, and ends with the same weights. muon.py shares out gradients and optimizer state
-among the processes; there is no DDP. `--help` lists the settings.
+What is unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed
+distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness
+(rows, recurrences, initial states) is a function of (seed, update). So a run that was killed
+continues with the same command. On as many processes it ends with the same bits, on another number
+with the same numbers to rounding. `--help` lists the settings.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
+import argparse
+import bisect
+import contextlib
 import difflib
-import fcntl
 import filecmp
-import functools
 import glob
 import inspect
+import itertools
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
 import time
 import tomllib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from data import open_data, tiny
-from model import (LOGITS_AT_ONCE, STARTS, TOKENIZER_FILES, Config, InputError, RecurrentLM, cli, find_checkpoint,
-                   open_safetensors, read_json, save_folder, write_json, write_result)
-from muon import Muon
+from data import cli, locked, open_data, read_json, tiny, whole, write_json, write_result
+from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
+from muon import BUFFERS, Muon
 
 TINY = "out/tiny/data"  # the embedded corpus, made when it is missing
 
 
 @dataclass
 class Settings:
+    """The defaults are the paper's recipe (appendix D). Files in config/ say what differs."""
     out_dir: str = ""              # the run's folder: step_* checkpoints and log.jsonl
-    data: str = ""                 # a folder made by data.py, or several with their shares, A:1,B:1,C:2
-    init_from: str = ""            # a checkpoint or run folder; empty: random weights of the shape below
-    seed: int = 0                  # of the weights, the order of the data, r and the initial states
-    # shape, for random weights only
+    data: str = ""                 # a folder made by data.py, or a mixture: A:1,B:1,C:2
+    init_from: str = ""            # a checkpoint or run; empty: random weights of the shape below
+    reinit: bool = False           # keep the shape of init_from, but start from random weights
+    embed_scale: float = 1.0       # of random weights: multiplies the embeddings (Huginn: 72.7)
+    seed: int = 0                  # of weights, order of the data, r and initial states
+    # shape, for random weights without init_from
     n_embd: int = 96
     n_head: int = 2
     n_kv_head: int = 2
@@ -61,638 +66,663 @@ class Settings:
     n_core: int = 0
     n_coda: int = 0
     # budget
-    updates: int = 1000            # optimizer updates
-    match_tokens: str = ""         # a finished run's folder: spend as many tokens as it did since surgery
+    updates: int = 25000           # optimizer updates
+    match_tokens: str = ""         # a finished run: spend as many tokens as it did since surgery
     match_flops: str = ""          # the same for training FLOPs; either one replaces `updates`
-    batch_size: int = 128          # sequences an update, over all ranks
-    micro_batch: int = 128         # most sequences on a device at once; the gradients of the others are added up
-    draws: int = 1                 # of r an update, each for an equal part of its micro-batches
-    context: int = 1024            # T, tokens a sequence
+    batch_size: int = 1024         # sequences per update, over all ranks
+    micro_batch: int = 8           # micro-batch per device; the rest is gradient accumulation
+    draws: int = 1                 # draws of r per update, each for an equal share of micro-batches
+    context: int = 1024            # T, tokens per sequence
     # recurrence
     mean_recurrence: int = 32      # R, the mean of r (the paper's sampler has mean R + 1)
     recurrence_sampler: str = "poisson-lognormal"  # or "fixed": r is its mean every time
-    start: str = ""                # s_0: noise (the paper), zero, or prelude: its output; empty: as init_from has it
     curriculum: str = "linear"     # how the mean rises from 1 to R: linear, 1-sqrt, none
     curriculum_warmup: float = 0.25  # over this fraction of the updates
-    backprop_depth: int = 8        # k: the last recurrences, through which gradients flow; 0: all
+    backprop_depth: int = 8        # k: gradients flow through the last k recurrences; 0: all
     backprop_warmup: float = 0.0   # k rises from 2 over this fraction of the updates
-    distill_from: str = ""         # a feed-forward checkpoint, such as the parent: learn its distribution, too
-    distill_weight: float = 0.5    # ... with this share of the loss; the labels have the rest
     # optimizer
-    optimizer: str = "muon"        # muon: matrices of blocks and adapter by Muon, the rest by AdamW; adamw; or adamw*
+    optimizer: str = "muon"        # muon (embeddings, head and norms by AdamW), adamw or adamw*
     lr: float = 0.001              # of Muon, or of AdamW (adamw*: Huginn's variant) for all
-    adam_lr: float = 5e-5          # of the rest under muon
+    adam_lr: float = 5e-5          # of AdamW beside Muon
     weight_decay: float = 1e-4
     clip: float = 1.0              # largest gradient norm
     warmup: float = 0.005          # learning rate: linear over this fraction of the updates,
     cooldown: float = 0.9          # then constant, then cosine down over this last fraction
     # evaluation, checkpoints, machine
-    eval_every: int = 100          # updates between validations; one before and one after in any case
-    eval_rows: int = 512           # validation sequences
-    eval_steps: list[int] = (1, 2, 4, 8)  # at these recurrences
-    save_every: int = 500          # updates between checkpoints; one at the end in any case
-    keep: int = 1                  # checkpoints that stay
+    eval_every: int = 1000         # updates between validations; also one before and one after
+    eval_rows: int = 1024          # validation sequences
+    eval_steps: list[int] = (1, 2, 4, 8, 16, 32)  # at these recurrences
+    save_every: int = 500          # updates between checkpoints; also one at the end
+    keep: int = 2                  # checkpoints that stay
     log_every: int = 1
-    dtype: str = "float32"         # or bfloat16: of weights and activations; master weights stay float32
+    dtype: str = "bfloat16"        # of weights and products (masters stay float32), or float32
     compile: bool = True           # torch.compile
-    recompute: bool = False        # activations inside a recurrence, in the backward pass: less memory, more time
+    recompute: bool = False        # recompute recurrences in the backward pass: less memory
     max_minutes: float = 0.0       # save and stop before so much time has passed (0: no limit)
-    max_skips: int = 10            # updates in a row with a loss or gradient that is not finite: more end the run
-    dry_run: bool = False          # print what the run would be and need, without its weights
-    eval_only: bool = False        # validation loss and perplexity of init_from, as JSON in out_dir (default: init_from)
+    max_skips: int = 10            # updates in a row that are not finite; more end the run
+    dry_run: bool = False          # print what the run would be, without weights
+    eval_only: bool = False        # validation losses of init_from, as JSON in out_dir or there
 
 
-# May differ between the parts of a resumed run: they leave the weights alone, but for rounding.
-FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep", "log_every", "compile",
-        "recompute", "max_minutes", "max_skips", "dry_run", "eval_only"}
-MAY_BE_ZERO = {"n_prelude", "n_core", "n_coda", "seed", "backprop_depth"}  # of the integers
-FRACTIONS = {"distill_weight", "curriculum_warmup", "backprop_warmup", "warmup", "cooldown"}
-CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "curriculum": ("linear", "1-sqrt", "none"),
-           "start": ("", *STARTS), "optimizer": ("muon", "adamw", "adamw*"), "dtype": ("float32", "bfloat16")}
+# Settings that do not affect the result, but for rounding: a resumed run may change them.
+FREE = {"out_dir", "micro_batch", "eval_every", "eval_rows", "eval_steps", "save_every", "keep",
+        "log_every", "compile", "recompute", "max_minutes", "max_skips", "dry_run", "eval_only"}
+CHOICES = {"recurrence_sampler": ("poisson-lognormal", "fixed"), "dtype": ("float32", "bfloat16"),
+           "curriculum": ("linear", "1-sqrt", "none"), "optimizer": tuple(BUFFERS)}
 
 
 def read_settings(argv):
-    """--config=FILE.toml (flat keys), then --key=value, in their order. InputError for unknown keys and types."""
-    known, values = {f.name: f.type for f in fields(Settings)}, {}
-
-    def put(key, value, source):
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise InputError(f"{source}: unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-        values[key] = convert(key, known[key], value, source)
-
+    """--config=FILE.toml (flat keys), then --key=value, in their order. Exits on wrong ones."""
+    parser = argparse.ArgumentParser("train.py", "train.py --config=FILE --key=value ...", __doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: sys.exit(f"train.py: error: {message} (--help lists settings)")
+    comments = dict(re.findall(r"(?m)^    (\w+): .*?# (.*)$", inspect.getsource(Settings)))
+    for f in fields(Settings):
+        kind = {bool: yes_or_no, list[int]: numbers}.get(f.type, f.type)
+        options = {"nargs": "?", "const": True} if f.type is bool else {}
+        help = comments.get(f.name, "").replace("%", "%%")
+        parser.add_argument(f"--{f.name}", type=kind, default=f.default, help=help,
+                            choices=CHOICES.get(f.name), **options)
+    args = []
     for arg in argv:
-        key, equals, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--") and not equals and known.get(key) is bool:
-            equals, value = "=", "true"
-        if not arg.startswith("--") or not equals:
-            raise InputError(f"{arg}: settings are written --key=value (--help lists them)")
-        if key != "config":
-            put(key, value, arg)
-            continue
+        is_file = arg.startswith("--config=")
+        args += read_config(arg.removeprefix("--config=")) if is_file else [arg]
+    known, unknown = parser.parse_known_args(args)
+    if unknown:
+        key = unknown[0].removeprefix("--").partition("=")[0]
+        near = difflib.get_close_matches(key, vars(known), 1)
+        hint = f"did you mean --{near[0]}?" if near and "--" in unknown[0] else "write --key=value"
+        parser.error(f"unknown setting {unknown[0]}: {hint}")
+    settings = Settings(**vars(known))
+    for key in ("init_from" if settings.eval_only else "out_dir", "data"):
+        if not getattr(settings, key):
+            parser.error(f"--{key} is not set: give a folder, or --config=config/NAME.toml")
+    for key in ("updates", "batch_size", "micro_batch", "draws", "context", "mean_recurrence"):
+        if getattr(settings, key) < 1:
+            parser.error(f"--{key}={getattr(settings, key)} must be at least 1")
+    return settings
+
+
+def read_config(path):
+    """The settings of a TOML file as arguments of the command line."""
+    with open(path, "rb") as f:
         try:
-            with open(value, "rb") as f:
-                file = tomllib.load(f)
-        except (OSError, ValueError) as e:  # also what is not TOML, or not UTF-8
-            raise InputError(f"--config={value}: {e}")
-        for k, v in file.items():
-            put(k, v, value)
-    s = Settings(**values)
-    for key in ("init_from" if s.eval_only else "out_dir", "data"):
-        if not getattr(s, key):
-            raise InputError(f"--{key}: is not set: give a folder, by --config=config/NAME.toml for instance")
-    for key, allowed in CHOICES.items():
-        if getattr(s, key) not in allowed:
-            raise InputError(f"--{key}={getattr(s, key)}: is not one of {', '.join(allowed)}")
-    for key in (key for key, kind in known.items() if kind in (int, float)):
-        low, high = int(known[key] is int and key not in MAY_BE_ZERO), 1 if key in FRACTIONS else 10**9
-        if not low <= getattr(s, key) <= high:
-            raise InputError(f"--{key}={getattr(s, key)}: must lie between {low} and {high}")
-    if not s.eval_steps or min(s.eval_steps) < 0:
-        raise InputError(f"--eval_steps={s.eval_steps}: give recurrences such as 1,2,4")
-    if s.match_tokens and s.match_flops:
-        raise InputError("--match_tokens: and --match_flops exclude each other: give one")
-    return s
+            values = tomllib.load(f)
+        except ValueError as e:
+            sys.exit(f"{path}: {e}")
+    lists = {key: ",".join(map(str, v)) for key, v in values.items() if isinstance(v, list)}
+    return [f"--{key}={value}" for key, value in (values | lists).items()]
 
 
-def convert(key, kind, value, source):
-    """A TOML value or a string of the command line as the setting's type."""
-    try:
-        if kind is bool:
-            return value if isinstance(value, bool) else {"true": True, "false": False}[value.lower()]
-        if kind == list[int]:
-            return [convert(key, int, v, source) for v in (value.split(",") if isinstance(value, str) else value)]
-        if isinstance(value, bool) or kind is str and not isinstance(value, str):
-            raise ValueError
-        number = kind(float(value)) if kind is int and float(value) == int(float(value)) else kind(value)
-        if kind is int and number != float(value):
-            raise ValueError
-        return number
-    except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
-        name = "list of integers, like 1,2,4" if kind == list[int] else kind.__name__
-        raise InputError(f"{source}: {key} must be of type {name}, not {value!r}")
+def yes_or_no(text):
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
 
 
-# ---------------------------------------------------------------- schedules: functions of the update
-
-def mean_recurrence(s, u):
-    """Mean of r at update u: rises from 1 to s.mean_recurrence over the curriculum."""
-    W = math.ceil(s.curriculum_warmup * s.updates)
-    if s.curriculum == "none" or u >= W:
-        return s.mean_recurrence
-    f = u / W if s.curriculum == "linear" else 1 - math.sqrt(1 - u / W)
-    return max(1, math.ceil(s.mean_recurrence * f))
+def numbers(text):
+    """"1,2,4" -> [1, 2, 4]"""
+    return [int(part) for part in text.split(",")]
 
 
-def backprop_depth(s, u):
-    """k at update u: never more than the mean recurrence; rises from 2 over its warm-up (Figure 16)."""
-    k, W = s.backprop_depth or s.mean_recurrence, math.ceil(s.backprop_warmup * s.updates)
-    if u < W:
-        k = min(k, 1 + math.ceil((k - 1) * (u + 1) / W))
-    return min(k, mean_recurrence(s, u))
+# ------------------------------------------------------------ schedules: functions of the update
+
+def mean_recurrence(settings, update):
+    """Mean of r: rises from 1 to settings.mean_recurrence over the curriculum."""
+    R, warmup = settings.mean_recurrence, math.ceil(settings.curriculum_warmup * settings.updates)
+    if settings.curriculum == "none" or update >= warmup:
+        return R
+    f = update / warmup
+    if settings.curriculum == "1-sqrt":
+        f = 1 - math.sqrt(1 - f)
+    return max(1, math.ceil(R * f))
 
 
-def draw_steps(s, u, number):
+def backprop_depth(settings, update):
+    """k: never more than the mean recurrence; rises from 2 over its warm-up (Figure 16)."""
+    k = settings.backprop_depth or settings.mean_recurrence
+    warmup = math.ceil(settings.backprop_warmup * settings.updates)
+    if update < warmup:
+        k = min(k, 1 + math.ceil((k - 1) * (update + 1) / warmup))
+    return min(k, mean_recurrence(settings, update))
+
+
+def draw_steps(settings, update, number):
     """
-    (n, k) at update u: draw `number`, counted from 1 over the whole run. Huginn's sampler: rate ~ LogNormal of
-    mean r, p ~ Poisson(rate) + 1, n = max(p - k, 0); seed 0 gives the paper's own sequence.
+    (n, k) at this update for draw `number`, counted from 1 over the whole run. Huginn's sampler:
+    rate ~ LogNormal of mean r, p ~ Poisson(rate) + 1, n = max(p - k, 0). Seed 0 gives the paper's
+    own sequence.
     """
-    r, k = mean_recurrence(s, u), backprop_depth(s, u)
-    if s.recurrence_sampler == "fixed":
+    r, k = mean_recurrence(settings, update), backprop_depth(settings, update)
+    if settings.recurrence_sampler == "fixed":
         return r - k, k
-    g = torch.Generator().manual_seed((514229 + number + 1_000_003 * s.seed) % (2**31 - 1))
-    rate = torch.empty(1).log_normal_(math.log(r) - 0.125, 0.5, generator=g)
-    p = int(torch.poisson(rate, generator=g)) + 1
-    return (max(p - k, 0), min(p, k)) if s.backprop_depth else (0, p)
+    seed = (514229 + number + 1_000_003 * settings.seed) % (2**31 - 1)
+    generator = torch.Generator().manual_seed(seed)
+    rate = torch.empty(1).log_normal_(math.log(r) - 0.125, 0.5, generator=generator)
+    p = int(torch.poisson(rate, generator=generator)) + 1
+    if settings.backprop_depth == 0:
+        return 0, p
+    return max(p - k, 0), min(p, k)
 
 
-def lr_factor(s, u):
-    """Warm-up, stable, decay: what update u multiplies the learning rates by; between 0.001 and 1."""
-    W, D, low = math.ceil(s.warmup * s.updates), math.ceil(s.cooldown * s.updates), 0.001
-    if u < W:
-        return u / W * (1 - low) + low
-    q = max(0, u - (s.updates - D)) / D if D else 0
-    return 0.5 * (1 + math.cos(math.pi * q)) * (1 - low) + low
+def lr_scale(settings, update):
+    """Warm-up, stable, decay: what multiplies the learning rates; between 0.001 and 1."""
+    warmup = math.ceil(settings.warmup * settings.updates)
+    cooldown = math.ceil(settings.cooldown * settings.updates)
+    low = 0.001
+    if update < warmup:
+        return low + (1 - low) * update / warmup
+    done = max(0, update - (settings.updates - cooldown)) / max(1, cooldown)
+    return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def split_batch(s, world):
-    """A process's micro-batches an update, and the rows of each. InputError."""
-    accumulate = math.ceil(s.batch_size / world / s.micro_batch)
-    B, rest = divmod(s.batch_size, world * accumulate)
+def split_batch(settings, world):
+    """A rank's micro-batches per update, and the rows of each."""
+    accumulate = math.ceil(settings.batch_size / world / settings.micro_batch)
+    B, rest = divmod(settings.batch_size, world * accumulate)
     if rest:
-        raise InputError(f"--batch_size={s.batch_size}: does not divide into {world} processes with {accumulate} "
-                         f"micro-batches of at most {s.micro_batch}: change it or --micro_batch")
-    if accumulate % s.draws:
-        raise InputError(f"--draws={s.draws}: does not divide a process's {accumulate} micro-batches an update: change "
-                         "--micro_batch")
+        sys.exit(f"--batch_size={settings.batch_size}: does not divide into {world} processes with "
+                 f"{accumulate} micro-batches of at most {settings.micro_batch}: change either")
     return accumulate, B
 
 
-# ---------------------------------------------------------------- checkpoints
+# ----------------------------------------------------------------------------------- checkpoints
 
-def save_checkpoint(s, model, opt, u, tokenizer, progress, run):
+def save_checkpoint(settings, model, optimizer, tokenizer, progress):
     """
-    out_dir/step_*: float32 weights, each rank's share of the optimizer's state, and where the run is. Old ones go
-    when the new one is whole. All ranks call it.
+    out_dir/step_*: float32 weights, the optimizer's state and where the run is. Old ones go when
+    the new one is whole. Rank 0 calls it: all ranks hold the same.
     """
-    folder, state = os.path.join(s.out_dir, f"step_{u:06d}"), opt.state_tensors()
-
-    def share(path):  # every rank writes its own, into rank 0's unfinished folder
-        run.wait()
-        error = None
-        try:
-            save_file({name: t.cpu() for name, t in state.items()}, path)
-            with open(path, "rb") as f:
-                os.fsync(f.fileno())
-        except Exception as e:
-            error = e
-        if run.sum(float(error is not None)):
-            raise InputError(f"{folder}: cannot be written ({error or 'by another rank'}); older checkpoints are untouched")
-
-    weights = {name: t.cpu() for name, t in opt.gather_masters()}
-    if run.rank:
-        return share(f"{folder}.tmp-{run.boss}/optimizer_{run.rank}.safetensors")
-    save_folder(folder, {"model_type": "nanoloop"} | asdict(model.config), weights, tokenizer, {
-        "train.json": lambda path: write_json(path, {"config": asdict(s), "update": u, "world": run.world, **progress}),
-        "optimizer_0.safetensors": share})
-    for old in checkpoints(s)[:-s.keep]:
+    tensors = {**optimizer.masters, **optimizer.state}
+    if not all(t.isfinite().all() for t in tensors.values()):
+        sys.exit(f"{settings.out_dir}: the weights are no longer finite, so nothing was saved: "
+                 "lower --lr; the checkpoint that is there stays")
+    with whole(os.path.join(settings.out_dir, f"step_{progress['update']:06d}")) as folder:
+        model.save(folder, tokenizer, {name: w.cpu() for name, w in optimizer.masters.items()})
+        state = {name: t.cpu() for name, t in optimizer.state.items()}
+        save_file(state, os.path.join(folder, "optimizer.safetensors"))
+        config = asdict(settings)
+        write_json(os.path.join(folder, "train.json"), {"config": config, **progress})
+    for old in checkpoints(settings)[:-settings.keep]:
         shutil.rmtree(old)
 
 
-def checkpoints(s):
-    """The complete checkpoints of out_dir, oldest first."""
-    folders = glob.glob(os.path.join(glob.escape(s.out_dir), "step_*"))
-    return sorted((p for p in folders if re.search(r"step_\d+$", p)), key=lambda p: int(p.rpartition("_")[2]))
+def checkpoints(settings):
+    """The checkpoints of out_dir, oldest first."""
+    folders = glob.glob(os.path.join(glob.escape(settings.out_dir), "step_*"))
+    folders = [f for f in folders if re.search(r"step_\d+$", f)]
+    return sorted(folders, key=lambda f: int(f.rpartition("_")[2]))
 
 
-def load_optimizer(folder, opt, u):
-    """This rank's share of the optimizer as it was after its update u, whatever the shares were then. InputError."""
-    where, wanted = {}, opt.wanted()
-    for path in glob.glob(os.path.join(glob.escape(folder), "optimizer_*.safetensors")):
-        with open_safetensors(path) as f:
-            where |= {name: (path, tuple(f.get_slice(name).get_shape())) for name in f.keys()}
-    wrong = [name for name, shape in wanted.items() if where.get(name, (0, 0))[1] != tuple(shape)]
-    if wrong:
-        raise InputError(f"{folder}: lacks the optimizer's {wrong[0]}: delete {folder} to go on from an older checkpoint")
-
-    def get(name):
-        with open_safetensors(where[name][0]) as f:
-            return f.get_tensor(name)
-
-    opt.load(get, u)
-
-
-def read_progress(folder, **kinds):
-    """A checkpoint's train.json, with at least these keys, of these types. InputError."""
-    progress = read_json(os.path.join(folder, "train.json"))
-    if wrong := [key for key, kind in kinds.items() if not isinstance(progress.get(key), kind)]:
-        raise InputError(f"{folder}/train.json: has no {wrong[0]}: delete {folder} to go on from an older checkpoint")
-    return progress
-
-
-def match_updates(s, flops):
-    """Set s.updates to spend what the run of match_tokens or match_flops did, if given; flops: of this model, a token."""
-    for key, cost in (("tokens", 1), ("flops", flops)):
-        if folder := getattr(s, f"match_{key}"):
-            other = read_progress(find_checkpoint(folder), config=dict, update=int, **{key: int})
-            if other["update"] != other["config"].get("updates"):
-                raise InputError(f"--match_{key}={folder}: is at update {other['update']} of "
-                                 f"{other['config'].get('updates')}: let that run finish first")
-            s.updates = max(1, round(other[key] / (cost * s.batch_size * s.context)))
-
-
-def resume_folder(s, fingerprint):
-    """The newest checkpoint of out_dir and its train.json, or None; InputError if it was made with other settings."""
-    if not checkpoints(s):
+def find_resume(settings, fingerprint):
+    """The newest checkpoint of out_dir and its train.json, or (None, None). Same settings only."""
+    if not checkpoints(settings):
         return None, None
-    folder = checkpoints(s)[-1]
-    progress = read_progress(folder, config=dict, data=dict, update=int, tokens=int, flops=int)
-    if s.match_tokens or s.match_flops:  # that run is no longer needed
-        s.updates = progress["config"].get("updates", s.updates)
-    old, new = asdict(Settings()) | progress["config"], json.loads(json.dumps(asdict(s)))
-    for key in new.keys() - FREE:
-        if old.get(key) != new[key]:
-            raise InputError(f"{s.out_dir}: holds a run with {key}={old.get(key)}, not {new[key]}: choose another "
-                             "--out_dir, or delete that folder")
-    was, now = progress["data"], json.loads(json.dumps(fingerprint))
-    if changed := [key for key in was.keys() | now.keys() if was.get(key) != now.get(key)]:
-        raise InputError(f"{s.data}: has changed since the run in {s.out_dir} began: {changed[0]} was "
-                         f"{was.get(changed[0])}, is {now.get(changed[0])}: restore it, or choose another --out_dir")
+    folder = checkpoints(settings)[-1]
+    progress = read_json(os.path.join(folder, "train.json"))
+    if settings.match_tokens or settings.match_flops:  # that run is no longer needed
+        settings.updates = progress["config"]["updates"]
+    old = asdict(Settings()) | progress["config"]
+    for key, value in json.loads(json.dumps(asdict(settings))).items():
+        if key not in FREE and old[key] != value:
+            sys.exit(f"{settings.out_dir}: holds a run with {key}={old[key]}, not {value}: choose "
+                     "another --out_dir (--init_from can start from that run)")
+    if progress["data"] != json.loads(json.dumps(fingerprint)):
+        sys.exit(f"{settings.data}: has changed since the run in {settings.out_dir} began: restore "
+                 "it, or choose another --out_dir")
     return folder, progress
 
 
-# ---------------------------------------------------------------- the run
+def match_updates(settings, flops):
+    """Set settings.updates to spend what another run did; flops: of this model per token."""
+    per_update = settings.batch_size * settings.context
+    for key, cost in (("tokens", per_update), ("flops", per_update * flops)):
+        folder = getattr(settings, f"match_{key}")
+        if folder:
+            other = read_json(os.path.join(find_checkpoint(folder), "train.json"))
+            if other["update"] != other["config"]["updates"]:
+                sys.exit(f"--match_{key}={folder}: is at update {other['update']} of "
+                         f"{other['config']['updates']}: let that run finish first")
+            settings.updates = max(1, round(other[key] / cost))
 
-class Run:
-    """The processes of a run: torchrun sets the environment; alone we are rank 0 of 1. boss: rank 0's process id."""
 
-    def __init__(self):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device, self.boss, self.begun = "cpu", os.getpid(), time.time()
+# -------------------------------------------------------------------------------- what it takes
+
+def scheduled_flops(settings, model, update):
+    """Training FLOPs per token at this update's mean recurrence."""
+    k = backprop_depth(settings, update)
+    return model.flops_per_token((mean_recurrence(settings, update) - k, k))
+
+
+def paper_flops(settings, model, updates=None):
+    """
+    Training FLOPs of the first `updates` (default: all) as the paper's figures count them: by the
+    scheduled r, not by the draws, whose mean is r + 1. The edges of their curriculum are up to an
+    update off ours: r covers [int(f^-1((r-1)/R) W), int(f^-1(r/R) W)), W = int(warmup * total).
+    """
+    R, flat = settings.mean_recurrence, replace(settings, curriculum="none")
+    updates = settings.updates if updates is None else updates
+    edges = []
+    if settings.curriculum != "none":
+        W = int(settings.curriculum_warmup * settings.updates)
+        linear = settings.curriculum == "linear"
+        edges = [int((r / R if linear else 1 - (1 - r / R) ** 2) * W) for r in range(1, R + 1)]
+    steps = Counter()
+    for update in range(updates):
+        r = min(R, 1 + bisect.bisect_right(edges, update)) if edges else R
+        k = min(r, backprop_depth(flat, update))
+        steps[r - k, k] += 1
+    flops = sum(count * model.flops_per_token(nk) for nk, count in steps.items())
+    return flops * settings.batch_size * settings.context
+
+
+def plan(settings, c, world):
+    """Lines that say what a run is: parameters, budget, schedules."""
+    model, (accumulate, B) = RecurrentLM.empty(c), split_batch(settings, world)
+    parts = ", ".join(f"{part} {n:,}" for part, n in model.num_params().items() if n)
+    tokens = settings.batch_size * settings.context
+    yield f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; {parts}"
+    yield (f"budget: {settings.updates:,} updates of {tokens:,} tokens ({world} x {accumulate} x "
+           f"{B} rows of {settings.context}), {settings.updates * tokens:.4g} tokens, "
+           f"{paper_flops(settings, model):.4g} training FLOPs by the paper's rule")
+    if c.n_core:
+        means = (mean_recurrence(settings, u) for u in range(settings.updates))
+        runs = [f"{r} x {len(list(same)):,}" for r, same in itertools.groupby(means)]
+        runs = runs if len(runs) < 8 else [*runs[:3], "...", *runs[-2:]]
+        yield (f"curriculum: mean r {', '.join(runs)} updates, {settings.draws} draws per update; "
+               f"k up to {settings.backprop_depth or 'r'}")
+    warmup = math.ceil(settings.warmup * settings.updates)
+    cooldown = math.ceil(settings.cooldown * settings.updates)
+    rest = f" and {settings.adam_lr:g} for the rest" if settings.optimizer == "muon" else ""
+    yield (f"learning rate: {settings.lr:g} ({settings.optimizer}){rest}, up over {warmup:,} "
+           f"updates, cosine down over the last {cooldown:,}")
+
+
+# ---------------------------------------------------------------------------------- the processes
+
+@dataclass
+class Ranks:
+    """The processes of a run. torchrun sets the environment; alone we are rank 0 of 1."""
+    rank: int
+    world: int
+    device: str
+
+    @classmethod
+    def start(cls):
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        device = "cpu"
         if torch.cuda.is_available():
-            self.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-            torch.cuda.set_device(self.device)
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+            torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
-        self.group = self.locked = None
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.path.exists("/proc/uptime"):
-            # --max_minutes counts from the start of torchrun, our parent, or a restart would begin anew.
-            with open(f"/proc/{os.getppid()}/stat") as stat, open("/proc/uptime") as uptime:
-                ticks = float(stat.read().rpartition(")")[2].split()[19])  # from boot
-                self.begun -= float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+        if world > 1:
+            store = next(dist.rendezvous("env://"))[0]
+            if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+                # Restarts by torchrun share its store, with the addresses of dead processes.
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                store = dist.PrefixStore(attempt, store)
+            backend = "gloo" if device == "cpu" else "nccl"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        return cls(rank, world, device)
+
+    def sum(self, t):
+        """A tensor, summed over the ranks."""
         if self.world > 1:
-            hour = timedelta(hours=1)
-            store = next(dist.rendezvous("env://", timeout=hour))[0]
-            if os.environ.get("LOCAL_WORLD_SIZE") == str(self.world):  # torchrun's restarts share a store, with addresses
-                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # of dead processes
-            dist.init_process_group("nccl" if self.device != "cpu" else "gloo", store=store, rank=self.rank,
-                                    world_size=self.world, timeout=hour)
-            self.wait()
-            # In an update a rank that is silent for a minute is lost; a slow start, or save, is not.
-            self.group = dist.new_group(timeout=timedelta(minutes=1))
-            self.boss = int(self.sum(float(os.getpid()) if self.rank == 0 else 0.0))
+            dist.all_reduce(t)
+        return t
 
     def wait(self):
         if self.world > 1:
             dist.barrier()
 
-    def lock(self, folder, shared=False):
-        """Keep others away from a folder (shared: those who train there), from the first call to unlock(). InputError."""
-        if self.locked is None:
-            self.locked = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(self.locked, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(f"{folder}: another process is at this run: end it, or choose another --out_dir")
-            except OSError as e:  # NFS and Lustre may not lock a folder
-                print(f"{folder}: cannot be locked ({e}): see that no second process writes there")
-
-    def unlock(self):
-        if self.locked is not None:
-            os.close(self.locked)
-
-    def sum(self, value):
-        """A number or a tensor, summed over the ranks; entries that only one rank fills are exact."""
-        t = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(t, group=self.group)
-        return t if torch.is_tensor(value) else t.item()
-
-    def say(self, *args, **kwargs):
+    def say(self, text):
         if self.rank == 0:
-            print(*args, **kwargs)
+            print(text, flush=True)
+
+
+# --------------------------------------------------------------------------- model and validation
+
+def make_model(settings, rows, folder):
+    """The model in float32: of the checkpoint `folder`, else of init_from, else random weights."""
+    source = folder or settings.init_from
+    if source and (folder or not settings.reinit):
+        model = RecurrentLM.load(source, dtype=torch.float32)
+    else:
+        config = shape(settings, rows.meta)
+        config.embed_scale = settings.embed_scale
+        config.mean_recurrence = settings.mean_recurrence  # the effective depth of its init
+        model = RecurrentLM(config)
+        model.init_weights(settings.seed)
+    c, vocab_size = model.config, rows.meta["vocab_size"]
+    if vocab_size > c.vocab_size:
+        sys.exit(f"{settings.data}: its tokenizer has ids up to {vocab_size - 1}, the model's end "
+                 f"at {c.vocab_size - 1}: prepare the data with the model's tokenizer")
+    if settings.context > c.context:
+        sys.exit(f"--context={settings.context}: the model is for at most {c.context} tokens")
+    for name in ("tokenizer.model", "tokenizer.json"):
+        ours = os.path.join(rows.folder, name)
+        theirs = os.path.join(model.folder or rows.folder, name)
+        if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, False):
+            sys.exit(f"{ours}: is not the tokenizer of {model.folder}: prepare the data with that")
+    return model
+
+
+def shape(settings, meta):
+    """Config of random weights: of init_from, or of the settings and the data's meta.json."""
+    if settings.init_from:
+        return load_config(find_checkpoint(settings.init_from))
+    keys = ("n_embd", "n_head", "n_kv_head", "n_ffn", "n_prelude", "n_core", "n_coda")
+    return Config(meta["vocab_size"], *(getattr(settings, key) for key in keys),
+                  context=max(2048, settings.context), eos_token_id=meta["eos_id"])
+
+
+def muon_splits(c):
+    """
+    {name: rows of its parts}. The paper's static baselines are Hugging Face models, in which q, k,
+    v, gate and up are matrices of their own. In recurrent models they are stacked.
+    """
+    splits = {}
+    q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    for i in range(c.n_prelude):
+        splits[f"prelude.{i}.attn.qkv.weight"] = [q, kv, kv]
+        splits[f"prelude.{i}.mlp.fc.weight"] = [c.n_ffn, c.n_ffn]
+    return splits
+
+
+def run_batch(model, batch, seed, steps, device):
+    """The mean loss of a loader's batch, with noise that depends on a row's number alone."""
+    idx, targets, numbers = batch
+    state = model.initial_state(*idx.shape, seed, numbers) if model.config.n_core else None
+    return model(idx.to(device), targets.to(device), steps, state)[1]
+
+
+@torch.no_grad()
+def validate(settings, model, rows, ranks):
+    """
+    {r: (mean loss, its standard error, accuracy, number of labels)} over eval_rows sequences of the
+    validation split, for each r of eval_steps. The standard error takes labels for independent;
+    those of one text are not, so the truth is larger.
+    """
+    B = min(split_batch(settings, ranks.world)[1], rows.rows // ranks.world)
+    if B == 0:
+        sys.exit(f"{settings.data}: its validation split has {rows.rows} rows of {settings.context}"
+                 " tokens, fewer than processes: prepare it with a larger --val")
+    steps = list(settings.eval_steps) if model.config.n_core else [0]
+    limit = min(settings.eval_rows, rows.rows)
+    sums = torch.zeros(len(steps), 4, device=ranks.device, dtype=torch.float64)
+
+    def moments(s, rope, targets):
+        targets = targets.flatten()
+        keep = targets != IGNORE
+        x = model.run_coda(s, rope).flatten(0, 1)
+        losses, right = model.token_losses(x[keep], targets[keep])
+        losses = losses.double()
+        return torch.stack([keep.sum(), losses.sum(), losses.square().sum(), right.sum()])
+
+    for i in range(math.ceil(limit / (B * ranks.world))):
+        idx, targets, numbers = rows.batch(0, i, ranks.rank, ranks.world, B)
+        targets[torch.from_numpy(numbers >= limit)] = IGNORE  # the last batch has too many
+        state = model.initial_state(*idx.shape, 0, numbers) if model.config.n_core else None
+        idx, targets = idx.to(ranks.device), targets.to(ranks.device)
+        found = model.trajectory(idx, steps, targets, state, moments)
+        sums += torch.stack([found[r] for r in steps])
+    result = {}
+    for r, (n, total, squares, right) in zip(steps, ranks.sum(sums).tolist()):
+        n = max(n, 1)
+        variance = max(0.0, squares - total**2 / n) / max(n - 1, 1)
+        result[r] = total / n, math.sqrt(variance / n), right / n, int(n)
+    return result
+
+
+def evaluate(settings, ranks):
+    """eval_only: a table of losses over recurrences, also as out_dir/eval_loss_DATA.json."""
+    rows = open_data(settings.data, "val", settings.context)
+    model = make_model(settings, rows, settings.init_from)
+    model.to(ranks.device, getattr(torch, settings.dtype))
+    began, results = time.time(), []
+    ranks.say(f"{'r':>5}{'loss':>9}{'± s.e.':>9}{'accuracy':>10}{'labels':>12}")
+    for r, (loss, error, accuracy, n) in validate(settings, model, rows, ranks).items():
+        results.append({"steps": r, "metric": "loss", "value": loss, "standard_error": error,
+                        "n": n, "accuracy": accuracy})
+        name = r if model.config.n_core else "-"
+        ranks.say(f"{name:>5}{loss:9.4f}{error:9.4f}{accuracy:10.2%}{n:12,}")
+    if ranks.rank == 0:
+        names = [part.partition(":")[0].rstrip("/") for part in settings.data.split(",")]
+        name = "+".join(map(os.path.basename, names))
+        path = os.path.join(settings.out_dir or settings.init_from, f"eval_loss_{name}.json")
+        tokens = min(settings.eval_rows, rows.rows) * settings.context
+        write_result(path, "train", model, settings.data, results, time.time() - began, tokens)
+        print(path)
+
+
+def warm_up(settings, model, batch, device):
+    """
+    One forward and backward pass at the full backprop depth. It compiles the graphs with and
+    without gradient and meets a memory limit now, not when the curriculum has risen. Nothing of it
+    stays.
+    """
+    k = min(settings.backprop_depth or settings.mean_recurrence, settings.mean_recurrence)
+    B, began = len(batch[0]), time.time()
+    try:
+        run_batch(model, batch, 0, (1, k), device).backward()
+    except RuntimeError as e:  # torch.OutOfMemoryError is one
+        if "memory" not in str(e):
+            raise
+        change = f"--micro_batch={B // 2}" if B > 1 else "fewer tokens (--context)"
+        if not settings.recompute and model.config.n_core:
+            change += " or --recompute"
+        sys.exit(f"out of memory with {B} sequences at k = {k}: try {change}")
+    model.zero_grad()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device != "cpu":
+        peak = torch.cuda.max_memory_allocated()
+    return f"{peak / 1e9:.2f} GB at the peak, {time.time() - began:.0f} s"
+
+
+# ---------------------------------------------------------------------------------------- the run
+
+def begin(settings, rows, ranks):
+    """
+    Model, optimizer and progress (a dict that train.json keeps), of our newest checkpoint or of the
+    run's beginning. Says what was decided.
+    """
+    folder, progress = find_resume(settings, rows.fingerprint())
+    model = make_model(settings, rows, folder)
+    c = model.config
+    c.mean_recurrence = settings.mean_recurrence
+    c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
+    if not folder:
+        match_updates(settings, model.flops_per_token())
+        # Tokens and FLOPs count from surgery on, over all stages, for --match_* of another run.
+        progress = {"update": 0, "skips": 0, "skipped": 0, "tokens": 0, "flops": 0}
+        earlier = os.path.join(model.folder or "", "train.json")
+        if c.n_core and os.path.exists(earlier):
+            progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
+        progress["data"] = rows.fingerprint()
+    masters = {name: p.data for name, p in model.named_parameters()}
+    model.to(ranks.device, getattr(torch, settings.dtype))
+    model.recompute = settings.recompute
+    splits = {} if c.n_core else muon_splits(c)
+    optimizer = Muon(model.named_parameters(), settings.lr, settings.adam_lr, settings.weight_decay,
+                     settings.optimizer, masters, splits, ranks.rank, ranks.world)
+    if folder:
+        state = load_file(os.path.join(folder, "optimizer.safetensors"), device=ranks.device)
+        optimizer.load(state, progress["update"] - progress["skipped"])
+    for line in plan(settings, c, ranks.world):
+        ranks.say(line)
+    epochs = settings.updates * settings.batch_size / rows.rows
+    ranks.say(f"data: {settings.data}, {rows.rows:,} rows, {epochs:.2f} epochs; {settings.dtype}, "
+              f"{ranks.device}; from {folder or model.folder or 'random weights'}")
+    if splits and settings.optimizer == "muon":
+        ranks.say("muon: q, k, v, gate and up each by itself, as the paper's static baselines do")
+    if settings.compile and ranks.device == "cpu" and not shutil.which("g++"):
+        ranks.say("no C++ compiler (g++) found: going on without torch.compile")
+    elif settings.compile:
+        model.compile_parts()
+    if ranks.device == "cpu" and settings.context <= 128:
+        # SDPA's fused backward on a CPU is slow for short rows: its plain form takes half the time.
+        torch.backends.cuda.enable_flash_sdp(False)
+    return model, optimizer, progress
+
+
+class Log:
+    """What rank 0 prints and appends to log.jsonl. Other ranks say nothing."""
+
+    def __init__(self, settings, model, rank, start):
+        self.settings, self.recurrent, self.rank = settings, model.config.n_core > 0, rank
+        self.path = os.path.join(settings.out_dir, "log.jsonl")
+        self.cost = [scheduled_flops(settings, model, u) for u in range(settings.updates)]
+        self.start = self.last = start
+        self.began = self.mark = time.time()
+        if rank == 0 and os.path.exists(self.path):  # what a resumed run does again goes
+            with open(self.path) as f:
+                old = [json.loads(line) for line in f if line.endswith("}\n")]
+            with whole(self.path) as path, open(path, "w") as f:
+                f.writelines(json.dumps(x) + "\n" for x in old if x["update"] <= start > 0)
+
+    def write(self, entry, text):
+        if self.rank == 0:
+            print(f"update {entry['update']:5d}/{self.settings.updates}  {text}", flush=True)
+            with open(self.path, "a") as f:
+                f.write(json.dumps(entry) + "\n")
+
+    def update(self, entry):
+        """entry: what log.jsonl has of an update, less its speed."""
+        done, now = entry["update"], time.time()
+        tokens = (done - self.last) * self.settings.batch_size * self.settings.context
+        entry["tokens_per_s"] = round(tokens / (now - self.mark))
+        self.mark, self.last = now, done
+        # Late updates cost more, as the curriculum rises.
+        share = sum(self.cost[done:]) / sum(self.cost[self.start:done])
+        minutes, seconds = divmod(int((now - self.began) * share), 60)
+        depth = "mean r {mean_r} (n {n} k {k})  " if self.recurrent else ""
+        text = "loss {loss:.4f}  " + depth + "norm {norm:.2f}  {tokens_per_s:,} tokens/s  "
+        self.write(entry, text.format(**entry) + f"{minutes}:{seconds:02d} left")
+
+    def validation(self, losses, progress):
+        entry = {key: progress[key] for key in ("update", "tokens", "flops")}
+        entry["val"] = {r: loss for r, (loss, _, _, _) in losses.items()}
+        entry["accuracy"] = {r: accuracy for r, (_, _, accuracy, _) in losses.items()}
+        losses = entry["val"].items()
+        text = "  ".join(f"r={r}: {x:.4f}" if self.recurrent else f"{x:.4f}" for r, x in losses)
+        self.write(entry, f"validation loss  {text}")
+
+
+def prefetch(load, updates):
+    """Yields (update, load(update)), reading the next one's rows while this one is computed."""
+    with ThreadPoolExecutor(1) as pool:
+        ready = pool.submit(load, updates[0]) if updates else None
+        for update in updates:
+            batches = ready.result()
+            if update + 1 in updates:
+                ready = pool.submit(load, update + 1)
+            yield update, batches
+
+
+def train(settings, ranks):
+    """The run. Returns the exit code: 0, or 128 + the signal that stopped it."""
+    rank, world, device = ranks.rank, ranks.world, ranks.device
+    begun, slowest, signals = time.time(), 0.0, []
+    accumulate, B = split_batch(settings, world)
+    rows = open_data(settings.data, "train", settings.context)
+    val_rows = open_data(settings.data, "val", settings.context)
+    for left in glob.glob(os.path.join(settings.out_dir, "step_*.tmp-*") if rank == 0 else ""):
+        shutil.rmtree(left)  # of a save that was killed
+    model, optimizer, progress = begin(settings, rows, ranks)
+    start = progress["update"]
+    if start == settings.updates:
+        ranks.say(f"{settings.out_dir}: is complete, nothing to do")
+        return 0
+    ranks.say(f"warm-up: {warm_up(settings, model, rows.batch(0, 0, 0, 1, B), device)}")
+    log = Log(settings, model, rank, start)
+    if start == 0:
+        log.validation(validate(settings, model, val_rows, ranks), progress)
+
+    def load(update):  # micro-batches are numbered alike on any number of ranks
+        first = (update * world + rank) * accumulate
+        return [rows.batch(settings.seed, first + i, 0, 1, B) for i in range(accumulate)]
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: signals.append(number))
+
+    for update, batches in prefetch(load, range(start, settings.updates)):
+        began, scale = time.time(), lr_scale(settings, update)
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
+        sums[2] = len(signals)
+        sums[3] = 0 < 60 * settings.max_minutes < began - begun + 2 * slowest
+        for micro_step, batch in enumerate(batches):
+            number = update * settings.draws + micro_step % settings.draws + 1
+            n, k = draw_steps(settings, update, number)
+            labels = int((batch[1] != IGNORE).sum())  # the update's loss is a mean over labels
+            loss = labels * run_batch(model, batch, settings.seed, (n, k), device)
+            loss.backward()
+            optimizer.accumulate()
+            sums[0] += loss.detach()
+            sums[1] += labels
+            progress["flops"] += world * B * settings.context * model.flops_per_token((n, k))
+        ranks.sum(sums)
+        norm = optimizer.step(scale, settings.clip, sums[1].clamp(min=1))
+        loss, labels, stopped, late = sums.tolist()
+
+        progress["update"] = update + 1
+        progress["tokens"] += settings.batch_size * settings.context
+        finite = math.isfinite(norm)
+        progress["skips"] = 0 if finite else progress["skips"] + 1  # in a row
+        progress["skipped"] += not finite
+        last = update + 1 == settings.updates
+        if last or not finite or (update + 1) % settings.log_every == 0:
+            log.update({"update": update + 1, "loss": loss / max(labels, 1), "norm": norm, "n": n,
+                        "k": k, "mean_r": mean_recurrence(settings, update), "skipped": not finite,
+                        "lr": settings.lr * scale,
+                        "tokens": progress["tokens"], "flops": progress["flops"]})
+        if progress["skips"] > settings.max_skips or (last and not finite):
+            sys.exit(f"the last {progress['skips']} updates had no finite gradient: lower --lr="
+                     f"{settings.lr} or look at the data; {settings.out_dir} keeps its checkpoint")
+        if last or (update + 1) % settings.eval_every == 0:
+            log.validation(validate(settings, model, val_rows, ranks), progress)
+        stop = stopped or late
+        if finite and (last or stop or (update + 1) % settings.save_every == 0):
+            if rank == 0:
+                save_checkpoint(settings, model, optimizer, rows.folder, progress)
+            ranks.wait()
+        if stop and not last:
+            why = signal.Signals(signals[0]).name if signals else "--max_minutes"
+            ranks.say(f"stopped after update {update + 1} by {why}: the same command continues")
+            return 128 + (signals or [signal.SIGTERM])[0] if stopped else 0
+        slowest = max(slowest, time.time() - began)
+    ranks.say(f"done: {settings.out_dir}, {progress['tokens']:,} tokens and "
+              f"{progress['flops']:.3g} FLOPs since surgery, {time.time() - begun:.0f} s")
+    return 0
+
+
+def dry_run(settings):
+    """Print the plan of a run. It needs the shape of init_from, not its weights."""
+    meta = os.path.join(settings.data.split(",")[0], "meta.json")
+    try:
+        config = shape(settings, None if settings.init_from else read_json(meta))
+    except FileNotFoundError as e:
+        sys.exit(f"{e}: the comment of the run's file in config/ says which command makes it")
+    match_updates(settings, RecurrentLM.empty(config).flops_per_token())
+    for line in plan(settings, config, int(os.environ.get("WORLD_SIZE", 1))):
+        print(line)
 
 
 def main():
-    if {"-h", "--help"} & set(sys.argv):
-        return print(__doc__ + "\n" + inspect.getsource(Settings))
-    s, world = read_settings(sys.argv[1:]), int(os.environ.get("WORLD_SIZE", 1))
-    if s.dry_run:
-        import bench  # measures and forecasts; the run itself needs none of it
-        return bench.plan(s, bench.shape(s), world, print if os.environ.get("RANK", "0") == "0" else lambda *_: None)
-    if world == 1:
-        run = Run()
-        try:
-            code = train(s, run)
-        finally:
-            run.unlock()
-        return sys.exit(code) if code else None
-    code = 1
-    try:
-        run = Run()
-        code = train(s, run)
-        run.wait()
-    except (InputError, OSError) as e:
-        sys.stderr.write(f"train.py: error: {e}\n")  # in one piece: others write, too
-    except RuntimeError as e:
-        if not re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed? ?out|process group", str(e)):
-            raise
-        print("train.py: error: another process of the run was lost, or silent for a minute: the same command goes on "
-              f"from the last checkpoint ({str(e).splitlines()[0]:.150})", file=sys.stderr)
-    # Leave at once: in an ordinary exit a thread of gloo's aborts the process now and then.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def train(s, run):
-    """The run; returns the exit code: 0, or 128 + the signal that stopped it."""
-    rank, world, device, say = run.rank, run.world, run.device, run.say
-    if os.path.normpath(s.data).startswith(TINY + os.sep) and not os.path.isdir(s.data) and rank == 0:
+    settings = read_settings(sys.argv[1:])
+    if settings.dry_run:
+        return dry_run(settings)
+    ranks = Ranks.start()
+    if settings.data.startswith(TINY) and not os.path.isdir(TINY) and ranks.rank == 0:
         tiny(TINY)
-    run.wait()
-    accumulate, B = split_batch(s, world)
-    rows, val_rows = (open_data(s.data, split, s.context) for split in ("val" if s.eval_only else "train", "val"))
-
-    # Model: from our newest checkpoint, which needs no other, from another run or surgery, or from scratch.
-    before, start = {"tokens": 0, "flops": 0}, 0  # spent since surgery, over all stages: what match_* reads
-    s.out_dir = s.out_dir or s.init_from  # of eval_only
-    owner = re.sub(r"/step_\d+/*$", "", s.out_dir) if s.eval_only else s.out_dir  # the run at work on it, if any
-    if rank == 0 and os.path.isdir(owner):
-        run.lock(owner, shared=s.eval_only)
-    folder, progress = (None, None) if s.eval_only else resume_folder(s, rows.fingerprint())
-    if source := folder or s.init_from:
-        model = RecurrentLM.load(source, dtype=torch.float32)
-        if folder:
-            start, before = progress["update"], {k: progress[k] for k in before}
-        elif model.config.n_core and os.path.exists(os.path.join(model.folder, "train.json")):
-            earlier = read_progress(model.folder, tokens=int, flops=int)
-            before = {k: earlier[k] for k in before}
+    ranks.wait()
+    if settings.eval_only:
+        code = evaluate(settings, ranks)
     else:
-        c = Config(rows.meta["vocab_size"], s.n_embd, s.n_head, s.n_kv_head, s.n_ffn, s.n_prelude, s.n_core, s.n_coda,
-                   context=max(2048, s.context), mean_recurrence=s.mean_recurrence, eos_token_id=rows.meta["eos_id"])
-        model = RecurrentLM(c)
-        model.init_weights(s.seed)
-    c = model.config
-    vocab = rows.meta["vocab_size"]
-    if vocab > c.vocab_size:
-        raise InputError(f"{s.data}: its tokenizer has ids up to {vocab - 1}, the model's vocabulary ends at "
-                         f"{c.vocab_size - 1}: prepare the data with the tokenizer of {s.init_from}")
-    if s.context > c.context:
-        raise InputError(f"--context={s.context}: {s.init_from} was made for at most {c.context} tokens")
-    per_update = s.batch_size * s.context
-    if not s.eval_only:
-        c.mean_recurrence, c.backprop_depth = s.mean_recurrence, s.backprop_depth or s.mean_recurrence
-        c.start = s.start or c.start
-        if not folder:
-            match_updates(s, model.flops_per_token())
-    for file in TOKENIZER_FILES:
-        ours, theirs = os.path.join(rows.folder, file), os.path.join(model.folder or rows.folder, file)
-        if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, shallow=False):
-            raise InputError(f"{ours}: is not the tokenizer of {s.init_from}: prepare the data with that one")
-    learns = s.distill_from and not s.eval_only
-    teacher = RecurrentLM.load(s.distill_from, device, getattr(torch, s.dtype)) if learns else None
-    if teacher and (teacher.config.n_core or teacher.config.vocab_size != c.vocab_size):
-        raise InputError(f"--distill_from={s.distill_from}: is recurrent or of another vocabulary: give the parent")
-    masters = {name: p.data for name, p in model.named_parameters()}
-    model.to(device, getattr(torch, s.dtype))  # with bfloat16 the float32 weights live on in the optimizer
-    opt = None if s.eval_only else Muon(model.named_parameters(), s.lr, s.adam_lr, s.weight_decay, s.optimizer, masters,
-                                        rank, world, run.group)
-    del masters
-    if folder:
-        load_optimizer(folder, opt, start - progress.get("skipped", 0))
-        say(f"resuming {folder}")
-    model.recompute = s.recompute
-
-    # Speed.
-    if device == "cpu" and s.context <= 128:
-        # SDPA's fused backward on CPU is slow for short rows: its plain form takes half the time.
-        torch.backends.cuda.enable_flash_sdp(False)
-    if s.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        say("no C++ compiler found: going on without torch.compile")
-    elif s.compile:
-        model.compile_parts()
-        if teacher:
-            teacher.compile_parts()
-
-    def inputs(seed, idx, targets, number):
-        """On the device, with initial states that depend on a row's number alone, not on the ranks."""
-        state = model.initial_state(*idx.shape, [1_000_003 * seed + int(i) for i in number]) if c.n_core else None
-        return idx.to(device), targets.to(device), state
-
-    @torch.no_grad()
-    def validate():
-        """At each recurrence of eval_steps: {r: (mean loss, its standard error, number of labels, accuracy)}."""
-        B_val = min(B, val_rows.rows // world)
-        if B_val == 0:
-            raise InputError(f"{s.data}: its validation split has {val_rows.rows} rows of {s.context} tokens, fewer than "
-                             "processes: prepare it with a larger --val")
-        depths, limit = s.eval_steps if c.n_core else [0], min(s.eval_rows, val_rows.rows)
-        sums = torch.zeros(len(depths), 4, device=device, dtype=torch.float64)
-        for i in range(math.ceil(limit / (B_val * world))):
-            idx, targets, number = val_rows.batch(0, i, rank, world, B_val)
-            targets[torch.from_numpy(number >= limit)] = -100  # what the last batch has too many
-            idx, targets, state = inputs(0, idx, targets, number)
-            losses = model.trajectory(idx, depths, targets, state, functools.partial(moments, model))
-            sums += torch.stack([losses[r] for r in depths])
-        n, total, squares, right = run.sum(sums).T
-        n = n.clamp(min=1)  # without a label the loss is 0, as model.py has it
-        error = ((squares - total**2 / n).clamp(min=0) / (n - 1).clamp(min=1) / n).sqrt()
-        return dict(zip(depths, zip((total / n).tolist(), error.tolist(), n.long().tolist(), (right / n).tolist())))
-
-    if s.eval_only:
-        return evaluate(s, run, model, val_rows, validate)
-
-    # Say what was decided.
-    n = model.num_params()
-    say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}, {n['total']:,} parameters: "
-        + ", ".join(f"{k} {v:,}" for k, v in n.items() if v and k not in ("total", "body")))
-    say(f"data: {s.data}, {rows.rows:,} rows of {s.context} tokens, {s.updates * s.batch_size / rows.rows:.2f} epochs")
-    say(f"run: {s.updates} updates of {per_update:,} tokens ({world} x {accumulate} x {B} rows), {s.optimizer}, "
-        f"{s.dtype}, {device}" + (f", r to {s.mean_recurrence} ({s.curriculum}), k {s.backprop_depth}" if c.n_core else ""))
-
-    log_path = os.path.join(s.out_dir, "log.jsonl")
-    if rank == 0:
-        os.makedirs(s.out_dir, exist_ok=True)
-        run.lock(s.out_dir)
-        for left in glob.glob(os.path.join(glob.escape(s.out_dir), "step_*.tmp-*")):  # of a killed save
-            shutil.rmtree(left)
-        keep_log(log_path, start)
-
-    def log(entry):
-        if rank == 0:
-            with open(log_path, "a") as f:
-                f.write(json.dumps(entry) + "\n")
-
-    def report(u):
-        losses = validate()
-        say(f"update {u:5d}/{s.updates}  validation loss  " + "  ".join(
-            f"r={r}: {x:.4f}" if c.n_core else f"{x:.4f}" for r, (x, *_) in losses.items()), flush=True)
-        log({"update": u, "val": {r: x for r, (x, *_) in losses.items()},
-             "accuracy": {r: right for r, (*_, right) in losses.items()}, **spent})
-
-    # What an update costs, for the time left: the curriculum makes late updates dearer.
-    watching = teacher.flops_per_token() // 3 if teacher else 0  # 2 of 6: it carries no gradient
-    flops = functools.cache(lambda n, k: model.flops_per_token((n, k)) + watching)
-    cost = lambda u: flops(mean_recurrence(s, u) - backprop_depth(s, u), backprop_depth(s, u))
-    ahead = sum(map(cost, range(start, s.updates)))
-    done, spent, skips, slowest = 0, dict(before), 0, 0.0
-
-    def load(u):
-        """This rank's micro-batches of update u. They are numbered alike on any number of ranks."""
-        return [rows.batch(s.seed, (u * world + rank) * accumulate + a, 0, 1, B) for a in range(accumulate)]
-
-    def save(u):
-        progress = {"data": rows.fingerprint(), "skipped": u - opt.updates, **spent}
-        save_checkpoint(s, model, opt, u, rows.folder, progress, run)
-        run.wait()
-
-    if start == 0:
-        report(0)
-    clock = mark = time.time()
-    marked, saved, signals = start, start, []
-    handlers = {sig: signal.signal(sig, lambda number, _: signals.append(number)) for sig in (signal.SIGTERM, signal.SIGINT)}
-    loader = ThreadPoolExecutor(1)  # the next update's rows are read while this one is computed
-    ready = loader.submit(load, start)
-    try:
-        for u in range(start, s.updates):
-            batches, ready = ready.result(), loader.submit(load, min(u + 1, s.updates - 1))
-            began = time.time()
-            # Labels of every micro-batch of the update, on every rank; why to stop; each is filled by one rank.
-            table = torch.zeros(world, accumulate + 2, dtype=torch.float64)
-            table[rank, :accumulate] = torch.tensor([(targets != -100).sum() for _, targets, _ in batches])
-            table[rank, -1] = max(signals, default=0)
-            table[rank, -2] = bool(s.max_minutes) and began - run.begun + 2 * slowest > 60 * s.max_minutes
-            table = run.sum(table)
-            if table[:, -2:].any():
-                number = int(table[:, -1].max())
-                if u > saved:
-                    save(u)
-                why = signal.Signals(number).name if number else "--max_minutes"
-                say(f"stopped at update {u} by {why}: the same command goes on from here", flush=True)
-                return 128 + number if number else 0
-            # The loss is the mean over all labels of the update, however they fall on ranks and micro-batches.
-            total = table[:, :accumulate].sum().clamp(min=1).item()
-            losses = torch.zeros(world, accumulate, device=device, dtype=torch.float64)
-            for a, batch in enumerate(batches):
-                idx, targets, state = inputs(s.seed, *batch)
-                n, k = draw_steps(s, u, u * s.draws + a % s.draws + 1)
-                loss = distil(model, teacher, idx, targets, (n, k), state, s.distill_weight) if teacher else \
-                    model(idx, targets, (n, k), state)[1]
-                loss = loss * (table[rank, a].item() / total)
-                loss.backward()
-                opt.accumulate()
-                losses[rank, a] = loss.detach()
-                spent["flops"] += B * world * s.context * flops(n, k)
-            if u == start:
-                run.wait()  # compiling takes some ranks longer
-            loss, norm = run.sum(losses).sum().item(), float(opt.reduce())
-            if finite := math.isfinite(loss) and math.isfinite(norm):
-                opt.step(lr_factor(s, u), s.clip)
-                skips = 0
-            else:
-                skips += 1
-                say(f"update {u + 1:5d}/{s.updates}  skipped: loss {loss}, norm {norm}, {skips} in a row", flush=True)
-                if skips > s.max_skips:
-                    raise InputError(f"--max_skips={s.max_skips}: {skips} updates in a row had no finite loss or gradient: "
-                                     f"lower --lr={s.lr} or look at the data; the last checkpoint in {s.out_dir} stays")
-            spent["tokens"] += per_update
-            done += cost(u)
-
-            u1, last = u + 1, u + 1 == s.updates
-            if u1 % s.log_every == 0 or last or not finite:
-                now = time.time()
-                speed, mark, marked = (u1 - marked) * per_update / (now - mark), now, u1
-                eta = (now - clock) / done * (ahead - done)
-                entry = {"update": u1, "loss": loss, "mean_r": mean_recurrence(s, u), "n": n, "k": k, "norm": norm,
-                         "lr": s.lr * lr_factor(s, u), "tokens_per_s": round(speed), "skipped": not finite, **spent}
-                depth = f"mean r {entry['mean_r']:2d} (n {n:2d} k {k})  " if c.n_core else ""
-                say(f"update {u1:5d}/{s.updates}  loss {loss:.4f}  {depth}norm {norm:.2f}  "
-                    f"{speed:,.0f} tokens/s  eta {int(eta // 60)}:{int(eta % 60):02d}", flush=True)
-                log(entry)
-            if u1 % s.eval_every == 0 or last:
-                report(u1)
-            if u1 % s.save_every == 0 or last:
-                save(u1)
-                saved = u1
-            if u > start:  # compiling takes longer
-                slowest = max(slowest, time.time() - began)
-    finally:
-        loader.shutdown(cancel_futures=True)
-        for sig, handler in handlers.items():
-            signal.signal(sig, handler)
-    say(f"done: {s.out_dir}/step_{s.updates:06d}, {spent['tokens']:,} tokens and {spent['flops']:.3g} FLOPs since surgery, "
-        f"{time.time() - clock:.0f} s")
-    return 0
-
-
-def distil(model, teacher, idx, targets, steps, state, weight):
-    """
-    The mean over all labels of (1 - weight) cross-entropy + weight KL(teacher || model). It makes all logits at once,
-    so it takes smaller micro-batches than learning from labels alone.
-    """
-    keep = targets != -100
-    with torch.no_grad():
-        wanted = teacher(idx)[0][keep].log_softmax(-1)
-    logp = model(idx, steps=steps, state=state)[0][keep].log_softmax(-1)
-    apart = F.kl_div(logp, wanted, reduction="sum", log_target=True)
-    return ((1 - weight) * F.nll_loss(logp, targets[keep], reduction="sum") + weight * apart) / keep.sum().clamp(min=1)
-
-
-def moments(model, x, rope, targets):
-    """
-    RecurrentLM.finish() for standard errors: the labels' number, the sum and the sum of squares of their losses, and how
-    many are the most likely token; (4,) float64.
-    """
-    keep, rows = targets.flatten() != -100, max(1, LOGITS_AT_ONCE // model.config.vocab_size)
-    x, targets = (t.flatten(0, 1)[keep].split(rows) for t in (model.run_coda(x, rope), targets))
-    sums = torch.zeros(4, device=keep.device, dtype=torch.float64)
-    for a, b in zip(x, targets):
-        logits = model.head(a).float()
-        losses = F.cross_entropy(logits, b, reduction="none").double()
-        sums += torch.stack([torch.ones_like(losses), losses, losses.square(), logits.argmax(-1) == b], 1).sum(0)
-    return sums
-
-
-def evaluate(s, run, model, rows, validate):
-    """
-    eval_only: a table of loss, perplexity and accuracy over recurrences, also as out_dir/eval_loss_DATA.json. The standard
-    errors take labels for independent; those of one text are not, so the truth is larger.
-    """
-    name = "+".join(os.path.basename(os.path.normpath(re.sub(r":\d+$", "", part))) for part in s.data.split(","))
-    path, count, began = os.path.join(s.out_dir, f"eval_loss_{name}.json"), min(s.eval_rows, rows.rows), time.time()
-    if run.rank == 0:
-        os.makedirs(s.out_dir, exist_ok=True)  # what cannot be written is said now
-    run.say(f"{model.folder}: {count:,} validation rows of {s.context} tokens of {s.data}, {s.dtype}, {run.device}\n"
-            f"{'r':>5}  {'loss':>7} {'± s.e.':>7}  {'perplexity':>10}  {'accuracy':>8}  {'labels':>9}", flush=True)
-    table = [{"steps": r, "metric": "loss", "value": x, "standard_error": e, "n": n, "perplexity": math.exp(min(x, 700)),
-              "accuracy": right} for r, (x, e, n, right) in validate().items()]
-    for x in table:
-        run.say(f"{x['steps'] if model.config.n_core else '-':>5}  {x['value']:7.4f} ±{x['standard_error']:6.4f}  "
-                f"{x['perplexity']:10.3f}  {x['accuracy']:8.2%}  {x['n']:9,}")
-    if run.rank == 0:
-        write_result(path, "train", model, s.data, table, time.time() - began, count * s.context, context=s.context)
-    run.say(path)
-    return 0
-
-
-def keep_log(path, start):
-    """Drop the lines of updates that a resumed run will do again."""
-    if os.path.exists(path):
-        with open(path, errors="replace") as f:
-            lines = [line for line in f if (m := re.match(r'{"update": (\d+),.*}\n', line)) and int(m[1]) <= start > 0]
-        with open(path + ".tmp", "w") as f:
-            f.writelines(lines)
-        os.replace(path + ".tmp", path)
+        with locked(settings.out_dir) if ranks.rank == 0 else contextlib.nullcontext():
+            code = train(settings, ranks)
+    if ranks.world > 1:
+        dist.destroy_process_group()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

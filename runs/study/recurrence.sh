@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Item 4, README's opening picture: models trained with a mean recurrence of 4, 8, 16 and 32 against their parent post-trained
-# on the same task (on as many tokens, and on as many FLOPs as the dearest of them took), and against an untied parent of the
+# on the same task (on as many tokens, and on as many FLOPs as the most expensive of them took), and against an untied parent of the
 # depth that r = 8 unrolls to.
 source "$(dirname "$0")/lib.sh"
 parents

@@ -2,7 +2,7 @@
 Tables and figures of the study, from the folders of its runs: the last step of each runs/study/NAME.sh.
 
     python runs/study/study.py curves NAME --runs out/study --out NAME.json ARM=LABEL ...     validation over training
-    python runs/study/study.py optimizers|accuracy|distill|healing|deeper|start|exits NAME --runs ... --out ... ARM=LABEL ...
+    python runs/study/study.py optimizers|accuracy|healing|deeper|exits NAME --runs ... --out ... ARM=LABEL ...
     python runs/study/study.py best PREFIX --runs out/study                                    the best learning rate
 
 An arm has a run in RUNS/SEED/ARM for each seed. All errors are standard errors over the seeds (sd / sqrt(n)). The JSON holds
@@ -15,15 +15,22 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, "..", ".."))
 import numpy as np
 import torch
 
-from bench import token_flops
-from data import Shards
-from model import Config, InputError, RecurrentLM, cli, commit, read_json, write_json, writing
+from data import Shards, cli, read_json, write_json
+from model import Config, RecurrentLM
+
+
+def commit():
+    """The hash of the checkout that this file stands in, None where it is no checkout."""
+    command = ["git", "-C", HERE, "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def mean_se(values):
@@ -37,10 +44,9 @@ def cell(pair, digits=1, scale=1):
 
 
 def seeds(args, arm, file):
-    """The paths RUNS/SEED/ARM/file that exist, in the order of the seeds. InputError if there is none."""
-    if not (found := sorted(glob.glob(os.path.join(glob.escape(args.runs), "[0-9]*", arm, file)))):
-        raise InputError(f"{args.runs}/*/{arm}/{file}: is missing: let the script make it first")
-    return found
+    """The paths RUNS/SEED/ARM/file that exist, in the order of the seeds. Exits if there is none."""
+    found = sorted(glob.glob(os.path.join(glob.escape(args.runs), "[0-9]*", arm, file)))
+    return found or sys.exit(f"{args.runs}/*/{arm}/{file}: is missing: let the script make it first")
 
 
 def read_log(path):
@@ -122,6 +128,12 @@ def optimizers(args):
 
 # ---------------------------------------------------------------- answers over recurrences
 
+def token_flops(config, r):
+    """FLOPs of a new token at r: 2 per parameter that it meets, once a recurrence in core and adapter; no attention."""
+    n = RecurrentLM.empty(config).num_params()
+    return 2 * (n["prelude"] + r * (n["core"] + n["adapter"]) + n["coda"] + config.vocab_size * config.n_embd)
+
+
 def answers(args, arm, test):
     """eval_ARM_TEST.json of each seed: [{r: its row}, ...], and the model's Config; a plain model has one row, of any r"""
     found = [read_json(path) for path in seeds(args, "", f"eval_{arm}_{test}.json")]
@@ -163,27 +175,6 @@ def compared(reached, base):
     return cells
 
 
-def distill(args):
-    """Healing arms, then the same number of arms of the task after each: when a healing came within 5% of the parent."""
-    half, over_updates, over_flops, rows, base = len(args.arms) // 2, {}, {}, [], None
-    goals = [1.05 * read_log(path)[0][-1]["val"]["0"] for path in seeds(args, "pretrain", "log.jsonl")]
-    after, _, task = curves(argparse.Namespace(**vars(args) | {"arms": args.arms[half:]}))
-    for (arm, label), task_row in zip(args.arms, task):
-        logs, loss = [read_log(path)[0] for path in seeds(args, arm, "log.jsonl")], lambda x: x["val"]["1"]
-        over_updates[label], over_flops[label] = (across([[(x[key], loss(x)) for x in v] for v in logs])
-                                                  for key in ("update", "flops"))
-        reached = [[first(v, key, -goal, lambda x: -loss(x)) for v, goal in zip(logs, goals)] for key in ("update", "flops")]
-        base = base or reached
-        rows.append([label, len(logs), cell(mean_se(loss(v[-1]) for v in logs), 4), *compared(reached, base),
-                     *task_row[5:9]])
-    columns = ["healed on", "seeds", "last loss", "updates to 5% above the parent", "minus the first arm's", "TFLOPs to it",
-               "TFLOPs, minus the first arm's", "task loss", "task accuracy, %", "task updates to 90%",
-               "task updates, minus the first arm's"]
-    return [panel("healing", "updates", "validation loss", over_updates, y_log=True),
-            panel("healing, with the teacher's FLOPs", "training FLOPs (the paper's rule)", "validation loss", over_flops,
-                  y_log=True), after[0] | {"title": "the task after it"}], columns, rows
-
-
 def healing(args):
     """curves() of the task and of the mixture; what every stage leaves of the general text and has learnt of the task."""
     figures, _, _ = curves(args)
@@ -208,15 +199,15 @@ def healing(args):
 # ---------------------------------------------------------------- states
 
 @torch.no_grad()
-def trace(folder, data, rows, steps, noise=0):
+def trace(folder, data, rows, steps):
     """
     A run's states and answers on `rows` validation rows of the task, after every r of steps: states (R, N, 13, C), answers
-    (R, N, 13) int64, right (R, N, 13) bool; 13: after 0 to 12 sentences. noise: number of the draw of s_0.
+    (R, N, 13) int64, right (R, N, 13) bool; 13: after 0 to 12 sentences.
     """
     model, batch = RecurrentLM.load(folder, dtype=torch.float32), []
     idx, targets, number = Shards(data, "val", 26).batch(0, 0, 0, 1, rows)
     for part in torch.arange(rows).split(64):
-        labels, state = targets[part] != -100, model.initial_state(len(part), 26, [noise * 1_000_003 + int(i) for i in part])
+        labels, state = targets[part] != -100, model.initial_state(len(part), 26, 0, part)
 
         def finish(x, rope, _):
             pick = lambda t: t[labels].unflatten(0, (len(part), -1))
@@ -279,27 +270,6 @@ def walk(states, point):
     return {label: [[x, y, 0.0] for x, y in path.tolist()] for label, path in zip(where, plane.view(len(where), 48, 2))}
 
 
-def start(args):
-    """curves(), accuracy over r, and how often two draws of the noise give two answers."""
-    (over_updates, *_), columns, rows = curves(args)
-    few, over_r, differ = [1, 2, 4, 8, 16, 32], {}, {}
-    for arm, label in args.arms:
-        right_at, unlike = [], []
-        for run in seeds(args, arm, "done"):
-            draws = [trace(os.path.dirname(run), f"{args.runs}/data/task", 128, few, noise=i)[1:] for i in range(4)]
-            said, right = (torch.stack(x)[..., 1:] for x in zip(*draws))                 # (4, R, N, 12)
-            right_at.append(right.double().mean((0, 2, 3)).tolist())
-            pairs = [(said[i] != said[j]).double().mean((1, 2)) for i in range(4) for j in range(i)]
-            unlike.append(torch.stack(pairs).mean(0).tolist())
-        over_r[label] = [[r, *mean_se(x)] for r, x in zip(few, zip(*right_at))]
-        differ[label] = [[r, *mean_se(x)] for r, x in zip(few, zip(*unlike))]
-    columns += [f"two draws differ at r = {r}, %" for r in few]
-    rows = [row + [cell(x[1:], 2, 100) for x in differ[row[0]]] for row in rows]
-    x = "recurrences r at test time"
-    return [over_updates, panel("", x, "accuracy", over_r, x_log=2),
-            panel("", x, "answers that differ between two draws of s_0", differ, x_log=2)], columns, rows
-
-
 # ---------------------------------------------------------------- exits
 
 def exits(args):
@@ -358,7 +328,7 @@ def best(args):
         last = read_log(path)[0][-1]
         losses[os.path.dirname(path).rpartition("_")[2]] = last["val"][measured(last, args)]
     if not losses:
-        raise InputError(f"{args.runs}/0/{args.name}_*: is missing: let the script make it first")
+        sys.exit(f"{args.runs}/0/{args.name}_*: is missing: let the script make it first")
     print(min(losses, key=lambda lr: losses[lr] if math.isfinite(losses[lr]) else math.inf))
 
 
@@ -378,14 +348,11 @@ def main():
     print("|".join(["", *map(str, columns), ""]) + "\n" + "|---" * len(columns) + "|")
     for row in rows:
         print("|".join(["", *map(str, row), ""]))
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    with writing(args.out):
-        write_json(args.out + ".tmp", {"study": args.name, "commit": commit(), "date": str(datetime.date.today()),
-                                       "torch": torch.__version__, "runs": args.runs, "figures": figures,
-                                       "columns": columns, "rows": rows})
-        os.replace(args.out + ".tmp", args.out)
+    write_json(args.out, {"study": args.name, "commit": commit(), "date": str(datetime.date.today()),
+                          "torch": torch.__version__, "runs": args.runs, "figures": figures,
+                          "columns": columns, "rows": rows})
 
 
-TABLES = [curves, optimizers, accuracy, distill, healing, deeper, start, exits]
+TABLES = [curves, optimizers, accuracy, healing, deeper, exits]
 if __name__ == "__main__":
     cli(main)
