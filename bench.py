@@ -64,7 +64,6 @@ def main():
     flag("--steps", default="0+4,24+8", help="n+k pairs: recurrences without and with gradient")
     flag("--context", type=int, default=256)
     flag("--optimizer", choices=("muon", "adamw"), default="adamw")
-    flag("--recompute", action="store_true", help="as in train.py")
     flag = sub.add_parser("plot").add_argument
     flag("results", nargs="+", help="result files; or runs, for their loss curves")
     flag("--x", choices=AXES, help="default: steps of results, train of runs")
@@ -198,7 +197,6 @@ def our_update(model, args, idx, targets):
     """
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(getattr(torch, args.dtype))
-    model.recompute = args.recompute
     optimizer = Muon(model.named_parameters(), 1e-3, 5e-5, 1e-4, args.optimizer, masters)
     if not args.no_compile:
         model.compile_parts()

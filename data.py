@@ -34,7 +34,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -287,7 +286,6 @@ load_once = functools.cache(Tokenizer.load)  # once a process
 HF_HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
 MODEL_FILES = (r"config\.json|model.*\.safetensors|model\.safetensors\.index\.json"
                r"|tokenizer.*|special_tokens_map\.json")
-WAITS = (1, 2, 4, 8, 16)  # seconds after each failed try
 
 
 def hub_get(path, start=0):
@@ -311,18 +309,14 @@ def fetch(url, path, size, sha256):
     """Download a file from where an earlier try ended, check it, and only then give it its name."""
     part = Path(f"{path}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
-    for wait in (*WAITS, None):
-        try:
-            with open(part, "ab") as file:
-                if file.tell() < size:
-                    for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
-                        file.write(chunk)
-                        print(f"\r{path}: {file.tell() / size:.1%}", end="", file=sys.stderr)
-            break
-        except OSError as e:  # a full disk, or one of requests' errors
-            if wait is None or not isinstance(e, requests.RequestException):
-                sys.exit(f"{path}: {e}; the same command resumes")
-            time.sleep(wait)
+    try:
+        with open(part, "ab") as file:
+            if file.tell() < size:
+                for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
+                    file.write(chunk)
+                    print(f"\r{path}: {file.tell() / size:.1%}", end="", file=sys.stderr)
+    except OSError as e:  # a full disk, or one of requests' errors
+        sys.exit(f"{path}: {e}; the same command resumes")
     with open(part, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if part.stat().st_size != size or sha256 not in (None, found):

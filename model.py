@@ -144,23 +144,16 @@ class Attention(nn.Module):
             causal = mask is None
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=gqa)
         else:
-            k, v = self.update_cache(kv, k, v, *at)
+            keys, values = kv  # cached tensors (B, W, H, D); `at` is made by sample.Decoder:
+            write, read = at   # where the new tokens go, and which part they attend to, or None
+            keys[write], values[write] = k.transpose(1, 2), v.transpose(1, 2)
+            if read is not None:
+                keys, values = keys[read], values[read]
+            k, v = keys.transpose(1, 2), values.transpose(1, 2)
             # Query heads that share a kv head become rows of one, so the cache is read once.
             q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
             y = F.scaled_dot_product_attention(q, k, v, mask).view(B, self.n_head, T, -1)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
-
-    @staticmethod
-    def update_cache(kv, k, v, write, read):
-        """
-        Put the new tokens' k and v (B, H, T, D) into the cached tensors, and return what these
-        tokens attend to: the cached tensors themselves, or the part that the index `read` picks.
-        """
-        keys, values = kv  # (B, W, H, D) each; write and read are made by sample.Decoder
-        keys[write], values[write] = k.transpose(1, 2), v.transpose(1, 2)
-        if read is not None:
-            keys, values = keys[read], values[read]
-        return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -466,9 +459,7 @@ class RecurrentLM(nn.Module):
         depth = c.n_prelude + c.n_coda + c.n_core * c.mean_recurrence  # effective depth
         generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
         for name, p in self.named_parameters():
-            if p.dim() == 1:
-                p.fill_(1.0)
-            elif p.dim() == 2:
+            if p.dim() == 2:  # norms are 1 already
                 std = math.sqrt(2 / (5 * c.n_embd))
                 if name.endswith("proj.weight"):
                     std /= math.sqrt(2 * depth)

@@ -2,9 +2,9 @@
 Decoding: an exact KV cache for recurrent depth, drafts, exits, and text streamed to the terminal.
 
     python sample.py --steps 32                    # newest checkpoint, a prompt of its own
-    python sample.py --steps 1,4,32                # the same prompt side by side at several depths
+    python sample.py --steps 1,4,32                # the same prompt at several depths
     python sample.py --model out/tinyllama --steps 32 --dtype bfloat16 --compile --draft_steps 2
-    python sample.py --model out/tinyllama --steps 32 --exit kl --exit_threshold 0.001 --show_steps
+    python sample.py --model out/tinyllama --steps 32 --exit kl --exit_threshold 0.001
     python sample.py --model out/tinyllama --interactive
     echo "Once upon a time" | python sample.py --model out/tinyllama --prompt - --temperature 0.8
 
@@ -20,14 +20,10 @@ What is unusual here:
 Text goes to stdout, everything said about it to stderr. eval_gsm8k.py decodes with generate() too.
 """
 import argparse
-import contextlib
 import glob
-import itertools
 import os
 import re
-import shutil
 import sys
-import textwrap
 import time
 from dataclasses import dataclass, fields
 
@@ -63,7 +59,6 @@ class Decoding:
             sys.exit(f"--exit {self.exit} --state {self.state}: give kl; noise or zero")
         if self.draft_steps and (self.exit or self.kv != "full"):
             sys.exit("--draft_steps: goes together with neither --exit nor --kv")
-        assert self.temperature >= 0 and 0 < self.top_p <= 1 and self.draft_len >= 1, self
 
 
 # -------------------------------------------------------------------------------------- the cache
@@ -84,7 +79,9 @@ class Decoder:
         # for one or the other.
         S = (S // COLUMNS + 2) * COLUMNS
         self.model, self.r, self.W, self.graph = model, r, 0, None
-        self.slots = self.count(o.kv, r)
+        self.slots = r
+        if o.kv != "full":
+            self.slots = min(r, 1 if o.kv == "last" else int(o.kv))
 
         def cache(layers, slots):
             # Zeros, as what nobody sees yet is multiplied by zero and so must be finite.
@@ -97,11 +94,6 @@ class Decoder:
         if c.n_core and o.state == "noise":
             self.noise = model.initial_state(S, 1, o.seed, range(S))[:, 0]
         self.column = torch.arange(max(S, B), device=weight.device)
-
-    @staticmethod
-    def count(kv, r):
-        """Slots that each core layer has at depth r."""
-        return r if kv == "full" else min(r, 1 if kv == "last" else int(kv))
 
     def place(self, position, end, rows=None):
         """The next pass is of tokens at position (B, T), below `end`, of these rows (or all)."""
@@ -507,58 +499,40 @@ def stream(tokenizer, ids, tokens):
     yield tokenizer.decode(ids)[shown:]
 
 
-def continuation(model, tokenizer, args, prompt, r, seed):
+def continuation(model, tokenizer, args, prompt, r):
     """The text that follows prompt at depth r, piece by piece; says its speed at the end."""
     ids = tokenizer.encode(prompt, bos=True, special=args.special)
     room = min(args.tokens, model.config.context - len(ids))
     if not ids or room < 1:
         sys.exit(f"the prompt has {len(ids)} tokens, the context {model.config.context}: give at "
                  "least one word, and leave room")
-    options = decoding(args) | {"seed": seed}
-    count = recurrences = took = 0
+    count = recurrences = 0
 
     def tokens():
-        nonlocal count, recurrences, took
-        for _, token, took in generate(model, [ids], room, r, **options):
+        nonlocal count, recurrences
+        for _, token, took in generate(model, [ids], room, r, **decoding(args)):
             count, recurrences = count + 1, recurrences + took
             if token == tokenizer.eos_id:
                 return
             yield token
 
     began = time.perf_counter()
-    for piece in stream(tokenizer, ids, tokens()):
-        if args.show_steps and piece:  # in the terminal's colour cube, from blue (few) to red (all)
-            heat = round(5 * took / max(r, 1))
-            piece = f"\x1b[38;5;{16 + 36 * heat + 12 + 5 - heat}m{piece}\x1b[0m"
-        yield piece
+    yield from stream(tokenizer, ids, tokens())
     seconds = time.perf_counter() - began
     mean = f", {recurrences / count:.2f} recurrences a token" if args.exit else ""
     say(f"\nr = {r}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s{mean}")
 
 
 def write(model, tokenizer, args, prompt, steps):
-    """Stream to stdout; several recurrences side by side, once all are there."""
-    for seed in range(args.seed, args.seed + args.samples):
-        texts = {r: continuation(model, tokenizer, args, prompt, r, seed) for r in steps}
-        print(prompt, end="\n" if len(steps) > 1 else "", flush=True)
-        if len(steps) == 1:
-            for piece in texts[steps[0]]:
-                print(piece, end="", flush=True)
-            continue
-        width = max(8, (shutil.get_terminal_size().columns - 2) // len(steps) - 2)
-        columns = []
-        for r, text in texts.items():
-            lines = "".join(text).splitlines()
-            wrapped = [textwrap.wrap(line, width) or [""] for line in lines]
-            columns.append([f"r = {r}", "-" * width, *itertools.chain(*wrapped)])
-        for line in itertools.zip_longest(*columns, fillvalue=""):
-            print("  ".join(f"{part:{width}}" for part in line).rstrip())
+    """Stream to stdout, one text after another for several recurrences."""
+    for r in steps:
+        print(prompt, end="", flush=True)
+        for piece in continuation(model, tokenizer, args, prompt, r):
+            print(piece, end="", flush=True)
 
 
 def interact(model, tokenizer, args, steps):
     """Prompts from the terminal, each on its own. /steps 16 or /steps 1,4,32 turns the dial."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (history and editing, where the system has it)
     say(f"r = {steps}; a line is a prompt; /steps N sets the recurrences; ctrl-D ends")
     while True:
         try:
@@ -583,7 +557,7 @@ def say(text):
 def parse_args():
     p = argparse.ArgumentParser(description="Stream text from a model.")
     p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
-    p.add_argument("--steps", help="recurrences r, or several side by side such as 1,4,32")
+    p.add_argument("--steps", help="recurrences r, or several such as 1,4,32")
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue; - reads stdin")
     source.add_argument("--interactive", action="store_true",
@@ -591,12 +565,10 @@ def parse_args():
     p.add_argument("--special", action="store_true",
                    help="read names of special tokens in the prompt, such as <|eot_id|>, as those")
     p.add_argument("--tokens", type=int, default=256, help="new tokens at most")
-    p.add_argument("--samples", type=int, default=1, help="number of texts; text i has seed + i")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     p.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens")
     p.add_argument("--top_p", type=float, default=1.0,
                    help="... from the likeliest that hold this probability")
-    p.add_argument("--show_steps", action="store_true", help="with --exit, colour text by depth")
     add_model_arguments(p, dtype=None)
     add_decoding_arguments(p)
     return p.parse_args()

@@ -360,8 +360,8 @@ def test_verified_surgery(tmp_path, capsys, monkeypatch):
     more = ((), ("--adapter", "add"), ("--adapter_init", "default", "--export", "hf"))
     for i, extra in enumerate(more):
         call(surgery.main, src, tmp_path / str(i), *flags, *extra)
-        said = re.findall(r"verify: (.*?)  +(\S+)\n", capsys.readouterr().out)
-        assert {x for _, x in said} == {"0.0"} and len(said) == (7 if i == 0 else 6)
+        states = 7 if i == 0 else 6  # with the identity adapter also the logits at r = 1
+        assert f"{states} hidden states and logits differ by at most 0.0 " in capsys.readouterr().out
     read_all, calls = surgery.read_all, []
 
     def wrong(source):  # at first, when OUT is made
@@ -416,7 +416,7 @@ def edit_config(folder, **keys):
     (folder / "config.json").write_text(json.dumps(config | keys))
 
 @needs_assets
-def test_precision_and_kept_tensors(tmp_path, capsys):
+def test_precision_and_kept_tensors(tmp_path):
     """Weights keep their type, mixed ones get one that holds all; dropped layers may be missing."""
     src = tmp_path / "src"
     shutil.copytree(fixture("hf_llama_gqa_untied"), src)
@@ -432,12 +432,11 @@ def test_precision_and_kept_tensors(tmp_path, capsys):
         assert {t.dtype for t in out.values()} == {dtype}
         kept = stored["model.layers.5.mlp.down_proj.weight"].to(dtype)
         assert torch.equal(out["core.1.mlp.proj.weight"], kept)
-    assert "mixes" in capsys.readouterr().out
 
 
 SURGERY_REFUSES = [  # flags, words in the message
     ("--prelude 0", "--core"), ("--prelude 0-1 --core 3-8 --coda 7", "layer 8"),
-    ("--prelude 0-3 --core 3-5 --coda 7", "layer 3 is taken twice"),
+    ("--prelude 0-3 --core 3-5 --coda 7", "taken twice"),
     ("--prelude 0 --core 1-x --coda 7", "--core"), ("--preset tinyllama-4-8-4", "--preset"),
     ("--shape 4,4,4", "--shape"), ("--select block-influence", "--text"),
     ("--feed_forward --layers 3-9", "--layers"), ("", "--prelude")]
@@ -540,7 +539,6 @@ def hub(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(data, "HF_HOME", tmp_path)
-    monkeypatch.setattr(data, "WAITS", (0,))
     yield state
     server.shutdown()
 
@@ -564,7 +562,8 @@ def test_download_is_complete_and_not_repeated(hub):
 def test_download_resumes(hub):
     """After a break only the rest of a file is fetched, by the same command or the next."""
     hub.cut = 1_200_000
-    assert "resumes" in refusal(fetch)
+    for _ in range(2):
+        assert "resumes" in refusal(fetch)
     fetch()
     assert (hub.folder / FIRST).read_bytes() == CHECKPOINT[FIRST]
     starts = [start for name, start in hub.requests if name == FIRST]
@@ -1181,7 +1180,7 @@ def test_settings_say_what_is_wrong(tmp_path):
     found = s.out_dir, s.lr, s.updates, s.eval_steps, s.compile, s.recompute, s.seed
     assert found == ("a=b", 1.0, 1000, [4, 8], False, True, 3)
     for arg, words in (("--uptades=3", "updates"), ("--updates=1.5", "updates"), ("--lr=x", "--lr"),
-                       ("--compile=3", "--compile"), ("--updates=0", "at least"),
+                       ("--compile=3", "--compile"),
                        ("--curriculum=cubic", "linear"), ("updates=3", "--key=value"),
                        (f"--config={tmp_path}/no.toml", "no.toml")):
         message = refusal(lambda: train.read_settings([f"--config={config}", arg]))

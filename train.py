@@ -19,7 +19,6 @@ import argparse
 import bisect
 import contextlib
 import difflib
-import filecmp
 import glob
 import inspect
 import itertools
@@ -41,7 +40,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from data import cli, locked, open_data, read_json, tiny, whole, write_json, write_result
+from data import (cli, locked, open_data, read_json, tiny, tokenizer_bytes, whole, write_json,
+                  write_result)
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from muon import BUFFERS, Muon
 
@@ -98,7 +98,7 @@ class Settings:
     dtype: str = "bfloat16"        # of weights and products (masters stay float32), or float32
     compile: bool = True           # torch.compile
     recompute: bool = False        # recompute recurrences in the backward pass: less memory
-    max_minutes: float = 0.0       # save and stop before so much time has passed (0: no limit)
+    max_minutes: float = 0.0       # save and stop after so much time (0: no limit)
     max_skips: int = 10            # updates in a row that are not finite; more end the run
     dry_run: bool = False          # print what the run would be, without weights
     eval_only: bool = False        # validation losses of init_from, as JSON in out_dir or there
@@ -137,9 +137,6 @@ def read_settings(argv):
     for key in ("init_from" if settings.eval_only else "out_dir", "data"):
         if not getattr(settings, key):
             parser.error(f"--{key} is not set: give a folder, or --config=config/NAME.toml")
-    for key in ("updates", "batch_size", "micro_batch", "draws", "context", "mean_recurrence"):
-        if getattr(settings, key) < 1:
-            parser.error(f"--{key}={getattr(settings, key)} must be at least 1")
     return settings
 
 
@@ -249,9 +246,7 @@ def save_checkpoint(settings, model, optimizer, tokenizer, progress):
 
 def checkpoints(settings):
     """The checkpoints of out_dir, oldest first."""
-    folders = glob.glob(os.path.join(glob.escape(settings.out_dir), "step_*"))
-    folders = [f for f in folders if re.search(r"step_\d+$", f)]
-    return sorted(folders, key=lambda f: int(f.rpartition("_")[2]))
+    return sorted(glob.glob(os.path.join(glob.escape(settings.out_dir), "step_" + "[0-9]" * 6)))
 
 
 def find_resume(settings, fingerprint):
@@ -288,10 +283,10 @@ def match_updates(settings, flops):
 
 # -------------------------------------------------------------------------------- what it takes
 
-def scheduled_flops(settings, model, update):
-    """Training FLOPs per token at this update's mean recurrence."""
-    k = backprop_depth(settings, update)
-    return model.flops_per_token((mean_recurrence(settings, update) - k, k))
+def cost(settings, c, update):
+    """What an update costs, in layers: a recurrence without gradient is a third of one with it."""
+    r, k = mean_recurrence(settings, update), backprop_depth(settings, update)
+    return c.n_prelude + c.n_coda + c.n_core * (k + (r - k) / 3)
 
 
 def paper_flops(settings, model, updates=None):
@@ -333,9 +328,8 @@ def plan(settings, c, world):
                f"k up to {settings.backprop_depth or 'r'}")
     warmup = math.ceil(settings.warmup * settings.updates)
     cooldown = math.ceil(settings.cooldown * settings.updates)
-    rest = f" and {settings.adam_lr:g} for the rest" if settings.optimizer == "muon" else ""
-    yield (f"learning rate: {settings.lr:g} ({settings.optimizer}){rest}, up over {warmup:,} "
-           f"updates, cosine down over the last {cooldown:,}")
+    yield (f"learning rate: {settings.lr:g} ({settings.optimizer}), {settings.adam_lr:g} of AdamW "
+           f"beside Muon, up over {warmup:,} updates, cosine down over the last {cooldown:,}")
 
 
 # ---------------------------------------------------------------------------------- the processes
@@ -399,11 +393,9 @@ def make_model(settings, rows, folder):
                  f"at {c.vocab_size - 1}: prepare the data with the model's tokenizer")
     if settings.context > c.context:
         sys.exit(f"--context={settings.context}: the model is for at most {c.context} tokens")
-    for name in ("tokenizer.model", "tokenizer.json"):
-        ours = os.path.join(rows.folder, name)
-        theirs = os.path.join(model.folder or rows.folder, name)
-        if os.path.exists(ours) and os.path.exists(theirs) and not filecmp.cmp(ours, theirs, False):
-            sys.exit(f"{ours}: is not the tokenizer of {model.folder}: prepare the data with that")
+    theirs = tokenizer_bytes(model.folder) if model.folder else b""
+    if theirs and theirs != tokenizer_bytes(rows.folder):
+        sys.exit(f"{rows.folder}: its tokenizer is not {model.folder}'s: prepare it with that one")
     return model
 
 
@@ -571,7 +563,7 @@ class Log:
     def __init__(self, settings, model, rank, start):
         self.settings, self.recurrent, self.rank = settings, model.config.n_core > 0, rank
         self.path = os.path.join(settings.out_dir, "log.jsonl")
-        self.cost = [scheduled_flops(settings, model, u) for u in range(settings.updates)]
+        self.cost = [cost(settings, model.config, u) for u in range(settings.updates)]
         self.start = self.last = start
         self.began = self.mark = time.time()
         if rank == 0 and os.path.exists(self.path):  # what a resumed run does again goes
@@ -611,7 +603,7 @@ class Log:
 def prefetch(load, updates):
     """Yields (update, load(update)), reading the next one's rows while this one is computed."""
     with ThreadPoolExecutor(1) as pool:
-        ready = pool.submit(load, updates[0]) if updates else None
+        ready = pool.submit(load, updates[0])
         for update in updates:
             batches = ready.result()
             if update + 1 in updates:
@@ -622,7 +614,7 @@ def prefetch(load, updates):
 def train(settings, ranks):
     """The run. Returns the exit code: 0, or 128 + the signal that stopped it."""
     rank, world, device = ranks.rank, ranks.world, ranks.device
-    begun, slowest, signals = time.time(), 0.0, []
+    begun, signals = time.time(), []
     accumulate, B = split_batch(settings, world)
     rows = open_data(settings.data, "train", settings.context)
     val_rows = open_data(settings.data, "val", settings.context)
@@ -646,10 +638,10 @@ def train(settings, ranks):
         signal.signal(number, lambda number, _: signals.append(number))
 
     for update, batches in prefetch(load, range(start, settings.updates)):
-        began, scale = time.time(), lr_scale(settings, update)
+        scale = lr_scale(settings, update)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
         sums[2] = len(signals)
-        sums[3] = 0 < 60 * settings.max_minutes < began - begun + 2 * slowest
+        sums[3] = 0 < 60 * settings.max_minutes < time.time() - begun
         for micro_step, batch in enumerate(batches):
             number = update * settings.draws + micro_step % settings.draws + 1
             n, k = draw_steps(settings, update, number)
@@ -689,7 +681,6 @@ def train(settings, ranks):
             why = signal.Signals(signals[0]).name if signals else "--max_minutes"
             ranks.say(f"stopped after update {update + 1} by {why}: the same command continues")
             return 128 + (signals or [signal.SIGTERM])[0] if stopped else 0
-        slowest = max(slowest, time.time() - began)
     ranks.say(f"done: {settings.out_dir}, {progress['tokens']:,} tokens and "
               f"{progress['flops']:.3g} FLOPs since surgery, {time.time() - begun:.0f} s")
     return 0
