@@ -290,9 +290,8 @@ MODEL_FILES = (r"config\.json|model.*\.safetensors|model\.safetensors\.index\.js
 
 def hub_get(path, start=0):
     """GET a path of the hub; the body, from byte `start` on, is still to be read."""
-    token, file = os.environ.get("HF_TOKEN"), HF_HOME / "token"
-    if not token and file.exists():
-        token = file.read_text()
+    file = HF_HOME / "token"
+    token = os.environ.get("HF_TOKEN") or (file.read_text() if file.exists() else None)
     headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-"}
     if token:
         headers["Authorization"] = f"Bearer {token.strip()}"
@@ -327,9 +326,8 @@ def fetch(url, path, size, sha256):
 
 def complete(folder):
     """Whether a folder has config.json and all files of weights."""
-    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-    if index.exists():
-        names = read_json(index)["weight_map"].values()
+    index = folder / "model.safetensors.index.json"
+    names = read_json(index)["weight_map"].values() if index.exists() else ["model.safetensors"]
     return all((folder / name).exists() for name in ("config.json", *names))
 
 
