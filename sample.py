@@ -518,9 +518,10 @@ def continuation(model, tokenizer, args, prompt, r):
 
     began = time.perf_counter()
     yield from stream(tokenizer, ids, tokens())
+    yield "\n"
     seconds = time.perf_counter() - began
     mean = f", {recurrences / count:.2f} recurrences a token" if args.exit else ""
-    say(f"\nr = {r}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s{mean}")
+    say(f"r = {r}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s{mean}")
 
 
 def write(model, tokenizer, args, prompt, steps):
