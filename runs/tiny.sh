@@ -30,12 +30,12 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
 stage "1. the corpus, its word model and a test set"
 python data.py tiny --out $out/data ${quick:+--rows 8000}
 stage "2. pretrain an ordinary Llama"
-train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=40}
+train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
 stage "3. surgery: layer 0 is the prelude, 3 and 4 the recurrent block, 5 the coda"
 [[ -e $out/tiny-1-2-1 ]] || python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 stage "4. heal at one recurrence, then train with the curriculum"
-train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 ${quick:+--updates=10}
-train task task --data=$out/data/task --init_from=$out/heal ${quick:+--updates=20}
+train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 ${quick:+--updates=4}
+train task task --data=$out/data/task --init_from=$out/heal ${quick:+--updates=6}
 stage "5. post-train the untouched parent: on as many tokens, then on as many training FLOPs"
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --match_tokens=$out/task
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --match_flops=$out/task
