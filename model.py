@@ -402,14 +402,15 @@ class RecurrentLM(nn.Module):
     def rope(self, T):
         """cos and sin, each (T, head_dim/2) float32, of positions 0..T-1."""
         c, device = self.config, self.embed.weight.device
-        f = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
+        pairs = torch.arange(0, c.head_dim, 2, device=device)
+        f = 1.0 / c.rope_theta ** (pairs.float() / c.head_dim)
         if c.rope_scaling:
             # Llama-3.1 stretches long wavelengths, with a smooth band between long and short.
             low, high = c.rope_scaling["low_freq_factor"], c.rope_scaling["high_freq_factor"]
             turns = c.rope_scaling["original_max_position_embeddings"] * f / (2 * math.pi)
             smooth = ((turns - low) / (high - low)).clamp(0, 1)
             f = f * (smooth + (1 - smooth) / c.rope_scaling["factor"])
-        angle = torch.outer(torch.arange(T, device=device).float(), f.to(device))
+        angle = torch.outer(torch.arange(T, device=device).float(), f)
         return angle.cos(), angle.sin()
 
     def compile_parts(self, dynamic=None):

@@ -170,6 +170,8 @@ class Decoder:
             e, s = self.begin(idx[:, start:end])
             x = self.end(self.recur(s, e, 0, self.r))[row, (last - start).clamp(0, end - start - 1)]
             out = torch.where((last >= start)[:, None], x, out)  # else an earlier part had the last
+        if out.isnan().any():
+            sys.exit("the model's states are not numbers: its weights are damaged (--model)")
         return self.model.head(out).float()
 
     def step(self, token, position, end):
@@ -245,8 +247,6 @@ def draw(p, rng):
 
 def pick(logits, o, rng):
     """Next tokens (B,) of logits (B, V)."""
-    if logits.isnan().any():
-        sys.exit("the model's logits are not numbers: its weights are damaged (--model)")
     return logits.argmax(-1) if o.temperature == 0 else draw(distribution(logits, o), rng)
 
 
@@ -422,14 +422,17 @@ def add_decoding_arguments(p):
     """The flags with which scripts say how to decode; see Decoding."""
     p.add_argument("--compile", action="store_true",
                    help="torch.compile: half a minute at first, then 2-3 times as fast")
-    p.add_argument("--kv", default="full",
+    p.add_argument("--kv", default=Decoding.kv,
                    help="cache slots per layer: full (one a recurrence, exact), last (one), or N")
     p.add_argument("--exit", choices=("kl",), help="let tokens that have settled stop recurring")
-    p.add_argument("--exit_threshold", type=float, default=0.001, help="... in nats")
-    p.add_argument("--min_steps", type=int, default=1, help="... but after so many at the earliest")
-    p.add_argument("--draft_steps", type=int, default=0,
+    p.add_argument("--exit_threshold", type=float, default=Decoding.exit_threshold,
+                   help="... once a recurrence changes less than so many nats")
+    p.add_argument("--min_steps", type=int, default=Decoding.min_steps,
+                   help="... but after so many at the earliest")
+    p.add_argument("--draft_steps", type=int, default=Decoding.draft_steps,
                    help="draft tokens with so many recurrences, then verify them")
-    p.add_argument("--draft_len", type=int, default=12, help="... so many at a time")
+    p.add_argument("--draft_len", type=int, default=Decoding.draft_len,
+                   help="... so many at a time")
 
 
 def decoding(args):

@@ -49,7 +49,6 @@ from sample import Decoder, Decoding, adaptive, distribution, generate, pick
 # On busy cores two threads that wait for each other make models of this size 50 times slower.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the scripts, too
-ALONE = dict(os.environ)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ASSETS = os.environ.get("NANOLOOP_ASSETS")
@@ -66,7 +65,7 @@ def expected(name):
 
 def run(*command, ok=True, **kwargs):
     """A script as a user runs it: stdout + stderr. ok=False: it must fail, in one line."""
-    command, kwargs = [sys.executable, *map(str, command)], {"env": ALONE} | kwargs
+    command = [sys.executable, *map(str, command)]
     p = subprocess.run(command, cwd=HERE, capture_output=True, text=True, **kwargs)
     if ok:
         assert p.returncode == 0, p.stdout + p.stderr
@@ -1216,7 +1215,7 @@ def test_killed_runs_end_alike(corpus, tmp_path):
     run(*launch[1:], *base, f"--out_dir={tmp_path}/two")
     command, killed = [*launch, *base, f"--out_dir={tmp_path}/killed"], []
     for _ in range(2):
-        p = subprocess.Popen(command, cwd=HERE, text=True, env=ALONE, stdout=subprocess.PIPE,
+        p = subprocess.Popen(command, cwd=HERE, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.DEVNULL)
         for line in p.stdout:
             ranks = children(p)
@@ -1241,8 +1240,7 @@ def test_stopped_run_ends_with_the_same_weights(corpus, tmp_path):
             "--eval_every=100")
     run(*base, f"--out_dir={tmp_path}/whole")
     folder = tmp_path / "stopped"
-    p = subprocess.Popen([sys.executable, *base, f"--out_dir={folder}"], cwd=HERE, text=True,
-                         env=ALONE, stdout=subprocess.PIPE)
+    p = subprocess.Popen([sys.executable, *base, f"--out_dir={folder}"], cwd=HERE, text=True, stdout=subprocess.PIPE)
     for line in p.stdout:
         if line.startswith("update     8/40  loss"):
             p.send_signal(signal.SIGTERM)
@@ -1289,8 +1287,7 @@ def test_full_disk_leaves_the_last_checkpoint(corpus, tmp_path):
     finish(*base)
     os.rename(tmp_path / "run" / "step_000012", tmp_path / "whole")
     command = f"ulimit -f 40; exec {sys.executable} train.py {' '.join(base)}"  # files of 40 KB
-    full = subprocess.run(["bash", "-c", command], cwd=HERE, capture_output=True, text=True,
-                          env=ALONE)
+    full = subprocess.run(["bash", "-c", command], cwd=HERE, capture_output=True, text=True)
     assert full.returncode == 1 and len(full.stderr.splitlines()) == 1, full.stderr
     assert "step_000012" in full.stderr
     assert listing(tmp_path / "run") == ["log.jsonl", "step_000006"]
@@ -1537,8 +1534,7 @@ def test_killed_evaluation_goes_on(evaluated, tmp_path):
     """Killed by -9 in the middle of a line and resumed on two processes, it ends as if unbroken."""
     out, path = tmp_path / "a.json", tmp_path / "a.jsonl"
     command = ["eval_gsm8k.py", *map(str, gsm8k_flags(evaluated, out, "--steps", "1,64"))]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *command], cwd=HERE, env=env)
+    process = subprocess.Popen([sys.executable, *command], cwd=HERE)
     while not path.exists() or path.read_bytes().count(b"\n") < 70:
         assert process.poll() is None
         time.sleep(0.001)
@@ -1547,7 +1543,7 @@ def test_killed_evaluation_goes_on(evaluated, tmp_path):
     assert not out.exists() and path.read_bytes().count(b"\n") < 121
     with open(path, "a") as f:
         f.write('{"index": 3, "steps"')
-    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command, env=env)
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command)
     assert answers_of(path) == answers_of(evaluated / "whole.jsonl")
     results = [json.load(open(file))["results"] for file in (out, evaluated / "whole.json")]
     assert results[0] == results[1] and sorted(os.listdir(tmp_path)) == ["a.json", "a.jsonl"]
@@ -1800,7 +1796,7 @@ def test_quick_run_end_to_end():
     shutil.rmtree(os.path.join(HERE, "out", "tiny-quick"), ignore_errors=True)
     path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     p = subprocess.run(["bash", "runs/tiny.sh", "--quick"], cwd=HERE, capture_output=True, text=True,
-                       env=ALONE | {"PATH": path})
+                       env=os.environ | {"PATH": path})
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     for name in ("recurrent", "parent_tokens", "parent_flops"):
         with open(os.path.join(HERE, "out", "tiny-quick", f"eval_{name}.json")) as f:

@@ -19,6 +19,7 @@ import argparse
 import bisect
 import contextlib
 import difflib
+import functools
 import glob
 import inspect
 import itertools
@@ -526,7 +527,7 @@ def begin(settings, rows, ranks):
     if not folder:
         match_updates(settings, model.flops_per_token())
         # Tokens and FLOPs count from surgery on, over all stages, for --match_* of another run.
-        progress = {"update": 0, "skips": 0, "skipped": 0, "tokens": 0, "flops": 0}
+        progress = {"update": 0, "skipped": 0, "tokens": 0, "flops": 0}
         earlier = os.path.join(model.folder or "", "train.json")
         if c.n_core and os.path.exists(earlier):
             progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
@@ -563,7 +564,8 @@ class Log:
     def __init__(self, settings, model, rank, start):
         self.settings, self.recurrent, self.rank = settings, model.config.n_core > 0, rank
         self.path = os.path.join(settings.out_dir, "log.jsonl")
-        self.cost = [cost(settings, model.config, u) for u in range(settings.updates)]
+        costs = (cost(settings, model.config, u) for u in range(settings.updates))
+        self.cost = list(itertools.accumulate(costs, initial=0))  # of the updates before each
         self.start = self.last = start
         self.began = self.mark = time.time()
         if rank == 0 and os.path.exists(self.path):  # what a resumed run does again goes
@@ -585,7 +587,7 @@ class Log:
         entry["tokens_per_s"] = round(tokens / (now - self.mark))
         self.mark, self.last = now, done
         # Late updates cost more, as the curriculum rises.
-        share = sum(self.cost[done:]) / sum(self.cost[self.start:done])
+        share = (self.cost[-1] - self.cost[done]) / (self.cost[done] - self.cost[self.start])
         minutes, seconds = divmod(int((now - self.began) * share), 60)
         depth = "mean r {mean_r} (n {n} k {k})  " if self.recurrent else ""
         text = "loss {loss:.4f}  " + depth + "norm {norm:.2f}  {tokens_per_s:,} tokens/s  "
@@ -614,19 +616,20 @@ def prefetch(load, updates):
 def train(settings, ranks):
     """The run. Returns the exit code: 0, or 128 + the signal that stopped it."""
     rank, world, device = ranks.rank, ranks.world, ranks.device
-    begun, signals = time.time(), []
+    begun, signals, skips = time.time(), [], 0
     accumulate, B = split_batch(settings, world)
     rows = open_data(settings.data, "train", settings.context)
     val_rows = open_data(settings.data, "val", settings.context)
-    for left in glob.glob(os.path.join(settings.out_dir, "step_*.tmp-*") if rank == 0 else ""):
-        shutil.rmtree(left)  # of a save that was killed
+    if rank == 0:
+        for left in glob.glob(os.path.join(glob.escape(settings.out_dir), "step_*.tmp-*")):
+            shutil.rmtree(left)  # of a save that was killed
     model, optimizer, progress = begin(settings, rows, ranks)
     start = progress["update"]
     if start == settings.updates:
         ranks.say(f"{settings.out_dir}: is complete, nothing to do")
         return 0
     ranks.say(f"warm-up: {warm_up(settings, model, rows.batch(0, 0, 0, 1, B), device)}")
-    log = Log(settings, model, rank, start)
+    log, flops_per_token = Log(settings, model, rank, start), functools.cache(model.flops_per_token)
     if start == 0:
         log.validation(validate(settings, model, val_rows, ranks), progress)
 
@@ -651,7 +654,7 @@ def train(settings, ranks):
             optimizer.accumulate()
             sums[0] += loss.detach()
             sums[1] += labels
-            progress["flops"] += world * B * settings.context * model.flops_per_token((n, k))
+            progress["flops"] += world * B * settings.context * flops_per_token((n, k))
         ranks.sum(sums)
         norm = optimizer.step(scale, settings.clip, sums[1].clamp(min=1))
         loss, labels, stopped, late = sums.tolist()
@@ -659,7 +662,7 @@ def train(settings, ranks):
         progress["update"] = update + 1
         progress["tokens"] += settings.batch_size * settings.context
         finite = math.isfinite(norm)
-        progress["skips"] = 0 if finite else progress["skips"] + 1  # in a row
+        skips = 0 if finite else skips + 1  # in a row; nothing is saved meanwhile
         progress["skipped"] += not finite
         last = update + 1 == settings.updates
         if last or not finite or (update + 1) % settings.log_every == 0:
@@ -667,8 +670,8 @@ def train(settings, ranks):
                         "k": k, "mean_r": mean_recurrence(settings, update), "skipped": not finite,
                         "lr": settings.lr * scale,
                         "tokens": progress["tokens"], "flops": progress["flops"]})
-        if progress["skips"] > settings.max_skips or (last and not finite):
-            sys.exit(f"the last {progress['skips']} updates had no finite gradient: lower --lr="
+        if skips > settings.max_skips or (last and not finite):
+            sys.exit(f"the last {skips} updates had no finite gradient: lower --lr="
                      f"{settings.lr} or look at the data; {settings.out_dir} keeps its checkpoint")
         if last or (update + 1) % settings.eval_every == 0:
             log.validation(validate(settings, model, val_rows, ranks), progress)
