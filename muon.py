@@ -74,8 +74,8 @@ class Muon:
     adapter by Muon at lr, the rest by AdamW at adam_lr. "adamw" and "adamw*": everything at lr.
 
     masters: {name: float32 weights} for parameters in bfloat16 (default: copies of these).
-    splits: {name: rows of its parts} of stacked matrices that Muon shall orthogonalise part by
-    part. With world > 1 all ranks of torch.distributed make the same calls.
+    splits: {name: rows of its parts} of stacked matrices that are updated part by part, which
+    matters to Muon and AdamW*. With world > 1 all ranks of torch.distributed make the same calls.
     """
 
     def __init__(self, named, lr, adam_lr, weight_decay, optimizer="muon", masters=None,
@@ -104,8 +104,7 @@ class Muon:
             for key, buffer in zip(BUFFERS[kind], buffers):
                 self.state[f"{name}.{key}"] = buffer
             rows = (splits or {}).get(name, [len(weight)])
-            tensors = [t.split(rows) for t in (weight, grad, *buffers)]
-            self.groups[kind] += zip(*tensors) if kind == "muon" else [(weight, grad, *buffers)]
+            self.groups[kind] += zip(*(t.split(rows) for t in (weight, grad, *buffers)))
         # Ranks take turns with the matrices, the most expensive first: their work is nearly even.
         self.groups["muon"].sort(key=lambda tensors: tensors[0].numel(), reverse=True)
 

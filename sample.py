@@ -465,9 +465,8 @@ def parse_steps(text):
 
 def newest_checkpoint(root="out"):
     """The checkpoint under root that was written last; a recurrent one, if there is one."""
-    pattern = os.path.join(root, "**", "config.json")
     found = []
-    for path in glob.glob(pattern, recursive=True):
+    for path in glob.glob(os.path.join(root, "**", "config.json"), recursive=True):
         config = read_json(path)
         if config.get("model_type") == "nanoloop" and ".tmp-" not in path:
             found.append((config["n_core"] > 0, os.path.getmtime(path), os.path.dirname(path)))

@@ -267,8 +267,8 @@ def parse_layers(flag, text, L):
         if not match:
             sys.exit(f"--{flag} {text}: write layers as 0-3 or 0,2,5-7")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last >= L:
-            sys.exit(f"--{flag} {text}: layer {last} does not exist, the source has 0-{L - 1}")
+        if not first <= last < L:
+            sys.exit(f"--{flag} {text}: the source has layers 0-{L - 1}, {first}-{last} are not")
         layers += range(first, last + 1)
     return layers
 
@@ -276,6 +276,13 @@ def parse_layers(flag, text, L):
 def choose_layers(args, source, tokenizer):
     """Lists of the source's layers for prelude, core and coda, as the flags say."""
     L = source.config.n_prelude
+    fitting = {"shape"} if args.select else {"preset", "shape", "prelude"}
+    if args.feed_forward and not args.select:
+        fitting = {"layers"}
+    ways = {"preset", "shape", "prelude", "layers"}
+    ways = {way for way in ways if getattr(args, way) is not None}
+    if len(ways) > 1 or ways - fitting:
+        sys.exit(f"--{' --'.join(sorted(ways))}: give one of --{', --'.join(sorted(fitting))} here")
     texts = [args.prelude, args.core, args.coda]
     if args.preset:
         expected, *texts = PRESETS[args.preset]
@@ -557,8 +564,8 @@ def main():
         tokenizer = load_tokenizer(source)
     else:
         config = PRESETS[args.preset][0]
-        source, tokenizer = Source(args.preset, config, "llama", {}, {}), None
-        source.parts = {name: [name] for name in RecurrentLM.empty(config).state_shapes()}
+        names = tensor_names(config, "llama")
+        source, tokenizer = Source(args.preset, config, "llama", {}, names), None
     layers, result = None, source
     flags = [flag for flag in (*PARTS, "preset", "shape", "select", "feed_forward", "layers")
              if getattr(args, flag)]

@@ -435,11 +435,13 @@ def test_precision_and_kept_tensors(tmp_path):
 
 
 SURGERY_REFUSES = [  # flags, words in the message
-    ("--prelude 0", "--core"), ("--prelude 0-1 --core 3-8 --coda 7", "layer 8"),
+    ("--prelude 0", "--core"), ("--prelude 0-1 --core 3-8 --coda 7", "3-8"),
     ("--prelude 0-3 --core 3-5 --coda 7", "taken twice"),
     ("--prelude 0 --core 1-x --coda 7", "--core"), ("--preset tinyllama-4-8-4", "--preset"),
     ("--shape 4,4,4", "--shape"), ("--select block-influence", "--text"),
-    ("--feed_forward --layers 3-9", "--layers"), ("", "--prelude")]
+    ("--feed_forward --layers 3-9", "--layers"), ("", "--prelude"),
+    ("--feed_forward --shape 3", "--layers"), ("--shape 1,2,1 --prelude 0", "--shape"),
+    ("--prelude 1-0 --core 2 --coda 3", "1-0")]
 
 @needs_assets
 def test_surgery_refuses(tmp_path):
@@ -1181,7 +1183,7 @@ def test_settings_say_what_is_wrong(tmp_path):
     assert found == ("a=b", 1.0, 1000, [4, 8], False, True, 3)
     for arg, words in (("--uptades=3", "updates"), ("--updates=1.5", "updates"), ("--lr=x", "--lr"),
                        ("--compile=3", "--compile"),
-                       ("--curriculum=cubic", "linear"), ("updates=3", "--key=value"),
+                       ("--curriculum=cubic", "linear"), ("updates=3", "--updates="),
                        (f"--config={tmp_path}/no.toml", "no.toml")):
         message = refusal(lambda: train.read_settings([f"--config={config}", arg]))
         assert words in message, message

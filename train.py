@@ -132,7 +132,7 @@ def read_settings(argv):
     if unknown:
         key = unknown[0].removeprefix("--").partition("=")[0]
         near = difflib.get_close_matches(key, vars(known), 1)
-        hint = f"did you mean --{near[0]}?" if near and "--" in unknown[0] else "write --key=value"
+        hint = f"did you mean --{near[0]}=?" if near else "write --key=value"
         parser.error(f"unknown setting {unknown[0]}: {hint}")
     settings = Settings(**vars(known))
     for key in ("init_from" if settings.eval_only else "out_dir", "data"):
@@ -236,11 +236,9 @@ def save_checkpoint(settings, model, optimizer, tokenizer, progress):
         sys.exit(f"{settings.out_dir}: the weights are no longer finite, so nothing was saved: "
                  "lower --lr; the checkpoint that is there stays")
     with whole(os.path.join(settings.out_dir, f"step_{progress['update']:06d}")) as folder:
-        model.save(folder, tokenizer, {name: w.cpu() for name, w in optimizer.masters.items()})
-        state = {name: t.cpu() for name, t in optimizer.state.items()}
-        save_file(state, os.path.join(folder, "optimizer.safetensors"))
-        config = asdict(settings)
-        write_json(os.path.join(folder, "train.json"), {"config": config, **progress})
+        model.save(folder, tokenizer, optimizer.masters)
+        save_file(optimizer.state, os.path.join(folder, "optimizer.safetensors"))
+        write_json(os.path.join(folder, "train.json"), {"config": asdict(settings), **progress})
     for old in checkpoints(settings)[:-settings.keep]:
         shutil.rmtree(old)
 
@@ -697,7 +695,7 @@ def dry_run(settings):
     except FileNotFoundError as e:
         sys.exit(f"{e}: the comment of the run's file in config/ says which command makes it")
     match_updates(settings, RecurrentLM.empty(config).flops_per_token())
-    for line in plan(settings, config, int(os.environ.get("WORLD_SIZE", 1))):
+    for line in plan(settings, config, world=1):
         print(line)
 
 
