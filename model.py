@@ -13,15 +13,15 @@ last k recurrences only. A KV cache has one slot for every (recurrence, layer) p
     model = RecurrentLM.load("out/tiny/task")
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
 
-In bfloat16 the weights and the matrix products are bfloat16, while the residual stream and the
-state stay float32, as under the paper's autocast.
+In bfloat16 the weights and the matrix products are bfloat16. The residual stream and the state stay
+float32, as under the paper's autocast.
 
 Paper: arXiv 2511.07384, section 3.
 """
+import glob
 import json
 import math
 import os
-import re
 import shutil
 from dataclasses import asdict, dataclass
 
@@ -70,17 +70,11 @@ class Config:
 
 # ------------------------------------------------------------------------------- the layers
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Normalise in float32, cast to the weights' dtype, then scale: the order that Llama has."""
 
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
     def forward(self, x):
-        x = x.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        x = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
         return x.to(self.weight.dtype) * self.weight
 
 
@@ -118,31 +112,29 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
         q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-        self.split = (q, kv, kv)
+        self.split = q, kv, kv
         self.qkv = Linear(c.n_embd, q + 2 * kv)
         self.proj = Linear(q, c.n_embd)
-        self.qk_norm = c.norm == "post"
-        if self.qk_norm:  # OLMo-2 normalises over all heads together, before the split
+        self.q_norm = self.k_norm = nn.Identity()
+        if c.norm == "post":  # OLMo-2 normalises over all heads together, before the split
             self.q_norm = RMSNorm(q, c.norm_eps)
             self.k_norm = RMSNorm(kv, c.norm_eps)
-        self.has_bias = c.norm == "sandwich"
-        if self.has_bias:  # Huginn adds one to q and k, and has as many heads for either
+        self.qk_bias = None
+        if c.norm == "sandwich":  # Huginn adds one to q and k, and has as many heads for either
             self.qk_bias = nn.Parameter(torch.zeros(2, 1, c.n_head, c.head_dim))
 
     def forward(self, x, rope, mask=None, kv=None, at=None):
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
-        if self.has_bias:
+        if self.qk_bias is not None:
             q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = rotate(q, rope), rotate(k, rope)
         if kv is None:
-            gqa = self.n_head != self.n_kv_head
-            causal = mask is None
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=gqa)
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
+                                               enable_gqa=self.n_head != self.n_kv_head)
         else:
             keys, values = kv  # cached tensors (B, W, H, D); `at` is made by sample.Decoder:
             write, read = at   # where the new tokens go, and which part they attend to, or None
@@ -176,13 +168,10 @@ class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.norm = c.norm
-        self.norm_1 = RMSNorm(c.n_embd, c.norm_eps)
-        self.norm_2 = RMSNorm(c.n_embd, c.norm_eps)
         self.attn = Attention(c)
         self.mlp = MLP(c)
-        if c.norm == "sandwich":
-            self.norm_3 = RMSNorm(c.n_embd, c.norm_eps)
-            self.norm_4 = RMSNorm(c.n_embd, c.norm_eps)
+        for i in range(1, 5 if c.norm == "sandwich" else 3):
+            setattr(self, f"norm_{i}", RMSNorm(c.n_embd, c.norm_eps))
 
     def forward(self, x, *place):
         if self.norm == "pre":
@@ -200,40 +189,6 @@ def run_blocks(blocks, x, rope, mask=None, kv=None, at=None):
     for i, block in enumerate(blocks):
         x = block(x, rope, mask, kv and kv[i], at)
     return x
-
-
-class HeadLoss(torch.autograd.Function):
-    """
-    Sum of the cross-entropies of x W^T: x (N, C), weight (V, C), targets (N,) -> float32 scalar.
-    The logits of a few rows exist at a time. Their gradients are made on the way forward, so that
-    no logits are kept.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets):
-        loss = x.new_zeros((), dtype=torch.float32)
-        dx = torch.empty_like(x)
-        dw = torch.zeros_like(weight, dtype=torch.float32)
-        rows = max(1, LOGITS_AT_ONCE // len(weight))
-        for part, d_part, target in zip(x.split(rows), dx.split(rows), targets.split(rows)):
-            keep = (target != IGNORE)[:, None]
-            target = target.clamp(min=0)[:, None]
-            logits = (part @ weight.mT).float()
-            total = logits.logsumexp(-1, keepdim=True)
-            loss += ((total - logits.gather(1, target)) * keep).sum()
-            d = logits.sub_(total).exp_()  # softmax, less 1 at the target
-            d.scatter_add_(1, target, -torch.ones_like(total))
-            d = d.mul_(keep).to(x.dtype)
-            d_part.copy_(d @ weight)
-            dw += d.mT @ part
-        ctx.save_for_backward(dx, dw)
-        return loss
-
-    @staticmethod
-    def backward(ctx, scale):
-        dx, dw = ctx.saved_tensors
-        dx_scaled = (dx.float() * scale).to(dx.dtype)  # scale itself would lose digits in bfloat16
-        return dx_scaled, dw.mul_(scale).to(dx.dtype), None
 
 
 # -------------------------------------------------------------------------------- the model
@@ -274,10 +229,9 @@ class RecurrentLM(nn.Module):
 
     def run_core(self, s, e, *place):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
-        if self.config.adapter == "linear":
-            x = self.adapter(torch.cat((s, e), dim=-1)).type_as(e)
-        else:
-            x = s + e
+        if self.config.adapter == "add":
+            return run_blocks(self.core, s + e, *place)
+        x = self.adapter(torch.cat((s, e), dim=-1)).type_as(e)
         return run_blocks(self.core, x, *place)
 
     def run_coda(self, x, *place):
@@ -287,14 +241,26 @@ class RecurrentLM(nn.Module):
         return self.norm_f(run_blocks(self.coda, x, *place))
 
     def recur(self, s, e, rope, count, mask=None, kvs=None, at=None):
-        """The loop: `count` recurrences of state s. kvs: the cached tensors of each recurrence."""
-        for i in range(count):
+        """
+        The loop: `count` recurrences of state s. A feed-forward model returns s as it is.
+        kvs: the cached tensors of each recurrence.
+        """
+        for i in range(count if self.core else 0):
             if self.recompute and torch.is_grad_enabled():
                 s = checkpoint(self.run_core, s, e, rope,
                                use_reentrant=False, preserve_rng_state=False)
             else:
                 s = self.run_core(s, e, rope, mask, kvs and kvs[i], at)
         return s
+
+    def begin(self, idx, state, rope, mask=None):
+        """Ids (B, T) -> prelude output e and s_0: the given state, or a new draw."""
+        e = self.run_prelude(self.embed_idx(idx), rope, mask)
+        if not self.core:
+            return e, e
+        if state is None:
+            state = self.initial_state(*idx.shape)
+        return e, state.type_as(e)
 
     def forward(self, idx, targets=None, steps=None, state=None):
         """
@@ -308,13 +274,11 @@ class RecurrentLM(nn.Module):
         """
         n, k = self.split_steps(steps)
         rope = self.rope(idx.shape[1])
-        x = self.run_prelude(self.embed_idx(idx), rope)
-        if self.config.n_core:
-            e, x = x, self.first_state(x, state)
-            with torch.no_grad():
-                x = self.recur(x, e, rope, n)
-            x = self.recur(x, e, rope, k)
-        out = self.finish(x, rope, targets)
+        e, s = self.begin(idx, state, rope)
+        with torch.no_grad():
+            s = self.recur(s, e, rope, n)
+        s = self.recur(s, e, rope, k)
+        out = self.finish(s, rope, targets)
         return (out, None) if targets is None else (None, out)
 
     @torch.no_grad()
@@ -328,13 +292,10 @@ class RecurrentLM(nn.Module):
         """
         rope = rope or self.rope(idx.shape[1])
         finish = finish or self.finish
-        s = e = self.run_prelude(self.embed_idx(idx), rope, mask)
-        if self.config.n_core:
-            s = self.first_state(e, state)
+        e, s = self.begin(idx, state, rope, mask)
         out, done = {}, 0
         for r in sorted(set(steps)):
-            if self.config.n_core:
-                s = self.recur(s, e, rope, r - done, mask)
+            s = self.recur(s, e, rope, r - done, mask)
             out[r], done = finish(s, rope, targets), r
         return out
 
@@ -343,43 +304,35 @@ class RecurrentLM(nn.Module):
         x = self.run_coda(s, rope)
         if targets is None:
             return self.head(x).float()
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if torch.is_grad_enabled():
-            total = HeadLoss.apply(x, self.head.weight, targets)
-        else:
-            total = self.token_losses(x, targets)[0].sum()
-        return total / (targets != IGNORE).sum().clamp(min=1)
+        losses, _ = self.token_losses(x.flatten(0, 1), targets.flatten())
+        return losses.sum() / (targets != IGNORE).sum().clamp(min=1)
 
     def token_losses(self, x, targets):
         """
         x (N, C) of run_coda(), targets (N,) -> the cross-entropy of each target (N,) float32, 0 for
-        -100, and whether it is the most likely token (N,). Logits exist a few rows at a time.
+        -100, and whether it is the most likely token (N,). The logits of a few rows exist at a
+        time. The backward pass computes them again.
         """
+        def losses(x, targets):
+            logits = self.head(x).float()
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            return loss, logits.argmax(-1) == targets
+
         rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
-        losses, right = [], []
-        for part, target in zip(x.split(rows), targets.split(rows)):
-            logits = self.head(part).float()
-            losses.append(F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none"))
-            right.append(logits.argmax(-1) == target)
-        return torch.cat(losses), torch.cat(right)
+        parts = [checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False)
+                 for part in zip(x.split(rows), targets.split(rows))]
+        return map(torch.cat, zip(*parts))
 
     def split_steps(self, steps=None):
         """r or (n, k) or None -> (n, k); see forward()."""
-        steps = self.config.mean_recurrence if steps is None else steps
-        assert isinstance(steps, (int, tuple)), f"steps={steps!r} is neither r nor (n, k)"
-        if isinstance(steps, tuple):
-            n, k = steps
-        else:
+        if steps is None:
+            steps = self.config.mean_recurrence
+        if isinstance(steps, int):
             k = min(steps, self.config.backprop_depth)
-            n = steps - k
-        assert n >= 0 and k >= 0, f"steps={steps} is negative"
-        return n, k
-
-    def first_state(self, e, state=None):
-        """s_0 for the prelude's output e (B, T, C): the given state, or a new draw."""
-        if state is None:
-            state = self.initial_state(*e.shape[:2])
-        return state.type_as(e)
+            steps = steps - k, k
+        assert isinstance(steps, tuple), f"steps={steps} is neither r nor (n, k)"
+        assert min(steps) >= 0, f"steps={steps} is negative"
+        return steps
 
     def initial_state(self, B, T, seed=None, rows=None):
         """
@@ -430,16 +383,14 @@ class RecurrentLM(nn.Module):
         Parameters by part, as the paper's Tables 6 and 7 count them. "embeddings" holds the head
         (once if tied); "body" is all layers, for a feed-forward model with the final norm.
         """
-        def count(module):
-            return sum(p.numel() for p in module.parameters())
-
-        n = {part: count(getattr(self, part)) for part in ("prelude", "core", "coda", "norm_f")}
-        n["adapter"] = count(self.adapter) if hasattr(self, "adapter") else 0
-        n["embeddings"] = self.embed.weight.numel() * (1 if self.config.tie_embeddings else 2)
-        n["body"] = n["prelude"] + n["core"] + n["coda"]
-        if not self.config.n_core:
-            n["body"] += n["norm_f"]
-        n["total"] = count(self)
+        n = {"adapter": 0, "total": sum(p.numel() for p in self.parameters())}
+        for name, part in self.named_children():
+            n[name] = sum(p.numel() for p in part.parameters())
+        n["body"] = n["prelude"] + n["core"] + n["coda"] + (0 if self.core else n["norm_f"])
+        n["embeddings"] = n.pop("embed")
+        head = n.pop("head")
+        if not self.config.tie_embeddings:
+            n["embeddings"] += head
         return n
 
     def flops_per_token(self, steps=None):
@@ -448,7 +399,7 @@ class RecurrentLM(nn.Module):
         per one that does not, of the layers alone (a feed-forward model: and the final norm).
         """
         n = self.num_params()
-        if not self.config.n_core:
+        if not self.core:
             return 6 * n["body"]
         without, with_grad = self.split_steps(steps)
         return 6 * (n["prelude"] + n["coda"] + with_grad * n["core"]) + 2 * without * n["core"]
@@ -485,20 +436,16 @@ class RecurrentLM(nn.Module):
         path = os.path.join(folder, "model.safetensors")
         try:
             tensors = load_file(path, device=str(device))
-        except SafetensorError as e:
-            raise OSError(f"{path}: is truncated or damaged ({e}): fetch or write it again")
-        shapes = model.state_shapes()
-        for name, shape in shapes.items():
-            if name not in tensors or tensors[name].shape != shape:
-                raise OSError(f"{path}: {name} is missing or not of shape {shape}: the file is "
-                              "incomplete, or of another model than config.json says")
-        model.fill({name: tensors[name].to(dtype or tensors[name].dtype) for name in shapes})
+            model.fill({name: t.to(dtype or t.dtype) for name, t in tensors.items()})
+        except (SafetensorError, RuntimeError) as e:
+            reason = " ".join(str(e).split())
+            raise OSError(f"{path}: damaged, or of another model than config.json: {reason:.300}")
         model.folder = folder
         return model
 
     def state_shapes(self):
         """Name -> shape of every tensor that a checkpoint of this model holds on disk."""
-        shapes = {name: tuple(t.shape) for name, t in self.state_dict().items()}
+        shapes = {name: t.shape for name, t in self.state_dict().items()}
         if self.config.tie_embeddings:
             del shapes["head.weight"]
         return shapes
@@ -506,7 +453,7 @@ class RecurrentLM(nn.Module):
     def fill(self, tensors):
         """Take {name: tensor}, all those of state_shapes(), as the weights, without a copy."""
         if self.config.tie_embeddings:
-            tensors = tensors | {"head.weight": tensors["embed.weight"]}
+            tensors["head.weight"] = tensors.get("embed.weight")
         self.load_state_dict(tensors, assign=True)
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
@@ -519,42 +466,33 @@ class RecurrentLM(nn.Module):
         """
         os.makedirs(folder, exist_ok=True)
         weights = weights or self.state_dict()
-        weights = {name: weights[name].contiguous() for name in self.state_shapes()}
         path = os.path.join(folder, "model.safetensors")
-        save_file(weights, path + ".tmp", {"format": "pt"})
-        os.replace(path + ".tmp", path)
+        save_file({name: weights[name].contiguous() for name in self.state_shapes()},
+                  path + ".tmp", {"format": "pt"})
+        os.replace(path + ".tmp", path)  # our weights may be a view of the old file
         with open(os.path.join(folder, "config.json"), "w") as f:
             json.dump({"model_type": "nanoloop", **asdict(self.config)}, f, indent=1)
-        source = tokenizer or self.folder
-        for file in os.listdir(source) if source else ():
-            if file.startswith(("tokenizer", "special_tokens_map")):
-                shutil.copyfile(os.path.join(source, file), os.path.join(folder, file))
+        for path in glob.glob(glob.escape(f"{tokenizer or self.folder}/") + "*token*"):
+            shutil.copy(path, folder)
 
 
 def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest step_* checkpoint of a run's folder."""
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{folder}: no such folder")
-    steps = [name for name in os.listdir(folder) if re.fullmatch(r"step_\d+", name)]
-    if steps:
-        return os.path.join(folder, max(steps, key=lambda name: int(name[5:])))
-    if os.path.exists(os.path.join(folder, "config.json")):
-        return folder
-    raise FileNotFoundError(f"{folder}: holds neither config.json nor a step_* checkpoint")
+    steps = sorted(glob.glob("step_" + "[0-9]" * 6, root_dir=folder))
+    folder = os.path.join(folder, *steps[-1:])
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        raise FileNotFoundError(f"{folder}: no such folder, or no config.json or step_* in it")
+    return folder
 
 
 def load_config(folder):
     """Config of a nanoloop checkpoint; OSError for the config.json of another kind of model."""
     path = os.path.join(folder, "config.json")
     with open(path, encoding="utf-8") as f:
-        try:
-            raw = dict(json.load(f))
-        except ValueError as e:
-            raise OSError(f"{path}: is not JSON ({e})")
+        raw = json.load(f)
     kind = raw.pop("model_type", None)
     if kind != "nanoloop":
         raise OSError(f"{path}: model_type is {kind!r}, not nanoloop: convert it first with "
                       f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")
-    start = raw.pop("start", "noise")  # of checkpoints that an earlier version wrote
-    assert start == "noise", f"{path}: start={start!r} is no longer supported"
+    raw.pop("start", None)  # of checkpoints that an earlier version wrote
     return Config(**raw)
