@@ -6,6 +6,7 @@ recurrent block and the coda, those in between are dropped, and a fresh adapter 
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21 --verify
     python surgery.py SRC OUT --shape 4,8,4 --select block-influence --text corpus.txt
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
+    python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
     python surgery.py SRC OUT --export hf                       ours, back in Hugging Face layout
     python surgery.py --preset tinyllama-4-8-4 --dry_run        the paper's tables, without weights
 
@@ -15,16 +16,15 @@ model or Huginn-0125, which are recurrent already and take no layer flags. OUT i
 checkpoint. With --export hf it has the Hugging Face layout if it is feed-forward, else that of the
 released models. Tensors are stacked and taken apart, never rounded.
 
-Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, the default, takes core and coda from
-the end.
+Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, which --shape follows, takes the
+prelude from the start, and core and coda from the end. --prelude, --core and --coda replace what
+--preset or --shape would take.
 """
 import argparse
 import functools
-import math
-import os
-import re
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,60 +32,76 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data import Tokenizer, cli, copy_tokenizer, download, read_json, whole, write_json
-from model import STATE_STD, Config, RecurrentLM, find_checkpoint, load_config
+from model import Config, RecurrentLM, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
 TINYLLAMA = Config(32000, 2048, 32, 4, 5632, 22, 0, 0)
 LLAMA = Config(128256, 2048, 32, 8, 8192, 16, 0, 0, tie_embeddings=True)
 OLMO2 = Config(100352, 2048, 16, 16, 8192, 16, 0, 0, norm="post")
 PRESETS = {  # the source, and its layers in the three parts (the paper's Table 8, 0-based)
-    "tinyllama-2-4-2": (TINYLLAMA, "0-1", "16-19", "20-21"),
-    "tinyllama-4-8-4": (TINYLLAMA, "0-3", "10-17", "18-21"),
-    "tinyllama-6-10-6": (TINYLLAMA, "0-5", "6-15", "16-21"),
-    "llama-3.2-1b-2-4-2": (LLAMA, "0-1", "10-13", "14-15"),
-    "llama-3.2-1b-4-6-4": (LLAMA, "0-3", "6-11", "12-15"),
-    "olmo-2-1b-4-6-4": (OLMO2, "0-3", "6-11", "12-15"),
+    "tinyllama-2-4-2": (TINYLLAMA, "0-1 16-19 20-21"),
+    "tinyllama-4-8-4": (TINYLLAMA, "0-3 10-17 18-21"),
+    "tinyllama-6-10-6": (TINYLLAMA, "0-5 6-15 16-21"),
+    "llama-3.2-1b-2-4-2": (LLAMA, "0-1 10-13 14-15"),
+    "llama-3.2-1b-4-6-4": (LLAMA, "0-3 6-11 12-15"),
+    "olmo-2-1b-4-6-4": (OLMO2, "0-3 6-11 12-15"),
 }
-
-
-@dataclass
-class Source:
-    """A checkpoint of any layout, not yet read. A feed-forward one is all prelude."""
-    folder: str
-    config: Config
-    kind: str    # model_type in its config.json
-    files: dict  # tensor name -> path
-    parts: dict  # our tensor name -> the names of the tensors that are stacked to make it
 
 
 # ------------------------------------------------------------------------------------- the layouts
 
+# The fields of our Config and their keys in config.json, for import and export. What is None here
+# is null there: where a key is missing, transformers would take a default of its own.
+KEYS = {
+    "vocab_size": "vocab_size", "n_ffn": "intermediate_size", "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling",
+    "context": "max_position_embeddings",
+    "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id",
+}
+HF_KEYS = KEYS | {
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_prelude": "num_hidden_layers",
+    "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings",
+}
+RAVEN_KEYS = KEYS | {  # of the released models; std and embed_scale are in init_values
+    "n_embd": "n_embd", "n_head": "n_heads", "n_prelude": "n_layers_in_prelude",
+    "n_core": "n_layers_in_recurrent_block", "n_coda": "n_layers_in_coda",
+    "norm_eps": "norm_eps", "tie_embeddings": "tie_embeddings", "adapter": "injection_type",
+    "mean_recurrence": "mean_recurrence", "backprop_depth": "mean_backprop_depth",
+    "state_std": "std", "embed_scale": "embed_scale",
+}
+# What their config.json holds besides, and the model does not depend on.
+RAVEN_CONFIG = Path(__file__).parent / "assets" / "released_config.json"
+SUPPORTED = {  # what config.json may say; a missing key means the first
+    "model_type": ("llama", "olmo2", "huginn_raven"),
+    "rope_type": ("default", "llama3"),
+    "type": ("default", "llama3"),  # rope_type in old files
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),
+    "injection_type": ("linear", "add"),
+}
+
+# How our tensors' names begin or end, and what the other layouts have there. Several names: our
+# tensor is their stack.
 HF_NAMES = {"embed": "model.embed_tokens", "norm_f": "model.norm", "head": "lm_head"}
-HF_BLOCK = {"attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-            "attn.proj": ["self_attn.o_proj"], "mlp.fc": ["mlp.gate_proj", "mlp.up_proj"],
-            "mlp.proj": ["mlp.down_proj"]}
-HF_NORMS = {"pre": {"norm_1": ["input_layernorm"], "norm_2": ["post_attention_layernorm"]},
-            "post": {"norm_1": ["post_attention_layernorm"],
-                     "norm_2": ["post_feedforward_layernorm"],
-                     "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"]}}
-RAVEN_NAMES = {"embed": "transformer.wte", "norm_f": "transformer.ln_f", "head": "lm_head",
-               "adapter": "transformer.adapter", "prelude": "transformer.prelude",
-               "core": "transformer.core_block", "coda": "transformer.coda"}
-RAVEN_CONFIG = {  # what the released configs hold and the models do not depend on
-    "activation_checkpoint_impl": "per-iteration", "architecture_class_name": "RecurrentGPT",
-    "architectures": ["RavenForCausalLM"], "auto_map": {
-        "AutoConfig": "raven_config_minimal.RavenConfig",
-        "AutoModelForCausalLM": "raven_modeling_minimal.RavenForCausalLM"},
-    "bias": False, "block_class_name": "SandwichBlock", "block_size": 4096,
-    "effective_expected_depth": 132, "init_orthogonal": False, "init_strategy": "takase",
-    "mlp_class_name": "GatedMLP", "nonlin_name": "SiLU", "norm_class_name": "RMSNorm_llama",
-    "padding_multiple": 4096, "rope_base": 500000.0, "sampling_scheme": "poisson-lognormal-filling",
-    "state_init": "like-init", "test_time_noise": 0, "test_time_noise_type": "fixed",
-    "transformers_version": "4.51.0"}
-RAVEN_STDS = {"embedding": STATE_STD, "out_proj": 0.0005356869554443541}  # Huginn's, at any width
-LLAMA_TOKENIZER = {  # tokenizer_config.json for a folder that has none
-    "tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True,
-    "add_eos_token": False, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+HF_BLOCK = {
+    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "attn.proj": "self_attn.o_proj",
+    "mlp.fc": "mlp.gate_proj mlp.up_proj",
+    "mlp.proj": "mlp.down_proj",
+}
+HF_NORMS = {  # Llama's, OLMo-2's
+    "pre": {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"},
+    "post": {"norm_1": "post_attention_layernorm", "norm_2": "post_feedforward_layernorm"},
+}
+RAVEN_NAMES = {
+    "embed": "transformer.wte", "prelude": "transformer.prelude", "adapter": "transformer.adapter",
+    "core": "transformer.core_block", "coda": "transformer.coda", "norm_f": "transformer.ln_f",
+    "head": "lm_head",
+}
 
 
 def tensor_names(config, kind):
@@ -94,133 +110,115 @@ def tensor_names(config, kind):
     for ours in RecurrentLM.empty(config).state_shapes():
         first, _, rest = ours.partition(".")
         if kind == "nanoloop":
-            names[ours] = [ours]
+            theirs = [ours]
         elif kind == "huginn_raven":
-            names[ours] = [f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")]
+            theirs = [f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")]
         elif first in HF_NAMES:
-            names[ours] = [f"{HF_NAMES[first]}.weight"]
+            theirs = [f"{HF_NAMES[first]}.{rest}"]
         else:
-            layer, _, rest = rest.partition(".")
+            layer, _, rest = rest.removesuffix(".weight").partition(".")
             block = HF_BLOCK | HF_NORMS[config.norm]
-            theirs = block[rest.removesuffix(".weight")]
-            names[ours] = [f"model.layers.{layer}.{name}.weight" for name in theirs]
+            theirs = [f"model.layers.{layer}.{name}.weight" for name in block[rest].split()]
+        names[ours] = theirs
     return names
 
 
-def first_id(value):
-    """A token id of config.json: an integer, a list of them, or null."""
-    return value[0] if isinstance(value, list) else value
-
-
-def hf_config(raw):
-    """Config of a feed-forward model from config.json as transformers 4 or 5 writes it."""
+def read_config(folder, names):
+    """
+    (model_type, Config) of a folder in any layout. A feed-forward model is all prelude. The names
+    of the tensors tell where the norms are. Exits if config.json asks for what we do not have.
+    """
+    path = Path(folder, "config.json")
+    raw = {"rms_norm_eps": 1e-6} | read_json(path)  # transformers' default
     kind = raw.get("model_type")
+    if kind == "nanoloop":
+        return kind, load_config(folder)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_kind = rope.get("rope_type", rope.get("type", "default"))
-    for key, value, supported in (
-            ("model_type", kind, ("llama", "olmo2")),
-            ("rope_type", rope_kind, ("default", "llama3")),
-            ("hidden_act", raw.get("hidden_act", "silu"), ("silu",)),
-            ("a bias", raw.get("attention_bias") or raw.get("mlp_bias"), (None, False))):
-        if value not in supported:
-            sys.exit(f"config.json: {key} {value!r} is not supported, only {supported}")
-    n_head = raw["num_attention_heads"]
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return Config(
-        vocab_size=raw["vocab_size"], n_embd=raw["hidden_size"], n_head=n_head,
-        n_kv_head=raw.get("num_key_value_heads") or n_head, n_ffn=raw["intermediate_size"],
-        n_prelude=raw["num_hidden_layers"], n_core=0, n_coda=0,
-        head_dim=raw.get("head_dim") or 0, norm="post" if kind == "olmo2" else "pre",
-        norm_eps=raw.get("rms_norm_eps", 1e-6 if kind == "llama" else 1e-5),
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
-        rope_scaling=None if rope_kind == "default" else scaling,
-        context=raw.get("max_position_embeddings", 2048),
-        tie_embeddings=raw.get("tie_word_embeddings", False),
-        bos_token_id=first_id(raw.get("bos_token_id")),
-        eos_token_id=first_id(raw.get("eos_token_id")))
-
-
-def raven_config(raw, files):
-    """Config of a released Recurrent-* model or Huginn-0125; facts from their modelling code."""
-    init = raw.get("init_values", {})
-    huginn = raw.get("qk_bias") or any(name.endswith("qk_bias") for name in files)
-    olmo = any(".q_norm." in name for name in files)
-    theta = raw.get("rope_base" if huginn else "rope_theta")  # the others' rope_base is never read
-    adapter = "linear" if "transformer.adapter.weight" in files else "add"
-    return Config(
-        vocab_size=raw["vocab_size"], n_embd=raw["n_embd"],
-        n_head=raw["n_heads"], n_kv_head=raw.get("num_key_value_heads") or raw["n_heads"],
-        n_ffn=raw["intermediate_size"], n_prelude=raw["n_layers_in_prelude"],
-        n_core=raw["n_layers_in_recurrent_block"], n_coda=raw["n_layers_in_coda"],
-        head_dim=raw.get("head_dim") or 0,
-        norm="sandwich" if huginn else "post" if olmo else "pre", norm_eps=raw["norm_eps"],
-        rope_theta=theta or 10000.0, rope_scaling=raw.get("rope_scaling"),
-        context=raw.get("max_position_embeddings") or raw["block_size"],
-        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
-        adapter=raw.get("injection_type") or adapter, state_std=init.get("std", STATE_STD),
-        embed_scale=init.get("embed_scale", 1.0), mean_recurrence=raw.get("mean_recurrence", 32),
-        backprop_depth=raw.get("mean_backprop_depth", 8),
-        bos_token_id=first_id(raw.get("bos_token_id")),
-        eos_token_id=first_id(raw.get("eos_token_id")))
+    raw |= rope | raw.get("init_values", {})  # transformers 5 has rope_theta in rope_parameters
+    for key, supported in SUPPORTED.items():
+        if raw.get(key, supported[0]) not in supported:
+            sys.exit(f"{path}: {key} {raw[key]!r} is not supported, only {supported}")
+    rope.pop("rope_theta", None)
+    raw["rope_scaling"] = rope if "factor" in rope else None
+    raw.setdefault("max_position_embeddings", raw.get("block_size"))
+    raw.setdefault("tie_embeddings", raw.get("tie_word_embeddings"))
+    names = " ".join(names)
+    norm = "post" if ".q_norm." in names else "pre"
+    if ".qk_bias" in names:
+        norm = "sandwich"
+        raw["rope_theta"] = raw["rope_base"]  # which other models have, too, and never read
+    keys = RAVEN_KEYS if kind == "huginn_raven" else HF_KEYS
+    fields = {ours: raw[key] for ours, key in keys.items() if raw.get(key) is not None}
+    fields.setdefault("n_kv_head", fields["n_head"])
+    if isinstance(fields.get("eos_token_id"), list):
+        fields["eos_token_id"] = fields["eos_token_id"][0]
+    return kind, Config(**{"n_core": 0, "n_coda": 0, "norm": norm} | fields)
 
 
 def rotary_order(c, name, t, back=False):
     """
     Huginn rotates adjacent pairs where Llama pairs the halves of a head. These are the same numbers
-    in another order of q's and k's rows. Reorders our tensor `name` from pairs to halves, or back.
+    in another order of q's and k's rows. Reorders our tensor `name` from pairs to halves, or back;
+    one of another model stays as it is.
     """
-    if not name.endswith(("attn.qkv.weight", "attn.qk_bias")):
-        return t
-    rows = 2 * c.n_head * c.head_dim  # q and k; v stays
-    flat = t.reshape(-1, t.shape[-1] if name.endswith("weight") else 1)
-    pairs = (2, c.head_dim // 2) if back else (c.head_dim // 2, 2)
-    turned = flat[:rows].unflatten(0, (-1, *pairs)).transpose(1, 2).reshape(rows, -1)
-    return torch.cat((turned, flat[rows:])).reshape(t.shape)
+    order = torch.arange(c.head_dim).view(-1, 2).T.flatten()  # 0 2 4 ... 1 3 5 ...
+    if back:
+        order = order.argsort()
+    if name.endswith("attn.qk_bias"):  # (2, 1, H, D), and only Huginn has it
+        return t.index_select(-1, order)
+    if c.norm == "sandwich" and name.endswith("attn.qkv.weight"):
+        heads = t.unflatten(0, (3, c.n_head, -1))  # (3, H, D, C)
+        return torch.cat((heads[:2, :, order], heads[2:])).flatten(0, 2)
+    return t
 
 
 # ----------------------------------------------------------------------------------------- reading
 
+@dataclass
+class Source:
+    """A checkpoint of any layout, not yet read."""
+    folder: str
+    config: Config
+    kind: str    # model_type in its config.json
+    files: dict  # tensor name -> path
+    parts: dict  # our tensor name -> the names of the tensors that are stacked to make it
+    tokenizer: Tokenizer | None = None
+
+
 def open_source(src):
     """The Source of a folder, a run's folder or a hub id."""
-    folder = find_checkpoint(src if os.path.exists(src) else download(src))
-    raw, files = read_json(os.path.join(folder, "config.json")), tensor_files(folder)
-    kind = raw.get("model_type")
-    try:
-        if kind == "nanoloop":
-            config = load_config(folder)
-        else:
-            config = raven_config(raw, files) if kind == "huginn_raven" else hf_config(raw)
-    except KeyError as e:
-        sys.exit(f"{folder}/config.json: lacks {e}")
+    folder = find_checkpoint(src if Path(src).exists() else download(src))
+    files = tensor_files(folder)
+    kind, config = read_config(folder, files)
     parts = tensor_names(config, kind)
-    known = {name for names in parts.values() for name in names}
-    if extra := sorted(files.keys() - known):
-        print(f"note: ignored {len(extra)} tensors that the model does not use, such as {extra[0]}")
-    return Source(folder, config, kind, files, parts)
+    if ignored := files.keys() - sum(parts.values(), []):
+        print("note: the model does not use these tensors:", *sorted(ignored)[:5])
+    source = Source(folder, config, kind, files, parts)
+    if any(Path(folder).glob("tokenizer.*")):
+        source.tokenizer = Tokenizer.load(folder)
+        ids = source.tokenizer.vocab_size
+        if ids > config.vocab_size:
+            sys.exit(f"{folder}: the tokenizer has {ids} ids, the model {config.vocab_size}: it is "
+                     "the tokenizer of another model")
+    return source
 
 
 def tensor_files(folder):
-    """Tensor name -> path of its safetensors file: model.safetensors, or the shards of an index."""
-    path = os.path.join(folder, "model.safetensors")
-    index = path + ".index.json"
-    if os.path.exists(index):
-        shards = read_json(index)["weight_map"]
-        return {name: os.path.join(folder, file) for name, file in shards.items()}
-    if not os.path.exists(path):
+    """Tensor name -> path of its safetensors file, of which there may be several."""
+    files = {}
+    for path in Path(folder).glob("model*.safetensors"):
+        try:
+            with safe_open(path, "pt") as f:
+                files |= dict.fromkeys(f.keys(), path)
+        except SafetensorError as e:
+            sys.exit(f"{path}: is truncated or damaged ({e}): fetch it again")
+    if not files:
         sys.exit(f"{folder}: has no model.safetensors. Pickled weights (.bin, .pt) may run any "
                  "code when they are loaded, so they never are: get a conversion to safetensors")
-    with open_tensors(path) as f:
-        return dict.fromkeys(f.keys(), path)
+    return files
 
 
-def open_tensors(path):
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, FileNotFoundError) as e:
-        sys.exit(f"{path}: is missing, truncated or damaged ({e}): fetch it again")
-
-
-def read(source, name, shape):
+def read(source, name):
     """Our tensor `name` of a Source, as stored."""
     stacked = []
     for part in source.parts[name]:
@@ -228,117 +226,109 @@ def read(source, name, shape):
             sys.exit(f"{source.folder}: tensor {part} is missing: incomplete, or of another model "
                      "than config.json says")
         # Opened for each tensor: pages of an open file would count as memory.
-        with open_tensors(source.files[part]) as f:
+        with safe_open(source.files[part], "pt") as f:
             stacked.append(f.get_tensor(part))
-    t = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
-    if t.shape != shape or not t.is_floating_point():
-        sys.exit(f"{source.folder}: {name} is {t.dtype} of shape {tuple(t.shape)}; config.json "
-                 f"asks for floats of shape {tuple(shape)}")
-    if source.kind == "huginn_raven" and source.config.norm == "sandwich":
+    t = torch.cat(stacked)
+    if source.kind == "huginn_raven":
         t = rotary_order(source.config, name, t)
     return t
 
 
 def read_all(source):
     """{our name: tensor} of a Source, all in the one dtype that holds all of them exactly."""
-    shapes = RecurrentLM.empty(source.config).state_shapes()
-    tensors = {name: read(source, name, shapes[name]) for name in source.parts}
+    tensors = {name: read(source, name) for name in source.parts}
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors.values()})
     return {name: t.to(dtype) for name, t in tensors.items()}
 
 
-def build(source):
-    """The Source as a float32 model, its adapter the identity if it has none yet."""
-    tensors = {name: t.float() for name, t in read_all(source).items()}
-    model = RecurrentLM.empty(source.config)
-    if "adapter.weight" in model.state_shapes():
-        tensors.setdefault("adapter.weight", init_adapter(source.config.n_embd, "identity"))
-    model.fill(tensors)
+def build(source, adapter_init="identity", seed=0):
+    """
+    The Source as a model, its weights as stored. An adapter that it lacks is made, for
+    [state, prelude output]: [0 | I] for "identity", torch's Linear init for "default".
+    """
+    model, tensors = RecurrentLM.empty(source.config), read_all(source)
+    if hasattr(model, "adapter") and "adapter.weight" not in tensors:
+        C = source.config.n_embd
+        adapter = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I]
+        if adapter_init == "default":
+            torch.manual_seed(seed)
+            adapter = torch.nn.Linear(2 * C, C, bias=False).weight.data
+        tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
+    try:
+        model.fill(tensors)
+    except RuntimeError as e:
+        sys.exit(f"{source.folder}: is not the model of its config.json ({e!r:.300})")
     return model
 
 
 # ------------------------------------------------------------------------------------ which layers
 
-def parse_layers(flag, text, L):
-    """'0-3,7' -> [0, 1, 2, 3, 7]; '' -> []"""
+def layer_list(text):
+    """'0-3,7' -> [0, 1, 2, 3, 7]; '' -> []. ValueError if it is neither."""
     layers = []
     for piece in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
-        if not match:
-            sys.exit(f"--{flag} {text}: write layers as 0-3 or 0,2,5-7")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < L:
-            sys.exit(f"--{flag} {text}: the source has layers 0-{L - 1}, {first}-{last} are not")
-        layers += range(first, last + 1)
+        first, _, last = piece.partition("-")
+        chosen = range(int(first), int(last or first) + 1)
+        if not chosen:
+            raise ValueError
+        layers += chosen
     return layers
 
 
-def choose_layers(args, source, tokenizer):
-    """Lists of the source's layers for prelude, core and coda, as the flags say."""
-    L = source.config.n_prelude
-    fitting = {"shape"} if args.select else {"preset", "shape", "prelude"}
-    if args.feed_forward and not args.select:
-        fitting = {"layers"}
-    ways = {"preset", "shape", "prelude", "layers"}
-    ways = {way for way in ways if getattr(args, way) is not None}
-    if len(ways) > 1 or ways - fitting:
-        sys.exit(f"--{' --'.join(sorted(ways))}: give one of --{', --'.join(sorted(fitting))} here")
-    texts = [args.prelude, args.core, args.coda]
+def shape(text):
+    """'4,8,4' -> (4, 8, 4)"""
+    P, R, C = map(int, text.split(","))
+    return P, R, C
+
+
+def choose_layers(args, source):
+    """
+    The layers of SRC for prelude, core and coda, as three lists: those of --preset or --shape,
+    unless --prelude, --core or --coda say otherwise. With --feed_forward they all make the prelude.
+    None: OUT is SRC as it is.
+    """
+    if source.config.n_core:
+        for flag in (*PARTS, "preset", "shape", "select", "feed_forward", "adapter"):
+            if getattr(args, flag):
+                sys.exit(f"--{flag}: SRC is recurrent already: drop the flag")
+        return None
+    L, layers = source.config.n_prelude, [None] * 3
+    if args.select and not (args.shape and sum(args.shape) <= L and args.text and source.tokenizer):
+        sys.exit(f"--select: needs a --shape of at most {L} layers, --text FILE and a tokenizer")
     if args.preset:
-        expected, *texts = PRESETS[args.preset]
+        expected, text = PRESETS[args.preset]
         if expected.n_prelude != L:
             sys.exit(f"--preset {args.preset}: is for {expected.n_prelude} layers, SRC has {L}")
-    shape = parse_shape(args, L)
-    if args.select:
-        if shape is None or not args.text or tokenizer is None:
-            sys.exit("--select: needs --shape, --text FILE and a source with a tokenizer")
-        kept = most_influential(args, source, tokenizer, sum(shape))
-        layers = split_layers(kept, shape)
-    elif args.feed_forward:
-        layers = list(range(L)) if args.layers is None else parse_layers("layers", args.layers, L)
-        layers = [layers, [], []]
-    elif shape:  # the paper's rule
-        P, R, C = shape
-        layers = split_layers([*range(P), *range(L - R - C, L)], shape)
-    else:
-        if None in texts:
-            sys.exit(f"--{PARTS[texts.index(None)]}: is missing: give --prelude, --core and "
-                     "--coda, or --preset, --shape or --feed_forward")
-        layers = [parse_layers(part, text, L) for part, text in zip(PARTS, texts)]
+        layers = map(layer_list, text.split())
+    elif args.shape:
+        P, R, C = args.shape
+        kept = [*range(P), *range(L - R - C, L)]  # the paper's rule
+        if args.select:
+            kept = most_influential(args, source, P + R + C)
+        layers = [kept[:P], kept[P:P + R], kept[P + R:]]
+    given = zip([args.prelude, args.core, args.coda], layers)
+    layers = [default if chosen is None else chosen for chosen, default in given]
+    if args.feed_forward:
+        layers = [sum(filter(None, layers), []) or list(range(L)), [], []]
+    elif args.export and not any(layers):
+        return None
+    elif None in layers or not layers[1]:
+        sys.exit("which layers? Give --prelude, --core (at least one layer) and --coda, or "
+                 "--preset, or --shape; or --feed_forward for a model without recurrent block")
     taken = sum(layers, [])
-    if len(set(taken)) < len(taken):
-        sys.exit(f"--prelude --core --coda: a layer of {taken} is taken twice")
-    if not layers[0 if args.feed_forward else 1]:
-        sys.exit("--core: needs at least one layer (--feed_forward makes a model without one)")
+    if len(set(taken) & set(range(L))) < len(taken):
+        sys.exit(f"layers {taken}: SRC has layers 0-{L - 1}, and each can be taken once")
     return layers
 
 
-def parse_shape(args, L):
-    """--shape 4,8,4, or with --feed_forward one number, as three; None if it is not given."""
-    if args.shape is None:
-        return None
-    numbers = [int(n) for n in re.findall(r"\d+", args.shape)]
-    if len(numbers) != (1 if args.feed_forward else 3) or not 0 < sum(numbers) <= L:
-        sys.exit(f"--shape {args.shape}: write P,R,C (with --feed_forward one number), together at "
-                 f"most the {L} layers of SRC")
-    return (numbers + [0, 0])[:3]
-
-
-def split_layers(layers, shape):
-    P, R, _ = shape
-    return [layers[:P], layers[P:P + R], layers[P + R:]]
-
-
-def most_influential(args, source, tokenizer, count):
+def most_influential(args, source, count):
     """The `count` layers that change the hidden state most on --text (ShortGPT, 2403.03853)."""
-    with open(args.text, encoding="utf-8") as f:
-        ids = tokenizer.encode(f.read(1_000_000), bos=True)[:16384]
+    with open(args.text) as f:
+        ids = source.tokenizer.encode(f.read(1_000_000), bos=True)[:16384]
     T = min(args.window, source.config.context, len(ids))
-    influence = block_influence(build(source), torch.tensor(ids[:len(ids) // T * T]).view(-1, T))
-    kept = sorted(sorted(range(len(influence)), key=lambda i: influence[i])[-count:])
-    for i, value in enumerate(influence):
-        print(f"layer {i:2d}  block influence {value:.6f}  {'kept' if i in kept else 'dropped'}")
-    return kept
+    influence = block_influence(build(source).float(), torch.tensor(ids).unfold(0, T, T))
+    print("block influence:", *(f"{value:.6f}" for value in influence))
+    return sorted(torch.tensor(influence).topk(count).indices.tolist())
 
 
 @torch.no_grad()
@@ -347,14 +337,20 @@ def block_influence(model, idx):
     For each layer of a feed-forward model 1 - the mean cosine of its input and output over all
     tokens of idx (B, T), the last layer's output taken before the final norm.
     """
-    sums = torch.zeros(len(model.prelude), dtype=torch.float64)
+    total = 0
     for row in idx:
-        x, rope = model.embed_idx(row[None]), model.rope(len(row))
-        for i, block in enumerate(model.prelude):
-            y = block(x, rope)
-            sums[i] += (1 - F.cosine_similarity(x.double(), y.double(), dim=-1)).sum()
-            x = y
-    return (sums / idx.numel()).tolist()
+        states = torch.stack(hidden(model, row[None])[:-1]).double()  # (L + 1, 1, T, C)
+        cosine = F.cosine_similarity(states[:-1], states[1:], dim=-1)
+        total += (1 - cosine).mean((1, 2))
+    return (total / len(idx)).tolist()
+
+
+def hidden(model, ids):
+    """[embedding, the output of each layer in a row (adapter left out), logits], of ids (B, T)."""
+    states, rope = [model.embed_idx(ids)], model.rope(ids.shape[1])
+    for block in (*model.prelude, *model.core, *model.coda):
+        states.append(block(states[-1], rope))
+    return [*states, model.head(model.norm_f(states[-1]))]
 
 
 # --------------------------------------------------------------------------------------- retrofit
@@ -364,134 +360,90 @@ def retrofit(source, layers, adapter="linear", untie=False):
     The Source with the given layers (three lists of its layer numbers) as prelude, core and coda. A
     tied head becomes a copy in a recurrent model. The adapter is still to be added.
     """
-    sizes = dict(zip(("n_prelude", "n_core", "n_coda"), map(len, layers)))
-    tied = source.config.tie_embeddings and not layers[1] and not untie
-    config = replace(source.config, **sizes, adapter=adapter, tie_embeddings=tied)
-    parts = {name: v for name, v in source.parts.items() if not name.startswith("prelude.")}
+    P, R, C = map(len, layers)
+    tied = source.config.tie_embeddings and not R and not untie
+    config = replace(source.config, n_prelude=P, n_core=R, n_coda=C, adapter=adapter,
+                     tie_embeddings=tied)
+    parts = {name: source.parts[name] for name in ("embed.weight", "norm_f.weight")}
     if not tied:
-        parts.setdefault("head.weight", parts["embed.weight"])
+        parts["head.weight"] = source.parts.get("head.weight", parts["embed.weight"])
     for part, chosen in zip(PARTS, layers):
         for i, layer in enumerate(chosen):
-            prefix = f"prelude.{layer}."
-            for name, theirs in source.parts.items():
-                if name.startswith(prefix):
-                    parts[f"{part}.{i}.{name.removeprefix(prefix)}"] = theirs
-    return Source(source.folder, config, source.kind, source.files, parts)
+            old = f"prelude.{layer}."
+            for name in source.parts:
+                if name.startswith(old):
+                    parts[name.replace(old, f"{part}.{i}.")] = source.parts[name]
+    return replace(source, config=config, parts=parts)
 
 
-def init_adapter(C, kind, seed=0):
-    """(C, 2C) float32 on [state, prelude output]. identity: [0 | I]; default: nn.Linear's own."""
-    if kind == "identity":
-        return torch.cat((torch.zeros(C, C), torch.eye(C)), dim=1)
-    bound = (2 * C) ** -0.5
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty(C, 2 * C).uniform_(-bound, bound, generator=generator)
-
-
-def print_sizes(source, result, layers):
-    """The result's rows of the paper's Tables 6-8: parameters, and layers of the source."""
-    columns = ("embeddings", "body", *PARTS)
-    print(f"{'parameters':20s}" + "".join(f"{column:>15s}" for column in columns))
-    rows = {}
-    if layers:  # the paper counts the heads of tied sources, as all of its models have one
-        untied = replace(source.config, tie_embeddings=False)
-        rows[f"source, {untied.n_prelude} layers"] = untied
-    c = result.config
-    rows[f"result ({c.n_prelude},{c.n_core},{c.n_coda})"] = c
-    for name, config in rows.items():
+def print_sizes(source, result):
+    """The rows of SRC and OUT in the paper's Tables 6-8: numbers of parameters."""
+    columns = ("embeddings", "body", *PARTS, "adapter", "total")
+    row = "{:10}" + 7 * "{:>15}"
+    print(row.format("parameters", *columns))
+    # The paper counts the heads of tied sources, as all of its models have one.
+    untied = replace(source.config, tie_embeddings=False)
+    for name, config in (("SRC", untied), ("OUT", result.config)):
         n = RecurrentLM.empty(config).num_params()
-        print(f"{name:20s}" + "".join(f"{n[column]:15,d}" for column in columns))
-    print(f"and adapter {n['adapter']:,}, final norm {n['norm_f']:,}: {n['total']:,} in all")
-    if layers:
-        first, core, last = (",".join(map(str, chosen)) for chosen in layers)
-        flags = f"--prelude {first} --core {core} --coda {last}"
-        if not core:
-            flags = f"--feed_forward --layers {first}"
-        dropped = sorted(set(range(source.config.n_prelude)) - set(sum(layers, [])))
-        print(f"layers: {flags}; dropped: {dropped}")
+        print(row.format(name, *(f"{n[column]:,}" for column in columns)))
 
-
-# ------------------------------------------------------------------------------------------ verify
 
 @torch.no_grad()
-def verify(source, layers, out):
+def verify(args, source, layers):
     """
     Run 64 tokens through the source's kept layers in a row and through OUT's layers, read back from
-    the disk. Every hidden state must be the same. With the identity adapter OUT at r = 1 must give
-    the same logits, too; if SRC was recurrent, the same at r = 2.
+    the disk. Every hidden state must be the same. The logits of the whole model at r = 1, too, if
+    the adapter is the identity or SRC's.
     """
     ids = torch.arange(64)[None] * 7 % source.config.vocab_size
-    one = build(retrofit(source, layers) if layers else source)
-    two = build(open_source(out))
-    pairs = list(zip(hidden(one, ids), hidden(two, ids), strict=True))
-    state = torch.ones(*ids.shape, one.config.n_embd)
-    identity = init_adapter(one.config.n_embd, "identity")
-    if layers and hasattr(two, "adapter") and torch.equal(two.adapter.weight, identity):
-        pairs.append((pairs[-1][0], two(ids, steps=1, state=state)[0]))
-    if not layers and one.config.n_core:
-        pairs.append([model(ids, steps=2, state=state)[0] for model in (one, two)])
-    largest = max((a - b).abs().max().nan_to_num(math.inf).item() for a, b in pairs)
+    kept = retrofit(source, [sum(layers, []), [], []]) if layers else source
+    one, two = build(kept).float(), build(open_source(args.out)).float()
+    pairs = list(zip(hidden(one, ids), hidden(two, ids)))
+    if not layers or args.adapter_init == "identity" and args.adapter != "add":
+        state = torch.ones_like(pairs[0][0])
+        pairs.append([model(ids, steps=1, state=state)[0] for model in (one, two)])
+    largest = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
     print(f"verify: {len(pairs)} hidden states and logits differ by at most {largest} in float32")
-    if largest:
-        sys.exit(f"{out}: differs from {source.folder}: delete it and try again, or report it")
-
-
-def hidden(model, ids):
-    """[embedding, the output of each layer in a row (adapter left out), logits]"""
-    states, rope = [model.embed_idx(ids)], model.rope(ids.shape[1])
-    for block in (*model.prelude, *model.core, *model.coda):
-        states.append(block(states[-1], rope))
-    return [*states, model.head(model.norm_f(states[-1]))]
+    if largest:  # NaN, too
+        sys.exit(f"{args.out}: differs from {source.folder}: delete it and try again")
 
 
 # ------------------------------------------------------------------------------------------ export
 
-def export(c, tensors):
-    """(config.json as a dict, {name: tensor}) of our tensors in Hugging Face or released layout."""
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    config = {"vocab_size": c.vocab_size, "intermediate_size": c.n_ffn, "torch_dtype": dtype,
-              "num_key_value_heads": c.n_kv_head, "head_dim": c.head_dim,
-              "rope_theta": c.rope_theta, "max_position_embeddings": c.context}
-    if c.rope_scaling is not None:
-        config["rope_scaling"] = c.rope_scaling
-    if c.n_core:
-        kind = "huginn_raven"
-        config |= raven_export(c)
-    elif c.norm == "sandwich" or c.embed_scale != 1:
-        sys.exit(f"--export hf: there is no layout for a feed-forward model with norm={c.norm} and "
-                 f"embed_scale={c.embed_scale}")
-    else:
+def export(model, folder):
+    """
+    Write model.safetensors and config.json for others: in the released layout, or in that of
+    Hugging Face's Llama or OLMo-2 if the model is feed-forward.
+    """
+    c, tensors, out = model.config, model.state_dict(), {}
+    config = export_config(c)
+    for ours, names in tensor_names(c, config["model_type"]).items():
+        t = rotary_order(c, ours, tensors[ours], back=True)
+        sizes = model.prelude[0].attn.split if len(names) == 3 else len(t) // len(names)
+        out |= zip(names, t.split(sizes))
+    folder = Path(folder)
+    folder.mkdir()
+    save_file(out, folder / "model.safetensors", {"format": "pt"})
+    config["torch_dtype"] = str(t.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", config)
+
+
+def export_config(c):
+    """The config.json for others as a dict, without torch_dtype."""
+    keys = RAVEN_KEYS if c.n_core else HF_KEYS
+    config = {theirs: getattr(c, ours) for ours, theirs in keys.items()}
+    if not c.n_core:
+        assert c.embed_scale == 1, f"embed_scale {c.embed_scale}: there is no layout that has it"
         kind = "olmo2" if c.norm == "post" else "llama"
-        config |= {
-            "architectures": [kind.capitalize() + "ForCausalLM"], "hidden_size": c.n_embd,
-            "num_attention_heads": c.n_head, "num_hidden_layers": c.n_prelude,
-            "rms_norm_eps": c.norm_eps, "hidden_act": "silu", "attention_bias": False,
-            "tie_word_embeddings": c.tie_embeddings,
-            "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id}  # null: not 1 and 2
-    q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-    out = {}
-    for ours, theirs in tensor_names(c, kind).items():
-        t = tensors[ours]
-        if c.norm == "sandwich":
-            t = rotary_order(c, ours, t, back=True)
-        sizes = {1: [len(t)], 2: [c.n_ffn] * 2, 3: [q, kv, kv]}[len(theirs)]
-        out |= {name: part.contiguous() for name, part in zip(theirs, t.split(sizes))}
-    return dict(sorted((config | {"model_type": kind}).items())), out
-
-
-def raven_export(c):
-    """The keys of config.json in the released layout."""
-    config = RAVEN_CONFIG | {
-        "n_layers": c.n_prelude + c.n_core + c.n_coda, "n_layers_in_prelude": c.n_prelude,
-        "n_layers_in_recurrent_block": c.n_core, "n_layers_in_coda": c.n_coda,
-        "n_embd": c.n_embd, "n_heads": c.n_head, "norm_eps": c.norm_eps,
-        "init_values": RAVEN_STDS | {"std": c.state_std, "embed_scale": c.embed_scale},
-        "injection_type": c.adapter, "mean_recurrence": c.mean_recurrence,
-        "mean_backprop_depth": c.backprop_depth, "padded_vocab_size": c.vocab_size,
-        "tie_embeddings": c.tie_embeddings, "qk_bias": c.norm == "sandwich"}
-    for key in ("bos_token_id", "eos_token_id"):
-        if getattr(c, key) is not None:
-            config[key] = getattr(c, key)
+        return config | {"model_type": kind, "hidden_act": "silu",
+                         "architectures": [kind.capitalize() + "ForCausalLM"]}
+    config = read_json(RAVEN_CONFIG) | config
+    config["init_values"] |= {key: config.pop(key) for key in ("std", "embed_scale")}
+    config |= {
+        "n_layers": c.n_prelude + c.n_core + c.n_coda,
+        "padded_vocab_size": c.vocab_size,
+        "qk_bias": c.norm == "sandwich",
+    }
     if c.norm == "post":
         config["initial_state_mode"] = "random"
     if c.norm == "sandwich":
@@ -499,106 +451,86 @@ def raven_export(c):
     return config
 
 
+def export_tokenizer(source, folder):
+    """Copy the tokenizer's files. For transformers, describe a Llama's that has no description."""
+    copy_tokenizer(source.folder, folder)
+    path = Path(folder, "tokenizer_config.json")
+    if source.tokenizer and source.tokenizer.bos_id == 1 and not path.exists():
+        write_json(path, {"tokenizer_class": "LlamaTokenizer", "legacy": False,
+                          "add_bos_token": True})
+
+
 # ------------------------------------------------------------------------------------- the command
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = sys.exit  # one line, without the usage
     add = parser.add_argument
     add("src", nargs="?")
-    add("out", nargs="?")
+    add("out", nargs="?", type=Path)
+    rule = parser.add_mutually_exclusive_group().add_argument
+    rule("--preset", choices=PRESETS, help="the paper's choices of layers")
+    rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, by the paper's rule")
     for part in PARTS:
-        add(f"--{part}", help="layers such as 0-3 or 0,2,5-7; '' for none")
-    add("--preset", choices=PRESETS, help="the paper's choices of layers")
-    add("--shape", help="sizes of the parts, such as 4,8,4; the paper's rule takes the layers")
-    add("--select", choices=("block-influence",),
+        add(f"--{part}", type=layer_list, help="layers such as 0-3 or 0,2,5-7; '' for none")
+    add("--feed_forward", action="store_true",
+        help="a model without recurrent block: all layers, or those of the other flags in a row")
+    add("--layers", dest="prelude", type=layer_list, help="its layers, such as 0-5,12-13")
+    add("--untie", action="store_true", help="give a tied feed-forward model a head of its own")
+    add("--select", choices=["block-influence"],
         help="keep the layers that change the hidden state most on --text (with --shape)")
     add("--text", help="a file of which --select reads up to 16,384 tokens")
     add("--window", type=int, default=1024, help="... in windows of so many (%(default)s)")
-    add("--feed_forward", "--feed-forward", action="store_true",
-        help="a model without recurrent block: all layers, or --layers")
-    add("--layers", help="the layers of a feed-forward model, such as 0-5,12-13")
-    add("--untie", action="store_true", help="give a tied feed-forward model a head of its own")
-    add("--adapter", choices=("linear", "add"), help="default: linear")
-    add("--adapter_init", "--adapter-init", choices=("identity", "default"),
+    add("--adapter", choices=["linear", "add"], help="default: linear")
+    add("--adapter_init", choices=["identity", "default"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; default: torch's Linear init, as the paper")
     add("--seed", type=int, default=0, help="of the adapter's default init")
     add("--mean_recurrence", type=int,
         help="the result's default r (the released models' config.json always says 32)")
-    add("--export", choices=("hf",), help="write OUT in Hugging Face layout")
+    add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
     add("--verify", action="store_true", help="compare hidden states of SRC and of OUT")
-    add("--dry_run", "--dry-run", action="store_true",
-        help="say what would be done; without SRC for a --preset")
+    add("--dry_run", action="store_true", help="only print the sizes, as without OUT")
     add("--overwrite", action="store_true", help="replace OUT, if it is a checkpoint")
     args = parser.parse_args()
-    if not args.src and not (args.preset and args.dry_run):
-        sys.exit("SRC is missing: give a folder or a hub id")
-    if not args.out and not args.dry_run:
-        sys.exit("OUT is missing: name the folder to write")
-    if args.out and os.path.lexists(args.out):
-        inside = f"{os.path.realpath(args.src or '')}/".startswith(f"{os.path.realpath(args.out)}/")
-        ours = os.path.exists(os.path.join(args.out, "model.safetensors"))
-        if not args.overwrite or not ours or inside:
+    if not args.src and not args.preset:
+        sys.exit("give SRC and OUT, or only a --preset to see its sizes")
+    if args.out and args.out.exists():
+        ours = (args.out / "model.safetensors").exists()
+        if not (args.overwrite and ours) or args.out.resolve() == Path(args.src).resolve():
             sys.exit(f"{args.out}: exists already: choose another OUT (--overwrite replaces a "
                      "checkpoint that is not SRC)")
     return args
-
-
-def load_tokenizer(source):
-    """The source's Tokenizer, or None, saying so. Exits if its ids exceed the vocabulary."""
-    if not any(name.startswith("tokenizer.") for name in os.listdir(source.folder)):
-        print(f"note: {source.folder} has no tokenizer, so OUT will have none")
-        return None
-    tokenizer = Tokenizer.load(source.folder)
-    if tokenizer.vocab_size > source.config.vocab_size:
-        sys.exit(f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model "
-                 f"{source.config.vocab_size}: it is the tokenizer of another model")
-    return tokenizer
 
 
 def main():
     args = parse_args()
     if args.src:
         source = open_source(args.src)
-        tokenizer = load_tokenizer(source)
     else:
-        config = PRESETS[args.preset][0]
-        names = tensor_names(config, "llama")
-        source, tokenizer = Source(args.preset, config, "llama", {}, names), None
-    layers, result = None, source
-    flags = [flag for flag in (*PARTS, "preset", "shape", "select", "feed_forward", "layers")
-             if getattr(args, flag)]
-    if source.config.n_core:
-        if flags or args.adapter or args.adapter_init:
-            sys.exit(f"--{(flags or ['adapter'])[0]}: SRC is recurrent already: drop the flag")
-    elif flags or not args.export:
-        layers = choose_layers(args, source, tokenizer)
+        config, _ = PRESETS[args.preset]
+        source = Source("", config, "llama", {}, tensor_names(config, "llama"))
+    result = source
+    layers = choose_layers(args, source)
+    if layers:
+        print("layers for prelude, core and coda:", *layers)
         result = retrofit(source, layers, args.adapter or "linear", args.untie)
     if args.mean_recurrence:
         result.config.mean_recurrence = args.mean_recurrence
-    print_sizes(source, result, layers)
-    if args.dry_run:
+    print_sizes(source, result)
+    if args.dry_run or not args.out:
         return
-    tensors = read_all(result)
-    if "adapter.weight" in RecurrentLM.empty(result.config).state_shapes().keys() - tensors.keys():
-        adapter = init_adapter(result.config.n_embd, args.adapter_init or "identity", args.seed)
-        tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
-    with whole(os.path.realpath(args.out)) as folder:
+    model = build(result, args.adapter_init, args.seed)
+    with whole(args.out) as folder:
         if args.export:
-            os.makedirs(folder)
-            config, tensors = export(result.config, tensors)
-            save_file(tensors, os.path.join(folder, "model.safetensors"), {"format": "pt"})
-            write_json(os.path.join(folder, "config.json"), config)
-            copy_tokenizer(source.folder, folder)
-            spm = os.path.exists(os.path.join(folder, "tokenizer.model")) and tokenizer.bos_id == 1
-            if spm and not os.path.exists(path := os.path.join(folder, "tokenizer_config.json")):
-                write_json(path, LLAMA_TOKENIZER)
+            export(model, folder)
+            export_tokenizer(source, folder)
         else:
-            RecurrentLM.empty(result.config).save(folder, source.folder, tensors)
+            model.save(folder, source.folder)
     print(f"wrote {args.out}")
     if args.verify:
-        verify(source, layers, args.out)
+        verify(args, source, layers)
 
 
 if __name__ == "__main__":
