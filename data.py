@@ -4,7 +4,9 @@ Text to tokens to batches: tokenizers, download, `prepare`, the loader and the e
     python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 8
     python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out ...
-    python data.py prepare --input "hf://datasets/ORG/NAME/data/*.parquet" --tokenizer ... --out ...
+
+Files on the hub come here with `hf download ORG/NAME --repo-type dataset --include "data/*.parquet"
+--local-dir data/NAME` (pip install huggingface_hub).
 
 A data set is a folder. `train_000000.npy` is one row of token ids (uint16, or uint32 if the
 vocabulary exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it
@@ -21,25 +23,22 @@ import base64
 import bisect
 import contextlib
 import fcntl
-import fnmatch
 import functools
 import hashlib
-import io
+import inspect
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
-import threading
+import tempfile
+from array import array
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import Pool
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import requests
@@ -53,7 +52,7 @@ from safetensors import SafetensorError
 
 def cli(main):
     """
-    Run a script's main(). A user's mistake ends in one line on stderr and exit code 1: scripts say
+    Run a script's main(). A user's mistake ends in one line on stderr and exit code 1: scripts call
     sys.exit(line) where they see it, and an OSError becomes one here. A bug keeps its traceback.
     """
     try:
@@ -61,84 +60,66 @@ def cli(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as e:
-        sys.exit(f"{os.path.basename(sys.argv[0])}: error: {e}")
-
-
-def remove(path):
-    """Delete a file or a folder, if there is one."""
-    shutil.rmtree(path, ignore_errors=True)  # ignores that a file is no folder
-    Path(path).unlink(missing_ok=True)
-
-
-def flush(path):
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+        sys.exit(f"error: {e}")
 
 
 @contextlib.contextmanager
 def whole(path):
     """
-    Write a file or a folder completely or not at all. Yields a path beside `path`, where the
-    caller creates the file or folder; on a clean exit it is flushed to disk and renamed to `path`.
-    On an error `path` stays as it was. A full disk becomes one line that names `path`.
+    Write a file or a folder completely or not at all. Yields a Path in a temporary folder beside
+    `path`, where the caller creates the file or folder. On a clean exit it is flushed to disk and
+    renamed to `path`; on an error `path` stays as it was. A full disk ends in one line that names
+    `path`. A kill leaves the temporary folder, `path`.tmp-*, behind.
     """
-    target = os.path.realpath(path)
-    new, old = f"{target}.tmp-{os.getpid()}", f"{target}.old-{os.getpid()}"
+    target = Path(path).resolve()
     try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        remove(new)  # left by a killed process that had our id
-        yield new
-        for item in Path(new).rglob("*"):
-            if item.is_file():  # safetensors writes files that only their owner can read
-                item.chmod(os.stat(new).st_mode & 0o666)
-            flush(item)
-        flush(new)
-        if os.path.isdir(new) and os.path.isdir(target):
-            remove(old)
-            os.rename(target, old)
-        os.replace(new, target)
-        flush(os.path.dirname(target))
+        os.makedirs(target.parent, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
+            new = Path(folder, target.name)
+            yield new
+            for item in (*new.rglob("*"), new):
+                if item.is_file():  # safetensors writes files that only their owner can read
+                    item.chmod(new.stat().st_mode & 0o666)
+                    with open(item) as file:
+                        os.fsync(file)
+            if target.is_dir():
+                target.rename(f"{folder}/old")  # is deleted with the temporary folder
+            new.rename(target)
     except (OSError, SafetensorError) as e:  # the latter is how safetensors reports a full disk
         sys.exit(f"{path}: cannot be written ({e}); what was there before is untouched")
-    finally:
-        remove(new)
-    remove(old)
 
 
-@contextlib.contextmanager
 def locked(folder):
-    """Make a folder and hold it for this process. A second process that wants it exits."""
+    """Make a folder and hold it until what is returned is closed. A second process exits."""
     os.makedirs(folder, exist_ok=True)
-    with open(Path(folder, ".lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"{folder}: another process is writing it; wait, or choose another folder")
-        yield
+    file = open(f"{folder}/.lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"{folder}: another process is writing it; wait, or choose another folder")
+    return file
 
 
 def read_json(path):
-    """The JSON object in a file, as a dict."""
+    """The value in a JSON file."""
     try:
-        return dict(json.loads(Path(path).read_bytes()))
-    except (OSError, ValueError, TypeError) as e:
-        sys.exit(f"{path}: cannot be read as a JSON object ({e})")
+        return json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as e:
+        sys.exit(f"{path}: cannot be read as JSON ({e})")
 
 
 def write_json(path, value):
     """Write a whole JSON file. NaN and infinity, which JSON does not have, become null."""
     value = json.loads(json.dumps(value), parse_constant=lambda name: None)
     with whole(path) as new:
-        Path(new).write_text(json.dumps(value, indent=1) + "\n")
+        new.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def describe(model):
     """(device, dtype) of a model in words, to stand beside a measurement."""
     weight = model.embed.weight
     device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
-    return device, str(weight.dtype).removeprefix("torch.")
+    return device, str(weight.dtype)[6:]  # without "torch."
 
 
 def write_result(path, script, model, task, results, seconds, tokens, **more):
@@ -160,167 +141,155 @@ def copy_tokenizer(source, target):
 
 
 # ---- tokenizers ------------------------------------------------------------------------------
-# How byte-level BPE cuts text into words, before it merges bytes.
-SPLIT_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-SPLIT_LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+# How Llama 3's byte-level BPE cuts text into words, before it merges bytes.
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 # Llama 3.1's and 3.2's names of the ids from 128,000 on.
-RESERVED = [f"reserved_special_token_{i}" for i in range(248)]
-LLAMA3_NAMES = ["begin_of_text", "end_of_text", *RESERVED[:2], "finetune_right_pad_id",
-                RESERVED[2], "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag",
-                *RESERVED[3:]]
+LLAMA3_NAMES = ("begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 "
+                "finetune_right_pad_id reserved_special_token_2 start_header_id end_header_id "
+                "eom_id eot_id python_tag").split()
+LLAMA3_NAMES += [f"reserved_special_token_{i}" for i in range(3, 248)]
 
 
 @dataclass
 class Tokenizer:
-    """Text to ids and back."""
-    encode_text: Callable  # text without names -> ids
-    decode: Callable       # list of ids -> text; SentencePiece leaves out control tokens
+    """
+    Text to ids and back. It also has .eos_id, which ends a document, and .bos_id, which begins it,
+    or None.
+    """
+    encode_text: callable  # text without names -> ids
+    decode: callable       # list of ids -> text; SentencePiece leaves out control tokens
     vocab_size: int        # the highest id + 1
-    bos_id: int | None     # None if the tokenizer puts no token before a text
-    eos_id: int
     special: dict          # {name: id} of control tokens
     always: dict           # {name: id} of other names, which count in any text
 
     def __post_init__(self):
-        self.names = self.always, self.always | self.special
-        self.patterns = [names_pattern(names) for names in self.names]
+        find = self.special.get
+        self.bos_id = find("<s>", find("<|begin_of_text|>"))
+        self.eos_id = find("</s>", find("<|end_of_text|>", find("<|endoftext|>")))
 
     @staticmethod
     def load(folder):
         """From tokenizer.model (SentencePiece, or Llama 3's base64 lines), else tokenizer.json."""
         path = Path(folder, "tokenizer.model")
         if not path.exists():
-            return read_byte_level(Path(folder, "tokenizer.json"))
+            return read_byte_level(f"{folder}/tokenizer.json")
         content = path.read_bytes()
         if content.startswith(b"IQ== 0\n"):
             return read_llama3(content)
         try:
             return read_sentencepiece(content)
         except RuntimeError as e:
-            sys.exit(f"{path}: is damaged or no tokenizer; fetch it again ({e})")
+            sys.exit(f"{path}: is damaged or no tokenizer: fetch it again ({e})")
 
     def encode(self, text, bos=False, special=False):
         """Token ids. "</s>" is four characters, or EOS if special. bos: begin with BOS, if any."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # lone surrogates
-        names, ids = self.names[special], []
-        for part in self.patterns[special].split(text):
+        names, ids = self.always | (self.special if special else {}), []
+        # The pattern splits text at names. Of two that begin alike, the longer one wins.
+        pattern = "|".join(map(re.escape, sorted(names, reverse=True))) or "(?!)"
+        for part in re.split(f"({pattern})", text):
             ids += [names[part]] if part in names else self.encode_text(part)
-        if bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+        if bos and self.bos_id not in (None, *ids[:1]):
             ids.insert(0, self.bos_id)
         return ids
-
-
-def names_pattern(names):
-    """A pattern that splits text at names. Of two that begin alike, the longer one wins."""
-    choices = "|".join(map(re.escape, sorted(names, reverse=True)))
-    return re.compile(f"({choices or '(?!)'})")
 
 
 def read_sentencepiece(content):
     """The Tokenizer in the bytes of a SentencePiece model (Llama 1 and 2, TinyLlama)."""
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    size, bos_id = model.vocab_size(), model.bos_id()
-    bos_id = None if bos_id < 0 else bos_id
+    size = model.vocab_size()
     special = {model.id_to_piece(i): i for i in range(size) if model.is_control(i)}
-    return Tokenizer(model.encode, model.decode, size, bos_id, model.eos_id(), special, {})
+    return Tokenizer(model.encode, model.decode, size, special, {})
 
 
 def read_llama3(content):
-    """The Tokenizer in the bytes of Llama 3's tokenizer.model."""
-    lines = [line.split() for line in content.splitlines()]
-    pieces = {base64.b64decode(piece): int(rank) for piece, rank in lines}
-    assert len(pieces) == 128000, f"tokenizer.model has {len(pieces)} tokens, not 128000"
+    """The Tokenizer in the bytes of Llama 3's tokenizer.model: lines of a piece and its id."""
+    lines = map(bytes.split, content.splitlines())
+    pieces = {base64.b64decode(piece): int(i) for piece, i in lines}
     special = {f"<|{name}|>": 128000 + i for i, name in enumerate(LLAMA3_NAMES)}
-    return byte_level(SPLIT_LLAMA3, pieces, 128000, special, {})
+    return byte_level(LLAMA3_SPLIT, pieces, special, {})
 
 
 def read_byte_level(path):
-    """The Tokenizer in a tokenizer.json of byte-level BPE (GPT-2, Llama 3, OLMo 2)."""
+    """The Tokenizer in a tokenizer.json of byte-level BPE (Llama 3, OLMo 2)."""
     spec = read_json(path)
-    before = spec["pre_tokenizer"] or {}
-    *splits, last = before.get("pretokenizers", [before])
-    split = splits[0].get("pattern", {}).get("Regex") if splits else SPLIT_GPT2
-    foreign = spec["normalizer"] or last.get("type") != "ByteLevel" or last["add_prefix_space"]
-    if foreign or not split or len(splits) > 1:
-        sys.exit(f"{path}: is not plain byte-level BPE; put the model's tokenizer.model beside it")
-    # GPT-2 writes the 188 printable bytes as themselves and the others as characters from 256 on.
-    order = sorted(range(256), key=lambda byte: not chr(byte).isprintable() or byte == 32)
-    byte = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(order)}
-    vocab, merges = spec["model"]["vocab"], spec["model"]["merges"]
-    merged = ("".join(merge).replace(" ", "") for merge in merges)  # of pairs, or of "a b"
-    pieces = {bytes(map(byte.get, text)): vocab[text] for text in [*byte, *merged]}
-    special, always = {}, {}
+    match spec:
+        case {"normalizer": None, "pre_tokenizer": {"pretokenizers": [
+                {"pattern": {"Regex": split}}, {"type": "ByteLevel", "add_prefix_space": False}]}}:
+            special, always = {}, {}
+        case _:
+            sys.exit(f"{path}: is not byte-level BPE as Llama 3 has it; put the model's "
+                     "tokenizer.model beside it")
     for token in spec["added_tokens"]:
         names = special if token["special"] else always
         names[token["content"]] = token["id"]
-    return byte_level(split, pieces, special.get("<|begin_of_text|>"), special, always)
+    # A printable byte is written as itself, the n-th of the others as character 256 + n.
+    byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
+    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
+              if text not in special and text not in always}
+    return byte_level(split, pieces, special, always)
 
 
-def byte_level(pattern, pieces, bos_id, special, always):
-    """A Tokenizer of byte-level BPE. pieces: {bytes: id} in the order in which they are merged."""
-    codes = {piece: code for code, piece in enumerate(pieces)}  # tiktoken merges by lowest code
-    coder = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=codes, special_tokens={})
-    ids, names = list(pieces.values()), special | always
-    content = dict(zip(ids, pieces)) | {i: name.encode() for name, i in names.items()}
+def byte_level(split, pieces, special, always):
+    """
+    A Tokenizer of byte-level BPE. split: the regex that cuts text into words. pieces: {bytes: id};
+    the lower id is merged first, as in every tokenizer that was trained merge by merge.
+    """
+    names = special | always
+    coder = tiktoken.Encoding("bpe", pat_str=split, mergeable_ranks=pieces, special_tokens=names)
 
     def encode(text):
         # The regex gives up on a million blanks in a row, so long text is encoded in parts. A part
         # ends where a line begins, if it can, since a word begins there anyway.
         parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
-        return [ids[code] for part in parts for code in coder.encode_ordinary(part)]
+        return [i for part in parts for i in coder.encode_ordinary(part)]
 
-    def decode(tokens):  # leaves out the padding of a model's vocabulary
-        return b"".join(content.get(i, b"") for i in tokens).decode("utf-8", "replace")
+    def decode(ids):  # leaves out the padding of a model's vocabulary
+        return coder.decode([i for i in ids if i < coder.n_vocab])
 
-    ends = ("<|endoftext|>", "<|end_of_text|>", "</s>")
-    eos_id = next(names[name] for name in ends if name in names)
-    return Tokenizer(encode, decode, max(content) + 1, bos_id, eos_id, special, always)
+    return Tokenizer(encode, decode, coder.n_vocab, special, always)
 
 
-load_once = functools.cache(Tokenizer.load)  # once a process
+# prepare loads the tokenizer before it forks, so its workers have it already.
+load_once = functools.cache(Tokenizer.load)
 
 
 # ---- download --------------------------------------------------------------------------------
 # Where Hugging Face's programs keep their files; what we fetch goes to a folder nanoloop/ there.
 HF_HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-MODEL_FILES = (r"config\.json|model.*\.safetensors|model\.safetensors\.index\.json"
-               r"|tokenizer.*|special_tokens_map\.json")
+MODEL_FILES = r"(config|model|tokenizer|special_tokens_map)[\w.-]*\.(json|safetensors|model)"
 
 
 def hub_get(path, start=0):
     """GET a path of the hub; the body, from byte `start` on, is still to be read."""
-    file = HF_HOME / "token"
-    token = os.environ.get("HF_TOKEN") or (file.read_text() if file.exists() else None)
     headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-"}
-    if token:
-        headers["Authorization"] = f"Bearer {token.strip()}"
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/") + "/" + path
-    answer = requests.get(url, headers=headers, stream=True, timeout=30)
-    if answer.status_code in (401, 403, 404):
-        sys.exit(f"{url}: {answer.status_code} {answer.reason}: missing, private or gated; check "
-                 "the name, accept its terms on the hub, and set HF_TOKEN")
-    answer.raise_for_status()
+    if "HF_TOKEN" in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ['HF_TOKEN']}"
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    answer = requests.get(f"{endpoint}/{path}", headers=headers, stream=True, timeout=30)
+    if not answer.ok:
+        sys.exit(f"{answer.url}: {answer.status_code} {answer.reason}; check the name, and if "
+                 "it is private or gated, accept its terms on the hub and set HF_TOKEN")
     return answer
 
 
 def fetch(url, path, size, sha256):
     """Download a file from where an earlier try ended, check it, and only then give it its name."""
     part = Path(f"{path}.part")
-    part.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(part, "ab") as file:
+        with open(part, "ab+") as file:
             if file.tell() < size:
                 for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
                     file.write(chunk)
-                    print(f"\r{path}: {file.tell() / size:.1%}", end="", file=sys.stderr)
+                    print(f"\r{path}: {file.tell() / size:.1%}", end="")
+            file.seek(0)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as e:  # a full disk, or one of requests' errors
         sys.exit(f"{path}: {e}; the same command resumes")
-    with open(part, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if part.stat().st_size != size or sha256 not in (None, found):
+    if sha256 not in (None, found):
         part.unlink()
-        sys.exit(f"{path}: has another size or sha256 than the hub states; deleted, try again")
+        sys.exit(f"{path}: has another sha256 than the hub states; deleted, try again")
     part.rename(path)
 
 
@@ -331,34 +300,31 @@ def complete(folder):
     return all((folder / name).exists() for name in ("config.json", *names))
 
 
-def download(spec, wanted=MODEL_FILES):
+def download(spec):
     """
     "org/name" or "org/name@REVISION" on the Hugging Face hub -> a folder with config.json,
     tokenizer and safetensors. A complete one in the usual cache, or in HF_HOME/nanoloop, where
-    this function puts it, is taken without a request. "datasets/org/name": the `wanted` files.
+    this function puts it, is taken without a request.
     """
-    match = re.fullmatch(r"((?:datasets/)?[\w.-]+/[\w.-]+)(?:@([\w./-]+))?", spec)
-    if not match:
+    repo, _, revision = spec.partition("@")
+    if repo.count("/") != 1:
         sys.exit(f"{spec}: is neither a folder here nor org/name or org/name@REVISION on the hub")
-    repo, revision = match[1], match[2] or "main"
-    kind = repo if repo.startswith("datasets/") else f"models/{repo}"
-    cache = Path(os.environ.get("HF_HUB_CACHE", HF_HOME / "hub"), kind.replace("/", "--"))
+    revision = revision or "main"
+    cache = HF_HOME / "hub" / f"models--{repo}".replace("/", "--")
     ref, ours = cache / "refs" / revision, HF_HOME / "nanoloop" / spec.replace("/", "--")
     commit = ref.read_text() if ref.exists() else revision
     for folder in (cache / "snapshots" / commit, ours):
         if complete(folder):
             return str(folder)
-    info = hub_get(f"api/{kind}/revision/{quote(revision, safe='')}?blobs=true").json()
+    os.makedirs(ours, exist_ok=True)
+    info = hub_get(f"api/models/{repo}/revision/{revision.replace('/', '%2F')}?blobs=true").json()
     files = {file["rfilename"]: file for file in info["siblings"]}
     for name in sorted(files, reverse=True):  # config.json after tokenizer and weights
-        path, size = ours / name, files[name]["size"]
-        if not path.is_relative_to(ours) or ".." in path.parts:
-            sys.exit(f"{spec}: its file {name} would leave {ours}; choose another")
-        known = path.exists() and path.stat().st_size == size
-        if re.fullmatch(wanted, name) and not known:
-            sha256 = (files[name].get("lfs") or {}).get("sha256")
-            fetch(f"{repo}/resolve/{info['sha']}/{quote(name)}", path, size, sha256)
-    if kind != repo and not complete(ours):
+        if re.fullmatch(MODEL_FILES, name) and not (ours / name).exists():
+            sha256 = files[name].get("lfs", {}).get("sha256")
+            url = f"{repo}/resolve/{info['sha']}/{name}"
+            fetch(url, ours / name, files[name]["size"], sha256)
+    if not complete(ours):
         sys.exit(f"{spec}: lacks config.json or safetensors; weights that are only pickled (.bin, "
                  ".pth) are never loaded: choose a conversion to safetensors")
     return str(ours)
@@ -372,78 +338,38 @@ ROLES = re.compile(rf"(?im)^[ \t]*(?:#* *{ROLE}:|<\|{ROLE}\|>|<\|im_start\|>{ROL
                    r"|<\|im_end\|>")
 
 
-def list_inputs(inputs):
-    """Paths of the files to pack. Those of hf://datasets/ORG/NAME[@REVISION]/GLOB are fetched."""
-    paths = []
-    for name in inputs:
-        on_hub = re.fullmatch("hf://(datasets/[^/]+/[^/]+)/(.+)", name)
-        if on_hub:
-            spec, pattern = on_hub.groups()
-            folder = download(spec, fnmatch.translate(pattern))
-            files = map(str, Path(folder).rglob("*"))
-            paths += sorted(fnmatch.filter(files, f"{folder}/{pattern}"))
-        else:
-            paths.append(os.path.abspath(name))
-    return paths
-
-
-def list_tasks(paths, step):
+def read_rows(path):
     """
-    The input in pieces for the workers: [(path, begin, end)], which are bytes of a .jsonl file,
-    a row group of a .parquet file, or a whole .txt file.
+    Yield the rows of a file: dicts, or bytes of JSON. It runs in a thread of Pool, which waits for
+    ever if that ends in sys.exit, so errors are OSErrors.
     """
-    tasks = []
-    for path in paths:
-        end = os.path.getsize(path)
-        if path.endswith(".parquet"):
-            groups = open_parquet(path).num_row_groups
-            tasks += [(path, group, group + 1) for group in range(groups)]
-        elif path.endswith(".txt"):
-            tasks.append((path, 0, end))
-        elif path.endswith(".jsonl"):
-            tasks += [(path, begin, begin + step) for begin in range(0, end, step)]
-        else:
-            sys.exit(f"{path}: is not .txt, .jsonl or .parquet (--input)")
-    return tasks
-
-
-def open_parquet(path):
-    try:
-        from pyarrow import parquet
-        return parquet.ParquetFile(path, buffer_size=1 << 20)
-    except (ImportError, ValueError) as e:
-        sys.exit(f"{path}: is damaged, or pyarrow is missing: pip install pyarrow ({e})")
-
-
-def read_rows(path, begin, end, columns):
-    """Yield the documents of a task: dicts (.parquet) or bytes (a text, or a line of JSON)."""
-    if path.endswith(".parquet"):
-        for batch in open_parquet(path).iter_batches(256, [begin], columns):
-            yield from batch.to_pylist()
-        return
-    with open(path, "rb") as file:
-        if path.endswith(".txt"):
-            yield file.read()
-        elif begin:
-            file.seek(begin - 1)
-            file.readline()  # this line began in the task before
-        while file.tell() < end and (line := file.readline()):
-            if line.strip():
-                yield line
+    if path.endswith(".txt"):
+        yield {"text": Path(path).read_bytes().decode("utf-8-sig", "replace")}
+    elif path.endswith(".jsonl"):
+        with open(path, "rb") as file:
+            yield from filter(bytes.strip, file)  # leaves out empty lines
+    else:
+        try:
+            from pyarrow import parquet
+            for batch in parquet.ParquetFile(path).iter_batches(256):
+                yield from batch.to_pylist()
+        except (ImportError, ValueError) as e:
+            raise OSError(f"{path}: is not .txt, .jsonl or .parquet, or it is damaged, or pyarrow "
+                          f"is missing: pip install pyarrow ({e})")
 
 
 def document_ids(tokenizer, row, fields, strip_roles):
     """
     Token ids of a document: [BOS] text EOS. A field is text or a chat, a list of {"content": text};
-    or it is a list of ids, which are taken as they are.
+    or a list of ids, which are taken as they are.
     """
     texts = []
-    for value in (row[field] for field in fields):
+    for field in fields:
+        value = row[field]
         if isinstance(value, str):
             texts.append(value)
         elif isinstance(value[0], int):
-            if not 0 <= min(value) <= max(value) < tokenizer.vocab_size:
-                raise ValueError(f"ids outside the vocabulary of {tokenizer.vocab_size}")
+            assert 0 <= min(value) <= max(value) < tokenizer.vocab_size
             return value
         else:
             texts += [message["content"] for message in value]
@@ -452,125 +378,98 @@ def document_ids(tokenizer, row, fields, strip_roles):
     return [*tokenizer.encode(text, bos=True), tokenizer.eos_id] if text else []
 
 
-def tokenize(folder, fields, rules, strip_roles, task):
-    """-> tokens of a task, and counts of its documents, dropped and bad ones."""
-    path, tokenizer, counts = task[0], load_once(folder), Counter()
-    dtype = np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32
-    tokens = [np.empty(0, dtype)]
-    columns = {*fields, *(column for column, _ in rules)}
-    for row in read_rows(*task, list(columns)):
-        counts["documents"] += 1
-        try:
-            if path.endswith(".txt"):
-                row = {fields[0]: row.decode("utf-8-sig")}
-            elif path.endswith(".jsonl"):
-                row = json.loads(row)
-            if any(text.lower() in str(row[column]).lower() for column, text in rules):
-                counts["dropped"] += 1
-            else:
-                ids = document_ids(tokenizer, row, fields, strip_roles)
-                tokens.append(np.array(ids, dtype))
-        except (ValueError, LookupError, TypeError) as e:  # not UTF-8, not JSON or without a field
-            counts["bad"] += 1
-            if counts["bad"] <= 3:
-                print(f"\n{path}: left out {row!r:.80} ({e!r:.200})")
-    return np.concatenate(tokens), counts
-
-
-def start_worker():
-    """Leave Ctrl-C to the parent, and exit when it dies: else a worker would wait for ever."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def follow():
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
 def write_shard(folder, name, *arrays):
     """Write tokens, and targets if given -> [name, tokens, digest], the entry in meta.json."""
     digest = hashlib.sha256()
-    for array, path in zip(arrays, (name, name.replace(".npy", ".targets.npy"))):
-        with whole(folder / path) as new, open(new, "wb") as file:
-            np.save(file, array)
-        digest.update(array)
+    for x, path in zip(arrays, (name, name.replace(".npy", ".targets.npy"))):
+        with whole(f"{folder}/{path}") as new:
+            np.save(new, x)
+        digest.update(x)
     return [name, len(arrays[0]), digest.hexdigest()]
 
 
 def write_shards(out, state, tokens, val):
-    """Write the next shard, its last `val` as one for validation, then the progress so far."""
+    """Write the next shard, its last share `val` apart for validation, then the progress so far."""
     number, cut = len(state["shards"]["train"]), len(tokens) - int(len(tokens) * val)
     for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
-        if len(part):
-            entry = write_shard(out, f"{split}_{number:06d}.npy", part)
+        if part:
+            entry = write_shard(out, f"{split}_{number:06d}.npy", np.array(part))
             state["shards"][split].append(entry)
+            print(f"{out}: {entry[0]}, {len(part):,} tokens")
     write_json(out / "progress.json", state)
 
 
-def prepare(inputs, tokenizer, out, field="text", drop=(), strip_roles=False, max_bad=0.01,
+def tokenize(folder, fields, drop, strip_roles, row):
+    """A worker's share: a row -> its ids, and whether it was "kept", "dropped" or "bad"."""
+    try:
+        if isinstance(row, bytes):
+            row = json.loads(row)
+        for rule in drop:
+            column, text = rule.split("=", 1)
+            if text.lower() in str(row[column]).lower():
+                return [], "dropped"
+        return document_ids(load_once(folder), row, fields, strip_roles), "kept"
+    except Exception as e:  # not JSON, or a field is missing or of another kind
+        print(f"left out {row!r:.80} ({e!r:.200})")
+        return [], "bad"
+
+
+def prepare(tokenizer, out, input=(), field="text", drop=(), strip_roles=False, max_bad=0.01,
             val=0.01, shard_tokens=10**8, procs=8):
     """
-    Pack .txt (a file is a document), .jsonl and .parquet files into shards of token ids. The same
-    call again resumes after the last whole shard and writes the same bytes.
+    Pack .jsonl, .parquet and .txt files (one document each) into shards of token ids. After a kill
+    the same command resumes at the next shard and writes the same bytes. It reads the rows before
+    that again, but does not tokenize them.
 
-    --input          files, or hf://datasets/ORG/NAME[@REVISION]/GLOB on the hub
+    --input          files of rows or text
     --tokenizer      folder with tokenizer.model or tokenizer.json
-    --field          one column (text) or several, a,b: text, chat messages or token ids
-    --drop           leave out rows whose COLUMN contains TEXT, in any case; may be repeated
+    --field          one column (text) or several, a,b: text, chat messages, or token ids
+    --drop           COLUMN=TEXT ...: leave out rows whose COLUMN contains TEXT, in any case
     --strip_roles    remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and the like
-    --max_bad        share of documents that may be bad (0.01); they are left out and counted
+    --max_bad        share of documents that may be bad (0.01); they are printed, counted, left out
     --val            share of each shard for validation (0.01)
     --shard_tokens   tokens a shard, about (10^8)
     --procs          processes (8), at most one a core
     """
-    paths, rules, out = list_inputs(inputs), [rule.split("=", 1) for rule in drop], Path(out)
-    arguments = dict(input=[[path, os.path.getsize(path)] for path in paths], field=field,
+    arguments = dict(input=[[path, os.path.getsize(path)] for path in input], field=field,
                      drop=list(drop), strip_roles=strip_roles, val=val, shard_tokens=shard_tokens,
-                     tokenizer=os.path.abspath(tokenizer))
-    state = dict(arguments=arguments, done=0, counts={}, shards=dict(train=[], val=[]))
+                     tokenizer=tokenizer)
+    coder, out = load_once(tokenizer), Path(out)
+    state = dict(arguments=arguments, counts={}, shards=dict(train=[], val=[]), row=None,
+                 vocab_size=coder.vocab_size, eos_id=coder.eos_id, prompt="The")
     meta, progress = out / "meta.json", out / "progress.json"
     if meta.exists() or progress.exists():
         state = read_json(meta if meta.exists() else progress)
-        if state["arguments"] != arguments:
-            sys.exit(f"{out}: was made with other arguments; delete it or change --out")
     elif any(out.glob("[!.]*")):
         sys.exit(f"{out}: holds other files; choose another --out")
+    if state["arguments"] != arguments:
+        sys.exit(f"{out}: was made with other arguments; delete it or change --out")
     if meta.exists():
         return print(f"{out}: is complete, nothing to do")
-    tasks = list_tasks(paths, min(shard_tokens, 1 << 20))
-    work = functools.partial(tokenize, tokenizer, field.split(","), rules, strip_roles)
-    counts, pieces, start = Counter(state["counts"]), [], state["done"]
-    procs = min(procs, os.cpu_count())
-    with locked(out), ProcessPoolExecutor(procs, initializer=start_worker) as pool:
+    work = functools.partial(tokenize, tokenizer, field.split(","), drop, strip_roles)
+    tokens = array("H" if coder.vocab_size <= 65536 else "I")
+    counts = state["counts"] = Counter(state["counts"])
+    ignore = signal.SIGINT, signal.SIG_IGN  # leaves Ctrl-C to this process
+    with locked(out), Pool(min(procs, os.cpu_count()), signal.signal, ignore) as pool:
         write_json(progress, state)
-        for done, (tokens, more) in enumerate(pool.map(work, tasks[start:]), start + 1):
-            pieces.append(tokens)
-            counts.update(more)
-            print(f"\r{out}: {done / len(tasks):.1%}", end="")
-            if sum(map(len, pieces)) >= shard_tokens or done == len(tasks):
-                if counts["bad"] > max_bad * counts["documents"]:
-                    sys.exit(f"{out}: {counts['bad']} of {counts['documents']} documents are bad, "
-                             f"more than --max_bad={max_bad} allows (--field, --drop)")
-                state.update(done=done, counts=counts)
-                write_shards(out, state, np.concatenate(pieces), val)
-                pieces = []
-    if not state["shards"]["train"]:
-        sys.exit(f"{out}: there is no text in {field} (--input, --field)")
+        rows = itertools.chain(*map(read_rows, input))
+        rows = itertools.islice(rows, counts.total(), None)
+        for ids, kind in pool.imap(work, rows, chunksize=64):
+            tokens.extend(ids)
+            counts[kind] += 1
+            if len(tokens) >= shard_tokens:
+                write_shards(out, state, tokens, val)
+                del tokens[:]
+        write_shards(out, state, tokens, val)
+    if counts["bad"] > max_bad * counts.total() or not state["shards"]["train"]:
+        sys.exit(f"{out}: {counts['bad']} of {counts.total()} documents are bad, more than "
+                 f"--max_bad={max_bad} allows, or all are empty (--input, --field, --drop)")
     copy_tokenizer(tokenizer, out)
-    tokenizer = load_once(tokenizer)
-    opening = np.load(out / "train_000000.npy", mmap_mode="r")[:12]
-    prompt = tokenizer.decode(opening[opening != tokenizer.bos_id].tolist())
-    write_json(meta, dict(state, row=None, vocab_size=tokenizer.vocab_size,
-                          eos_id=tokenizer.eos_id, prompt=prompt))
-    progress.unlink()
-    print(f"\n{out}: complete, {dict(counts)}")
+    progress.rename(meta)
+    print(f"{out}: complete, {counts}")
 
 
 # ---- the loader ------------------------------------------------------------------------------
-EDGE = 1 << 21  # tokens at either end of a shard that fingerprint() reads
-
 
 class Shards:
     """
@@ -581,33 +480,33 @@ class Shards:
 
     def __init__(self, folder, split, T):
         self.folder, self.T, self.rows = folder, T, 0
-        self.meta = read_json(Path(folder, "meta.json"))
-        self.shards, self.starts = [], []
+        self.meta = read_json(f"{folder}/meta.json")
+        self.shards, self.starts = [], []  # (tokens, targets) of each shard; its first row
         row = self.meta["row"]
         if row not in (None, T):
             sys.exit(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
-        for name, *_ in self.meta["shards"][split]:
-            tokens = load_array(folder, name)
-            targets = tokens[1:]
-            if row:
-                targets = load_array(folder, name.replace(".npy", ".targets.npy"))
-            self.shards.append((tokens, targets))
-            self.starts.append(self.rows)
-            self.rows += len(targets) // T
+        try:
+            for name, *_ in self.meta["shards"][split]:
+                path = f"{folder}/{name}"
+                tokens = np.load(path, mmap_mode="r")
+                targets = tokens[1:]
+                if row:
+                    targets = np.load(path.replace(".npy", ".targets.npy"), mmap_mode="r")
+                self.shards.append((tokens, targets))
+                self.starts.append(self.rows)
+                self.rows += len(targets) // T
+        except (ValueError, EOFError) as e:
+            sys.exit(f"{path}: is cut short; make the data set again ({e})")
         if not self.rows:
             sys.exit(f"{folder}: has no {split} window of {T} tokens; use a smaller --context")
         self.order = functools.lru_cache(maxsize=2)(self.order)
 
     def fingerprint(self):
         """
-        What tells these tokens from others, as JSON. The digest covers meta.json's list of shards,
-        which has a digest of all tokens, and, in case a shard changed after that was written, both
-        ends of each shard as it is now: up to 4 million tokens.
+        What tells these tokens from others: their vocabulary, and a digest of meta.json's list of
+        shards, which has a digest of each.
         """
         digest = hashlib.sha256(json.dumps(self.meta["shards"]).encode())
-        for array in itertools.chain(*self.shards):
-            digest.update(array[:EDGE])
-            digest.update(array[-EDGE:])
         return {"vocab_size": self.meta["vocab_size"], "digest": digest.hexdigest()}
 
     def order(self, seed, epoch):
@@ -617,7 +516,7 @@ class Shards:
     def batch(self, seed, step, rank, world, B):
         """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
         numbers = (step * world + rank) * B + np.arange(B)
-        samples = [self.sample(seed, number) for number in numbers.tolist()]
+        samples = [self.sample(seed, number) for number in numbers]
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
         return idx, targets, numbers
 
@@ -627,14 +526,7 @@ class Shards:
         row = self.order(seed, epoch)[place]
         shard = bisect.bisect(self.starts, row) - 1
         start = (row - self.starts[shard]) * self.T
-        return np.array([array[start:start + self.T] for array in self.shards[shard]], np.int64)
-
-
-def load_array(folder, name):
-    try:
-        return np.load(Path(folder, name), mmap_mode="r")
-    except (ValueError, EOFError) as e:
-        sys.exit(f"{folder}/{name}: is cut short; make the data set again ({e})")
+        return np.array([x[start:start + self.T] for x in self.shards[shard]], np.int64)
 
 
 class Mixture(Shards):
@@ -646,12 +538,12 @@ class Mixture(Shards):
 
     def __init__(self, sets, weights):
         self.sets, self.weights = sets, weights
-        self.meta, self.folder, self.T = sets[0].meta, sets[0].folder, sets[0].T
+        self.meta, self.folder = sets[0].meta, sets[0].folder
         self.rows = min(s.rows * sum(weights) // weight for s, weight in zip(sets, weights))
         self.turns = sorted(((i + 0.5) / weight, k, i) for k, weight in enumerate(weights)
                             for i in range(weight))
         if len({tokenizer_bytes(s.folder) for s in sets}) > 1:
-            sys.exit(f"{', '.join(s.folder for s in sets)}: have different tokenizers")
+            sys.exit("the data sets have different tokenizers: prepare them with one (--data)")
 
     def fingerprint(self):
         return {"weights": self.weights, "sets": [s.fingerprint() for s in self.sets]}
@@ -668,9 +560,9 @@ def tokenizer_bytes(folder):
 
 def open_data(data, split, T):
     """"FOLDER" -> Shards; "A:1,B:1,C:2" -> Mixture, 1/4, 1/4 and 1/2 of it from A, B and C."""
-    parts = [re.fullmatch(r"(.+?)(?::([1-9]\d*))?", part) for part in data.split(",")]
-    sets = [Shards(part[1], split, T) for part in parts]
-    return sets[0] if len(sets) == 1 else Mixture(sets, [int(part[2] or 1) for part in parts])
+    folders, weights = zip(*(f"{part}:1".split(":")[:2] for part in data.split(",")))
+    sets = [Shards(folder, split, T) for folder in folders]
+    return Mixture(sets, list(map(int, weights))) if len(sets) > 1 else sets[0]
 
 
 # ---- the embedded corpus ---------------------------------------------------------------------
@@ -679,14 +571,26 @@ def open_data(data, split, T):
 WORDS = ["<unk>", "</s>", "has", "gets", "loses", "times", "so", *"0123456789"]  # in order of id
 EOS, HAS, GETS, SO, ZERO = 1, 2, 3, 6, 7
 PROMPT = "has 7 loses 4 times 3 gets 2 gets 1 loses 4 times 2 loses 3 gets 4 times 3 loses 1 gets 2"
+# A tokenizer.model of WORDS, as SentencePieceTrainer wrote it (model_type="word", no BOS).
+TOKENIZER_MODEL = (
+    b'\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\r\n\x04</s>\x15\x00\x00\x00\x00\x18\x03'
+    b'\n\r\n\x06\xe2\x96\x81has\x15\x92\x15\x05\xc0\n\x0e\n\x07\xe2\x96\x81gets\x15\xf3\x7f\t\xc0'
+    b'\n\x0f\n\x08\xe2\x96\x81loses\x15#>\x0e\xc0\n\x0f\n\x08\xe2\x96\x81times\x15\x8e]\x13\xc0'
+    b'\n\x0c\n\x05\xe2\x96\x81so\x15&\xef\x18\xc0\n\x0b\n\x04\xe2\x96\x810\x15\xb6\x08\x1f\xc0'
+    b'\n\x0b\n\x04\xe2\x96\x811\x15\xf0\xc6%\xc0\n\x0b\n\x04\xe2\x96\x812\x15\xb2P-\xc0'
+    b'\n\x0b\n\x04\xe2\x96\x813\x15z\xdc5\xc0\n\x0b\n\x04\xe2\x96\x814\x15\x14\xba?\xc0'
+    b'\n\x0b\n\x04\xe2\x96\x815\x15<eK\xc0\n\x0b\n\x04\xe2\x96\x816\x158\xadY\xc0'
+    b'\n\x0b\n\x04\xe2\x96\x817\x15\x9a\x16l\xc0\n\x0b\n\x04\xe2\x96\x818\x15\xdf\x04\x83\xc0'
+    b'\n\x0b\n\x04\xe2\x96\x819\x15"3\x99\xc0'
+    b'\x12"\x18\x03 \x11\xc0\x02\x00\xc8\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\xd0\x02\x01'
+    b'\xd8\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x1a\x0c\n\x08identity\x12\x00')
 
 
 def make_stories(rng, n, length):
     """n stories of `length` sentences: each the ids of a verb, a number, "so", the answer then."""
-    verbs, numbers = (rng.integers(most, size=(n, length)).tolist() for most in (3, 4))
+    verbs, numbers = (rng.integers(most, size=(n, length)) for most in (3, 4))
     stories = []
-    starts = rng.integers(10, size=n).tolist()
-    for count, story_verbs, story_numbers in zip(starts, verbs, numbers):
+    for count, story_verbs, story_numbers in zip(rng.integers(10, size=n), verbs, numbers):
         story = [(HAS, ZERO + count, SO, ZERO + count)]
         for verb, x in zip(story_verbs[1:], story_numbers[1:]):
             x = 2 + x % 2 if verb == 2 else 1 + x
@@ -697,44 +601,33 @@ def make_stories(rng, n, length):
 
 
 def worked(story):
-    """A document that says each answer, `so has 3 so 3 loses 4 so 9 EOS`, and its targets."""
+    """A document that says each answer, `so has 3 so 3 loses 4 so 9 EOS`: [(id, target), ...]."""
     if not story:
-        return [EOS, EOS], [-100, -100]
+        return [(EOS, -100)] * 2
     ids = [SO, *itertools.chain(*story), EOS]
-    return ids, [*ids[1:], -100]
+    return list(zip(ids, [*ids[1:], -100]))
 
 
 def direct(story, labelled):
     """`has 3 loses 4 ... 9 EOS`; the first `labelled` numbers have the answer so far as target."""
-    ids, targets = [], []
+    document = []
     for i, (verb, number, _, answer) in enumerate(story):
-        ids += [verb, number]
-        targets += [-100, answer if i < labelled else -100]
-    return [*ids, answer, EOS], [*targets, EOS if labelled == 12 else -100, -100]
+        document += [(verb, -100), (number, answer if i < labelled else -100)]
+    return [*document, (answer, EOS if labelled == 12 else -100), (EOS, -100)]
 
 
 def pretraining(rng, stories):
     """
-    Documents of which two fill a row of 52, the rows in random order. Half of the stories are
-    worked and cut so that a row has 12 sentences; the others are direct, with three targets.
+    Rows of two documents, 52 tokens, in random order. Half of the stories are worked and cut so
+    that a row has 12 sentences; the others are direct, with three targets.
     """
-    documents, quarter = [], len(stories) // 4
-    for i, n in enumerate(rng.integers(1, 13, size=quarter)):
-        del stories[i][n:], stories[quarter + i][12 - n:]
-        documents += [worked(stories[i]), worked(stories[quarter + i])]
-    documents += [direct(story, 3) for story in stories[2 * quarter:]]
-    order = rng.permutation(2 * quarter)
-    return [document for i in order for document in documents[2 * i:2 * i + 2]]
-
-
-def word_tokenizer():
-    """The bytes of a tokenizer.model of WORDS. SentencePiece gives ids by frequency."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(" ".join(WORDS[2:i + 1]) for i in range(2, 17)), model_writer=model,
-        model_type="word", vocab_size=17, bos_id=-1, pad_id=-1, unk_id=0, eos_id=1,
-        normalization_rule_name="identity", minloglevel=2)
-    return model.getvalue()
+    rows, quarter = [], len(stories) // 4
+    for a, b, n in zip(stories, stories[quarter:], rng.integers(1, 13, size=quarter)):
+        del a[n:], b[12 - n:]
+        rows.append(worked(a) + worked(b))
+    rest = (direct(story, 3) for story in stories[2 * quarter:])
+    rows += [a + b for a, b in zip(rest, rest)]
+    return [rows[i] for i in rng.permutation(len(rows))]
 
 
 def tiny(out, seed=0, rows=80_000):
@@ -743,69 +636,61 @@ def tiny(out, seed=0, rows=80_000):
     stories) and OUT/task (direct stories of 12 sentences with all answers), OUT/tokenizer,
     OUT/test.jsonl and OUT/test18.jsonl. --rows: training stories of each data set (80,000).
     """
-    out, arguments = Path(out), {"seed": seed, "rows": rows}
+    out, arguments = Path(out), dict(seed=seed, rows=rows)
     meta = out / "task" / "meta.json"
     if meta.exists() and read_json(meta)["arguments"] == arguments:
         return print(f"{out}: is complete, nothing to do")
-    if out.is_file() or any(out.glob("*")):
+    if out.exists():
         sys.exit(f"{out}: holds something else; choose another --out")
-    assert rows >= 8 and rows % 4 == 0, f"--rows {rows} is not a multiple of 4, or below 8"
     with whole(out) as new:
-        new, seen = Path(new), set()  # seen: how training stories begin, from 6 sentences on
-        for kind, T in (("pretrain", 52), ("task", 26)):
-            meta = dict(vocab_size=17, eos_id=EOS, row=T, shards={}, arguments=arguments,
-                        prompt=PROMPT if kind == "task" else "so has 7 so")
+        seen = set()  # how training stories begin, from 6 sentences on
+        for kind, T, prompt in (("pretrain", 52, "so has 7 so"), ("task", 26, PROMPT)):
+            shards = {}
             for split, n in (("train", rows), ("val", 1024)):
                 rng = np.random.default_rng([seed, kind == "task", split == "val"])
                 stories = make_stories(rng, n, 12)
-                if kind == "task":
-                    documents = [direct(story, 12) for story in stories]
-                else:
+                if kind == "pretrain":
                     documents = pretraining(rng, stories)
+                else:
+                    documents = [direct(story, 12) for story in stories]
                 if split == "train":
                     seen |= {tuple(s[:n]) for s in stories for n in range(6, len(s) + 1)}
-                ids, targets = (np.concatenate(part) for part in zip(*documents))
-                meta["shards"][split] = [write_shard(
-                    new / kind, f"{split}_000000.npy", ids.astype(np.uint16),
-                    targets.astype(np.int32))]
-            write_json(new / kind / "meta.json", meta)
+                ids, targets = np.concatenate(documents).T
+                shards[split] = [write_shard(f"{new}/{kind}", f"{split}_000000.npy",
+                                             ids.astype(np.uint16), targets.astype(np.int32))]
+            write_json(f"{new}/{kind}/meta.json", dict(
+                vocab_size=17, eos_id=EOS, row=T, shards=shards, arguments=arguments,
+                prompt=prompt))
         for kind in ("pretrain", "task", "tokenizer"):
-            os.makedirs(new / kind, exist_ok=True)
-            (new / kind / "tokenizer.model").write_bytes(word_tokenizer())
+            os.makedirs(f"{new}/{kind}", exist_ok=True)
+            Path(f"{new}/{kind}/tokenizer.model").write_bytes(TOKENIZER_MODEL)
         for length in (*range(1, 13), 18):
             name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
             stories = make_stories(np.random.default_rng([seed, 2, length]), 10 * n, length)
             fresh = [story for story in stories if tuple(story) not in seen]
-            with open(new / name, "a") as file:
+            with open(f"{new}/{name}", "a") as file:
                 for story in fresh[:n]:
                     question = " ".join(WORDS[i] for sentence in story for i in sentence[:2])
                     row = dict(question=question, answer=WORDS[story[-1][3]], difficulty=length)
-                    print(json.dumps(row), file=file)
+                    file.write(json.dumps(row) + "\n")
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make data sets: folders of token shards.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    options = dict(argument_default=argparse.SUPPRESS,  # the functions have the defaults
-                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    p = commands.add_parser("prepare", description=prepare.__doc__, **options)
-    p.add_argument("--input", nargs="+", required=True, dest="inputs")
-    p.add_argument("--tokenizer", required=True)
-    p.add_argument("--out", required=True)
-    p.add_argument("--field")
-    p.add_argument("--drop", action="append", metavar="COLUMN=TEXT")
-    p.add_argument("--strip_roles", action="store_true")
-    p.add_argument("--max_bad", type=float)
-    p.add_argument("--val", type=float)
-    p.add_argument("--shard_tokens", type=int)
-    p.add_argument("--procs", type=int)
-    p = commands.add_parser("tiny", description=tiny.__doc__, **options)
-    p.add_argument("--out", required=True)
-    p.add_argument("--seed", type=int)
-    p.add_argument("--rows", type=int)
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(required=True)
+    options = {tuple: dict(nargs="+", action="extend"), bool: dict(action="store_true"),
+               type: dict(required=True)}  # keys: the default's type, `type` if there is none
+    for command in (prepare, tiny):
+        p = commands.add_parser(command.__name__, description=command.__doc__,
+                                argument_default=argparse.SUPPRESS,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+        p.set_defaults(command=command)
+        for name, flag in inspect.signature(command).parameters.items():
+            kind = type(flag.default)
+            p.add_argument(f"--{name}", **options.get(kind, dict(type=kind)))
     args = vars(parser.parse_args())
-    {"prepare": prepare, "tiny": tiny}[args.pop("command")](**args)
+    args.pop("command")(**args)
 
 
 if __name__ == "__main__":
