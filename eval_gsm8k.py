@@ -7,15 +7,16 @@ GSM8K over recurrences: the same questions, answered by one model at several dep
 What is unusual: r is an argument, so every question is answered once per r. All else is what the
 paper does with lm-evaluation-harness (gsm8k_cot_zeroshot with one shot, version 0.4.13): greedy,
 float32, at most 256 new tokens. "flexible" scores the last number of the output, "strict" the one
-after "The answer is". Greedy or not, answers depend a little on --seed, since s_0 is noise. Caches,
-exits and drafts are those of sample.py. A feed-forward model has no r and gives one row.
+after "The answer is". Answers depend a little on --seed, since s_0 is noise. Caches, exits and
+drafts are those of sample.py. A feed-forward model has no r and gets one row.
 
-Rows of --data are {"question", "answer": "... #### 18"}. If they have a "difficulty", accuracy is
-broken down by it.
+Each line of --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty",
+such as the number of sentences, accuracy is broken down by it.
 
-Answers go to OUT.jsonl as batches end, one line for each question and r; the first line holds the
+Each batch appends its answers to OUT.jsonl, one line per question and r; the first line holds the
 settings. The same command resumes an evaluation that was killed, on any number of processes. With
-more --steps or a larger --limit it adds to what is there. OUT.json, the summary, is written last.
+more --steps or a larger --limit it adds to what is there. To start over, delete OUT.jsonl. The
+summary, OUT.json, is written last.
 """
 import argparse
 import json
@@ -24,13 +25,13 @@ import os
 import re
 import sys
 import time
-from datetime import timedelta
-from itertools import islice
+from itertools import chain, islice, product
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from data import cli, describe, read_json, whole, write_result
+from data import cli, describe, whole, write_result
 from sample import (add_decoding_arguments, add_model_arguments, decoding, generate, load_model,
                     parse_steps)
 
@@ -82,18 +83,15 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 # ---- questions and answers --------------------------------------------------------------------
 
 def read_questions(path, limit=None):
-    """The first `limit` rows of a .jsonl file (see the top) as a list of dicts."""
+    """The first `limit` lines of a .jsonl file (see the top) as a list of dicts."""
     rows = []
     try:
         with open(path, encoding="utf-8") as f:
             for line in islice(f, limit):
-                row = json.loads(line)
-                rows.append({
-                    "question": str(row["question"]),
-                    "answer": str(row["answer"]),
-                    "difficulty": row.get("difficulty"),
-                })
-    except (ValueError, KeyError, TypeError) as e:  # ValueError also for what is not text
+                row = {"difficulty": None, "index": len(rows)} | json.loads(line)
+                row |= {key: str(row[key]) for key in ("question", "answer")}
+                rows.append(row)
+    except (ValueError, KeyError, TypeError) as e:  # ValueError also for a file that is not text
         sys.exit(f'{path}:{len(rows) + 1}: not a JSON object with "question" and "answer" ({e!r})')
     if not rows:
         sys.exit(f"{path}: holds no questions")
@@ -151,8 +149,8 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options)
     Returns three lists: texts, cut at the first stop; tokens generated; recurrences these took.
     """
     new = [[] for _ in prompts]
-    recurrences = [0] * len(prompts)
-    # A stop of n characters has at most n tokens, so the end of the text is enough to see it.
+    tokens, recurrences = [0] * len(prompts), [0] * len(prompts)
+    # A stop of n characters spans at most n tokens, so it is enough to look at the last few.
     tail = max(map(len, stops), default=0)
 
     def ends(row, token):
@@ -160,145 +158,136 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options)
         return token == tokenizer.eos_id or any(stop in end for stop in stops)
 
     for row, token, took in generate(model, prompts, max_new_tokens, r, ends, **options):
-        new[row].append(token)
+        tokens[row] += 1
         recurrences[row] += took
-    texts = []
-    for ids in new:
-        ids = [token for token in ids if token != tokenizer.eos_id]
-        texts.append(cut(tokenizer.decode(ids), stops))
-    return texts, [len(ids) for ids in new], recurrences
+        if token != tokenizer.eos_id:
+            new[row].append(token)
+    texts = [cut(tokenizer.decode(ids), stops) for ids in new]
+    return texts, tokens, recurrences
 
 
-def answer_questions(model, tokenizer, rows, r, batch, args):
-    """Answer the questions in batch, a list of indices of rows: {(r, index): line of the file}."""
+def answer_questions(model, tokenizer, rows, r, args):
+    """Answer a batch of rows at depth r -> their lines of the file of answers."""
     began = time.perf_counter()
-    room = model.config.context - args.max_new_tokens
-    prompts = [rows[i]["ids"][-room:] for i in batch]  # cut from the left, as the harness does
+    prompts = [row["ids"] for row in rows]
     stops = STOPS if args.template == "cot" else ()
     found = answer_batch(model, tokenizer, prompts, args.max_new_tokens, stops, r, **decoding(args))
-    seconds = (time.perf_counter() - began) / len(batch)
-    answers = {}
-    for i, text, tokens, recurrences in zip(batch, *found):
-        answer = {"index": i, "steps": r, "output": text}
+    seconds = (time.perf_counter() - began) / len(rows)
+    lines = []
+    for row, text, tokens, recurrences in zip(rows, *found):
+        line = {"index": row["index"], "steps": r, "output": text, "tokens": tokens,
+                "recurrences": recurrences, "seconds": seconds}
         for metric, extract in METRICS.items():
-            answer[metric] = is_correct(extract(text), rows[i]["answer"])
-        answer |= {"tokens": tokens, "recurrences": recurrences, "seconds": seconds}
-        answers[r, i] = answer
-    return answers
+            line[metric] = is_correct(extract(text), row["answer"])
+        lines.append(line)
+    return lines
 
 
-def answer_rest(model, tokenizer, rows, answers, path, args):
+def answer_rest(model, tokenizer, rows, steps, answers, path, args):
     """
-    Answer what `answers`, {(r, index): line of the file}, does not have yet. New answers are added
-    to it and to the file. In each round every process answers one batch, and rank 0 writes.
+    Answer what is missing in `answers`, {(r, index): line}, and add it there and to the file. In
+    each round every process answers one batch, and rank 0 writes.
     """
     # Similar lengths together need little padding. The longest first: out of memory comes at once.
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["ids"]))
-    batches = [order[i:i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
-    # A batch that was answered in part is answered whole, as rounding depends on its other rows.
-    todo = [(r, batch) for r in args.steps for batch in batches
-            if any((r, i) not in answers for i in batch)]
-    costs = [r + 1 for r, _ in todo]  # prelude and coda are about as deep as the core
-    began = time.perf_counter()
+    order = sorted(rows, key=lambda row: -len(row["ids"]))
+    todo = []
+    for r in steps:
+        for first in range(0, len(order), args.batch_size):
+            batch = order[first:first + args.batch_size]
+            # If only half is answered, all is, since rounding depends on the rows of a batch.
+            if any((r, row["index"]) not in answers for row in batch):
+                todo.append((r, batch))
     for first in range(0, len(todo), WORLD):
-        parts = [{}] * WORLD
+        parts = [[]] * WORLD
         if first + RANK < len(todo):
             r, batch = todo[first + RANK]
-            parts[RANK] = answer_questions(model, tokenizer, rows, r, batch, args)
+            parts[RANK] = answer_questions(model, tokenizer, batch, r, args)
         if WORLD > 1:
             dist.all_gather_object(parts, parts[RANK])
-        new = {key: line for part in parts for key, line in part.items() if key not in answers}
-        answers |= new
+        with open(path if RANK == 0 else os.devnull, "a") as f:
+            for line in chain(*parts):
+                key = line["steps"], line["index"]
+                if key not in answers:
+                    answers[key] = line
+                    f.write(json.dumps(line) + "\n")
         if RANK == 0:
-            try:
-                with open(path, "a", encoding="utf-8") as f:
-                    f.writelines(json.dumps(line) + "\n" for line in new.values())
-            except OSError as e:
-                sys.exit(f"{path}: cannot be written ({e}): make room and start this again")
-            seconds = time.perf_counter() - began
-            share = sum(costs[:first + WORLD]) / sum(costs)
-            print(f"r = {r}: {len(answers)} answers, {share:.0%} of the work in {seconds:.0f} s, "
-                  f"{seconds / share - seconds:.0f} s to go", file=sys.stderr)
+            print(f"r = {r}: batch {first + 1} of {len(todo)}", file=sys.stderr,
+                  end="\r" if sys.stderr.isatty() else "\n")
 
 
 # ---- the file of answers ----------------------------------------------------------------------
 
 def settings_of(args, model):
     """Everything that decides an answer; the first line of the file of answers."""
-    no_effect = ("steps", "limit", "batch_size", "out", "overwrite", "device", "compile")
-    settings = {key: value for key, value in vars(args).items() if key not in no_effect}
+    keys = "data", "template", "shots", "max_new_tokens", "dtype"
+    settings = {key: getattr(args, key) for key in keys} | decoding(args)
     # A model that was trained again in the same folder is another one.
-    saved = os.path.getmtime(os.path.join(model.folder, "model.safetensors"))
+    saved = os.path.getmtime(f"{model.folder}/model.safetensors")
     return settings | {"script": "eval_gsm8k", "model": model.folder, "weights_saved": saved}
 
 
-def read_answers(path, settings, overwrite):
+def read_answers(path, settings):
     """
-    {(r, index): line} of a file of answers; {} if there is no file, or with overwrite. A last line
-    without an end is dropped: the process that wrote it was killed.
+    {(r, index): line} of a file of answers; {} if there is no file. A last line without an end is
+    dropped: the process that wrote it was killed.
     """
     if not os.path.exists(path):
         return {}
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path) as f:
             lines = f.read().split("\n")[:-1]
         first, *answers = [json.loads(line) for line in lines]
-        assert first["script"] == settings["script"]
-    except (ValueError, KeyError, TypeError, AssertionError):
+        answers = {(line["steps"], line["index"]): line for line in answers}
+        for key, value in settings.items():
+            if first[key] != value:
+                sys.exit(f"{path}: holds answers with {key} {first[key]}, not {value}: delete it, "
+                         "or name another file with --out")
+    except (ValueError, KeyError, TypeError):
         sys.exit(f"{path}: is damaged or not a file of answers: name another with --out")
-    if overwrite:
-        return {}
-    for key, value in settings.items():
-        if first.get(key) != value:
-            sys.exit(f"{path}: holds answers with {key} {first.get(key)}, not {value}: name "
-                     "another file with --out, or replace them with --overwrite")
-    return {(answer["steps"], answer["index"]): answer for answer in answers}
+    return answers
 
 
 # ---- scores -----------------------------------------------------------------------------------
 
-def score(answers, metric):
+def score(rows, answers, r, metric):
     """Accuracy, its standard error, the number of answers, mean recurrences of a token."""
-    n = len(answers)
-    p = sum(answer[metric] for answer in answers) / n
-    recurrences = sum(answer["recurrences"] for answer in answers)
-    tokens = sum(answer["tokens"] for answer in answers)
+    lines = [answers[r, row["index"]] for row in rows]
+    n = len(lines)
+    p = sum(line[metric] for line in lines) / n
+    recurrences = sum(line["recurrences"] for line in lines)
+    tokens = sum(line["tokens"] for line in lines)
     return p, math.sqrt(p * (1 - p) / n), n, recurrences / tokens
 
 
-def summarise(answers, rows, steps, metrics):
+def summarise(rows, answers, steps, metrics):
     """The "results" of write_result(): a dict for each r and metric."""
     levels = sorted({row["difficulty"] for row in rows} - {None})
     results = []
-    for r in steps:
-        given = [answers[r, i] for i in range(len(rows))]
-        for metric in metrics:
-            keys = ("value", "standard_error", "n", "mean_steps")
-            result = {"steps": r, "metric": metric} | dict(zip(keys, score(given, metric)))
-            for level in levels:
-                part = [answer for answer, row in zip(given, rows) if row["difficulty"] == level]
-                result.setdefault("by_difficulty", {})[str(level)] = score(part, metric)
-            results.append(result)
+    for r, metric in product(steps, metrics):
+        result = {"steps": r, "metric": metric, "by_difficulty": {}}
+        keys = "value", "standard_error", "n", "mean_steps"
+        result |= zip(keys, score(rows, answers, r, metric))
+        for level in levels:
+            part = [row for row in rows if row["difficulty"] == level]
+            result["by_difficulty"][str(level)] = score(part, answers, r, metric)
+        results.append(result)
     return results
 
 
-def depth(r, config):
-    """r as tables show it: * is beyond the mean recurrence of training, - has no recurrence."""
-    if not config.n_core:
-        return "-"
-    return f"{r}*" if r > config.mean_recurrence else f"{r}"
-
-
-def print_table(results, config):
-    """A line for each r and metric; last come the accuracies of each difficulty, if there are."""
-    levels = results[0].get("by_difficulty", {})
-    print(f"\n{'by difficulty' if levels else '':>57}")
+def print_table(results, config, args):
+    """A line for each r and metric. On the right stand the accuracies of each difficulty."""
+    levels = results[0]["by_difficulty"]
+    heading = args.task
+    if levels:
+        heading += f", on the right by {args.difficulty}"
+    print(f"\n{heading}")
     print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'mean r':>8}  "
           + "".join(f"{level:>5}" for level in levels))
     for row in results:
-        print(f"{depth(row['steps'], config):>6}  {row['metric']:9}{row['value']:6.1%}"
+        r = f"{row['steps'] or '-'}" + "*" * (row["steps"] > config.mean_recurrence)
+        print(f"{r:>6}  {row['metric']:9}{row['value']:6.1%}"
               f"{row['standard_error']:6.1%}{row['n']:7}{row['mean_steps']:8.2f}  "
-              + "".join(f"{row['by_difficulty'][level][0]:5.0%}" for level in levels))
+              + "".join(f"{right:5.0%}" for right, *_ in row["by_difficulty"].values()))
     if config.n_core:
         print(f"* beyond the mean recurrence of training, {config.mean_recurrence}")
 
@@ -313,66 +302,61 @@ def parse_args():
                    help="recurrences r, comma-separated; default: %(default)s")
     p.add_argument("--template", choices=("cot", "plain"), default="cot",
                    help="cot: the paper's prompt (default); plain: the question alone")
-    p.add_argument("--shots", type=int, choices=(0, 1, 8), default=1,
+    p.add_argument("--shots", type=int, choices=range(9), default=1,
                    help="examples in the prompt; default: 1, as in the paper")
     p.add_argument("--limit", type=int, help="the first so many questions only")
     p.add_argument("--batch_size", type=int, default=32, help="default: %(default)s")
     p.add_argument("--max_new_tokens", type=int, default=256, help="default: %(default)s")
+    p.add_argument("--task", help="what tables and pictures call the questions; default: --data")
+    p.add_argument("--difficulty", default="difficulty",
+                   help='what they call "difficulty" in --data, such as sentences')
     p.add_argument("--out", help="the summary; default: eval_DATA.json in the folder of --model")
-    p.add_argument("--overwrite", action="store_true", help="discard the answers that are there")
     add_model_arguments(p, dtype="float32")
     add_decoding_arguments(p)
     args = p.parse_args()
-    stem = os.path.splitext(os.path.basename(args.data))[0]
-    args.out = args.out or os.path.join(args.model, f"eval_{stem}.json")
+    args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
+    args.task = args.task or args.data
     return args
 
 
 def main():
     args = parse_args()
     if WORLD > 1:
-        # All wait for the slowest batch of a round, so no timeout within a day.
-        dist.init_process_group("gloo", timeout=timedelta(days=1))
+        dist.init_process_group("gloo")
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(args.device)
     rows = read_questions(args.data, args.limit)
     model, tokenizer = load_model(args.model, args.device, args.dtype, args.compile)
     config = model.config
-    args.steps = sorted(parse_steps(args.steps)) if config.n_core else [0]
+    steps = sorted(parse_steps(args.steps)) if config.n_core else [0]
     if not 0 < args.max_new_tokens < config.context:
         sys.exit(f"--max_new_tokens {args.max_new_tokens}: must be positive and leave room for a "
                  f"prompt in the model's context of {config.context}")
-    room = config.context - args.max_new_tokens
     for row in rows:
         prompt = make_prompt(row["question"], args.template, args.shots)
-        row["ids"] = tokenizer.encode(prompt, bos=True)
-    truncated = sum(len(row["ids"]) > room for row in rows)
+        ids = tokenizer.encode(prompt, bos=True)
+        row["ids"] = ids[args.max_new_tokens - config.context:]  # cut as the harness does
 
-    if os.path.exists(args.out) and read_json(args.out).get("script") != "eval_gsm8k":
-        sys.exit(f"{args.out}: is not an earlier summary: name another file with --out")
     path = args.out.removesuffix(".json") + ".jsonl"
     settings = settings_of(args, model)
-    answers = read_answers(path, settings, args.overwrite)
-    if WORLD > 1:
-        dist.barrier()  # everybody has read the file
+    answers = read_answers(path, settings)
     if RANK == 0:
-        with whole(path) as new, open(new, "w", encoding="utf-8") as f:
+        # A process that reads the file only now finds the same answers there.
+        with whole(path) as new, open(new, "w") as f:
             f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
-        print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions at r = "
-              f"{args.steps}; {truncated} prompts are cut to their last {room} tokens; "
-              f"{path} holds {len(answers)} answers", file=sys.stderr)
-    answer_rest(model, tokenizer, rows, answers, path, args)
+        print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions at r = {steps};"
+              f" {path} holds {len(answers)} answers", file=sys.stderr)
+    answer_rest(model, tokenizer, rows, steps, answers, path, args)
     if RANK == 0:
         # Without the paper's prompt nothing asks for "The answer is".
-        metrics = ["flexible", "strict"] if args.template == "cot" else ["flexible"]
-        results = summarise(answers, rows, args.steps, metrics)
+        metrics = METRICS if args.template == "cot" else ["flexible"]
+        results = summarise(rows, answers, steps, metrics)
         seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
         tokens = sum(answer["tokens"] for answer in answers.values())
-        write_result(args.out, "eval_gsm8k", model, "gsm8k", results, seconds, tokens,
-                     data=os.path.basename(args.data), n=len(rows), truncated=truncated,
-                     settings=settings)
-        print_table(results, config)
+        write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
+                     n=len(rows), difficulty=args.difficulty, settings=settings)
+        print_table(results, config, args)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 
 

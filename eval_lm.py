@@ -15,8 +15,6 @@ Tokens, truncation and scores are those of the harness's own HFLM, with BOS wher
 one. In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
 import argparse
-import math
-import os
 import random
 import sys
 import time
@@ -24,8 +22,8 @@ import time
 import numpy as np
 import torch
 
-from data import cli, describe, read_json, write_result
-from eval_gsm8k import answer_batch, depth
+from data import cli, write_result
+from eval_gsm8k import answer_batch
 from sample import add_model_arguments, load_model, parse_steps
 
 try:
@@ -87,13 +85,13 @@ class Harness(TemplateLM):
             n = len(context)
             ids, position, branch = list(context), list(range(n)), [0] * n
             for k, x in enumerate(continuations, 1):
-                start = b * T + len(ids)
+                start, new = b * T + len(ids), len(x) - 1
                 # The end of the context predicts the first token, and the last predicts nothing.
-                places += [b * T + n - 1, *range(start, start + len(x) - 1)]
+                places += [b * T + n - 1, *range(start, start + new)]
                 targets += x
                 ids += x[:-1]
-                position += range(n, n + len(x) - 1)
-                branch += [k] * (len(x) - 1)
+                position += range(n, n + new)
+                branch += [k] * new
             table[:, b, :len(ids)] = torch.tensor([ids, position, branch])
             self.tokens += len(ids)
         device = self.model.embed.weight.device
@@ -102,7 +100,11 @@ class Harness(TemplateLM):
 
     @torch.no_grad()
     def score(self, rows):
-        """For each continuation, row by row: {r: (log-likelihood, is it the greedy one)}."""
+        """
+        For each continuation, row by row: {r: (log-likelihood, is it the greedy one)}. A token
+        sees earlier tokens of its own branch and of the context. Its position, and with it the
+        noise of its s_0, is the one that it would have in a row without the other continuations.
+        """
         model = self.model
         idx, position, branch, places, targets = self.pack(rows)
         S = int(position.max()) + 1
@@ -110,8 +112,7 @@ class Harness(TemplateLM):
         same = branch[:, None, :] == branch[:, :, None]                     # (B, T, T)
         mask = (same | (branch == 0)[:, None, :]).tril()[:, None]           # (B, 1, T, T)
         noise = model.initial_state(S, 1, self.seed, range(S))[:, 0]        # (S, C), as in decoding
-        if self.state == "zero":
-            noise.zero_()
+        noise *= self.state != "zero"
         lengths = [len(x) for _, continuations in rows for x in continuations]
 
         def finish(s, rope, _):
@@ -131,7 +132,7 @@ class Harness(TemplateLM):
         """[(_, context, continuation), ...] -> [(log-likelihood, is it the greedy one), ...]"""
         keys = []
         for _, context, x in requests:
-            assert context and 0 < len(x) <= self.max_length, f"{len(context)} + {len(x)} tokens"
+            assert context and 0 < len(x) <= self.max_length  # as HFLM does
             kept = tuple(context + x)[-self.max_length - 1:]  # the last one is predicted, not read
             keys.append((kept[:-len(x)], tuple(x)))
         rows = []
@@ -155,11 +156,14 @@ class Harness(TemplateLM):
             ids = self.tok_encode(request.args[0])
             windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
             texts.append([(None, *utils.make_disjoint_window(window)) for window in windows])
-        found = iter(self._loglikelihood_tokens([window for text in texts for window in text]))
-        return [sum(next(found)[0] for _ in text) for text in texts]
+        self._loglikelihood_tokens(sum(texts, []))  # all in one go; their answers are kept
+        return [sum(x for x, _ in self._loglikelihood_tokens(text)) for text in texts]
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Greedy continuations of contexts, each cut at the first of its stop strings."""
+        """
+        Greedy continuations of contexts, each cut at the first of its stop strings. Exits if a task
+        wants samples, or more tokens than the context holds.
+        """
         groups = {}  # what the same settings apply to
         for i, request in enumerate(requests):
             context, settings = request.args
@@ -183,7 +187,10 @@ class Harness(TemplateLM):
 
 
 def load_tasks(names, include_path=None, num_fewshot=None):
-    """The harness's tasks of these names, loaded as its simple_evaluate() does."""
+    """
+    The harness's tasks of these names, loaded as its simple_evaluate() does. num_fewshot: examples
+    in the prompt; by default what a task says itself. A task that says 0 keeps its 0.
+    """
     random.seed(defaults.DEFAULT_RANDOM_SEED)
     np.random.seed(defaults.DEFAULT_OTHER_SEED)
     try:
@@ -224,22 +231,14 @@ def evaluate(lm, tasks, limit=None):
 
 
 def print_table(results, config):
-    """A line for each task and metric, a column for each r."""
-    lines = {}
-    for x in results:
-        cell = f"{x['value']:.4g}"
-        if x["standard_error"] is not None:
-            cell += f" ± {x['standard_error']:.2g}"
-        lines.setdefault((x["task"], x["metric"]), {})[f"r = {depth(x['steps'], config)}"] = cell
-    width = max(len(task + metric) for task, metric in lines) + 2
-    print(" " * width + "".join(f"{head:>20}" for head in next(iter(lines.values()))))
-    for (task, metric), cells in lines.items():
-        print(f"{task}, {metric}".ljust(width) + "".join(f"{x:>20}" for x in cells.values()))
-    if config.n_core:
-        print(f"* beyond the mean recurrence of training, {config.mean_recurrence}")
+    """A line for each task, metric and r. * is beyond the mean recurrence of training."""
+    for x in sorted(results, key=lambda x: (x["task"], x["metric"], x["steps"])):
+        r = f"{x['steps']}" + "*" * (x["steps"] > config.mean_recurrence)
+        error = "" if x["standard_error"] is None else f" ± {x['standard_error']:.2g}"
+        print(f"{x['task']:24} {x['metric']:24} r = {r:5} {x['value']:.4g}{error}")
 
 
-def parse_args():
+def main():
     p = argparse.ArgumentParser(description="Tasks of lm-evaluation-harness over recurrences.")
     p.add_argument("--model", required=True, help="checkpoint or run folder")
     p.add_argument("--tasks", required=True, help="names, comma-separated")
@@ -252,31 +251,19 @@ def parse_args():
     p.add_argument("--out", help="default: eval_TASKS.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
     args = p.parse_args()
-    args.out = args.out or os.path.join(args.model, f"eval_{args.tasks:.100}.json")
-    return args
-
-
-def main():
-    args = parse_args()
     if TemplateLM is object:
         sys.exit(f'eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate ({missing})')
-    if os.path.exists(args.out) and read_json(args.out).get("script") != "eval_lm":
-        sys.exit(f"{args.out}: is not an earlier result: name another file with --out")
-    lm = Harness(args.model, sorted(parse_steps(args.steps)), args.batch_size, args.device,
-                 args.dtype, args.seed, args.state)
+    lm = Harness(args.model, parse_steps(args.steps), args.batch_size, args.device, args.dtype,
+                 args.seed, args.state)
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
-    print(f"{lm.model.folder}, {', '.join(describe(lm.model))}: {', '.join(tasks['tasks'])}",
-          file=sys.stderr)
     began = time.perf_counter()
     results = evaluate(lm, tasks, args.limit)
     seconds = time.perf_counter() - began
-    write_result(args.out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
+    out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
+    write_result(out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
                  settings=vars(args))
     print_table(results, lm.model.config)
-    print(f"{lm.tokens} tokens in {seconds:.1f} s: {args.out}")
-    broken = [x["metric"] for x in results if not math.isfinite(x["value"])]
-    if broken:
-        sys.exit(f"{args.out}: {', '.join(broken)} are not finite numbers")
+    print(f"{lm.model.folder}: {lm.tokens} tokens in {seconds:.1f} s: {out}")
 
 
 if __name__ == "__main__":

@@ -5,53 +5,101 @@
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# --quick plays every stage in about a minute (too short to learn); --seed N writes to out/tiny-seedN.
-# A run that was stopped goes on where it was; `rm -rf out/tiny` starts over.
+# It takes 10 to 12 minutes on 2 cores. --quick plays every stage in about a minute, too short to
+# learn. Everything goes to out/tiny, with --quick to out/tiny-quick, with --seed 5 to
+# out/tiny-seed5. A run that was stopped continues with the same command; `rm -rf out/tiny` starts
+# over. On a machine that is busy with other work, two threads wait for each other, and one is
+# many times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/tiny seed=0 quick=
+quick='' seed=''
 while (($#)); do
     case $1 in
-    --quick) quick=1 out=out/tiny-quick; shift ;;
-    --seed) seed=${2:?--seed needs a number} out=out/tiny-seed$2; shift 2 ;;
+    --quick) quick=1; shift ;;
+    --seed) seed=${2:?--seed needs a number}; shift 2 ;;
     *) echo "tiny.sh: error: unknown flag $1 (--quick, --seed N)" >&2; exit 2 ;;
     esac
 done
-# bfloat16 products where the processor has them (a third faster here), float32 elsewhere.
+[[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
+out=out/tiny${quick:+-quick}${seed:+-seed$seed}
+
+# Training is in bfloat16 where the processor has it (a third faster here), else in float32; the
+# stage that teaches the task may differ. All scores are in float32.
 dtype=float32
 if grep -qs bf16 /proc/cpuinfo; then dtype=bfloat16; fi
-stage() { printf '\n== %s ==  (%d s)\n' "$1" $SECONDS; }
+task_dtype=$dtype
+
+stage() {  # stage TITLE TIME PURPOSE
+    local time=$2
+    if [[ $quick ]]; then time="a few seconds"; fi
+    printf '\n== %s (%s; %d s so far)\n%s\n\n' "$1" "$time" $SECONDS "$3"
+}
 train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $out/NAME
     local config=$1 name=$2
     shift 2
-    python train.py --config=config/tiny_"$config".toml --seed="$seed" --out_dir="$out/$name" --dtype=$dtype "$@" ${quick:+--compile=false}
+    python train.py --config=config/tiny_"$config".toml --seed="${seed:-0}" --out_dir=$out/"$name" \
+        --dtype=$dtype ${quick:+--compile=false} "$@"
+}
+score() {  # score NAME FOLDER FILE TASK: what the model in $out/FOLDER answers to FILE.jsonl
+    python eval_gsm8k.py --model $out/"$2" --data $out/data/"$3".jsonl --out $out/eval_"$1".json \
+        --task "$4" --difficulty sentences --template plain --max_new_tokens 1 --batch_size 200 \
+        --steps 1,2,4,8,16,32 ${quick:+--limit 120}
 }
 
-stage "1. the corpus, its word model and a test set"
+if [[ ! $quick ]]; then
+    echo "10 to 12 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
+    echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
+fi
+
+stage "1. Make the corpus" "10 s" \
+"Stories such as 'has 7 loses 4 times 3', in which a count goes up and down. What it ends with, its
+last digit only, is the question. Each sentence needs the one before it."
 python data.py tiny --out $out/data ${quick:+--rows 8000}
-stage "2. pretrain an ordinary Llama"
+
+stage "2. Pretrain an ordinary Llama of 6 layers" "2 minutes" \
+"The parent, which stands for a model that one would download. It reads stories that give the
+answer after every sentence, and stories of which only the first few answers are asked."
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
-stage "3. surgery: layer 0 is the prelude, 3 and 4 the recurrent block, 5 the coda"
+
+stage "3. Surgery" "5 s" \
+"Layer 0 becomes the prelude, 3 and 4 the recurrent block, 5 the coda; 1 and 2 are dropped."
 [[ -e $out/tiny-1-2-1 ]] || python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
-stage "4. heal at one recurrence, then train with the curriculum"
+
+stage "4. Heal, then teach the task" "3 to 4 minutes" \
+"Pretraining goes on for a moment, to make up for the lost layers. Then the answers are asked without
+a chain of thought, while the mean number of recurrences r rises from 1 to 8."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 ${quick:+--updates=4}
-train task task --data=$out/data/task --init_from=$out/heal ${quick:+--updates=6}
-stage "5. post-train the untouched parent: on as many tokens, then on as many training FLOPs"
+train task task --data=$out/data/task --init_from=$out/heal --dtype=$task_dtype ${quick:+--updates=6}
+
+stage "5. Teach the same task to the untouched parent" "4 minutes" \
+"Two baselines of fixed depth: one trains on as many tokens, the other on as many FLOPs."
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --match_tokens=$out/task
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --match_flops=$out/task
-stage "6. score them all"
-score() {  # score NAME FOLDER FILE
-    python eval_gsm8k.py --model $out/"$2" --data $out/data/"$3".jsonl --template plain --max_new_tokens 1 --batch_size 200 \
-        --steps 1,2,4,8,16,32 --overwrite --out $out/eval_"$1".json ${quick:+--limit 120}
-}
-score recurrent task test
-score parent_tokens parent_tokens test
-score parent_flops parent_flops test
-if [[ ! $quick ]]; then  # stories longer than any in training
-    score recurrent_18 task test18
-    score parent_flops_18 parent_flops test18
+
+stage "6. Ask all three" "1 minute" \
+"New stories, at r = 1 to 32: up to 12 sentences, as in training, and 18, more than ever in training."
+near="stories of 1 to 12 sentences" far="18 sentences (trained on 12)"
+labels="recurrent,parent at equal tokens,parent at equal FLOPs"
+score recurrent task test "$near"
+score parent_tokens parent_tokens test "$near"
+score parent_flops parent_flops test "$near"
+scores="$out/eval_recurrent.json $out/eval_parent_tokens.json $out/eval_parent_flops.json"
+if [[ ! $quick ]]; then
+    score recurrent_18 task test18 "$far"
+    score parent_tokens_18 parent_tokens test18 "$far"
+    score parent_flops_18 parent_flops test18 "$far"
+    scores+=" ${scores//.json/_18.json}"
+    labels+=",$labels"
 fi
-stage "accuracy over r, and by the number of sentences"
-python bench.py plot $out/eval_recurrent.json $out/eval_parent_tokens.json $out/eval_parent_flops.json \
-    --labels "recurrent,parent at equal tokens,parent at equal FLOPs" --out $out/accuracy.png
-echo "done in $SECONDS s; next: python sample.py --steps 32"
+python bench.py plot $scores --labels "$labels" --out $out/accuracy.png > $out/accuracy.txt
+
+stage "What came out" "5 s" \
+"$(tail -1 $out/accuracy.txt) (the same numbers as text: $out/accuracy.txt)
+It shows one and the same model answering longer stories the more often it recurs, while its parents,
+of fixed depth, stop at a certain length, however long they train. With 18 sentences it is asked for
+more steps than training ever showed; how far that goes differs from run to run."
+if [[ $quick ]]; then echo "But --quick is too short to learn: its numbers mean nothing."; fi
+echo "An example, of which the right answer is 2, at r = 1, 4 and 32:"
+python sample.py --model $out/task --steps 1,4,32 --tokens 1 \
+    --prompt "has 7 loses 4 times 3 gets 2 gets 1 loses 4 times 2 loses 3 gets 4 times 3 loses 1 gets 2"
+echo "Your own: python sample.py --model $out/task --interactive"
