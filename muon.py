@@ -46,7 +46,7 @@ def newton_schulz(G):
 
 def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
     """Update t (from 1) of AdamW for lists of tensors, in place, by torch's fused kernel."""
-    t = [torch.tensor(float(t), device=weights[0].device)] * len(weights)
+    t = [torch.full((), float(t), device=weights[0].device)] * len(weights)
     torch._fused_adamw_(weights, grads, m, v, [], t, lr=lr, beta1=BETAS[0], beta2=BETAS[1],
                         weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False)
 
@@ -66,6 +66,19 @@ def adamw_star_(w, g, m, v, t, lr, decay):
     step = lr / (1 - BETAS[0] ** t) / excess
     w.mul_(1 - decay)
     w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - BETAS[1] ** t)))
+
+
+def stacked_parts(model):
+    """
+    The rows of q, k, v and of gate, up in the matrices of a feed-forward model that stack them, as
+    {name: rows of the parts}. The paper's static baselines are Hugging Face models, in which these
+    are matrices of their own; its recurrent models stack them.
+    """
+    parts = {}
+    for i, block in enumerate(model.prelude):
+        parts[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
+        parts[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
+    return parts
 
 
 class Muon:
@@ -117,17 +130,28 @@ class Muon:
                 p.grad = None
 
     @torch.no_grad()
-    def step(self, lr_factor=1.0, clip=math.inf, labels=1):
+    def reduce(self):
         """
-        One update at lr_factor times the learning rates. The summed gradients are divided by
-        `labels` (a number or a tensor) and scaled down to norm `clip`. Returns their norm before
-        clipping. If that is not finite, weights and state stay as they are.
+        Sum the gradients over the ranks, once an update. Returns the norm of the sum, a float64
+        scalar that stays on the device.
         """
         if self.world > 1:
             dist.all_reduce(self.sums)
         # Row by row: over 65M weights one float32 sum would be wrong by 1 % (on a CPU).
         norms = [torch.linalg.vector_norm(g, dim=-1).double().square().sum() for g in self.grads]
-        norm = (torch.stack(norms).sum().sqrt() / labels).item()  # the one wait for the device
+        return torch.stack(norms).sum().sqrt()
+
+    @torch.no_grad()
+    def step(self, lr_factor=1.0, clip=math.inf, labels=1, norm=None):
+        """
+        One update at lr_factor times the learning rates. The summed gradients are divided by
+        `labels` and scaled down to norm `clip`. norm: what reduce() returned, as a number, by a
+        caller that reads it with other numbers; by default it is called here. Returns the norm
+        before clipping. If that is not finite, weights and state stay as they are.
+        """
+        if norm is None:
+            norm = self.reduce().item()
+        norm = norm / labels
         if math.isfinite(norm):
             self.updates += 1
             self.sums.mul_(min(1.0, clip / (norm + 1e-6)) / labels)

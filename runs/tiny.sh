@@ -40,6 +40,14 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
     python train.py --config=config/tiny_"$config".toml --seed="${seed:-0}" --out_dir=$out/"$name" \
         --dtype=$dtype ${quick:+--compile=false} "$@"
 }
+equal() {  # equal tokens|flops: updates that cost the parent what task has cost since surgery
+    python -c "
+from data import read_json
+from model import RecurrentLM, find_checkpoint
+cost = {'tokens': 1, 'flops': RecurrentLM.load('$out/pretrain').flops_per_token()}['$1']
+spent = read_json(find_checkpoint('$out/task') + '/train.json')['$1']
+print(round(spent / cost / (128 * 26)))"
+}
 score() {  # score NAME FOLDER FILE TASK: what the model in $out/FOLDER answers to FILE.jsonl
     python eval_gsm8k.py --model $out/"$2" --data $out/data/"$3".jsonl --out $out/eval_"$1".json \
         --task "$4" --difficulty sentences --template plain --max_new_tokens 1 --batch_size 200 \
@@ -73,8 +81,8 @@ train task task --data=$out/data/task --init_from=$out/heal --dtype=$task_dtype 
 
 stage "5. Teach the same task to the untouched parent" "4 minutes" \
 "Two baselines of fixed depth: one trains on as many tokens, the other on as many FLOPs."
-train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --match_tokens=$out/task
-train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --match_flops=$out/task
+train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --updates="$(equal tokens)"
+train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --updates="$(equal flops)"
 
 stage "6. Ask all three" "1 minute" \
 "New stories, at r = 1 to 32: up to 12 sentences, as in training, and 18, more than ever in training."

@@ -12,7 +12,7 @@ done
 finish
 for seed in $seeds; do
     long $seed deep --init_from=$out/$seed/deep_pretrain
-    long $seed parent_flops --init_from=$out/$seed/pretrain --match_flops=$out/$seed/r32
+    long $seed parent_flops --init_from=$out/$seed/pretrain --updates="$(equal_flops $seed r32)"
 done
 finish
 for seed in $seeds; do
