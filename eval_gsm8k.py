@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import cli, describe, whole, write_result
+from data import cli, describe, read_json, whole, write_result
 from sample import (add_decoding_arguments, add_model_arguments, decoding, generate, load_model,
                     parse_steps)
 
@@ -338,6 +338,8 @@ def main():
         ids = tokenizer.encode(prompt, bos=True)
         row["ids"] = ids[args.max_new_tokens - config.context:]  # cut as the harness does
 
+    if os.path.exists(args.out) and "results" not in read_json(args.out):
+        sys.exit(f"{args.out}: is no earlier summary: name another file with --out")
     path = args.out.removesuffix(".json") + ".jsonl"
     settings = settings_of(args, model)
     answers = read_answers(path, settings)

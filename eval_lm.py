@@ -15,6 +15,7 @@ Tokens, truncation and scores are those of the harness's own HFLM, with BOS wher
 one. In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
 import argparse
+import os
 import random
 import sys
 import time
@@ -22,7 +23,7 @@ import time
 import numpy as np
 import torch
 
-from data import cli, write_result
+from data import cli, read_json, write_result
 from eval_gsm8k import answer_batch
 from sample import add_model_arguments, load_model, parse_steps
 
@@ -253,13 +254,15 @@ def main():
     args = p.parse_args()
     if TemplateLM is object:
         sys.exit(f'eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate ({missing})')
+    out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
+    if os.path.exists(out) and "results" not in read_json(out):
+        sys.exit(f"{out}: is no earlier result: name another file with --out")
     lm = Harness(args.model, parse_steps(args.steps), args.batch_size, args.device, args.dtype,
                  args.seed, args.state)
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     began = time.perf_counter()
     results = evaluate(lm, tasks, args.limit)
     seconds = time.perf_counter() - began
-    out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
     write_result(out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
                  settings=vars(args))
     print_table(results, lm.model.config)

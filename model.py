@@ -102,7 +102,7 @@ class Linear(nn.Linear):
 
 def rotate(x, rope):
     """Rotary embedding as Hugging Face has it: the two halves of a head (B, H, T, D) are pairs."""
-    cos, sin = rope[0].type_as(x), rope[1].type_as(x)  # (T, D/2), or (B, 1, T, D/2)
+    cos, sin = (t.type_as(x) for t in rope)  # (T, D/2), or (B, 1, T, D/2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -294,7 +294,7 @@ class RecurrentLM(nn.Module):
         finish = finish or self.finish
         e, s = self.begin(idx, state, rope, mask)
         out, done = {}, 0
-        for r in sorted(set(steps)):
+        for r in sorted(steps):
             s = self.recur(s, e, rope, r - done, mask)
             out[r], done = finish(s, rope, targets), r
         return out
@@ -330,8 +330,7 @@ class RecurrentLM(nn.Module):
         if isinstance(steps, int):
             k = min(steps, self.config.backprop_depth)
             steps = steps - k, k
-        assert isinstance(steps, tuple), f"steps={steps} is neither r nor (n, k)"
-        assert min(steps) >= 0, f"steps={steps} is negative"
+        assert type(steps) is tuple and min(steps) >= 0, f"{steps=} is neither r nor (n, k)"
         return steps
 
     def initial_state(self, B, T, seed=None, rows=None):
@@ -347,7 +346,7 @@ class RecurrentLM(nn.Module):
         if seed is None:
             return nn.init.trunc_normal_(s, 0.0, std, -3 * std, 3 * std)
         generator = torch.Generator(s.device)
-        for part, row in zip(s, rows, strict=True):
+        for part, row in zip(s, rows):
             generator.manual_seed(1_000_003 * seed + int(row))
             nn.init.trunc_normal_(part, 0.0, std, -3 * std, 3 * std, generator)
         return s
@@ -356,14 +355,15 @@ class RecurrentLM(nn.Module):
         """cos and sin, each (T, head_dim/2) float32, of positions 0..T-1."""
         c, device = self.config, self.embed.weight.device
         pairs = torch.arange(0, c.head_dim, 2, device=device)
-        f = 1.0 / c.rope_theta ** (pairs.float() / c.head_dim)
+        f = 1.0 / c.rope_theta ** (pairs / c.head_dim)
         if c.rope_scaling:
             # Llama-3.1 stretches long wavelengths, with a smooth band between long and short.
-            low, high = c.rope_scaling["low_freq_factor"], c.rope_scaling["high_freq_factor"]
-            turns = c.rope_scaling["original_max_position_embeddings"] * f / (2 * math.pi)
+            scaling = c.rope_scaling
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
             smooth = ((turns - low) / (high - low)).clamp(0, 1)
-            f = f * (smooth + (1 - smooth) / c.rope_scaling["factor"])
-        angle = torch.outer(torch.arange(T, device=device).float(), f)
+            f = f * (smooth + (1 - smooth) / scaling["factor"])
+        angle = torch.arange(T, device=device)[:, None] * f
         return angle.cos(), angle.sin()
 
     def compile_parts(self, dynamic=None):
@@ -398,11 +398,11 @@ class RecurrentLM(nn.Module):
         Training FLOPs per token by the paper's rule: 6 per parameter that carries gradient and 2
         per one that does not, of the layers alone (a feed-forward model: and the final norm).
         """
-        n = self.num_params()
+        size = self.num_params()
         if not self.core:
-            return 6 * n["body"]
-        without, with_grad = self.split_steps(steps)
-        return 6 * (n["prelude"] + n["coda"] + with_grad * n["core"]) + 2 * without * n["core"]
+            return 6 * size["body"]
+        n, k = self.split_steps(steps)
+        return 6 * (size["prelude"] + size["coda"]) + (2 * n + 6 * k) * size["core"]
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -438,8 +438,7 @@ class RecurrentLM(nn.Module):
             tensors = load_file(path, device=str(device))
             model.fill({name: t.to(dtype or t.dtype) for name, t in tensors.items()})
         except (SafetensorError, RuntimeError) as e:
-            reason = " ".join(str(e).split())
-            raise OSError(f"{path}: damaged, or of another model than config.json: {reason:.300}")
+            raise OSError(f"{path}: damaged, or of another model than config.json: {str(e)!r:.300}")
         model.folder = folder
         return model
 
@@ -467,8 +466,8 @@ class RecurrentLM(nn.Module):
         os.makedirs(folder, exist_ok=True)
         weights = weights or self.state_dict()
         path = os.path.join(folder, "model.safetensors")
-        save_file({name: weights[name].contiguous() for name in self.state_shapes()},
-                  path + ".tmp", {"format": "pt"})
+        tensors = {name: weights[name] for name in self.state_shapes()}
+        save_file(tensors, path + ".tmp", {"format": "pt"})
         os.replace(path + ".tmp", path)  # our weights may be a view of the old file
         with open(os.path.join(folder, "config.json"), "w") as f:
             json.dump({"model_type": "nanoloop", **asdict(self.config)}, f, indent=1)
@@ -478,7 +477,7 @@ class RecurrentLM(nn.Module):
 
 def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest step_* checkpoint of a run's folder."""
-    steps = sorted(glob.glob("step_" + "[0-9]" * 6, root_dir=folder))
+    steps = sorted(glob.glob("step_??????", root_dir=folder))
     folder = os.path.join(folder, *steps[-1:])
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise FileNotFoundError(f"{folder}: no such folder, or no config.json or step_* in it")

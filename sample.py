@@ -6,26 +6,28 @@ Decoding: an exact KV cache for recurrent depth, drafts, exits, and text streame
     python sample.py --model out/tinyllama --steps 32 --dtype bfloat16 --compile --draft_steps 2
     python sample.py --model out/tinyllama --steps 32 --exit kl --exit_threshold 0.001
     python sample.py --model out/tinyllama --interactive
-    echo "Once upon a time" | python sample.py --model out/tinyllama --prompt - --temperature 0.8
+    python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
 
 What is unusual here:
-- Every recurrence of every core layer has keys and values of its own, so the cache grows with r:
-  prelude + r * core + coda slots (--kv last: a few, whatever r is).
-- The recurrences of a token depend on earlier tokens only. So those of a cheap draft are the first
-  ones of the full answer, and nothing is computed twice.
-- All recurrences have the same weights, so rows of a batch may be at different ones in one pass.
-- s_0 is noise, so greedy text depends on a seed. The noise of a position follows from (seed,
-  position) alone, whatever else is in the batch. --state zero does without noise.
+- Every recurrence of every core layer has its own keys and values, so the cache grows with r:
+  prelude + r * core + coda slots. --kv last keeps one slot a core layer, whatever r is.
+- The recurrences of a token depend on earlier tokens only. So a cheap draft's recurrences are the
+  first ones of the full answer, and nothing is computed twice.
+- All recurrences share their weights, so one pass may take rows of a batch that are at different
+  recurrences.
+- s_0 is noise, so even greedy text depends on the seed. The noise at a position follows from
+  (seed, position) alone, whatever else is in the batch. --state zero goes without noise.
 
-Text goes to stdout, everything said about it to stderr. eval_gsm8k.py decodes with generate() too.
+The model's text goes to stdout, everything else to stderr.
 """
 import argparse
-import glob
-import os
+import contextlib
+import functools
 import re
 import sys
 import time
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -33,191 +35,154 @@ import torch.nn.functional as F
 from data import Tokenizer, cli, describe, read_json
 from model import RecurrentLM
 
-COLUMNS = 64    # the cache is read up to a multiple of so many columns, for few shapes to compile
-PREFILL = 512   # prompt tokens of a row at once
+COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
+PREFILL = 512   # prompt tokens of a row in one pass
 
 
 @dataclass
 class Decoding:
-    """How to decode. What is not exact by nature (exit, kv) is off by default."""
+    """How to decode. exit and kv make the result inexact and are off by default."""
     temperature: float = 0.0      # 0: greedy
     top_k: int = 0                # 0: off
     top_p: float = 1.0            # 1: off
     seed: int = 0                 # of the noise and of sampling
-    state: str = "noise"          # s_0: noise, or zero
-    kv: str = "full"              # full: a slot per recurrence; last or N: so many slots a layer
+    state: str = "noise"          # s_0: noise or zero
+    kv: str = "full"              # full: a slot per recurrence; last or N: 1 or N slots a layer
     exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
     exit_threshold: float = 0.001   # in nats
-    min_steps: int = 1            # no token stops before
-    draft_steps: int = 0          # recurrences of drafts (0: off), see speculative()
+    min_steps: int = 1            # no token stops earlier
+    draft_steps: int = 0          # recurrences of drafts (0, or r and more: off), speculative()
     draft_len: int = 12           # tokens drafted at a time
 
     def __post_init__(self):
         if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
             sys.exit(f"--kv {self.kv}: must be full, last or a number of slots")
-        if self.exit not in (None, "kl") or self.state not in ("noise", "zero"):
-            sys.exit(f"--exit {self.exit} --state {self.state}: give kl; noise or zero")
+        assert self.exit in (None, "kl") and self.state in ("noise", "zero"), self
         if self.draft_steps and (self.exit or self.kv != "full"):
-            sys.exit("--draft_steps: goes together with neither --exit nor --kv")
+            sys.exit("--draft_steps: cannot be combined with --exit or --kv")
 
 
 # -------------------------------------------------------------------------------------- the cache
 
 class Decoder:
     """
-    A model in the middle of B texts at depth r: the cache, and one pass at a time.
+    B texts in the middle of being decoded at depth r: the cache, and one pass at a time.
 
-    The token at position p of a row has its keys and values in column p, and what lies in later
-    columns is never seen. So texts of any lengths go together without padding, and to roll back is
-    to continue from an earlier position. Each layer has a pair of cached tensors (keys, values),
-    (slots, B, S, n_kv_head, D), with one slot in prelude and coda. o: a Decoding.
+    The token at position p of a row keeps its keys and values in column p, and no token sees later
+    columns. So texts of any lengths share a batch without padding, and to roll back means to
+    continue from an earlier position. S: columns that are needed. o: a Decoding.
+
+    cache: for prelude, core and coda a tensor (layers, 2, slots, B, columns, n_kv_head, head_dim),
+    where 2 stands for keys and values. The prelude and the coda have one slot.
     """
 
     def __init__(self, model, r, B, S, o):
         c, weight = model.config, model.embed.weight
-        # One block more than fits. A view of all columns would be contiguous, and compiled code is
-        # for one or the other.
+        self.model, self.r, self.S, self.width, self.graph = model, r, S, 0, None
+        self.slots = min(r, int({"full": r, "last": 1}.get(o.kv, o.kv)))
+        # A block more than is needed: a view of all columns would be contiguous, for which
+        # torch.compile would compile everything once more.
         S = (S // COLUMNS + 2) * COLUMNS
-        self.model, self.r, self.W, self.graph = model, r, 0, None
-        self.slots = r
-        if o.kv != "full":
-            self.slots = min(r, 1 if o.kv == "last" else int(o.kv))
-
-        def cache(layers, slots):
-            # Zeros, as what nobody sees yet is multiplied by zero and so must be finite.
-            shape = (slots, B, S, c.n_kv_head, c.head_dim)
-            return [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(layers)]
-
-        self.layers = cache(c.n_prelude, 1), cache(c.n_core, self.slots), cache(c.n_coda, 1)
-        self.table = [t.to(weight.dtype) for t in model.rope(S)]
-        self.noise = torch.zeros(S, c.n_embd, device=weight.device)  # s_0 of each position
-        if c.n_core and o.state == "noise":
-            self.noise = model.initial_state(S, 1, o.seed, range(S))[:, 0]
+        shape = B, S, c.n_kv_head, c.head_dim
+        # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
+        self.cache = [weight.new_zeros(layers, 2, slots, *shape) for layers, slots in
+                      ((c.n_prelude, 1), (c.n_core, self.slots), (c.n_coda, 1))]
         self.column = torch.arange(max(S, B), device=weight.device)
+        self.last = self.column.new_full((B, S), self.slots - 1)  # last slot of each token
+        self.table = [t.to(weight.dtype) for t in model.rope(S)]
+        noise = model.initial_state(S, 1, o.seed, range(S))[:, 0]
+        self.noise = noise * (o.state == "noise")  # s_0 of each position
 
-    def place(self, position, end, rows=None):
-        """The next pass is of tokens at position (B, T), below `end`, of these rows (or all)."""
-        width = -(-end // COLUMNS) * COLUMNS
-        if width != self.W:
-            self.view(width)
+    def place(self, position, end):
+        """The next pass takes tokens at `position` (B, T), all of them below `end`."""
+        self.width = -(-end // COLUMNS) * COLUMNS
         self.position = position
         self.rope = [t[position].unsqueeze(1) for t in self.table]  # (B, 1, T, D/2)
-        c = self.model.config
-        # Query heads of one kv head are rows of one (see Attention), each with the same mask.
-        groups = c.n_head // c.n_kv_head if position.shape[1] > 1 else 1
-        unseen = (self.column[:width] > position[:, :, None]).repeat(1, groups, 1)
-        mask = torch.zeros_like(unseen, dtype=self.table[0].dtype)
-        self.mask = mask.masked_fill_(unseen, -torch.inf).unsqueeze(1)  # (B, 1, rows, W)
-        self.rows = self.column[:len(position)] if rows is None else rows
-        self.at = (self.rows[:, None], position), None if rows is None else (rows,)
+        # Attention joins the query heads that share a kv head, and each needs the same mask: 0
+        # for what it sees and -inf for the rest, (B, 1, groups * T, width).
+        groups = self.model.config.n_head // self.model.config.n_kv_head
+        seen = self.column[:self.width] <= position[:, :, None]
+        self.mask = seen.repeat(1, groups, 1).unsqueeze(1).to(self.table[0].dtype).log()
+        self.rows = self.column[:len(position), None]
+        self.at = (self.rows, position), None
 
-    def view(self, width):
-        """The first `width` columns of the cache, a pair (keys, values) (B, W, H, D) per layer."""
-        def columns(layers, slot):
-            return [(k[slot, :, :width], v[slot, :, :width]) for k, v in layers]
-
-        self.W = width
-        prelude, core, coda = self.layers
-        self.prelude, self.coda = columns(prelude, 0), columns(coda, 0)
-        self.core = [columns(core, slot) for slot in range(self.slots)]
-        self.all_slots = columns(core, slice(None))  # for rows that are at different recurrences
-
-    def slot(self, i):
-        """Recurrence i (from 0) -> its slot."""
-        return min(i, self.slots - 1)
+    def kv(self, part, slot):
+        """(keys, values) (B, width, H, D) per layer of the prelude (0), core (1) or coda (2)."""
+        return [layer.unbind() for layer in self.cache[part][:, :, slot, :, :self.width]]
 
     def begin(self, idx):
         """Tokens (B, T) -> e and s_0, both (B, T, C)."""
         x = self.model.embed_idx(idx)
-        e = self.model.run_prelude(x, self.rope, self.mask, self.prelude, self.at)
+        e = self.model.run_prelude(x, self.rope, self.mask, self.kv(0, 0), self.at)
         return e, self.noise[self.position].type_as(e) if self.model.config.n_core else e
 
     def recur(self, s, e, first, last):
         """The state after `first` recurrences -> after `last`."""
-        kvs = [self.core[self.slot(i)] for i in range(first, last)]
+        kvs = [self.kv(1, min(i, self.slots - 1)) for i in range(first, last)]
         return self.model.recur(s, e, self.rope, last - first, self.mask, kvs, self.at)
 
     def recur_each(self, s, e, done):
-        """One recurrence of rows that have `done` (a list) different numbers behind them."""
-        slots = torch.tensor([self.slot(i) for i in done], device=s.device)
-        at = (slots[:, None], *self.at[0]), (slots, self.rows)
-        return self.model.run_core(s, e, self.rope, self.mask, self.all_slots, at)
+        """
+        One recurrence of rows that have done (B,) different numbers of them. Of a token that
+        stopped earlier, later recurrences see the last keys and values.
+        """
+        slot = done.clamp(max=self.slots - 1)[:, None]
+        self.last[self.rows, self.position] = slot
+        seen = torch.minimum(slot, self.last[:, :self.width])
+        at = (slot, *self.at[0]), (seen, self.rows, self.column[:self.width])
+        return self.model.run_core(s, e, self.rope, self.mask, self.kv(1, slice(None)), at)
 
-    def end(self, s):
+    def finish(self, s):
         """State (B, T, C) -> what the head reads."""
-        return self.model.run_coda(s, self.rope, self.mask, self.coda, self.at)
+        return self.model.run_coda(s, self.rope, self.mask, self.kv(2, 0), self.at)
 
     def logits(self, s):
         """State (B, T, C) -> logits (B, T, V) float32."""
-        return self.model.head(self.end(s)).float()
+        return self.model.head(self.finish(s)).float()
 
     def prefill(self, prompts):
-        """Lists of ids -> logits (B, V) float32 after the last id of each."""
-        if self.model.compiled:  # large products are as fast without compiling them
-            with torch.compiler.set_stance("force_eager"):
-                return self.run_prefill(prompts)
-        return self.run_prefill(prompts)
-
-    def run_prefill(self, prompts):
-        device, row = self.column.device, self.column[:len(prompts)]
-        T = max(map(len, prompts))
-        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
-        idx = torch.tensor([list(p) + [0] * (T - len(p)) for p in prompts], device=device)
-        out = self.table[0].new_zeros(1)
-        for start in range(0, T, PREFILL):
-            end = min(start + PREFILL, T)
-            self.place(self.column[start:end].expand(len(prompts), -1), end)
-            e, s = self.begin(idx[:, start:end])
-            x = self.end(self.recur(s, e, 0, self.r))[row, (last - start).clamp(0, end - start - 1)]
-            out = torch.where((last >= start)[:, None], x, out)  # else an earlier part had the last
-        if out.isnan().any():
-            sys.exit("the model's states are not numbers: its weights are damaged (--model)")
-        return self.model.head(out).float()
+        """
+        Fill the cache with prompts (lists of ids), but for their last ids. Returns these (B,),
+        their positions (B,), and the number of tokens in the longest prompt.
+        """
+        T, device = max(map(len, prompts)), self.column.device
+        idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)
+        position = torch.tensor([len(p) - 1 for p in prompts], device=device)
+        eager = contextlib.nullcontext()
+        if self.model.compiled:  # large products are as fast, and compiling takes a minute
+            eager = torch.compiler.set_stance("force_eager")
+        with eager:
+            for start in range(0, T - 1, PREFILL):
+                end = min(start + PREFILL, T - 1)
+                self.place(self.column[start:end].expand(len(prompts), -1), end)
+                e, s = self.begin(idx[:, start:end])
+                self.finish(self.recur(s, e, 0, self.r))
+        return idx[self.column[:len(idx)], position], position, T
 
     def step(self, token, position, end):
-        """A new token (B,) of every row at position (B,), below `end` -> logits (B, V) float32."""
-        if self.model.compiled and token.is_cuda:
-            return self.replay(token, position, end)
-        return self.run_step(token, position, end)
+        """
+        A new token (B,) of every row at position (B,), below `end` -> logits (B, V) float32.
+
+        Compiled on CUDA, the pass is thousands of small kernels, recorded once as a CUDA graph and
+        launched as one. No GPU has run this yet.
+        """
+        if not (self.model.compiled and token.is_cuda):
+            return self.run_step(token, position, end)
+        if not self.graph or end > self.width:
+            run = functools.partial(self.run_step, end=end)
+            inputs = token.clone(), position.clone()
+            self.graph = torch.cuda.make_graphed_callables(run, inputs)
+        return self.graph(token, position)
 
     def run_step(self, token, position, end):
         self.place(position[:, None], end)
         e, s = self.begin(token[:, None])
         return self.logits(self.recur(s, e, 0, self.r))[:, -1]
 
-    def replay(self, token, position, end):
-        """
-        step() as a CUDA graph: thousands of small kernels, recorded once and launched as one. The
-        recipe is torch's own ("Whole-network capture"). No GPU has run it yet.
-        """
-        key = -(-end // COLUMNS), len(token)
-        if not self.graph or self.graph[0] != key:  # texts only grow: no earlier shape comes again
-            inputs, side = (token.clone(), position.clone()), torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):  # compiles, and lets libraries take their memory
-                    self.run_step(*inputs, end)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = self.run_step(*inputs, end)
-            self.graph = key, graph, inputs, out
-        _, graph, inputs, out = self.graph
-        inputs[0].copy_(token)
-        inputs[1].copy_(position)
-        graph.replay()
-        return out
-
-    def fill(self, row, position, steps):
-        """A token that stopped after `steps` has its last keys and values in all later slots."""
-        for keys, values in self.layers[1]:
-            for t in (keys, values):
-                t[steps:, row, position] = t[self.slot(steps - 1), row, position]
-
     def keep(self, rows):
-        """Continue with these rows (a tensor of indices) of the batch only."""
-        self.layers = [[(k[:, rows], v[:, rows]) for k, v in part] for part in self.layers]
-        self.W, self.graph = 0, None
+        """Continue with some rows (a tensor of indices) of the batch only."""
+        self.cache = [cache[:, :, :, rows] for cache in self.cache]
+        self.last, self.width = self.last[rows], 0
 
 
 # ------------------------------------------------------------------------------------ next tokens
@@ -241,8 +206,8 @@ def distribution(logits, o):
 
 
 def draw(p, rng):
-    """Tokens (...) drawn from probabilities (..., V)."""
-    return torch.multinomial(p.flatten(0, -2), 1, generator=rng).view(p.shape[:-1])
+    """Tokens (...) drawn from probabilities (..., V): multinomial() would wait for a GPU."""
+    return (p / torch.empty_like(p).exponential_(generator=rng)).argmax(-1)
 
 
 def pick(logits, o, rng):
@@ -260,7 +225,7 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
 
     prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
     steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those of
-    Decoding. Exits on NaN logits.
+    Decoding.
     """
     c, o = model.config, Decoding(**options)
     r = sum(model.split_steps(steps)) if c.n_core else 0
@@ -270,19 +235,17 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
     way = plain
     if r and o.exit:
         way = adaptive
-    if r and o.draft_steps:
+    elif 0 < o.draft_steps < r:
         way = speculative
-        if o.draft_steps >= r:
-            sys.exit(f"--draft_steps {o.draft_steps}: drafts need fewer recurrences than r = {r}")
-    decoder = Decoder(model, r, len(prompts), T + max_new_tokens + o.draft_len, o)
-    rng = torch.Generator(model.embed.weight.device).manual_seed(o.seed)
+    d = Decoder(model, r, len(prompts), T + max_new_tokens + o.draft_len, o)
+    rng = torch.Generator(d.column.device).manual_seed(o.seed)
+    left = [max_new_tokens] * len(prompts)
     live = set(range(len(prompts)))  # the rows that go on
-    count = [0] * len(prompts)
-    for row, token, took in way(decoder, prompts, o, rng, live):
-        count[row] += 1
-        if count[row] <= max_new_tokens and row in live:
+    for row, token, took in way(d, prompts, o, rng, live):
+        if row in live:
             yield row, token, took
-            if count[row] == max_new_tokens or (ends and ends(row, token)):
+            left[row] -= 1
+            if not left[row] or (ends and ends(row, token)):
                 live.discard(row)
 
 
@@ -298,18 +261,14 @@ def shrink(d, rows, live, *tensors):
 
 def plain(d, prompts, o, rng, live):
     """One token of every row at a time."""
-    rows, logits, end = list(range(len(prompts))), d.prefill(prompts), max(map(len, prompts))
-    position = torch.tensor([len(p) for p in prompts], device=d.column.device)
-    while True:
-        token = pick(logits, o, rng)
+    rows = list(range(len(prompts)))
+    token, position, end = d.prefill(prompts)
+    while live:
+        rows, token, position = shrink(d, rows, live, token, position)
+        token = pick(d.step(token, position, end), o, rng)
         for row, t in zip(rows, token.tolist()):
             yield row, t, d.r
-        if not live:
-            return
-        rows, token, position = shrink(d, rows, live, token, position)
-        end += 1
-        logits = d.step(token, position, end)
-        position = position + 1
+        position, end = position + 1, end + 1
 
 
 def speculative(d, prompts, o, rng, live):
@@ -319,49 +278,44 @@ def speculative(d, prompts, o, rng, live):
     them, so what comes out has the distribution of r. Nothing is computed twice but the coda.
     """
     rows, n = list(range(len(prompts))), o.draft_len
-    position = torch.tensor([len(p) for p in prompts], device=d.column.device)
-    token = pick(d.prefill(prompts), o, rng)
-    for row, t in zip(rows, token.tolist()):
-        yield row, t, d.r
+    token, position, end = d.prefill(prompts)
     while live:
         rows, token, position = shrink(d, rows, live, token, position)
-        top = int(position.max()) + 1
-        tokens, guesses, kept = [token], [], []
-        for i in range(n + 1):  # the last draft is a token to go on from, if all are accepted
-            d.place(position[:, None] + i, top + i)
-            e, s = d.begin(tokens[-1][:, None])
+        drafts, q, started = [], [], []
+        for i in range(n + 1):  # the last draft gets its e and s, too: all may be accepted
+            d.place(position[:, None] + i, end + i)
+            e, s = d.begin(token[:, None])
             s = d.recur(s, e, 0, o.draft_steps)
-            kept.append((e, s))
+            started.append((e, s))
             if i < n:
-                guesses.append(distribution(d.logits(s)[:, -1], o))
-                tokens.append(draw(guesses[-1], rng))
-        d.place(position[:, None] + d.column[:n + 1], top + n)
-        e, s = (torch.cat(x, 1) for x in zip(*kept))
-        p = distribution(d.logits(d.recur(s, e, o.draft_steps, d.r)), o)  # (B, n + 1, V)
-        q, drafts = torch.stack(guesses, 1), torch.stack(tokens[1:], 1)   # (B, n, V), (B, n)
-        accepted, token = verify(p, q, drafts, rng)
-        new = torch.cat((drafts, token[:, None]), 1).scatter_(1, accepted[:, None], token[:, None])
-        for row, row_tokens, count in zip(rows, new.tolist(), accepted.tolist()):
-            for t in row_tokens[:count + 1]:
+                q.append(distribution(d.logits(s)[:, -1], o))
+                token = draw(q[-1], rng)
+                drafts.append(token)
+        d.place(position[:, None] + d.column[:n + 1], end + n)
+        e, s = (torch.cat(part, 1) for part in zip(*started))
+        p = distribution(d.logits(d.recur(s, e, o.draft_steps, d.r)), o)
+        drafts = torch.stack(drafts, 1)
+        accepted, token = verify(p, torch.stack(q, 1), drafts, rng)
+        position = (position + accepted + 1).clamp(max=d.S - n - 1)  # ended rows stay in the cache
+        report = torch.column_stack((position, accepted, token, drafts)).tolist()
+        end = max(p for p, *_ in report) + 1
+        for row, (_, count, new, *guesses) in zip(rows, report):
+            for t in (*guesses[:count], new):
                 yield row, t, d.r
-        # An ended row that is still here must not leave its columns.
-        going = torch.tensor([row in live for row in rows], device=position.device)
-        position = position + (accepted + 1) * going
 
 
 def verify(p, q, drafts, rng):
     """
-    Probabilities of the model p (B, n + 1, V) and of the drafts q (B, n, V), drafts (B, n) -> how
-    many are accepted (B,), and the token (B,) that follows them: speculative sampling.
+    Speculative sampling. Probabilities of the model p (B, n + 1, V) and of the drafts q (B, n, V),
+    drafts (B, n) -> how many are accepted (B,), and the token (B,) that follows them.
     """
     index = drafts[:, :, None]
     ratio = (p[:, :-1].gather(2, index) / q.gather(2, index))[:, :, 0]
     luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
     accepted = (luck < ratio).long().cumprod(1).sum(1)
-    last = torch.arange(len(p), device=p.device), accepted
-    q = torch.cat((q, torch.zeros_like(q[:, :1])), 1)  # after the last draft: all of p
-    left = (p[last] - q[last]).clamp_(min=0)
-    left = torch.where(left.any(-1, keepdim=True), left, p[last])  # p and q equal but for rounding
+    first_wrong = torch.arange(len(p), device=p.device), accepted
+    p, q = p[first_wrong], F.pad(q, (0, 0, 0, 1))[first_wrong]  # after the last draft all of p
+    left = (p - q).clamp(min=1e-30 * p)  # p itself where the two differ by rounding alone
     return accepted, draw(left, rng)
 
 
@@ -372,38 +326,33 @@ def adaptive(d, prompts, o, rng, live):
     row that is done goes on with its next token at once, beside rows at other recurrences: a batch
     takes the time of its mean, not of its slowest. All ids of a prompt but the last take r.
     """
-    device, B = d.column.device, len(prompts)
-    if max(map(len, prompts)) > 1:
-        d.prefill([p[:-1] or [0] for p in prompts])
-    token, position = [p[-1] for p in prompts], [len(p) - 1 for p in prompts]
-    done = [0] * B
-    e = torch.zeros(B, 1, d.noise.shape[1], device=device)
-    s, logp = e.clone(), torch.zeros(B, d.model.config.vocab_size, device=device)
-
-    def place(rows):
-        at = torch.tensor([[position[i]] for i in rows], device=device)
-        d.place(at, 1 + max(position[i] for i in rows), torch.tensor(rows, device=device))
-
+    rows = list(range(len(prompts)))
+    token, position, end = d.prefill(prompts)
+    done = torch.zeros_like(token)  # recurrences of the current token
+    s = d.noise[position[:, None]]
+    logp = s.new_zeros(len(rows), d.model.config.vocab_size)
+    begin = True
     while live:
-        rows = sorted(live)
-        fresh = [i for i in rows if done[i] == 0]
-        if fresh:
-            place(fresh)
-            e[fresh], s[fresh] = d.begin(torch.tensor([[token[i]] for i in fresh], device=device))
-        place(rows)
-        s[rows] = d.recur_each(s[rows], e[rows], [done[i] for i in rows])
-        logits = d.logits(s[rows])[:, -1]
-        new = logits.log_softmax(-1)
-        kl = F.kl_div(logp[rows], new, reduction="none", log_target=True).sum(-1)
-        settled = (kl.clamp(min=0) < o.exit_threshold).tolist()  # below 0 by rounding only
-        logp[rows] = new
-        picked = pick(logits, o, rng).tolist()
-        for i, small, t in zip(rows, settled, picked):
-            done[i] += 1
-            if done[i] == d.r or (small and done[i] >= max(2, o.min_steps)):
-                d.fill(i, position[i], done[i])
-                took, token[i], position[i], done[i] = done[i], t, position[i] + 1, 0
-                yield i, t, took
+        if begin:
+            rows, token, position, done, s, logp = shrink(
+                d, rows, live, token, position, done, s, logp)
+            d.place(position[:, None], end)
+            e, first = d.begin(token[:, None])
+            s = torch.where((done == 0)[:, None, None], first, s)
+        s, done = d.recur_each(s, e, done), done + 1
+        logits = d.logits(s)[:, -1]
+        before, logp = logp, logits.log_softmax(-1)
+        kl = F.kl_div(before, logp, reduction="none", log_target=True).sum(-1).clamp(min=0)
+        stops = (kl < o.exit_threshold) & (done >= max(2, o.min_steps)) | (done == d.r)
+        token = torch.where(stops, pick(logits, o, rng), token)
+        position = (position + stops).clamp(max=d.S - 1)  # ended rows stay in the cache
+        report = torch.stack((stops, done, token, position), 1).tolist()
+        done = done.masked_fill(stops, 0)
+        end = max(p for *_, p in report) + 1
+        begin = any(stop for stop, *_ in report)
+        for row, (stop, took, t, _) in zip(rows, report):
+            if stop:
+                yield row, t, took
 
 
 # ------------------------------------------------------------- what every decoding script needs
@@ -414,7 +363,7 @@ def add_model_arguments(p, dtype):
     p.add_argument("--device", default=device, help="cuda or cpu; default: %(default)s")
     p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
                    help=f"default: {dtype or 'as stored'}")
-    p.add_argument("--seed", type=int, default=0, help="of the initial state and of sampling")
+    add_options(p, seed="of the initial state and of sampling")
     p.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state")
 
 
@@ -422,24 +371,27 @@ def add_decoding_arguments(p):
     """The flags with which scripts say how to decode; see Decoding."""
     p.add_argument("--compile", action="store_true",
                    help="torch.compile: half a minute at first, then 2-3 times as fast")
-    p.add_argument("--kv", default=Decoding.kv,
-                   help="cache slots per layer: full (one a recurrence, exact), last (one), or N")
     p.add_argument("--exit", choices=("kl",), help="let tokens that have settled stop recurring")
-    p.add_argument("--exit_threshold", type=float, default=Decoding.exit_threshold,
-                   help="... once a recurrence changes less than so many nats")
-    p.add_argument("--min_steps", type=int, default=Decoding.min_steps,
-                   help="... but after so many at the earliest")
-    p.add_argument("--draft_steps", type=int, default=Decoding.draft_steps,
-                   help="draft tokens with so many recurrences, then verify them")
-    p.add_argument("--draft_len", type=int, default=Decoding.draft_len,
-                   help="... so many at a time")
+    add_options(
+        p,
+        exit_threshold="... once a recurrence changes less than so many nats",
+        min_steps="... but after so many at the earliest",
+        kv="cache slots per layer: full (one a recurrence, exact), last (one), or N",
+        draft_steps="draft tokens with so many recurrences, then verify them",
+        draft_len="... so many at a time",
+    )
+
+
+def add_options(p, **helps):
+    """A flag for each of these fields of Decoding."""
+    for name, text in helps.items():
+        default = getattr(Decoding, name)
+        p.add_argument(f"--{name}", type=type(default), default=default, help=text)
 
 
 def decoding(args):
     """{name: value} of Decoding's fields among a script's flags."""
-    options = {f.name: getattr(args, f.name) for f in fields(Decoding) if f.name in args}
-    Decoding(**options)
-    return options
+    return {f.name: getattr(args, f.name) for f in fields(Decoding) if f.name in args}
 
 
 def load_model(folder, device="cpu", dtype=None, compile=False):
@@ -449,89 +401,67 @@ def load_model(folder, device="cpu", dtype=None, compile=False):
     if tokenizer.vocab_size > model.config.vocab_size:
         sys.exit(f"{model.folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
                  f"{model.config.vocab_size}: it is the tokenizer of another model")
+    if not all(p.sum().isfinite() for p in model.parameters()):
+        sys.exit(f"{model.folder}: its weights are not finite: it is damaged, or training diverged")
     if compile:
         model.compile_parts(dynamic=True)
     return model, tokenizer
 
 
 def parse_steps(text):
-    """'1,4,32' -> [1, 4, 32]"""
+    """'32,1,4' -> [1, 4, 32]"""
     if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
         sys.exit(f"--steps {text}: give recurrences such as 32 or 1,4,32")
-    return list(dict.fromkeys(map(int, text.split(","))))
+    return sorted(set(map(int, text.split(","))))
 
 
 # ------------------------------------------------------------------------------------ the command
 
 def newest_checkpoint(root="out"):
-    """The checkpoint under root that was written last; a recurrent one, if there is one."""
+    """The newest checkpoint under root, a recurrent one if there is one."""
     found = []
-    for path in glob.glob(os.path.join(root, "**", "config.json"), recursive=True):
+    for path in Path(root).glob("**/config.json"):
         config = read_json(path)
-        if config.get("model_type") == "nanoloop" and ".tmp-" not in path:
-            found.append((config["n_core"] > 0, os.path.getmtime(path), os.path.dirname(path)))
+        if config.get("model_type") == "nanoloop" and ".tmp-" not in path.parent.name:
+            found.append((config["n_core"] > 0, path.stat().st_mtime, path.parent))
     if not found:
         sys.exit(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give --model")
     return max(found)[2]
 
 
 def default_prompt(folder):
-    """A sample prompt of the data set that a checkpoint was trained on."""
-    path = os.path.join(folder, "train.json")
-    data = read_json(path)["config"]["data"] if os.path.exists(path) else ""
-    meta = os.path.join(data, "meta.json")
-    if not os.path.exists(meta):
+    """The sample prompt of the (first) data set that a checkpoint was trained on."""
+    path = Path(folder, "train.json")
+    if not path.exists():
         sys.exit(f"{folder}: does not say what it was trained on: give --prompt")
-    return read_json(meta)["prompt"]
+    data = re.split("[:,]", read_json(path)["config"]["data"])[0]
+    return read_json(Path(data, "meta.json"))["prompt"]
 
 
-def stream(tokenizer, ids, tokens):
-    """
-    The text that `tokens` (an iterable of ids) add to that of `ids`, piece by piece: the growing
-    difference, as a token alone may lack its leading space or be a part of a character.
-    """
-    ids = list(ids)
-    shown = len(tokenizer.decode(ids))
-    for token in tokens:
+def write(model, tokenizer, args, prompt, r):
+    """Stream what follows prompt at depth r to stdout, and say how fast it went."""
+    ids, context = tokenizer.encode(prompt, bos=True), model.config.context
+    room = min(args.tokens, context - len(ids))
+    if not ids or room < 1:
+        sys.exit(f"the prompt has {len(ids)} tokens, the context {context}: give at least one "
+                 "word, and leave room for more")
+    say(f"--- r = {r}")
+    text = tokenizer.decode(ids)
+    shown, recurrences, began = len(text), [], time.perf_counter()
+    for _, token, took in generate(model, [ids], room, r, **decoding(args)):
+        recurrences.append(took)
+        if token == tokenizer.eos_id:
+            break
+        # Decode all of it: a token alone may lack its leading space or be a part of a character.
         ids.append(token)
         text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # else perhaps a character whose last bytes are to come
-            yield text[shown:]
+        if not text.endswith("\ufffd"):  # the character may be complete with the next token
+            print(text[shown:], end="", flush=True)
             shown = len(text)
-    yield tokenizer.decode(ids)[shown:]
-
-
-def continuation(model, tokenizer, args, prompt, r):
-    """The text that follows prompt at depth r, piece by piece; says its speed at the end."""
-    ids = tokenizer.encode(prompt, bos=True, special=args.special)
-    room = min(args.tokens, model.config.context - len(ids))
-    if not ids or room < 1:
-        sys.exit(f"the prompt has {len(ids)} tokens, the context {model.config.context}: give at "
-                 "least one word, and leave room")
-    count = recurrences = 0
-
-    def tokens():
-        nonlocal count, recurrences
-        for _, token, took in generate(model, [ids], room, r, **decoding(args)):
-            count, recurrences = count + 1, recurrences + took
-            if token == tokenizer.eos_id:
-                return
-            yield token
-
-    began = time.perf_counter()
-    yield from stream(tokenizer, ids, tokens())
-    yield "\n"
-    seconds = time.perf_counter() - began
-    mean = f", {recurrences / count:.2f} recurrences a token" if args.exit else ""
-    say(f"r = {r}: {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s{mean}")
-
-
-def write(model, tokenizer, args, prompt, steps):
-    """Stream to stdout, one text after another for several recurrences."""
-    for r in steps:
-        print(prompt, end="", flush=True)
-        for piece in continuation(model, tokenizer, args, prompt, r):
-            print(piece, end="", flush=True)
+    print(text[shown:], flush=True)
+    count, seconds = len(recurrences), time.perf_counter() - began
+    say(f"--- {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s, "
+        f"{sum(recurrences) / count:.2f} recurrences a token")
 
 
 def interact(model, tokenizer, args, steps):
@@ -540,17 +470,15 @@ def interact(model, tokenizer, args, steps):
     while True:
         try:
             line = input("> ")
-        except EOFError:
-            return
-        try:
-            if line.startswith("/steps "):
-                steps = parse_steps(line.removeprefix("/steps ").strip())
+            if line.startswith("/steps"):
+                steps = parse_steps(line.removeprefix("/steps").strip())
             elif line:
-                write(model, tokenizer, args, line, steps)
+                for r in steps:
+                    write(model, tokenizer, args, line, r)
         except SystemExit as e:  # a mistake ends a text, not the session
             say(e)
-        except KeyboardInterrupt:
-            print()
+        except EOFError:
+            return
 
 
 def say(text):
@@ -561,17 +489,15 @@ def parse_args():
     p = argparse.ArgumentParser(description="Stream text from a model.")
     p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
     p.add_argument("--steps", help="recurrences r, or several such as 1,4,32")
-    source = p.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the text to continue; - reads stdin")
-    source.add_argument("--interactive", action="store_true",
-                        help="ask for prompts; /steps 16 turns the dial")
-    p.add_argument("--special", action="store_true",
-                   help="read names of special tokens in the prompt, such as <|eot_id|>, as those")
+    p.add_argument("--prompt", help="the text to continue")
+    p.add_argument("--interactive", action="store_true", help="ask for prompts")
     p.add_argument("--tokens", type=int, default=256, help="new tokens at most")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    p.add_argument("--top_k", type=int, default=0, help="sample from the k likeliest tokens")
-    p.add_argument("--top_p", type=float, default=1.0,
-                   help="... from the likeliest that hold this probability")
+    add_options(
+        p,
+        temperature="0 (default): greedy",
+        top_k="sample from the k likeliest tokens",
+        top_p="... from the likeliest that hold this probability",
+    )
     add_model_arguments(p, dtype=None)
     add_decoding_arguments(p)
     return p.parse_args()
@@ -579,24 +505,22 @@ def parse_args():
 
 def main():
     args = parse_args()
-    decoding(args)  # a wrong flag is said before the model is read
-    prompt = args.prompt
-    if prompt == "-":
-        prompt = sys.stdin.read().removesuffix("\n")
-    model, tokenizer = load_model(args.model or newest_checkpoint(), args.device, args.dtype,
-                                  args.compile)
+    folder = args.model or newest_checkpoint()
+    model, tokenizer = load_model(folder, args.device, args.dtype, args.compile)
     c = model.config
-    steps = parse_steps(args.steps) if args.steps else [c.mean_recurrence]
-    shape = f"({c.n_prelude},{c.n_core},{c.n_coda}) layers"
-    say(f"{model.folder}, {shape}, {', '.join(describe(model))}")
+    say(f"{model.folder}, ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
+        f"{', '.join(describe(model))}")
+    steps = parse_steps(args.steps or str(c.mean_recurrence))
     if not c.n_core:
-        say("a feed-forward model: --steps, --exit, --draft_steps and --kv have no effect")
+        if args.steps or args.exit or args.draft_steps:
+            say("a feed-forward model: --steps, --exit and --draft_steps have no effect")
         steps = [0]
     if args.interactive:
         return interact(model, tokenizer, args, steps)
-    if prompt is None:
-        prompt = default_prompt(model.folder)
-    write(model, tokenizer, args, prompt, steps)
+    prompt = default_prompt(model.folder) if args.prompt is None else args.prompt
+    say(prompt)
+    for r in steps:
+        write(model, tokenizer, args, prompt, r)
 
 
 if __name__ == "__main__":

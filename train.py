@@ -224,7 +224,7 @@ def plan(settings, model):
     """Print what a run is: parameters, budget, schedules."""
     c, updates = model.config, settings.updates
     tokens = updates * settings.batch_size * settings.context
-    parts = ", ".join(f"{part} {n:,}" for part, n in model.num_params().items())
+    parts = ", ".join(f"{part} {n:,}" for part, n in model.num_params().items() if n)
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; {parts}")
     say(f"budget: {updates:,} updates of {settings.batch_size:,} sequences, {tokens:.4g} tokens, "
         f"{paper_flops(settings, model, updates):.4g} training FLOPs by the paper's rule")
@@ -439,7 +439,8 @@ def say(text, renew=False):
     """Print a line on rank 0. In a terminal, the next line replaces one that is to be renewed."""
     if RANK == 0:
         end = "\r" if renew and sys.stdout.isatty() else "\n"
-        print(f"{text:79}", end=end, flush=True)  # the blanks cover a longer line
+        width = 79 * sys.stdout.isatty()  # the blanks cover a longer line
+        print(f"{text:{width}}", end=end, flush=True)
 
 
 def start_log(settings, progress):
