@@ -14,7 +14,8 @@ SRC is a folder, or a hub id (org/name or org/name@REVISION) that is downloaded 
 Llama or OLMo-2 in Hugging Face layout, a checkpoint or run of our own, or a released Recurrent-*
 model or Huginn-0125, which are recurrent already and take no layer flags. OUT is a nanoloop
 checkpoint. With --export hf it has the Hugging Face layout if it is feed-forward, else that of the
-released models. Tensors are stacked and taken apart, never rounded.
+released models, with code that lets transformers load it (assets/modeling_nanoloop.py) and a model
+card. Tensors are stacked and taken apart, never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, which --shape follows, takes the
 prelude from the start, and core and coda from the end. --prelude, --core and --coda replace what
@@ -22,6 +23,7 @@ prelude from the start, and core and coda from the end. --prelude, --core and --
 """
 import argparse
 import functools
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,27 +52,30 @@ PRESETS = {  # the source, and its layers in the three parts (the paper's Table 
 
 # ------------------------------------------------------------------------------------- the layouts
 
+def pairs(text):
+    """'a=b c=d' -> {'a': 'b', 'c': 'd'}"""
+    return dict(pair.split("=") for pair in text.split())
+
+
 # The fields of our Config and their keys in config.json, for import and export. What is None here
 # is null there: where a key is missing, transformers would take a default of its own.
-KEYS = {
-    "vocab_size": "vocab_size", "n_ffn": "intermediate_size", "n_kv_head": "num_key_value_heads",
-    "head_dim": "head_dim", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling",
-    "context": "max_position_embeddings",
-    "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id",
-}
-HF_KEYS = KEYS | {
-    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_prelude": "num_hidden_layers",
-    "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings",
-}
-RAVEN_KEYS = KEYS | {  # of the released models; std and embed_scale are in init_values
-    "n_embd": "n_embd", "n_head": "n_heads", "n_prelude": "n_layers_in_prelude",
-    "n_core": "n_layers_in_recurrent_block", "n_coda": "n_layers_in_coda",
-    "norm_eps": "norm_eps", "tie_embeddings": "tie_embeddings", "adapter": "injection_type",
-    "mean_recurrence": "mean_recurrence", "backprop_depth": "mean_backprop_depth",
-    "state_std": "std", "embed_scale": "embed_scale",
-}
-# What their config.json holds besides, and the model does not depend on.
-RAVEN_CONFIG = Path(__file__).parent / "assets" / "released_config.json"
+KEYS = pairs("""
+    vocab_size=vocab_size n_ffn=intermediate_size n_kv_head=num_key_value_heads head_dim=head_dim
+    rope_theta=rope_theta rope_scaling=rope_scaling context=max_position_embeddings
+    bos_token_id=bos_token_id eos_token_id=eos_token_id
+""")
+HF_KEYS = KEYS | pairs("""
+    n_embd=hidden_size n_head=num_attention_heads n_prelude=num_hidden_layers
+    norm_eps=rms_norm_eps tie_embeddings=tie_word_embeddings
+""")
+# Of the released models, and "norm", which theirs lack. std and embed_scale are in init_values.
+RAVEN_KEYS = KEYS | pairs("""
+    n_embd=n_embd n_head=n_heads n_prelude=n_layers_in_prelude n_core=n_layers_in_recurrent_block
+    n_coda=n_layers_in_coda norm=norm norm_eps=norm_eps tie_embeddings=tie_embeddings
+    adapter=injection_type mean_recurrence=mean_recurrence backprop_depth=mean_backprop_depth
+    state_std=std embed_scale=embed_scale
+""")
+ASSETS = Path(__file__).parent / "assets"
 SUPPORTED = {  # what config.json may say; a missing key means the first
     "model_type": ("llama", "olmo2", "huginn_raven"),
     "rope_type": ("default", "llama3"),
@@ -84,24 +89,20 @@ SUPPORTED = {  # what config.json may say; a missing key means the first
 
 # How our tensors' names begin or end, and what the other layouts have there. Several names: our
 # tensor is their stack.
-HF_NAMES = {"embed": "model.embed_tokens", "norm_f": "model.norm", "head": "lm_head"}
-HF_BLOCK = {
-    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "attn.proj": "self_attn.o_proj",
-    "mlp.fc": "mlp.gate_proj mlp.up_proj",
-    "mlp.proj": "mlp.down_proj",
-}
+HF_NAMES = pairs("embed=model.embed_tokens norm_f=model.norm head=lm_head")
+HF_BLOCK = pairs("""
+    attn.qkv=self_attn.q_proj,self_attn.k_proj,self_attn.v_proj attn.proj=self_attn.o_proj
+    attn.q_norm=self_attn.q_norm attn.k_norm=self_attn.k_norm
+    mlp.fc=mlp.gate_proj,mlp.up_proj mlp.proj=mlp.down_proj
+""")
 HF_NORMS = {  # Llama's, OLMo-2's
-    "pre": {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"},
-    "post": {"norm_1": "post_attention_layernorm", "norm_2": "post_feedforward_layernorm"},
+    "pre": pairs("norm_1=input_layernorm norm_2=post_attention_layernorm"),
+    "post": pairs("norm_1=post_attention_layernorm norm_2=post_feedforward_layernorm"),
 }
-RAVEN_NAMES = {
-    "embed": "transformer.wte", "prelude": "transformer.prelude", "adapter": "transformer.adapter",
-    "core": "transformer.core_block", "coda": "transformer.coda", "norm_f": "transformer.ln_f",
-    "head": "lm_head",
-}
+RAVEN_NAMES = pairs("""
+    embed=transformer.wte prelude=transformer.prelude adapter=transformer.adapter
+    core=transformer.core_block coda=transformer.coda norm_f=transformer.ln_f head=lm_head
+""")
 
 
 def tensor_names(config, kind):
@@ -118,7 +119,7 @@ def tensor_names(config, kind):
         else:
             layer, _, rest = rest.removesuffix(".weight").partition(".")
             block = HF_BLOCK | HF_NORMS[config.norm]
-            theirs = [f"model.layers.{layer}.{name}.weight" for name in block[rest].split()]
+            theirs = [f"model.layers.{layer}.{name}.weight" for name in block[rest].split(",")]
         names[ours] = theirs
     return names
 
@@ -412,8 +413,8 @@ def verify(args, source, layers):
 
 def export(model, folder):
     """
-    Write model.safetensors and config.json for others: in the released layout, or in that of
-    Hugging Face's Llama or OLMo-2 if the model is feed-forward.
+    Write model.safetensors and config.json for others: in the released layout, with our code for
+    transformers, or in that of Hugging Face's Llama or OLMo-2 if the model is feed-forward.
     """
     c, tensors, out = model.config, model.state_dict(), {}
     config = export_config(c)
@@ -426,6 +427,8 @@ def export(model, folder):
     save_file(out, folder / "model.safetensors", {"format": "pt"})
     config["torch_dtype"] = str(t.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
+    if "auto_map" in config:
+        shutil.copy(ASSETS / "modeling_nanoloop.py", folder)
 
 
 def export_config(c):
@@ -437,7 +440,8 @@ def export_config(c):
         kind = "olmo2" if c.norm == "post" else "llama"
         return config | {"model_type": kind, "hidden_act": "silu",
                          "architectures": [kind.capitalize() + "ForCausalLM"]}
-    config = read_json(RAVEN_CONFIG) | config
+    # What the released config.json holds besides; its auto_map names our modeling_nanoloop.py.
+    config = read_json(ASSETS / "released_config.json") | config
     config["init_values"] |= {key: config.pop(key) for key in ("std", "embed_scale")}
     config |= {
         "n_layers": c.n_prelude + c.n_core + c.n_coda,
@@ -448,16 +452,113 @@ def export_config(c):
         config["initial_state_mode"] = "random"
     if c.norm == "sandwich":
         config["rope_base"] = c.rope_theta
+        del config["auto_map"]  # Huginn has code of its own
     return config
 
 
 def export_tokenizer(source, folder):
     """Copy the tokenizer's files. For transformers, describe a Llama's that has no description."""
     copy_tokenizer(source.folder, folder)
-    path = Path(folder, "tokenizer_config.json")
-    if source.tokenizer and source.tokenizer.bos_id == 1 and not path.exists():
-        write_json(path, {"tokenizer_class": "LlamaTokenizer", "legacy": False,
-                          "add_bos_token": True})
+    if any(folder.glob(TOKENIZERS)):
+        return
+    if source.tokenizer and source.tokenizer.bos_id == 1:
+        write_json(folder / "tokenizer_config.json", {
+            "tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True})
+    else:
+        print("note: OUT has no tokenizer that transformers can read (of tokenizer.model files "
+              "without a description, only those like Llama's, with BOS id 1)")
+
+
+# -------------------------------------------------------------------------------------- model card
+
+TOKENIZERS = "tokenizer*.json"  # what transformers needs to read one
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [nanoloop, depth-recurrent]
+---
+# {name}
+
+A depth-recurrent language model ([arXiv 2511.07384](https://arxiv.org/abs/2511.07384)) of
+({c.n_prelude},{c.n_core},{c.n_coda}) layers: prelude, recurrent block and coda. The recurrent block
+runs `num_steps` times (default {c.mean_recurrence}).
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+out = model.generate(ids, num_steps={c.mean_recurrence})  # ids (B, T) int64
+```
+"""
+CARD_IDS = """
+The ids of a text:
+
+```python
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+```
+"""
+RECIPE = ("init_from reinit data updates batch_size context optimizer lr mean_recurrence "
+          "curriculum backprop_depth dtype seed").split()
+
+
+def write_card(folder, source, config):
+    """
+    The README.md of an export: what the files of surgery, training and evaluation say about the
+    checkpoint in the folder `source`, and nothing else.
+    """
+    card = CARD + CARD_IDS if any(folder.glob(TOKENIZERS)) else CARD
+    text = card.format(name=folder.name, c=config) + history(source)
+    source = Path(source).resolve()
+    for place in (source, *source.parents[:2]):  # the checkpoint, its run, and what is beside it
+        for path in sorted(place.glob("eval_*.json")):
+            try:
+                text += score_table(path, source, folder)
+            except (SystemExit, KeyError, TypeError, ValueError):
+                pass  # another file of that name
+    (folder / "README.md").write_text(text, "utf-8")
+
+
+def score_table(path, checkpoint, folder):
+    """
+    The scores of `checkpoint` in an eval_*.json as Markdown, a column for each r, or '' if they are
+    another's. The picture that bench.py plot made of them is copied to `folder`.
+    """
+    result = read_json(path)
+    if Path(result["model"]).resolve() != checkpoint:
+        return ""
+    rows = {"": {}, "---": {}}
+    for x in result["results"]:
+        x = result | x
+        r = f"r = {x['steps']}"
+        rows[""][r] = r
+        rows["---"][r] = "---"
+        name = f"{x['task']}, {x['metric']}, n = {x['n']}, {x['dtype']}"
+        rows.setdefault(name, {})[r] = f"{x['value']:.4g}"
+    text = f"\n## {path.stem}\n\n"
+    for name, row in rows.items():
+        text += f"| {name} | " + " | ".join(row.values()) + " |\n"
+    picture = path.with_suffix(".png")
+    if picture.exists():
+        shutil.copy(picture, folder)
+        text += f"\n![{path.stem}]({picture.name})\n"
+    return text
+
+
+def history(folder):
+    """The surgery and the training runs that led to a checkpoint, as Markdown."""
+    text = ""
+    while Path(folder, "train.json").exists():
+        run = read_json(f"{folder}/train.json")
+        c = run["config"]
+        recipe = ", ".join(f"{key} {c[key]}" for key in RECIPE)
+        text = f"- {recipe}: {run['tokens']:,} tokens and {run['flops']:.3g} FLOPs so far\n{text}"
+        if c["reinit"] or not Path(c["init_from"] or "-").exists():
+            break
+        folder = find_checkpoint(c["init_from"])
+    if Path(folder, "surgery.json").exists():
+        made = read_json(f"{folder}/surgery.json")
+        text = f"- layers {made['layers']} of {made['source']} as prelude, core and coda\n{text}"
+    return text and f"\n## Training\n\n{text}"
 
 
 # ------------------------------------------------------------------------------------- the command
@@ -528,6 +629,10 @@ def main():
             export_tokenizer(source, folder)
         else:
             model.save(folder, source.folder)
+        if layers and result.config.n_core:
+            write_json(folder / "surgery.json", {"source": args.src, "layers": layers})
+        if (folder / "modeling_nanoloop.py").exists():
+            write_card(folder, folder if layers else source.folder, result.config)
     print(f"wrote {args.out}")
     if args.verify:
         verify(args, source, layers)
