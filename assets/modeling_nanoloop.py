@@ -1,0 +1,220 @@
+"""
+A depth-recurrent Llama or OLMo-2 for transformers 5 (and 4.57), exported by nanoloop.
+
+    e   = prelude(embed(ids))             a few ordinary layers, once
+    s   = core(adapter([s, e]))           num_steps times, from noise, with the same weights
+    out = head(norm(coda(s)))             a few ordinary layers, once
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+    ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), num_steps=16)
+
+from_pretrained(FOLDER, mean_recurrence=16) sets the default of num_steps. Tensors and config keys
+have the names of the released Recurrent-* models (2511.07384). The residual stream stays float32.
+"""
+import inspect
+import itertools
+
+import torch
+import torch.nn as nn
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.utils import can_return_tuple
+
+NEEDS_COLUMNS = "cache_position" in inspect.signature(create_causal_mask).parameters  # before 5.6
+
+
+class NanoloopConfig(PretrainedConfig):
+    """config.json; below is what it may lack."""
+    model_type = "huginn_raven"
+    attribute_map = {"hidden_size": "n_embd", "num_attention_heads": "n_heads",
+                     "tie_word_embeddings": "tie_embeddings"}
+    layer_types = []                  # their number depends on num_steps: a cache grows with use
+    norm: str = "pre"                 # pre: Llama; post: OLMo-2, with norms on q and k
+    rope_scaling: dict | None = None  # the "llama3" scaling
+    tie_embeddings: bool = False
+    noise_seed: int = 0               # of the initial state
+    bos_token_id = eos_token_id = pad_token_id = None
+
+
+class RMSNorm(nn.RMSNorm):
+    """Normalise in float32, cast to the weights' dtype, then scale: the order that Llama has."""
+
+    def forward(self, x):
+        x = nn.functional.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return x.to(self.weight.dtype) * self.weight
+
+
+class Linear(nn.Linear):
+    """x W^T in the dtype of W."""
+
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
+
+def rope_table(config, position_ids):
+    """cos and sin, each (B, T, head_dim) float32, of positions (B, T)."""
+    pairs = torch.arange(0, config.head_dim, 2, device=position_ids.device)
+    f = 1.0 / config.rope_theta ** (pairs.float() / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling:  # Llama-3.1 stretches long wavelengths, with a smooth band between long and short
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * f / (2 * torch.pi)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        f = f * (smooth + (1 - smooth) / scaling["factor"])
+    angle = position_ids[..., None].float() * torch.cat((f, f))
+    return angle.cos(), angle.sin()
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.head_dim, self.is_causal = config, config.head_dim, True
+        self.num_key_value_groups = config.n_heads // config.num_key_value_heads
+        q, kv = config.n_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.split = (q, kv, kv)
+        self.Wqkv = Linear(config.n_embd, q + 2 * kv, bias=False)
+        self.proj = Linear(q, config.n_embd, bias=False)
+        if config.norm == "post":  # OLMo-2 normalises over all heads together, before the split
+            self.q_norm = RMSNorm(q, config.norm_eps)
+            self.k_norm = RMSNorm(kv, config.norm_eps)
+
+    def forward(self, x, rope, mask, past_key_values, slot, **rest):
+        q, k, v = self.Wqkv(x).split(self.split, dim=-1)
+        if self.config.norm == "post":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        q, k = apply_rotary_pos_emb(q, k, *(t.type_as(q) for t in rope))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, slot)
+        kind = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get(kind, eager_attention_forward)
+        y, _ = attend(self, q, k, v, mask, scaling=self.head_dim ** -0.5, **rest)
+        return self.proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.fc = Linear(config.n_embd, 2 * config.intermediate_size, bias=False)  # gate and up
+        self.proj = Linear(config.intermediate_size, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.fc(x).chunk(2, dim=-1)
+        return self.proj(nn.functional.silu(gate) * up)
+
+
+class Block(GradientCheckpointingLayer):
+    """Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). f is attention, then the MLP."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = config.norm
+        self.norm_1 = RMSNorm(config.n_embd, config.norm_eps)
+        self.norm_2 = RMSNorm(config.n_embd, config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x, **place):
+        if self.norm == "post":
+            x = x + self.norm_1(self.attn(x, **place))
+            return x + self.norm_2(self.mlp(x))
+        x = x + self.attn(self.norm_1(x), **place)
+        return x + self.mlp(self.norm_2(x))
+
+
+class NanoloopForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NanoloopConfig
+    supports_gradient_checkpointing = _supports_attention_backend = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+    _no_split_modules, _skip_keys_device_placement = ["Block"], ["past_key_values"]
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.norm not in ("pre", "post") or config.qk_bias:
+            raise ValueError("only Llama and OLMo-2 blocks: load Huginn with its own code")
+        C, P, R = config.n_embd, config.n_layers_in_prelude, config.n_layers_in_recurrent_block
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(config.vocab_size, C),
+            "prelude": nn.ModuleList(Block(config) for _ in range(P)),
+            "core_block": nn.ModuleList(Block(config) for _ in range(R)),
+            "coda": nn.ModuleList(Block(config) for _ in range(config.n_layers_in_coda)),
+            "ln_f": RMSNorm(C, config.norm_eps)})
+        if config.injection_type == "linear":  # else they are added
+            self.transformer["adapter"] = Linear(2 * C, C, bias=False)
+        self.lm_head = Linear(C, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.transformer["wte"]
+
+    def set_input_embeddings(self, value):
+        self.transformer["wte"] = value
+
+    def draw_state(self, e, position_ids):
+        """s_0 (B, T, C). The noise of a position follows from the seed; training draws it anew."""
+        std = self.config.init_values["std"]
+        if self.training:
+            return nn.init.trunc_normal_(torch.empty_like(e), 0.0, std, -3 * std, 3 * std)
+        positions, index = position_ids.unique(return_inverse=True)
+        noise, generator = e.new_empty(len(positions), e.shape[-1]), torch.Generator(e.device)
+        for row, position in zip(noise, positions.tolist()):
+            generator.manual_seed(1_000_003 * self.config.noise_seed + position)
+            nn.init.trunc_normal_(row, 0.0, std, -3 * std, 3 * std, generator)
+        return noise[index].expand_as(e)
+
+    @can_return_tuple
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                inputs_embeds=None, labels=None, use_cache=False, logits_to_keep=0, num_steps=None,
+                initial_state=None, **rest):
+        """
+        As LlamaForCausalLM; the logits (B, T, V) are float32. num_steps: r, of which the last
+        config.mean_backprop_depth recurrences carry gradient, or (n, k), n recurrences without and
+        k with gradient. A cache belongs to one r: it has a slot for each layer of each recurrence.
+        initial_state: s_0 (B, T, C), by default that of draw_state().
+        """
+        c = self.config
+        steps = c.mean_recurrence if num_steps is None else num_steps
+        if isinstance(steps, int):
+            steps = max(steps - c.mean_backprop_depth, 0), min(steps, c.mean_backprop_depth)
+        n, k = steps
+        x = self.transformer["wte"](input_ids) if inputs_embeds is None else inputs_embeds
+        x = x.float() * c.init_values["embed_scale"]
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        columns = torch.arange(seen, seen + x.shape[1], device=x.device)
+        if position_ids is None and attention_mask is not None:
+            position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, seen:]
+        elif position_ids is None:
+            position_ids = columns[None]
+        more = {"cache_position": columns} if NEEDS_COLUMNS else {}
+        mask = create_causal_mask(c, x, attention_mask, past_key_values=past_key_values,
+                                  position_ids=position_ids, **more)
+        place = {"rope": rope_table(c, position_ids), "mask": mask}
+        slots = itertools.count()
+
+        def run(part, x):
+            for block in self.transformer[part]:
+                x = block(x, past_key_values=past_key_values, slot=next(slots), **place, **rest)
+            return x
+
+        e = run("prelude", x)
+        s = self.draw_state(e, position_ids) if initial_state is None else initial_state
+        for i in range(n + k):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and i >= n):
+                s = s.to(e.device)  # a device_map may have put the core's last layer elsewhere
+                if c.injection_type == "linear":
+                    x = self.transformer["adapter"](torch.cat((s, e), dim=-1)).float()
+                else:
+                    x = s + e
+                s = run("core_block", x)
+        x = self.transformer["ln_f"](run("coda", s))
+        logits = self.lm_head(x[:, -logits_to_keep:]).float()  # 0 keeps all
+        loss = None if labels is None else self.loss_function(logits, labels, c.vocab_size, **rest)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
