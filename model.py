@@ -203,7 +203,8 @@ class RecurrentLM(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        self.folder, self.recompute, self.compiled = None, False, False
+        self.folder = None
+        self.recompute = self.compiled = False
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         if c.n_core and c.adapter == "linear":
@@ -231,7 +232,7 @@ class RecurrentLM(nn.Module):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
         if self.config.adapter == "add":
             return run_blocks(self.core, s + e, *place)
-        x = self.adapter(torch.cat((s, e), dim=-1)).type_as(e)
+        x = self.adapter(torch.cat((s, e), -1)).type_as(e)
         return run_blocks(self.core, x, *place)
 
     def run_coda(self, x, *place):
@@ -343,13 +344,15 @@ class RecurrentLM(nn.Module):
         std = self.config.state_std
         if self.config.norm == "sandwich":
             std *= self.config.embed_scale  # Huginn scales its state, too
+        edge = math.erf(3 / math.sqrt(2))  # torch's trunc_normal_ would wait for a GPU
         if seed is None:
-            return nn.init.trunc_normal_(s, 0.0, std, -3 * std, 3 * std)
-        generator = torch.Generator(s.device)
-        for part, row in zip(s, rows):
-            generator.manual_seed(1_000_003 * seed + int(row))
-            nn.init.trunc_normal_(part, 0.0, std, -3 * std, 3 * std, generator)
-        return s
+            s.uniform_(-edge, edge)
+        else:
+            generator = torch.Generator(s.device)
+            for part, row in zip(s, rows):
+                generator.manual_seed(1_000_003 * seed + int(row))
+                part.uniform_(-edge, edge, generator=generator)
+        return s.erfinv_().mul_(std * math.sqrt(2))
 
     def rope(self, T):
         """cos and sin, each (T, head_dim/2) float32, of positions 0..T-1."""
@@ -409,7 +412,7 @@ class RecurrentLM(nn.Module):
         """Takase/Huginn initialisation, for baselines from scratch (the paper's Figure 2)."""
         c = self.config
         depth = c.n_prelude + c.n_coda + c.n_core * c.mean_recurrence  # effective depth
-        generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # norms are 1 already
                 std = math.sqrt(2 / (5 * c.n_embd))

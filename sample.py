@@ -23,6 +23,7 @@ The model's text goes to stdout, everything else to stderr.
 import argparse
 import contextlib
 import functools
+import gc
 import re
 import sys
 import time
@@ -169,6 +170,9 @@ class Decoder:
         if not (self.model.compiled and token.is_cuda):
             return self.run_step(token, position, end)
         if not self.graph or end > self.width:
+            self.graph = None
+            gc.collect()  # the last graph, whose memory torch keeps in a reference cycle
+            end = min(-(-end // 256) * 256, self.S)  # recording takes a while, so not for every 64
             run = functools.partial(self.run_step, end=end)
             inputs = token.clone(), position.clone()
             self.graph = torch.cuda.make_graphed_callables(run, inputs)

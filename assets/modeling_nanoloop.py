@@ -1,6 +1,5 @@
 """
 A depth-recurrent Llama or OLMo-2 for transformers 5 (and 4.57), exported by nanoloop.
-
     e   = prelude(embed(ids))             a few ordinary layers, once
     s   = core(adapter([s, e]))           num_steps times, from noise, with the same weights
     out = head(norm(coda(s)))             a few ordinary layers, once
@@ -14,6 +13,7 @@ have the names of the released Recurrent-* models (2511.07384). The residual str
 """
 import inspect
 import itertools
+import math
 
 import torch
 import torch.nn as nn
@@ -158,15 +158,15 @@ class NanoloopForCausalLM(PreTrainedModel, GenerationMixin):
 
     def draw_state(self, e, position_ids):
         """s_0 (B, T, C). The noise of a position follows from the seed; training draws it anew."""
-        std = self.config.init_values["std"]
+        std, edge = self.config.init_values["std"], math.erf(3 / math.sqrt(2))  # cut at 3 std
         if self.training:
-            return nn.init.trunc_normal_(torch.empty_like(e), 0.0, std, -3 * std, 3 * std)
+            return torch.empty_like(e).uniform_(-edge, edge).erfinv() * (std * math.sqrt(2))
         positions, index = position_ids.unique(return_inverse=True)
         noise, generator = e.new_empty(len(positions), e.shape[-1]), torch.Generator(e.device)
         for row, position in zip(noise, positions.tolist()):
             generator.manual_seed(1_000_003 * self.config.noise_seed + position)
-            nn.init.trunc_normal_(row, 0.0, std, -3 * std, 3 * std, generator)
-        return noise[index].expand_as(e)
+            row.uniform_(-edge, edge, generator=generator)
+        return (noise.erfinv() * (std * math.sqrt(2)))[index].expand_as(e)
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
