@@ -1,22 +1,25 @@
 """
-Every promise of nanoloop, one test each: `python -m pytest -q test_all.py`, on a CPU, offline.
+What nanoloop promises, one test a promise: `python -m pytest -q test_all.py`, on a CPU, offline.
 
-Oracles come first: logits and gradients of the paper's own code, transformers' models, torch's
-optimizers, a run that was never killed. What needs fixtures finds them through the environment
-variable NANOLOOP_ASSETS and is skipped, saying so, where it is unset.
+The docstrings in order are the list. Oracles come first: logits and gradients of the paper's own
+code, transformers' models, torch's optimizers, a run that was never killed. Fixtures and tokenizers
+are found through the environment variable NANOLOOP_ASSETS. What needs them is skipped without it.
 """
 import contextlib
 import functools
 import hashlib
-import importlib.util
+import importlib
+import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
-import re
 import resource
+import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,21 +29,21 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import unquote
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import bench
 import data
-import eval_gsm8k
 import sample
 import surgery
 import train
-from data import Shards, Tokenizer, tiny
+from data import Shards, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, cut, is_correct, make_prompt
 from model import Config, Linear, RecurrentLM
 from muon import Muon
@@ -48,96 +51,204 @@ from sample import Decoder, Decoding, adaptive, distribution, generate, pick
 
 # On busy cores two threads that wait for each other make models of this size 50 times slower.
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # of the scripts, too
+os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-ASSETS = os.environ.get("NANOLOOP_ASSETS")
-needs_assets = pytest.mark.skipif(not ASSETS, reason="NANOLOOP_ASSETS is unset: no fixtures")
+HERE = Path(__file__).resolve().parent
+NEEDED = Path(os.environ.get("NANOLOOP_ASSETS", "")).resolve()
+ASSETS, FIXTURES = NEEDED / "assets", NEEDED / "fixtures"
+needs_assets = pytest.mark.skipif("NANOLOOP_ASSETS" not in os.environ,
+                                  reason="NANOLOOP_ASSETS is unset: no fixtures")
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
+                                    reason="no C++ compiler for torch.compile")
 
-def shared(*path):
-    return os.path.join(ASSETS, *path)
 
-def fixture(*path):
-    return shared("fixtures", *path)
+# ---------------------------------------------------------------------------- running the scripts
 
-def expected(name):
-    return load_file(fixture(name, "expected", "expected.safetensors"))
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Each test runs in an empty folder of its own, and leaves the signals as they were."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def run(*command, ok=True, **kwargs):
-    """A script as a user runs it: stdout + stderr. ok=False: it must fail, in one line."""
-    command = [sys.executable, *map(str, command)]
-    p = subprocess.run(command, cwd=HERE, capture_output=True, text=True, **kwargs)
-    if ok:
-        assert p.returncode == 0, p.stdout + p.stderr
-    else:
-        assert p.returncode not in (0, None), p.stdout
-        assert len(p.stderr.strip().splitlines()) == 1, p.stderr
-    return p.stdout + p.stderr
+def outcome(script, *args):
+    """Run a script in this process, which saves seconds -> (exit code or line, what it said)."""
+    main, said = importlib.import_module(script).main, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", [script, *map(str, args)])
+        try:
+            data.cli(main)
+            code = 0
+        except SystemExit as e:
+            code = e.code or 0
+    return code, said.getvalue()
 
-def call(main, *args):
-    """A script's main() in this process, which spares the seconds that importing torch takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["script", *map(str, args)])
-        main()
+def call(script, *args):
+    """A script that ends well -> what it said on stdout."""
+    code, said = outcome(script, *args)
+    assert code == 0
+    return said
 
-def finish(*args):
-    """train.py with these arguments, in this process; it must end well."""
-    with pytest.raises(SystemExit) as e:
-        call(train.main, *args)
-    assert e.value.code in (0, None), e.value
+def refusal(script, *args):
+    """The one line with which a script refuses these arguments."""
+    line, _ = outcome(script, *args)
+    assert isinstance(line, str) and "\n" not in line
+    return line
 
-def refusal(main, *args):
-    """The one line with which main() refuses these arguments."""
-    with pytest.raises((SystemExit, OSError)) as e:
-        call(main, *args)
-    assert len(str(e.value).splitlines()) == 1, e.value
-    return str(e.value)
 
-def convert(src, out, *flags):
-    call(surgery.main, src, out, *flags)
-    return RecurrentLM.load(out, dtype=torch.float32)
+# Processes for what is killed or has several ranks. Each is a fork of one that imported torch.
+os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"  # where that one looks
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+def run_forked(folder, env, script, *args):
+    """Run a script in this process as its user does. All output goes to the file "log"."""
+    os.chdir(folder)
+    log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(env)
+    sys.argv = [script, *map(str, args)]
+    runpy.run_path(str(HERE / script), run_name="__main__")
+
+def launch(*command, world=1):
+    """Start a script on `world` ranks, as torchrun does -> the processes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    Path("log").write_text("")
+    processes = []
+    for rank in range(world):
+        env = {"WORLD_SIZE": str(world), "RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": port}
+        process = FORKS.Process(target=run_forked, args=(os.getcwd(), env, *command))
+        process.start()
+        processes.append(process)
+    return processes
+
+def kill(processes, condition):
+    """Kill the processes by SIGKILL once condition() is true. Until then they must be running."""
+    while not condition():
+        assert all(p.is_alive() for p in processes)
+        time.sleep(0.002)
+    for p in processes:
+        p.kill()
+        p.join()
+
+def finish(*command, world=1):
+    """Run a script on `world` ranks to its end."""
+    for p in launch(*command, world=world):
+        p.join()
+        assert p.exitcode == 0, Path("log").read_text()
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file may become longer than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+def contents(folder, pattern="*"):
+    """{path: bytes} of a folder's files but locks and what a kill left. "**/*": also below it."""
+    files = {}
+    for path in Path(folder).glob(pattern):
+        if path.is_file() and path.name != ".lock" and ".tmp-" not in path.name:
+            files[str(path.relative_to(folder))] = path.read_bytes()
+    return files
+
+
+# ----------------------------------------------------------------------------------------- models
 
 def small(seed=0, **changes):
     """A random model that is cheap to run."""
-    c = Config(vocab_size=50, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
+    c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
                n_coda=1, mean_recurrence=4, eos_token_id=1)
     model = RecurrentLM(replace(c, head_dim=0, **changes))
     model.init_weights(seed)
     return model
 
-def same_weights(a, b):
-    a, b = (load_file(os.path.join(folder, "model.safetensors")) for folder in (a, b))
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+def convert(src, out, *flags):
+    """surgery.py -> the model in OUT"""
+    call("surgery", src, out, *flags)
+    return RecurrentLM.load(out, dtype=torch.float32)
+
+def expected(name):
+    return load_file(FIXTURES / name / "expected" / "expected.safetensors")
+
+def far(a, b):
+    """The largest difference."""
+    return (a - b).abs().max()
+
+def weights(folder):
+    """{name: tensor} of all weights in a folder."""
+    tensors = {}
+    for file in Path(folder).glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+def same(a, b):
+    """Whether two {name: tensor} have the same names and bits. Other types raise."""
+    return a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
+    """The embedded corpus, with a tenth of its stories."""
     folder = tmp_path_factory.mktemp("corpus") / "tiny"
     tiny(str(folder), rows=8000)
     return folder
+
+@pytest.fixture(scope="session")
+def checkpoint(corpus, tmp_path_factory):
+    """A random model with the corpus's tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "m"
+    small(context=40).save(folder, corpus / "tokenizer")
+    return folder
+
+@pytest.fixture(scope="session")
+def llama(corpus, tmp_path_factory):
+    """A random Llama of 6 layers in transformers' layout, with the corpus's tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    small(n_prelude=6, n_core=0, n_coda=0).save(folder / "ours", corpus / "tokenizer")
+    call("surgery", folder / "ours", folder / "hf", "--export", "hf")
+    return folder / "hf"
 
 
 # -------------------------------------------------------------------------------------- the model
 
 @needs_assets
-@pytest.mark.parametrize("name, tolerance", [("hf_llama_gqa_untied", 1e-4),
-                                             ("hf_llama3_rope", 3e-4), ("hf_olmo2", 1e-4)])
-def test_feed_forward_equals_transformers(name, tolerance, tmp_path):
-    """A converted Llama or OLMo-2 (tied, sharded, bf16, scaled RoPE) gives transformers' logits."""
-    model, x = convert(fixture(name), tmp_path / "m", "--feed_forward"), expected(name)
-    ids = x["input_ids"]
-    assert (model(ids)[0] - x["logits"]).abs().max() < tolerance
+@pytest.mark.parametrize("name, tolerance", [
+    ("hf_llama_gqa_untied", 1e-4), ("hf_llama3_rope", 3e-4), ("hf_olmo2", 1e-4)])
+def test_feed_forward_is_transformers(name, tolerance):
+    """
+    A converted Llama or OLMo-2 (tied, sharded, bf16, scaled RoPE) gives transformers' logits. The
+    installed transformers reads its export, and what that saves comes in again.
+    """
+    model, x = convert(FIXTURES / name, "m", "--feed_forward"), expected(name)
+    ids, logits = x["input_ids"], x["logits"]
+    assert far(model(ids)[0], logits) < tolerance
     assert abs(model(ids[:, :-1], ids[:, 1:])[1] - x["loss"]) < 1e-5
+    tf = pytest.importorskip("transformers", reason="transformers is not installed")
+    call("surgery", "m", "out", "--export", "hf")
+    peer = tf.AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    assert far(peer(ids).logits, logits) < 3e-4
+    peer.save_pretrained("hf")
+    assert far(convert("hf", "again", "--feed_forward")(ids)[0], logits) < tolerance
 
 @needs_assets
 @pytest.mark.parametrize("name", ["raven_llama", "raven_olmo2"])
-def test_recurrence_equals_the_papers_code(name, tmp_path):
-    """Logits at every r and every gradient of a truncated (3, 2) step are the paper's code's."""
-    model, x = convert(fixture(name), tmp_path / "m"), expected(name)
-    for r in (1, 2, 4, 8):
+def test_recurrence_is_the_papers_code(name):
+    """
+    Logits at every r, alone or all from one pass, and every gradient of a truncated (3, 2) step are
+    the paper's code's.
+    """
+    model, x = convert(FIXTURES / name, "m"), expected(name)
+    ids, s0 = x["input_ids"], x["s0"]
+    for r, logits in model.trajectory(ids, [1, 2, 4, 8], state=s0).items():
+        assert far(logits, x[f"logits.{r}"]) < 1e-4
         for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
-            logits = model(x["input_ids"], steps=steps, state=x["s0"])[0]
-            assert (logits - x[f"logits.{r}"]).abs().max() < 1e-4, (r, steps)
-    g = load_file(fixture(name, "expected", "grads.safetensors"))
+            assert model(ids, steps=steps, state=s0)[0].equal(logits)
+    g = load_file(FIXTURES / name / "expected" / "grads.safetensors")
     loss = model(g["input_ids"], g["labels"], steps=(3, 2), state=g["s0"])[1]
     loss.backward()
     assert abs(loss - g["loss"]) < 1e-5
@@ -146,396 +257,195 @@ def test_recurrence_equals_the_papers_code(name, tmp_path):
         difference = model.get_parameter(ours).grad - grad
         assert difference.norm() < 1e-3 * grad.norm(), ours
 
-def test_every_r_from_one_pass():
-    """trajectory() gives what forward() gives at each r, the logits to the last bit."""
-    for changes in ({}, {"n_core": 0}):
-        model, idx = small(**changes), torch.randint(50, (2, 9))
-        state = model.initial_state(2, 9, 0, [0, 1])
-        logits = model.trajectory(idx, [0, 1, 3, 6], None, state)
-        losses = model.trajectory(idx, [0, 1, 3, 6], idx, state)
-        for r in (0, 1, 3, 6):
-            assert torch.equal(logits[r], model(idx, steps=r, state=state)[0])
-            assert abs(losses[r] - model(idx, idx, r, state)[1]) < 1e-6
-    with pytest.raises(AssertionError, match="neither r nor"):
-        model(idx, steps=[1, 4])
-
-def test_gradient_stops_at_k():
-    """Only the last k recurrences and one pass of the prelude carry gradient; k = 0: no core."""
-    model, idx = small(), torch.arange(10)[None]
-    state = model.initial_state(1, 10, 0, [0]).requires_grad_()
-    model(idx, idx, (0, 2), state)[1].backward()
-    assert state.grad is not None
-    state.grad = None
-    model.zero_grad()
-    model(idx, idx, (1, 2), state)[1].backward()
-    assert state.grad is None and model.embed.weight.grad.abs().sum() > 0
-    model.zero_grad()
-    model(idx, idx, (2, 0), state)[1].backward()
-    assert all(p.grad is None for p in model.core.parameters())
-    assert model.head.weight.grad is not None
-
 def test_bfloat16_keeps_the_state_in_float32():
     """A bfloat16 gradient at (24, 8) is within 3.2% of float32's, as under autocast."""
     torch.manual_seed(0)
     idx, grads = torch.randint(1000, (4, 65)), []
-    sizes = dict(vocab_size=1000, n_embd=256, n_kv_head=4, n_ffn=704, mean_recurrence=32)
     for dtype in (torch.float32, torch.bfloat16):
-        model = small(n_prelude=2, n_core=4, n_coda=2, **sizes).to(dtype)
+        model = small(vocab_size=1000, n_embd=256, n_kv_head=4, n_ffn=704, n_prelude=2, n_core=4,
+                      n_coda=2, mean_recurrence=32).to(dtype)
         state = model.initial_state(4, 64, 0, range(4))
-        states = model.trajectory(idx[:, :-1], [2], None, state, lambda s, *_: s)
-        assert states[2].dtype == torch.float32
         model(idx[:, :-1], idx[:, 1:], (24, 8), state)[1].backward()
         grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
     assert (grads[1] - grads[0]).norm() < 0.032 * grads[0].norm()
 
-@pytest.mark.parametrize("kind", ["llama", "olmo2"])
-def test_transformers_as_oracle(kind, tmp_path):
-    """A folder that the installed transformers writes goes in unchanged, with its logits."""
-    tf = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
-                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-    peer = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes))
-    if kind == "olmo2":
-        peer = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, rope_theta=500000.0))
-    for p in peer.parameters():  # norms of 1 would hide a misplaced one
-        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
-    peer.save_pretrained(tmp_path / "hf")
-    model = convert(tmp_path / "hf", tmp_path / "m", "--feed_forward")
-    ids = torch.randint(96, (2, 40))
-    with torch.no_grad():
-        assert (model(ids)[0] - peer(ids).logits).abs().max() < 1e-4
-
 def test_initial_state():
     """Noise has the reference's spread and cut; a row's follows from its seed and number alone."""
     model = small(n_embd=64)
-    s, std = model.initial_state(64, 128), model.config.state_std
-    assert abs(s.std() / std - 0.98658) < 0.005
-    assert s.abs().max() <= 3 * std and abs(s.mean()) < std / 50
+    s = model.initial_state(64, 128) / model.config.state_std
+    assert abs(s.std() - 0.98658) < 0.005 and s.abs().max() <= 3
     again = model.initial_state(2, 8, 1, [6, 7])
-    assert torch.equal(model.initial_state(3, 8, 1, [5, 6, 7])[1:], again)
+    assert again.equal(model.initial_state(3, 8, 1, [5, 6, 7])[1:])
 
 
 # ---------------------------------------------------------------------------------------- surgery
 
 @needs_assets
-def test_surgery_takes_the_layers_in_a_row(tmp_path):
-    """r = 1 with the identity adapter is the kept layers in a row; a trained one, the paper's."""
-    flags = ("--prelude", "0-1", "--core", "3-5", "--coda", "6,7")
-    model, x = convert(fixture("hf_llama_gqa_untied"), tmp_path / "m", *flags), expected("surgery")
-    logits = model(x["input_ids"], steps=1, state=x["s0"])[0]
-    for wanted in ("logits.identity.1", "logits.hf_pruned"):
-        assert (logits - x[wanted]).abs().max() < 1e-4
-    model.adapter.weight.data = x["adapter"]
-    for r in (1, 4):
-        logits = model(x["input_ids"], steps=r, state=x["s0"])[0]
-        assert (logits - x[f"logits.{r}"]).abs().max() < 1e-4
+def test_surgery_keeps_the_layers_in_a_row():
+    """With the identity adapter r = 1 is the kept layers in a row; with another, the paper's."""
+    flags = "--prelude 0-1 --core 3-5 --coda 6,7"
+    model = convert(FIXTURES / "hf_llama_gqa_untied", "m", *flags.split())
+    x = expected("surgery")
 
-@needs_assets
-def test_surgery_unties_and_retrofits_our_own(tmp_path):
-    """A tied source gets a head of its own; our feed-forward checkpoint goes in as its source."""
-    stories, flags = shared("assets", "stories260K"), ("--shape", "2,2,1")
-    direct = convert(stories, tmp_path / "a", *flags)
-    parent = convert(stories, tmp_path / "parent", "--feed_forward")
-    convert(tmp_path / "parent", tmp_path / "b", *flags)
-    assert same_weights(tmp_path / "a", tmp_path / "b")
-    assert torch.equal(direct.head.weight, direct.embed.weight)
-    assert direct.head.weight is not direct.embed.weight
-    assert parent.head.weight is parent.embed.weight
-    untied = convert(stories, tmp_path / "untied", "--feed_forward", "--untie")
-    assert untied.head.weight is not untied.embed.weight and not untied.config.tie_embeddings
-    assert (tmp_path / "b" / "tokenizer.model").exists()
+    def logits(r):
+        return model(x["input_ids"], steps=r, state=x["s0"])[0]
+
+    assert far(logits(1), x["logits.identity.1"]) < 1e-4
+    assert far(logits(1), x["logits.hf_pruned"]) < 1e-4
+    model.adapter.weight.data = x["adapter"]
+    assert far(logits(1), x["logits.1"]) < 1e-4
+    assert far(logits(4), x["logits.4"]) < 1e-4
 
 @needs_assets
 @pytest.mark.parametrize("name", ["raven_llama", "raven_olmo2", "hf_llama_gqa_untied",
                                   "hf_llama3_rope", "hf_olmo2"])
-def test_export_is_the_inverse_of_import(name, tmp_path):
-    """In and out gives the same tensors; the released config.json key by key; transformers reads it."""
-    convert(fixture(name), tmp_path / "m", *(["--feed_forward"] if name.startswith("hf") else []))
-    call(surgery.main, tmp_path / "m", tmp_path / "out", "--export", "hf", "--verify")
-    before = {}
-    for file in os.listdir(fixture(name)):
-        if file.endswith(".safetensors"):
-            before |= load_file(fixture(name, file))
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert before.keys() == after.keys()
-    for k, t in before.items():
-        assert torch.equal(t, after[k]) and t.dtype == after[k].dtype
-    if name.startswith("raven"):
-        with open(fixture(name, "config.json")) as a, open(tmp_path / "out" / "config.json") as b:
-            assert json.load(a) == json.load(b)
-    else:
-        tf = pytest.importorskip("transformers", reason="transformers is not installed")
-        peer = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-        x = expected(name)
-        with torch.no_grad():
-            assert (peer(x["input_ids"]).logits - x["logits"]).abs().max() < 3e-4
+def test_export_is_the_inverse_of_import(name):
+    """
+    In and out gives the same tensors, and the released layout's config.json key by key, but for the
+    code that reads it. --verify finds no difference in any hidden state.
+    """
+    raven = name.startswith("raven")
+    call("surgery", FIXTURES / name, "m", *([] if raven else ["--feed_forward"]))
+    said = call("surgery", "m", "out", "--export", "hf", "--verify")
+    assert "differ by at most 0.0 " in said
+    assert same(weights(FIXTURES / name), weights("out"))
+    if raven:
+        ours, theirs = read_json("out/config.json"), read_json(FIXTURES / name / "config.json")
+        assert theirs.pop("auto_map") != ours["auto_map"] and ours | theirs == ours
 
-@needs_assets
-def test_export_carries_the_tokenizer(tmp_path):
-    """transformers' tokenizer of an exported folder gives our ids."""
-    pytest.importorskip("google.protobuf", reason="protobuf is not installed")
-    tf = pytest.importorskip("transformers", reason="transformers is not installed")
-    stories = shared("assets", "stories260K")
-    call(surgery.main, stories, tmp_path / "out", "--feed_forward", "--export", "hf")
-    text = "Once upon a time, there was  a little girl.\nShe said: 12."
-    ids = Tokenizer.load(tmp_path / "out").encode(text, bos=True)
-    assert tf.AutoTokenizer.from_pretrained(tmp_path / "out")(text).input_ids == ids
+def test_verify_sees_a_wrong_weight(llama, monkeypatch):
+    """--verify compares what was written, at r = 1 of the identity adapter the logits, too."""
+    flags, read_all = ("--shape", "1,2,1", "--verify"), surgery.read_all
+    assert "7 hidden states and logits differ by at most 0.0 " in call(
+        "surgery", llama, "m", *flags)
+
+    def wrong(source):  # when OUT is made, the first time
+        monkeypatch.setattr(surgery, "read_all", read_all)
+        tensors = read_all(source)
+        tensors["coda.0.attn.proj.weight"][3, 4] += 1e-3
+        return tensors
+
+    monkeypatch.setattr(surgery, "read_all", wrong)
+    assert "differs" in refusal("surgery", llama, "wrong", *flags)
 
 def huginn(w, c, ids, s, steps):
-    """Huginn-0125's forward pass in float64, literally: adjacent pairs rotate as complex numbers."""
-    w = {k: v.double() for k, v in w.items()}
+    """Huginn-0125's forward pass in float64: its formulas. Pairs rotate as complex numbers."""
+    w = {name.removeprefix("transformer."): t.double() for name, t in w.items()}
     C, H = c["n_embd"], c["n_heads"]
     D, T = C // H, ids.shape[1]
     frequency = c["rope_base"] ** -(torch.arange(0, D, 2).double() / D)
     angle = torch.arange(T).double()[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T
 
     def norm(x, name):
-        x = x * (x.pow(2).mean(-1, keepdim=True) + c["norm_eps"]).rsqrt()
-        return x * w[f"transformer.{name}.weight"]
+        return F.rms_norm(x, (C,), w[f"{name}.weight"], c["norm_eps"])
 
-    def rotate(x):
-        x = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(x * turn).flatten(-2)
+    def rotate(x, bias):
+        pairs = (x + bias).transpose(1, 2).unflatten(-1, (-1, 2))
+        return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
 
     def block(x, name):
-        p = f"transformer.{name}."
-        qkv = norm(x, f"{name}.norm_1") @ w[p + "attn.Wqkv.weight"].T
-        q, k, v = qkv.unflatten(-1, (3, H, -1)).unbind(2)
-        q = rotate(q + w[p + "attn.qk_bias"][0])
-        k = rotate(k + w[p + "attn.qk_bias"][1])
-        score = torch.einsum("bqhd,bkhd->bhqk", q, k) / D ** 0.5
-        score = score.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1)
-        y = torch.einsum("bhqk,bkhd->bqhd", score, v).flatten(2)
-        x = norm(x + y @ w[p + "attn.proj.weight"].T, f"{name}.norm_2")
-        gate, up = (norm(x, f"{name}.norm_3") @ w[p + "mlp.fc.weight"].T).chunk(2, -1)
-        y = (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.proj.weight"].T
-        return norm(x + y, f"{name}.norm_4")
+        qkv = linear(norm(x, f"{name}.norm_1"), f"{name}.attn.Wqkv")
+        q, k, v = qkv.unflatten(-1, (3, H, D)).unbind(2)
+        bias = w[f"{name}.attn.qk_bias"]
+        q, k, v = rotate(q, bias[0]), rotate(k, bias[1]), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = norm(x + linear(y.flatten(2), f"{name}.attn.proj"), f"{name}.norm_2")
+        gate, up = linear(norm(x, f"{name}.norm_3"), f"{name}.mlp.fc").chunk(2, -1)
+        return norm(x + linear(F.silu(gate) * up, f"{name}.mlp.proj"), f"{name}.norm_4")
 
-    e = block(w["transformer.wte.weight"][ids] * c["init_values"]["embed_scale"], "prelude.0")
+    e = block(w["wte.weight"][ids] * c["init_values"]["embed_scale"], "prelude.0")
     for _ in range(steps):
-        s = torch.cat((s, e), -1) @ w["transformer.adapter.weight"].T
+        s = linear(torch.cat((s, e), -1), "adapter")
         s = block(block(s, "core_block.0"), "core_block.1")
-    s = norm(block(norm(s, "ln_f"), "coda.0"), "ln_f")
-    return s @ w["transformer.wte.weight"].T
+    return linear(norm(block(norm(s, "ln_f"), "coda.0"), "ln_f"), "wte")
 
-def test_huginn_goes_in_and_out(tmp_path):
-    """Huginn's block style, by its literal formulas, also through the cache; and out again."""
-    C, F = 32, 48
-    c = {"model_type": "huginn_raven", "n_embd": C, "n_heads": 4, "intermediate_size": F,
-         "vocab_size": 64, "norm_eps": 1e-6, "rope_base": 50000, "rope_theta": 10000,
-         "qk_bias": True, "block_size": 64, "tie_embeddings": True, "n_layers_in_prelude": 1,
-         "n_layers_in_recurrent_block": 2, "n_layers_in_coda": 1,
-         "init_values": {"std": 0.1, "embed_scale": C ** 0.5}}
+def test_huginn_is_its_formulas():
+    """Logits of Huginn's block style, exported and read again, are its literal formulas'."""
+    model = small(norm="sandwich", n_kv_head=4, tie_embeddings=True, embed_scale=32**0.5,
+                  norm_eps=1e-6, rope_theta=50000.0)
     torch.manual_seed(0)
-    shapes = {"wte.weight": (64, C), "adapter.weight": (C, 2 * C), "ln_f.weight": (C,)}
-    for block in ("prelude.0", "core_block.0", "core_block.1", "coda.0"):
-        shapes |= {f"{block}.norm_{i}.weight": (C,) for i in (1, 2, 3, 4)} | {
-            f"{block}.attn.Wqkv.weight": (3 * C, C), f"{block}.attn.proj.weight": (C, C),
-            f"{block}.attn.qk_bias": (2, 1, 4, C // 4), f"{block}.mlp.fc.weight": (2 * F, C),
-            f"{block}.mlp.proj.weight": (C, F)}
-    w = {f"transformer.{name}": torch.randn(shape) * 0.2 + (len(shape) == 1)
-         for name, shape in shapes.items()}
-    (tmp_path / "src").mkdir()
-    save_file(w | {"freqs_cis": torch.zeros(3)}, tmp_path / "src" / "model.safetensors")
-    (tmp_path / "src" / "config.json").write_text(json.dumps(c))
-    model = convert(tmp_path / "src", tmp_path / "m", "--mean_recurrence", 3)
-    ids, s = torch.randint(64, (2, 9)), model.initial_state(2, 9, 0, [0, 1])
-    for steps in (1, 3):
-        logits = model(ids, steps=steps, state=s)[0]
-        assert (logits - huginn(w, c, ids, s.double(), steps)).abs().max() < 1e-4
-    text = torch.cat((ids, decode(model, ids.tolist(), 5, state="zero")), 1)
-    logits = model(text, state=torch.zeros(2, 14, C))[0]
-    assert text[:, 9:].tolist() == logits[:, 8:-1].argmax(-1).tolist()
-    call(surgery.main, tmp_path / "m", tmp_path / "out", "--export", "hf")
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert w.keys() == after.keys() and all(torch.equal(w[k], after[k]) for k in w)
-    assert convert(tmp_path / "out", tmp_path / "again").config == model.config
+    for p in model.parameters():  # norms of 1 would hide a misplaced one
+        torch.nn.init.normal_(p, float(p.dim() == 1), 0.2)
+    model.save("ours")
+    call("surgery", "ours", "hf", "--export", "hf")
+    model = convert("hf", "m")
+    ids, s = torch.randint(17, (2, 9)), model.initial_state(2, 9, 0, [0, 1])
+    for r in (1, 3):
+        wanted = huginn(weights("hf"), read_json("hf/config.json"), ids, s.double(), r)
+        assert far(model(ids, steps=r, state=s)[0], wanted) < 1e-4
+
+
+PRESETS = """
+tinyllama-2-4-2     131,072,000 968,976,384    352,354,304  88,088,576 176,177,152  88,088,576
+tinyllama-4-8-4     131,072,000 968,976,384    704,708,608 176,177,152 352,354,304 176,177,152
+tinyllama-6-10-6    131,072,000 968,976,384    968,974,336 264,265,728 440,442,880 264,265,728
+llama-3.2-1b-2-4-2  525,336,576 973,146,112    486,572,032 121,643,008 243,286,016 121,643,008
+llama-3.2-1b-4-6-4  525,336,576 973,146,112    851,501,056 243,286,016 364,929,024 243,286,016
+olmo-2-1b-4-6-4     411,041,792 1,073,874,944  939,638,784 268,468,224 402,702,336 268,468,224
+"""
+
+@pytest.mark.parametrize("row", PRESETS.strip().splitlines())
+def test_tables_of_the_paper(row):
+    """
+    --dry_run prints the paper's Tables 6-8 for every preset from the shapes alone: embeddings and
+    body of the source, then body, prelude, core and coda of the result.
+    """
+    preset, embeddings, body, *parts = row.split()
+    said = " ".join(call("surgery", "--preset", preset, "--dry_run").split())
+    assert f"{embeddings} {body}" in said
+    assert " ".join([embeddings, *parts]) in said
 
 @needs_assets
-def test_verified_surgery(tmp_path, capsys, monkeypatch):
-    """--verify finds 0.0 for every hidden state of what was written, and sees a wrong weight."""
-    src, flags = fixture("hf_olmo2"), ("--shape", "1,2,1", "--verify")
-    more = ((), ("--adapter", "add"), ("--adapter_init", "default", "--export", "hf"))
-    for i, extra in enumerate(more):
-        call(surgery.main, src, tmp_path / str(i), *flags, *extra)
-        states = 7 if i == 0 else 6  # with the identity adapter also the logits at r = 1
-        assert f"{states} hidden states and logits differ by at most 0.0 " in capsys.readouterr().out
-    read_all, calls = surgery.read_all, []
-
-    def wrong(source):  # at first, when OUT is made
-        tensors = read_all(source)
-        tensors["coda.0.attn.proj.weight"][3, 4] += 1e-3 * (not calls)
-        calls.append(source)
-        return tensors
-
-    monkeypatch.setattr(surgery, "read_all", wrong)
-    assert "differs" in refusal(surgery.main, src, tmp_path / "wrong", *flags)
-
-def test_tables_of_the_paper(capsys):
-    """--dry_run prints the paper's Tables 6-8 for every preset from the shapes alone."""
-    tiny_llama, llama = "131,072,000 968,976,384", "525,336,576 973,146,112"
-    olmo = "411,041,792 1,073,874,944"
-    table = {  # source; body, prelude, core, coda
-        "tinyllama-2-4-2": (tiny_llama, "352,354,304 88,088,576 176,177,152 88,088,576"),
-        "tinyllama-4-8-4": (tiny_llama, "704,708,608 176,177,152 352,354,304 176,177,152"),
-        "tinyllama-6-10-6": (tiny_llama, "968,974,336 264,265,728 440,442,880 264,265,728"),
-        "llama-3.2-1b-2-4-2": (llama, "486,572,032 121,643,008 243,286,016 121,643,008"),
-        "llama-3.2-1b-4-6-4": (llama, "851,501,056 243,286,016 364,929,024 243,286,016"),
-        "olmo-2-1b-4-6-4": (olmo, "939,638,784 268,468,224 402,702,336 268,468,224")}
-    assert table.keys() == surgery.PRESETS.keys()
-    for preset, (source, parts) in table.items():
-        call(surgery.main, "--preset", preset, "--dry_run")
-        said = " ".join(capsys.readouterr().out.split())
-        assert source in said and f"{source.split()[0]} {parts}" in said
-    assert "--prelude 0,1,2,3 --core 6,7,8,9,10,11 --coda 12,13,14,15; dropped: [4, 5]" in said
-
-@needs_assets
-def test_layer_choice(tmp_path, capsys):
-    """Block influence is the fixture's; the printed flags give the chosen model again."""
-    with open(fixture("block_influence.json")) as f:
-        oracle = json.load(f)
-    model = surgery.build(surgery.open_source(fixture("hf_llama_gqa_untied")))
+def test_layer_choice():
+    """Block influence is the fixture's, and --select keeps the layers with most of it."""
+    model = surgery.build(surgery.open_source(FIXTURES / "hf_llama_gqa_untied"))
     influence = surgery.block_influence(model, expected("hf_llama_gqa_untied")["input_ids"])
+    oracle = read_json(FIXTURES / "block_influence.json")
     assert influence == pytest.approx(oracle["bi"], abs=1e-6)
-    stories = shared("assets", "stories260K")
-    select = ("--select", "block-influence", "--text", shared("assets", "gsm8k", "test.jsonl"))
-    for flags, choice in (
-            (("--shape", "1,2,1", *select), "--prelude 0 --core 1,2 --coda 3"),
-            (("--shape", "3", "--feed_forward", *select), "--feed_forward --layers 0,1,3"),
-            (("--shape", "1,2,1"), "--prelude 0 --core 2,3 --coda 4")):
-        call(surgery.main, stories, tmp_path / "a", *flags, "--overwrite")
-        assert choice in capsys.readouterr().out
-        call(surgery.main, stories, tmp_path / "b", *choice.split(), "--overwrite")
-        assert same_weights(tmp_path / "a", tmp_path / "b")
+    select = f"--shape 1,2,1 --select block-influence --text {ASSETS}/gsm8k/test.jsonl"
+    assert "[0] [1, 2] [3]" in call("surgery", ASSETS / "stories260K", "a", *select.split())
+    call("surgery", ASSETS / "stories260K", "b", *"--prelude 0 --core 1,2 --coda 3".split())
+    assert same(weights("a"), weights("b"))
 
-def edit_config(folder, **keys):
-    with open(folder / "config.json") as f:
-        config = json.load(f)
-    (folder / "config.json").write_text(json.dumps(config | keys))
-
-@needs_assets
-def test_precision_and_kept_tensors(tmp_path):
-    """Weights keep their type, mixed ones get one that holds all; dropped layers may be missing."""
-    src = tmp_path / "src"
-    shutil.copytree(fixture("hf_llama_gqa_untied"), src)
-    tensors = load_file(src / "model.safetensors")
-    tensors = {k: v for k, v in tensors.items() if not k.startswith("model.layers.2.")}
-    half, bf16 = torch.float16, torch.bfloat16
-    for norms, rest, dtype in ((half, half, half), (bf16, bf16, bf16), (half, bf16, torch.float32)):
-        stored = {k: v.to(norms if "norm" in k else rest) for k, v in tensors.items()}
-        save_file(stored, src / "model.safetensors")
-        flags = ("--prelude", "0", "--core", "3,5", "--coda", "7", "--overwrite")
-        call(surgery.main, src, tmp_path / "m", *flags)
-        out = load_file(tmp_path / "m" / "model.safetensors")
-        assert {t.dtype for t in out.values()} == {dtype}
-        kept = stored["model.layers.5.mlp.down_proj.weight"].to(dtype)
-        assert torch.equal(out["core.1.mlp.proj.weight"], kept)
-
-
-SURGERY_REFUSES = [  # flags, words in the message
-    ("--prelude 0", "--core"), ("--prelude 0-1 --core 3-8 --coda 7", "3-8"),
-    ("--prelude 0-3 --core 3-5 --coda 7", "taken twice"),
-    ("--prelude 0 --core 1-x --coda 7", "--core"), ("--preset tinyllama-4-8-4", "--preset"),
-    ("--shape 4,4,4", "--shape"), ("--select block-influence", "--text"),
-    ("--feed_forward --layers 3-9", "--layers"), ("", "--prelude"),
-    ("--feed_forward --shape 3", "--layers"), ("--shape 1,2,1 --prelude 0", "--shape"),
-    ("--prelude 1-0 --core 2 --coda 3", "1-0")]
-
-@needs_assets
-def test_surgery_refuses(tmp_path):
-    """Every wrong input to surgery.py ends in one line and leaves OUT as it was, or absent."""
-    src, out, bad = fixture("hf_llama_gqa_untied"), tmp_path / "out", tmp_path / "bad"
-    for flags, words in SURGERY_REFUSES:
-        assert words in refusal(surgery.main, src, out, *flags.split()), flags
-    assert "recurrent" in refusal(surgery.main, fixture("raven_llama"), out, "--shape", "1,2,1")
-    weights = bad / "model.safetensors"
-
-    def drop_one():
-        tensors = load_file(weights)
-        tensors.pop("model.layers.3.mlp.up_proj.weight")
-        save_file(tensors, weights)
-
-    tokenizer = "assets/tokenizers/tinyllama/tokenizer.model"
-    for damage, words in ((lambda: edit_config(bad, model_type="gpt2"), "gpt2"),
-                          (lambda: os.truncate(weights, 100_000), "damaged"),
-                          (drop_one, "layers.3.mlp.up_proj"),
-                          (lambda: edit_config(bad, hidden_size=128), "shape"),
-                          (lambda: (bad / "config.json").write_text("{"), "config.json"),
-                          (lambda: os.rename(weights, bad / "model.bin"), "Pickled"),
-                          (lambda: shutil.copy(shared(tokenizer), bad), "tokenizer")):
-        shutil.rmtree(bad, ignore_errors=True)
-        shutil.copytree(src, bad)
-        damage()
-        assert words in refusal(surgery.main, bad, out, "--feed_forward")
-    assert os.listdir(tmp_path) == ["bad"]
-    convert(src, out, "--feed_forward")
-    assert "--overwrite" in run("surgery.py", src, out, "--feed_forward", ok=False)
-    before = (out / "model.safetensors").read_bytes()
-    assert "exists" in refusal(surgery.main, out, f"{out}/", "--export", "hf", "--overwrite")
-    # A limit on the size of files stands for a full disk.
-    command = f"ulimit -f 500; exec {sys.executable} surgery.py {src} {out} --shape 1,2,1 --overwrite"
-    full = subprocess.run(["bash", "-c", command], cwd=HERE, capture_output=True, text=True)
-    assert full.returncode == 1 and len(full.stderr.splitlines()) == 1, full.stderr
-    assert str(out) in full.stderr and sorted(os.listdir(tmp_path)) == ["bad", "out"]
-    assert (out / "model.safetensors").read_bytes() == before
-
-
-# ------------------------------------------------------------------------------- data, tokenizers
-
-# ------------------------------------------------------------------------------------ whole files
-
-def test_whole_files_or_none(tmp_path):
-    """A file or folder is written completely or not at all, for others to read; NaN is null."""
-    for value in (1.0, float("nan")):
-        data.write_json(tmp_path / "a.json", {"x": value})
-    assert data.read_json(tmp_path / "a.json") == {"x": None}
-    with pytest.raises(SystemExit, match="a.json: cannot be written"):
-        with data.whole(tmp_path / "a.json") as new:
-            os.makedirs(new)
-    for end in ("", "KeyError"):
-        with contextlib.suppress(KeyError), data.whole(tmp_path / "b") as new:
-            os.makedirs(new)
-            os.close(os.open(f"{new}/c{end}", os.O_CREAT, 0o600))  # as safetensors does
-            if end:
-                raise KeyError
-    assert sorted(os.listdir(tmp_path)) == ["a.json", "b"] and os.listdir(tmp_path / "b") == ["c"]
-    assert os.stat(tmp_path / "b" / "c").st_mode == os.stat(tmp_path / "a.json").st_mode
+def test_whole_files_or_none(llama):
+    """On a full disk a folder stays as it was."""
+    command = ("surgery", llama, "m", "--feed_forward", "--overwrite")
+    call(*command)
+    before = contents("m")
+    with full_disk(20_000):
+        assert "cannot be written" in refusal(*command)
+    assert contents("m") == before and os.listdir() == ["m"]
 
 
 # ---------------------------------------------------------------------------------------- the hub
 
-FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-CHECKPOINT = {
-    "config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"not wanted",
-    "model.safetensors.index.json": b'{"weight_map": {"a": "%s", "b": "%s"}}' % (
-        FIRST.encode(), SECOND.encode()),
-    FIRST: b"1" * 3_000_000, SECOND: b"2" * 5}
+CHECKPOINT = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"not wanted",
+              "model.safetensors": b"1" * 3_000_000}
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub that has `files` and lists `listed`. requests: the name and first byte of each."""
-    state = SimpleNamespace(files=dict(CHECKPOINT), listed=dict(CHECKPOINT), requests=[], cut=None,
-                            status=206, folder=tmp_path / "nanoloop" / "some--model")
+    """A hub with `files`. It notes each (name, first byte), and may cut its answers short."""
+    state = SimpleNamespace(files=dict(CHECKPOINT), requests=[], cut=None, wrong=b"")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            name = unquote(self.path).rpartition("/")[2]
+            name = self.path.rpartition("/")[2]
             start = int(self.headers["Range"][6:-1])
             state.requests.append((name, start))
-            body = state.files.get(name)
-            if self.path == "/api/models/some/model/revision/main?blobs=true":
-                files = [{"rfilename": name, "size": len(content),
-                          "lfs": {"sha256": hashlib.sha256(content).hexdigest()}}
-                         for name, content in state.listed.items()]
-                body = json.dumps({"sha": "c0", "siblings": files}).encode()
-            if body is None:
-                return self.send_error(404)
-            self.send_response(state.status)
-            self.send_header("Content-Length", len(body) - start)
+            listing = []
+            for file, body in state.files.items():
+                sha256 = hashlib.sha256(body + state.wrong).hexdigest()
+                listing.append({"rfilename": file, "size": len(body), "lfs": {"sha256": sha256}})
+            info = json.dumps({"sha": "c0", "siblings": listing}).encode()
+            body = state.files.get(name, info)[start:]
+            self.send_response(206)
+            self.send_header("Content-Length", len(body))
             self.end_headers()
-            self.wfile.write(body[start:][:state.cut])
+            self.wfile.write(body[:state.cut])
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -544,61 +454,31 @@ def hub(tmp_path, monkeypatch):
     yield state
     server.shutdown()
 
-def fetch():
-    return data.download("some/model")
-
-def contents(folder):
-    """{name: bytes} of the files of a folder, but for what a kill left."""
-    files = [path for path in folder.iterdir() if path.is_file() and ".tmp-" not in path.name]
-    return {path.name: path.read_bytes() for path in files}
-
-def test_download_is_complete_and_not_repeated(hub):
-    """config.json, tokenizer and safetensors are fetched, never pickles, and only once."""
-    assert fetch() == fetch() == str(hub.folder) and len(hub.requests) == 6
-    hub.listed.pop("pytorch_model.bin")
-    assert contents(hub.folder) == hub.listed
-    hub.listed = {"config.json": b"{}", "pytorch_model.bin": b"not wanted"}
-    shutil.rmtree(hub.folder)
-    assert "never loaded" in refusal(fetch)
-
-def test_download_resumes(hub):
-    """After a break only the rest of a file is fetched, by the same command or the next."""
+def test_download_resumes_and_is_not_repeated(hub):
+    """
+    Config, tokenizer and safetensors are fetched. After a break the same command fetches the rest
+    of a file, later nothing, and nothing that the usual cache has.
+    """
     hub.cut = 1_200_000
     for _ in range(2):
-        assert "resumes" in refusal(fetch)
-    fetch()
-    assert (hub.folder / FIRST).read_bytes() == CHECKPOINT[FIRST]
-    starts = [start for name, start in hub.requests if name == FIRST]
-    assert starts[0] == 0 < starts[1] < starts[2] and len(starts) == 3
+        with pytest.raises(SystemExit, match="resumes"):
+            data.download("some/model")
+    folder = data.download("some/model")
+    starts = [start for name, start in hub.requests if name == "model.safetensors"]
+    assert len(starts) == 3 and starts[0] < starts[1] < starts[2]
+    del hub.files["pytorch_model.bin"]
+    assert contents(folder) == hub.files
+    hub.requests.clear()
+    assert data.download("some/model") == folder
+    cache = shutil.copytree(folder, "hub/models--some--model/snapshots/main")
+    assert data.download("some/model").endswith(cache) and not hub.requests
 
-@pytest.mark.parametrize("case, words", [
-    ("hash", "sha256"), ("token", "HF_TOKEN"), ("missing", "404"), ("name", "would leave"),
-    ("disk", "resumes")])
-def test_download_refuses(hub, case, words):
-    """A wrong hash, token or name, a missing file, a full disk: one line, and no file in place."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if case == "hash":
-        hub.files[FIRST] = b"x" * 3_000_000
-    if case == "token":
-        hub.status = 401
-    if case == "missing":
-        del hub.files[SECOND]
-    if case == "name":
-        hub.listed["tokenizer/../../../x"] = b"x"
-    if case == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    message = refusal(fetch)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert words in message and not (hub.folder / FIRST).exists()
-
-def test_usual_cache_is_read_without_a_request(hub, tmp_path):
-    """A complete folder in the usual Hugging Face cache is taken as it is."""
-    cache = tmp_path / "hub" / "models--some--model"
-    for name in ("refs/main", *(f"snapshots/c0/{name}" for name in CHECKPOINT)):
-        (cache / name).parent.mkdir(parents=True, exist_ok=True)
-        (cache / name).write_bytes(CHECKPOINT.get(name[13:], b"c0"))
-    assert fetch() == data.download("some/model@c0") == str(cache / "snapshots" / "c0")
-    assert not hub.requests
+def test_download_checks_the_hash(hub):
+    """A file with another hash than the hub states is deleted."""
+    hub.wrong = b"x"
+    with pytest.raises(SystemExit, match="sha256"):
+        data.download("some/model")
+    assert not list(Path().glob("**/*.safetensors*"))
 
 
 # ------------------------------------------------------------------------------------- tokenizers
@@ -608,175 +488,132 @@ HARD = [
     "1234567890 3.14", "a\n\n\n  b\t\tc\r\n", "don't DON'T 'ſ", "e\u0301\u0323\u0308" * 9,
     "".join(map(chr, [*range(32), *range(127, 160)])), "|||IP_ADDRESS||| x",
     "<s></s><|endoftext|><|begin_of_text|><|eot_id|>", "a" * 5000, "漢" * 600,
-    "\u2028\u00a0\ufeff ﷺ\U0010ffff", "\ufeffx", *(" " * n + "x" + "\n" * n for n in range(1, 101))]
-TOKENIZERS = ["tokenizers/llama3", "tokenizers/tinyllama", "tokenizers/olmo2", "stories260K"]
+    "\u2028\u00a0\ufeff ﷺ\U0010ffff", "\ufeffx",
+    *(" " * n + "x" + "\n" * n for n in range(1, 101))]
 
-def oracle(name):
-    """The tokenizer of an asset as the tokenizers library computes it, from converted files."""
+def oracle(folder):
+    """The tokenizer in a folder as the tokenizers library computes it."""
     tokenizers = pytest.importorskip("tokenizers")
+    if folder.name == "olmo2":
+        return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     convert = pytest.importorskip("transformers.convert_slow_tokenizer")
-    path = shared("assets", name, "tokenizer.model")
-    if name == "tokenizers/olmo2":
-        return tokenizers.Tokenizer.from_file(path.replace("model", "json"))
-    if name == "tokenizers/llama3":
-        names = list(Tokenizer.load(shared("assets", name)).special)
-        return convert.TikTokenConverter(path, extra_special_tokens=names).converted()
-    sp = data.sentencepiece.SentencePieceProcessor(model_file=path)
-    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-    scores = {piece: sp.get_score(i) for piece, i in vocab.items() if i > 2 and not sp.is_byte(i)}
-    merges = convert.generate_merges(vocab, scores)
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(
-        vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    # As TinyLlama's tokenizer.json. Today's LlamaTokenizer adds no space before a first one.
-    theirs.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
-    theirs.add_special_tokens(["<s>", "</s>"])
-    return theirs
+    names = list(Tokenizer.load(folder).special)
+    path = str(folder / "tokenizer.model")
+    return convert.TikTokenConverter(path, extra_special_tokens=names).converted()
 
 @needs_assets
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_token_ids_match_tokenizers(name, tmp_path):
+@pytest.mark.parametrize("name", ["llama3", "olmo2"])
+def test_token_ids_match_tokenizers(name):
     """
-    Ids equal the tokenizers library's, special names read or not, and decode to the text (a lone
-    surrogate to U+FFFD). Llama 3's tokenizer.json gives what its tokenizer.model does.
+    Ids of byte-level BPE are the tokenizers library's, special names read or not, and decode to the
+    text (a lone surrogate to U+FFFD). Llama 3's tokenizer.json gives what tokenizer.model does.
     """
-    theirs, ours = oracle(name), [Tokenizer.load(shared("assets", name))]
-    if name == "tokenizers/llama3":
-        assert ours[0].encode("Hello world", bos=True) == [128000, 9906, 1917]  # as published
-        assert ours[0].special["<|eot_id|>"] == 128009 and ours[0].eos_id == 128001
-        (tmp_path / "tokenizer.json").write_text(theirs.to_str())
-        ours.append(Tokenizer.load(tmp_path))
-        assert ours[0].special == ours[1].special and ours[1].bos_id == 128000
-    lines = Path(shared("assets", "gsm8k", "test.jsonl")).read_text().splitlines()
+    folder = ASSETS / "tokenizers" / name
+    theirs, ours = oracle(folder), [Tokenizer.load(folder)]
+    if name == "llama3":
+        Path("tokenizer.json").write_text(theirs.to_str())
+        ours.append(Tokenizer.load("."))
+        for tokenizer in ours:
+            ids = tokenizer.encode("Hello world", bos=True)
+            assert ids == [128000, 9906, 1917]  # as published
+    lines = (ASSETS / "gsm8k" / "test.jsonl").read_text().splitlines()
     long = "\n".join(lines * 2)  # byte-level encode() makes two parts of it
     for special in (False, True):
         theirs.encode_special_tokens = not special
         for text in (*HARD, *lines, long):
-            expected = theirs.encode(text, add_special_tokens=False).ids
-            for tokenizer in ours:
-                assert tokenizer.encode(text, special=special) == expected, text[:200]
-            assert special or ours[0].decode(expected) == text
-    assert len(ours[0].encode(" " * 10**6)) > 1
+            ids = theirs.encode(text, add_special_tokens=False).ids
+            assert all(x.encode(text, special=special) == ids for x in ours), text[:200]
+            assert special or ours[0].decode(ids) == text
     assert ours[0].decode(ours[0].encode("\udc00x \ud83d\ude00 \ud83d")) == "\ufffdx 😀 \ufffd"
 
 
 # ---------------------------------------------------------------------------------------- prepare
 
-def word_documents(path, n):
-    """n documents in the embedded corpus's words, written to path; returns their texts."""
-    texts = [" ".join(str(i * i + i)) for i in range(n)]
-    rows = [{"text": f" {text}\n", "by": f"by {i % 50}"} for i, text in enumerate(texts)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return texts
+def documents(n):
+    """Write n documents in the embedded corpus's words to a.jsonl."""
+    with open("a.jsonl", "w") as f:
+        for i in range(n):
+            print(json.dumps({"text": f" {' '.join(str(i))}\n", "by": f"by {i % 50}"}), file=f)
 
 def prepare(corpus, source, out, *flags):
-    call(data.main, "prepare", "--input", source, "--tokenizer", corpus / "tokenizer",
-         "--out", out, *flags)
+    """The arguments of data.py prepare."""
+    return ("prepare", "--input", source, "--tokenizer", corpus / "tokenizer", "--out", out, *flags)
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_prepare_resumes_byte_identical(kind, corpus, tmp_path):
+@pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
+def test_prepare_resumes_byte_identical(source, corpus):
     """
     prepare, killed at any time, resumes to the same bytes: documents without white space around
     them, each with EOS, dropped ones left out. Meanwhile no second one writes there.
     """
-    texts, source = word_documents(tmp_path / "a.jsonl", 2000), tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        table = pytest.importorskip("pyarrow.json").read_json(tmp_path / "a.jsonl")
+    documents(4000)
+    if source == "a.parquet":
+        table = pytest.importorskip("pyarrow.json").read_json("a.jsonl")
         pytest.importorskip("pyarrow.parquet").write_table(table, source, row_group_size=90)
-    flags = "--val=0.1", "--shard_tokens=2000", "--procs=2", "--drop=by=BY 7"
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    prepare(corpus, source, whole, *flags)
-    command = ["prepare", "--input", source, "--tokenizer", corpus / "tokenizer", "--out", killed]
-    first = subprocess.Popen([sys.executable, "data.py", *command, *flags], cwd=HERE)
-    while not (killed / "train_000001.npy").exists():
-        assert first.poll() is None
-    assert "another process" in refusal(data.main, *command, *flags)
-    first.kill()
+    flags = ("--val=0.1", "--shard_tokens=2000", "--procs=2", "--drop=by=BY 7")
+    call("data", *prepare(corpus, source, "unbroken", *flags))
+    command = prepare(corpus, source, "killed", *flags)
+
+    def second_shard():
+        found = os.path.exists("killed/train_000001.npy")
+        return found and "another process" in refusal("data", *command)
+
+    kill(launch("data.py", *command), second_shard)
     time.sleep(0.5)  # its workers notice, and let go of the lock
-    assert "meta.json" in refusal(lambda: Shards(killed, "train", 8))
+    with pytest.raises(SystemExit, match="meta.json"):
+        Shards("killed", "train", 8)
     for _ in range(2):  # to the end; and nothing more to do
-        call(data.main, *command, *flags)
-        assert contents(killed) == contents(whole)
-    assert "other arguments" in refusal(data.main, *command)
-    meta = data.read_json(whole / "meta.json")
-    assert meta["counts"] == {"documents": 2000, "dropped": 40}
-    shards = zip(meta["shards"]["train"], meta["shards"]["val"], strict=True)
-    tokens = [np.load(whole / name) for pair in shards for name, *_ in pair]
-    text = " ".join(f"{text} </s>" for i, text in enumerate(texts) if i % 50 != 7)
-    assert np.concatenate(tokens).tolist() == [data.WORDS.index(word) for word in text.split()]
+        call("data", *command)
+        assert contents("killed") == contents("unbroken")
+    ids = []
+    for i in range(len(list(Path("unbroken").glob("train*")))):
+        for split in ("train", "val"):
+            ids += np.load(f"unbroken/{split}_{i:06d}.npy").tolist()
+    kept = [i for i in range(4000) if i % 50 != 7]
+    assert "".join(data.WORDS[i] for i in ids) == "".join(f"{i}</s>" for i in kept)
+    idx, targets, _ = Shards("killed", "train", 16).batch(0, 0, 0, 1, 99)
+    assert targets[:, :-1].equal(idx[:, 1:])
 
 @pytest.mark.parametrize("row, ids", [
     ({"a": " has 1 ", "b": "has 2\n"}, ["has 1 \nhas 2", 1]),
     ({"a": "\n"}, []),
-    ({"ids": [2, 8]}, [2, 8]),
     ({"a": "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"}, ["so\nit\nthe user: is", 1]),
     ({"a": [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]}, ["has\n2", 1])])
-def test_prepare_reads_fields_chats_and_ids(row, ids):
-    """Fields and messages are joined, tags and outer blanks removed; ids are taken as they are."""
+def test_prepare_reads_fields_and_chats(row, ids):
+    """Fields and messages are joined, tags and outer blanks removed."""
     tokenizer = SimpleNamespace(encode=lambda text, bos: [text], eos_id=1, vocab_size=9)
     assert data.document_ids(tokenizer, row, list(row), strip_roles=True) == ids
 
-@pytest.mark.parametrize("bad", ['{"text": ', "[]", '{"text": "\xff"}', '{"text": 3}',
-                                 '{"text": [17]}', '{"q": "a"}'])
-def test_prepare_counts_bad_documents(corpus, tmp_path, bad):
+def test_prepare_counts_bad_documents(corpus):
     """Up to --max_bad of the documents may be bad; they are left out and counted."""
-    source, out = tmp_path / "a.jsonl", tmp_path / "out"
-    source.write_text('{"text": "has 1"}\n' * 9 + bad, encoding="latin-1")
-    assert "1 of 10 documents" in refusal(lambda: prepare(corpus, source, out))
-    prepare(corpus, source, out, "--max_bad=0.1")
-    assert data.read_json(out / "meta.json")["counts"]["bad"] == 1
+    good = '{"text": "has 1"}\n' * 54
+    bad = '{"text": \n[]\n{"text": "\xff"}\n{"text": 3}\n{"text": [17]}\n{"q": "a"}'
+    Path("a.jsonl").write_text(good + bad, encoding="latin-1")
+    command = prepare(corpus, "a.jsonl", "out")
+    assert "6 of 60 documents" in refusal("data", *command)
+    call("data", *command, "--max_bad=0.1")
+    assert read_json("out/meta.json")["counts"]["bad"] == 6
 
 
 # ------------------------------------------------------------------------------------- the loader
 
 def test_loader_is_a_pure_function(corpus):
-    """2 ranks with batch B see what 1 rank with 2B sees; each epoch is another order of all rows."""
+    """2 ranks with batch B see what 1 rank with 2B sees. Each epoch has another order."""
     shards, again = (Shards(corpus / "task", "val", 26) for _ in range(2))
-    both = shards.batch(7, 3, 0, 1, 8)
-    parts = [again.batch(7, 3, rank, 2, 4) for rank in (0, 1)]
-    for whole, *halves in zip(both, *parts):
-        assert np.concatenate(halves).tolist() == whole.tolist()
+    halves = [again.batch(7, 3, rank, 2, 4)[0] for rank in (0, 1)]
+    assert torch.cat(halves).equal(shards.batch(7, 3, 0, 1, 8)[0])
     first, second = (shards.order(7, epoch).tolist() for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(1024)) and first != second
 
-def test_loader_windows(corpus, tmp_path):
-    """Windows follow one another without crossing shards; targets are the next token."""
-    word_documents(tmp_path / "a.jsonl", 300)
-    prepare(corpus, tmp_path / "a.jsonl", tmp_path / "out", "--shard_tokens=500")
-    shards, windows = Shards(tmp_path / "out", "train", 16), []
-    for name, *_ in shards.meta["shards"]["train"]:
-        tokens = np.load(tmp_path / "out" / name).tolist()
-        for i in range(0, len(tokens) - 16, 16):
-            windows.append((tokens[i:i + 16], tokens[i + 1:i + 17]))
-    idx, targets, _ = shards.batch(0, 0, 0, 1, shards.rows)
-    assert sorted(zip(idx.tolist(), targets.tolist())) == sorted(windows)
-
 def test_mixture_follows_its_weights(corpus):
     """Exact shares, evenly spread; each set gives its own samples in order, epoch by epoch."""
-    weights, sets = (5, 1, 2), [Shards(corpus / "task", "val", 26) for _ in range(3)]
-    for k, part in enumerate(sets):
-        part.sample = functools.partial(lambda k, seed, number: np.array([[k], [number]]), k)
-    mixture = data.Mixture(sets, weights)
+    mixture = data.open_data(f"{corpus}/task:5,{corpus}/task,{corpus}/task:2", "val", 26)
+    for k, part in enumerate(mixture.sets):
+        part.sample = lambda seed, number, k=k: np.array([[k], [number]])
     chosen, numbers, _ = mixture.batch(3, 0, 0, 1, 800)
-    assert mixture.batch(3, 7, 1, 2, 8)[1].equal(numbers[120:128])
-    for k, weight in enumerate(weights):
+    for k, weight in enumerate((5, 1, 2)):
         mine = chosen == k
-        assert (mine.cumsum(0)[:, 0] - torch.arange(1, 801) * weight / 8).abs().max() < 1.5
+        assert far(mine.cumsum(0)[:, 0], torch.arange(1, 801) * weight / 8) < 1.5
         assert numbers[mine].tolist() == list(range(100 * weight))
-    mixture = data.open_data(f"{corpus}/task:2,{corpus}/task", "val", 26)
-    assert mixture.weights == [2, 1] and mixture.rows == 1024 * 3 // 2
-
-def test_changed_data_is_noticed(corpus, tmp_path):
-    """The fingerprint is the same wherever the data lie, another where tokens changed."""
-    folder = shutil.copytree(corpus / "task", tmp_path / "task")
-    before = Shards(folder, "train", 26).fingerprint()
-    assert before == Shards(corpus / "task", "train", 26).fingerprint()
-    shard = folder / "train_000000.npy"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert Shards(folder, "train", 26).fingerprint() != before
-    assert "--context=26" in refusal(lambda: Shards(folder, "train", 32))
-    os.truncate(shard, 5000)
-    assert "cut short" in refusal(lambda: Shards(folder, "train", 26))
 
 
 # ---------------------------------------------------------------------------- the embedded corpus
@@ -790,59 +627,40 @@ def solve(story):
         answers.append(str(count))
     return answers
 
-def test_tiny_rows_say_the_truth(corpus):
-    """Every row of the embedded corpus is a story with its true answers, labelled as it should."""
-    lengths = Counter()  # sentences of worked stories; 0 for padding, 24 for a direct story
-    for kind, T, n, shown, end in (("pretrain", 52, 512, 3, "-"), ("task", 26, 1024, 12, "</s>")):
-        idx, targets, _ = Shards(corpus / kind, "val", T).batch(0, 0, 0, 1, n)
-        labels = iter([*data.WORDS, "-"][max(i, -1)] for i in targets.ravel().tolist())
-        for document in " ".join(data.WORDS[i] for i in idx.ravel()).split("</s>")[:-1]:
-            text = document.split()
-            said = [next(labels) for _ in range(len(text) + 1)]
-            if text[:1] == ["so"]:
-                assert text[4::4] == solve(sum(zip(text[1::4], text[2::4]), ()))
-                assert said == [*text[1:], "</s>", "-"]
-            elif text:
-                answers = solve(text[:-1])
-                assert text[-1] == answers[-1] and said[:24:2] == ["-"] * 12
-                assert said[1:24:2] == answers[:shown] + ["-"] * (12 - shown)
-                assert said[24:] == [end, "-"]
-            lengths[24 if text[:1] == ["has"] else len(text) // 4] += 1
-    assert lengths[24] == 512 + 1024 and {*lengths} == {*range(13), 24}
+def test_corpus_tells_the_truth(corpus):
+    """Every story of the task and of the test sets has its true answers."""
     rows = (corpus / "test.jsonl").read_text() + (corpus / "test18.jsonl").read_text()
-    rows = [json.loads(row) for row in rows.splitlines()]
-    assert Counter(row["difficulty"] for row in rows) == {18: 300, **{i: 100 for i in range(1, 13)}}
-    for row in rows:
+    for row in map(json.loads, rows.splitlines()):
         answers = solve(row["question"].split())
-        assert row["answer"] == answers[-1] and len(answers) == row["difficulty"]
+        assert (row["answer"], row["difficulty"]) == (answers[-1], len(answers))
+    idx, targets, _ = Shards(corpus / "task", "val", 26).batch(0, 0, 0, 1, 1024)
+    for ids, labels in zip(idx.tolist(), targets.tolist()):
+        *story, answer, end = [data.WORDS[i] for i in ids]
+        answers = solve(story)
+        assert [data.WORDS[i] for i in labels[1:24:2]] == answers
+        assert (answer, end) == (answers[-1], "</s>")
 
-def test_corpus_touches_nothing_else(corpus, tmp_path):
-    """The corpus depends on the seed alone; neither it nor prepare replaces what is not theirs."""
-    again, notes = tmp_path / "again", tmp_path / "notes.txt"
+def test_corpus_follows_from_the_seed(corpus):
+    """The corpus depends on the seed alone, and is not made twice."""
     for _ in range(2):
-        tiny(again, rows=8000)
-        for kind in ("pretrain", "task", "tokenizer", "."):
-            assert contents(corpus / kind) == contents(again / kind)
-    notes.write_text("mine")
-    for out in (notes, again):
-        assert "--out" in refusal(data.main, "tiny", "--out", out, "--seed", 1)
-        assert refusal(lambda: prepare(corpus, notes, out))
-    assert notes.read_text() == "mine" and len(os.listdir(again)) == 5
+        tiny("again", rows=8000)
+        assert contents(corpus, "**/*") == contents("again", "**/*")
 
 
 # ---------------------------------------------------------------------------------- the optimizer
 
+QKV = "prelude.0.attn.qkv.weight"
 SHAPES = {"embed.weight": (30, 8), "prelude.0.norm_1.weight": (8,), "adapter.weight": (8, 16),
-          "prelude.0.attn.qkv.weight": (24, 8), "core.0.mlp.fc.weight": (40, 8),
-          "core.0.mlp.proj.weight": (8, 20), "norm_f.weight": (8,), "head.weight": (30, 8)}
-KINDS = ("muon", "adamw", "adamw*")
+          QKV: (24, 8), "core.0.mlp.fc.weight": (40, 8), "core.0.mlp.proj.weight": (8, 20),
+          "norm_f.weight": (8,), "head.weight": (30, 8)}
 
-def noise(shape, *seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(hash(seed) % 2**31))
+def noise(*seed, scale=1.0):
+    """{name: random tensor}"""
+    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
-def parameters(shapes=SHAPES, dtype=torch.float32):
-    return {name: torch.nn.Parameter(noise(shape, i).to(dtype))
-            for i, (name, shape) in enumerate(shapes.items())}
+def parameters(tensors, dtype=torch.float32):
+    return {name: torch.nn.Parameter(t.to(dtype, copy=True)) for name, t in tensors.items()}
 
 def step_with(opt, ps, *grads, **step):
     """One update from the gradients {name: tensor} of some micro-batches. Returns their norm."""
@@ -850,141 +668,103 @@ def step_with(opt, ps, *grads, **step):
         for name, p in ps.items():
             p.grad = g[name].to(p.dtype, copy=True)
         opt.accumulate()
-        assert all(p.grad is None for p in ps.values())
     return opt.step(**step)
 
-def gradients(ps, *seed, scale=1.0):
-    return {k: scale * noise(p.shape, *seed, j) for j, (k, p) in enumerate(ps.items())}
-
-def test_muon_update_is_torchs():
-    """Stacked or part by part, the update is torch.optim.Muon's of the same matrices, to the bit."""
-    shapes = {"core.0.weight": (32, 64), "core.1.weight": (64, 32), "prelude.0.weight": (48, 16)}
-    ours = parameters(shapes)
-    theirs = [p.detach().clone() for p in ours.values()]
-    theirs[2:] = [part.clone() for part in theirs[2].split([16, 32])]
-    theirs = [torch.nn.Parameter(p) for p in theirs]
-    splits = {"prelude.0.weight": [16, 32]}
-    opt = Muon(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, splits=splits)
-    peer = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1)
+def test_muon_is_torchs():
+    """Stacked or part by part, a matrix's update is torch.optim.Muon's, to the bit."""
+    ours, theirs = parameters(noise()), parameters(noise())
+    matrices = [theirs["core.0.mlp.fc.weight"], theirs["core.0.mlp.proj.weight"]]
+    parts = [torch.nn.Parameter(part.detach()) for part in theirs[QKV].split([16, 8])]
+    opt = Muon(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, splits={QKV: [16, 8]})
+    peer = torch.optim.Muon([*matrices, *parts], lr=0.02, weight_decay=0.1)
     for i in range(4):
-        g = gradients(ours, i)
-        step_with(opt, ours, g)
-        grads = [*list(g.values())[:2], *g["prelude.0.weight"].split([16, 32])]
-        for p, grad in zip(theirs, grads):
-            p.grad = grad
+        grads = noise(i)
+        step_with(opt, ours, grads)
+        for name, p in theirs.items():
+            p.grad = grads[name]
+        for part, grad in zip(parts, grads[QKV].split([16, 8])):
+            part.grad = grad
         peer.step()
-    found = [*list(ours.values())[:2], *ours["prelude.0.weight"].split([16, 32])]
-    assert all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True))
+    for name in ("core.0.mlp.fc.weight", "core.0.mlp.proj.weight", QKV):
+        assert ours[name].equal(theirs[name])
 
-@pytest.mark.parametrize("clip, scale", ((math.inf, 1e-6), (0.5, 1.0)))
+@pytest.mark.parametrize("clip, scale", [(math.inf, 1e-6), (0.5, 1.0)])
 def test_adamw_and_clipping_are_torchs(clip, scale):
     """AdamW is torch's with eps 1e-8, after torch's clip_grad_norm_, also for tiny gradients."""
-    ours, theirs = parameters(), parameters()
+    ours, theirs = parameters(noise()), parameters(noise())
     opt = Muon(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, optimizer="adamw")
-    peer = torch.optim.AdamW(theirs.values(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    peer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), weight_decay=0.1)
     for i in range(5):
-        g = gradients(ours, i, scale=scale)
-        norm = step_with(opt, ours, g, lr_factor=0.5**i, clip=clip)
-        for k, p in theirs.items():
-            p.grad = g[k].clone()
-        theirs_norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip)
-        assert norm == pytest.approx(theirs_norm.item(), rel=1e-5)
+        grads = noise(i, scale=scale)
+        norm = step_with(opt, ours, grads, lr_factor=0.5**i, clip=clip)
+        for name, p in theirs.items():
+            p.grad = grads[name]
+        wanted = torch.nn.utils.clip_grad_norm_(theirs.values(), clip)
+        assert norm == pytest.approx(wanted.item(), rel=1e-5)
         peer.param_groups[0]["lr"] = 0.01 * 0.5**i
         peer.step()
-    assert all(torch.allclose(p, theirs[k], atol=1e-7) for k, p in ours.items())
+    assert all(p.allclose(theirs[name], atol=1e-7) for name, p in ours.items())
 
 def test_adamw_star_is_the_papers():
-    """AdamW* is its formulas in REFERENCE.md, number by number, v clamped in place at 1e-12."""
-    shapes = {"embed.weight": (5, 3), "norm_f.weight": (4,)}
-    ours, lr, wd = parameters(shapes), 0.01, 0.1
-    opt = Muon(ours.items(), lr=lr, adam_lr=1.0, weight_decay=wd, optimizer="adamw*")
-    p = {k: q.detach().flatten().tolist() for k, q in ours.items()}
-    m, v = {}, {}
+    """AdamW* is its formulas in REFERENCE.md in float64, with v clamped in place at 1e-12."""
+    lr, decay, name = 0.01, 0.1, "embed.weight"
+    w = noise()[name].double()
+    ours = parameters({name: w})
+    opt = Muon(ours.items(), lr, 1.0, decay, "adamw*")
     for t, factor in enumerate((0.3, 1.0, 1.0, 0.7, 0.2), start=1):
-        grads = gradients(ours, t, scale=20.0 if t == 3 else 1.0)
-        grads["embed.weight"][2] *= 1e-8
-        step_with(opt, ours, grads, lr_factor=factor)
-        for k, g in grads.items():
-            g = g.flatten().tolist()
-            if t == 1:
-                m[k], v[k] = list(g), [x * x for x in g]
-            m[k] = [0.9 * a + 0.1 * x for a, x in zip(m[k], g)]
-            v[k] = [max(1e-12, 0.95 * a + 0.05 * x * x) for a, x in zip(v[k], g)]
-            rms = math.sqrt(sum(x * x / a for a, x in zip(v[k], g)) / len(g))
-            assert t != 3 or rms > 1.5, "no step is made smaller"
-            step = lr * factor / max(1, rms) / (1 - 0.9**t)
-            p[k] = [w * (1 - factor * wd) - step * math.atan2(a, math.sqrt(b / (1 - 0.95**t)))
-                    for w, a, b in zip(p[k], m[k], v[k])]
-    for k, q in ours.items():
-        wanted = torch.tensor(p[k], dtype=torch.float64)
-        assert torch.allclose(q.flatten().double(), wanted, atol=1e-6, rtol=0), k
+        g = noise(t, scale=20 if t == 3 else 1)[name]
+        g[2] *= 1e-8
+        step_with(opt, ours, {name: g}, lr_factor=factor)
+        g = g.double()
+        if t == 1:
+            m, v = g, g**2
+        m = 0.9 * m + 0.1 * g
+        v = (0.95 * v + 0.05 * g**2).clamp(min=1e-12)
+        excess = (g**2 / v).mean().sqrt()
+        assert t != 3 or excess > 1.5, "no step is made smaller"
+        step = lr * factor / max(1, excess) / (1 - 0.9**t)
+        w = w * (1 - factor * decay) - step * torch.atan2(m, (v / (1 - 0.95**t)).sqrt())
+    assert far(ours[name], w) < 1e-6
 
-def updates_of(kind, dtype, rank, world, start=0, end=20, saved=None):
-    """Updates start..end of one rank: its optimizer and {name: weight}. saved: of update `start`."""
-    ps = parameters(dtype=dtype)
-    masters = saved["masters"] if saved else {k: p.detach() for k, p in parameters().items()}
-    with torch.no_grad():
-        for k, p in ps.items():
-            p.copy_(masters[k])
-    opt = Muon(ps.items(), 0.02, 0.01, 0.1, kind, masters=masters, rank=rank, world=world)
-    if saved:
-        opt.load(saved["state"], start)
-    for u in range(start, end):
-        share = range(rank * 8 // world, (rank + 1) * 8 // world)
-        grads = [gradients(ps, u, i) for i in share]
-        step_with(opt, ps, *grads, lr_factor=0.9**u, clip=20.0, labels=8)
-    return opt, {f"{kind} {dtype} {k}": t.clone() for k, t in opt.masters.items()}
-
-
-CASES = [(kind, dtype) for kind in KINDS for dtype in (torch.float32, torch.bfloat16)]
-
-def rank_main(rank, world, folder):
-    """One of `world` gloo ranks: 20 updates of every kind, at one go and resumed after 12."""
+def optimizer_rank(rank, world, folder):
+    """The weights after 20 updates of every kind on one of `world` gloo ranks, into a file."""
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet{world}"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
-    whole_run, resumed = {}, {}
-    for kind, dtype in CASES:
-        whole_run |= updates_of(kind, dtype, rank, world)[1]
-        opt = updates_of(kind, dtype, rank, world, end=12)[0]
-        saved = {"masters": {k: t.clone() for k, t in opt.masters.items()}, "state": opt.state}
-        resumed |= updates_of(kind, dtype, rank, world, 12, 20, saved)[1]
-    assert all(torch.equal(t, resumed[k]) for k, t in whole_run.items())
-    save_file(whole_run, f"{folder}/{world}_{rank}")
+    found = {}
+    for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
+        ps = parameters(noise(), getattr(torch, dtype))
+        opt = Muon(ps.items(), 0.02, 0.01, 0.1, kind, noise(), rank=rank, world=world)
+        for u in range(20):
+            grads = [noise(u, i) for i in range(rank * 8 // world, (rank + 1) * 8 // world)]
+            step_with(opt, ps, *grads, lr_factor=0.9**u, clip=20.0, labels=8)
+        found |= {f"{kind} {dtype} {name}": t for name, t in opt.masters.items()}
+    save_file(found, f"{folder}/{world}_{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 def test_optimizer_on_any_number_of_ranks(tmp_path):
-    """1, 2 and 4 ranks agree to rounding after 20 updates, ranks among each other and a resumed
-    run with an unbroken one to the bit."""
-    one = {}
-    for kind, dtype in CASES:
-        one |= updates_of(kind, dtype, 0, 1)[1]
-    for world in (2, 4):
-        torch.multiprocessing.spawn(rank_main, (world, str(tmp_path)), world)
-        first = load_file(tmp_path / f"{world}_0")
-        for rank in range(1, world):
-            other = load_file(tmp_path / f"{world}_{rank}")
-            assert all(torch.equal(t, other[k]) for k, t in first.items())
-        difference = max((t - one[k]).abs().max().item() for k, t in first.items())
-        print(f"{world} ranks: largest difference {difference}")
-        assert difference < 0.01
+    """After 20 updates 1, 2 and 4 ranks agree to rounding, and among each other to the bit."""
+    for world in (1, 2, 4):
+        torch.multiprocessing.start_processes(optimizer_rank, (world, str(tmp_path)), world,
+                                              start_method="forkserver")
+        found = [load_file(f"{world}_{rank}") for rank in range(world)]
+        assert all(same(found[0], other) for other in found)
+        one = load_file("1_0")
+        assert max(far(t, one[name]) for name, t in found[0].items()) < 0.01
 
 
 # --------------------------------------------------------------------------------------- decoding
 
 def decode_model(n_core=2, norm="pre", vocab_size=64):
     """A tiny random model whose noise (std 1) and recurrences change what it says."""
-    model = RecurrentLM(Config(vocab_size, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1,
-                               n_core=n_core, n_coda=1, norm=norm, context=64, state_std=1.0,
-                               mean_recurrence=3))
-    model.init_weights(seed=1)
-    return model
+    return small(1, vocab_size=vocab_size, n_core=n_core, norm=norm, context=64, state_std=1.0,
+                 mean_recurrence=3, n_kv_head=4 if norm == "sandwich" else 2)
 
-def decode(model, prompts, n, **kw):
+def decode(model, prompts, n, **options):
     """(B, n) tokens"""
     rows = [[] for _ in prompts]
-    for row, token, _ in generate(model, prompts, n, **kw):
+    for row, token, _ in generate(model, prompts, n, **options):
         rows[row].append(token)
     return torch.tensor(rows)
 
@@ -992,34 +772,31 @@ def random_prompts(*lengths):
     return [torch.randint(64, (n,)).tolist() for n in lengths]
 
 @needs_assets
-@pytest.mark.parametrize("name", ("raven_llama", "raven_olmo2"))
-def test_greedy_tokens_of_the_papers_code(name, tmp_path):
+@pytest.mark.parametrize("name", ["raven_llama", "raven_olmo2"])
+def test_greedy_tokens_of_the_papers_code(name):
     """Cached greedy decoding gives the paper's own code's tokens (4 steps, zero state)."""
-    model, x = convert(fixture(name), tmp_path / "m"), expected(name)
-    prompt, greedy = x["greedy_prompt"], x["greedy"]
-    new = decode(model, prompt.tolist(), greedy.shape[1] - prompt.shape[1], steps=4, state="zero")
-    assert torch.cat((prompt, new), 1).tolist() == greedy.tolist()
+    model, x = convert(FIXTURES / name, "m"), expected(name)
+    prompt, greedy = x["greedy_prompt"], x["greedy"][:, x["greedy_prompt"].shape[1]:]
+    new = decode(model, prompt.tolist(), greedy.shape[1], steps=4, state="zero")
+    assert new.equal(greedy)
 
-@pytest.mark.parametrize("n_core, norm, steps", ((2, "pre", 5), (2, "post", 64), (2, "pre", 0),
-                                                 (0, "pre", None)))
-@pytest.mark.parametrize("chunk", (3, 512))
+@pytest.mark.parametrize("n_core, norm, steps, chunk", [
+    (2, "pre", 5, 512), (2, "post", 64, 3), (2, "sandwich", 4, 3), (2, "pre", 0, 3),
+    (0, "pre", None, 3)])
 def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch):
     """Every cached token is the one that a full forward pass over the text so far gives."""
     monkeypatch.setattr(sample, "PREFILL", chunk)
     model, prompts = decode_model(n_core, norm), torch.randint(64, (3, 7))
     text = torch.cat((prompts, decode(model, prompts.tolist(), 12, steps=steps, seed=5)), 1)
     state = model.initial_state(19, 1, 5, range(19))[:, 0].expand(3, -1, -1)
-    with torch.no_grad():
-        logits, _ = model(text, steps=steps, state=state)
-    assert text[:, 7:].tolist() == logits[:, 6:-1].argmax(-1).tolist()
+    logits = model(text, steps=steps, state=state)[0]
+    assert text[:, 7:].equal(logits[:, 6:-1].argmax(-1))
 
-@pytest.mark.parametrize("way", ({}, {"draft_steps": 1, "draft_len": 3},
-                                 {"steps": 9, "exit": "kl", "exit_threshold": 0.05}))
+@pytest.mark.parametrize("way", [{}, {"draft_steps": 1, "draft_len": 3},
+                                 {"steps": 9, "exit": "kl", "exit_threshold": 0.05}])
 def test_batch_equals_alone(way):
-    """A row's tokens depend neither on the batch's other rows nor on how many are asked for."""
-    model, limits, prompts = decode_model(), (20, 5, 13, 6), random_prompts(1, 9, 4, 17)
-    alone = [decode(model, [p], 20, seed=3, **way)[0].tolist() for p in prompts]
-    assert decode(model, prompts, 10, seed=3, **way).tolist() == [row[:10] for row in alone]
+    """A row's tokens do not depend on the batch's other rows, which end before and after it."""
+    model, prompts, limits = decode_model(), random_prompts(1, 9, 4, 17), (20, 5, 13, 6)
     rows = [[] for _ in prompts]
 
     def ends(row, token):
@@ -1027,122 +804,93 @@ def test_batch_equals_alone(way):
 
     for row, token, _ in generate(model, prompts, 20, ends=ends, seed=3, **way):
         rows[row].append(token)
-    assert rows == [row[:n] for row, n in zip(alone, limits)]
+    for prompt, limit, row in zip(prompts, limits, rows):
+        assert decode(model, [prompt], limit, seed=3, **way).tolist() == [row]
 
-@pytest.mark.parametrize("norm, steps, d, n", (("pre", 8, 2, 4), ("post", 3, 2, 1),
-                                               ("pre", 64, 1, 7)))
-def test_speculative_equals_plain(norm, steps, d, n):
+@pytest.mark.parametrize("norm, steps, d, n", [("pre", 8, 2, 4), ("post", 3, 2, 1),
+                                               ("pre", 64, 1, 7)])
+def test_drafts_do_not_change_the_text(norm, steps, d, n):
     """Greedy text is the same token for token, whether drafts are accepted or not."""
     model, prompts = decode_model(2, norm), random_prompts(1, 12, 3)
     drafted = decode(model, prompts, 30, steps=steps, draft_steps=d, draft_len=n)
-    assert torch.equal(drafted, decode(model, prompts, 30, steps=steps))
+    assert drafted.equal(decode(model, prompts, 30, steps=steps))
 
-def test_speculative_sampling_keeps_the_distribution():
-    """Pairs of tokens come as often as the model at r says, though drafts are distributed else."""
-    model, rows, settings = decode_model(vocab_size=6), 8000, dict(temperature=0.7, top_k=5)
-    state = model.initial_state(3, 1, 1, range(3))[:, 0]  # decoding has one for all rows
-
-    @torch.no_grad()
-    def pairs(steps):
-        def after(*ids):
-            logits = model(torch.tensor([ids]), steps=steps, state=state[None, :len(ids)])[0]
-            return distribution(logits[0, -1], Decoding(**settings))
-
-        return torch.stack([after(2)[i] * after(2, i)[j] for i in range(6) for j in range(6)])
-
-    exact, draft = pairs(4), pairs(1)
-    tokens = decode(model, [[2]] * rows, 3, steps=4, seed=1, draft_steps=1, draft_len=2, **settings)
-    found = (6 * tokens[:, 0] + tokens[:, 1]).bincount(minlength=36) / rows
+@torch.no_grad()
+def test_drafts_keep_the_distribution():
+    """Sampled pairs come as often as the model at r says, though drafts have other chances."""
+    model, rows, o = decode_model(vocab_size=6), 8000, dict(temperature=0.7, top_k=5)
+    state = model.initial_state(2, 1, 1, range(2))[:, 0].expand(6, -1, -1)
+    texts = torch.tensor([[2, i] for i in range(6)])
+    exact, draft = (distribution(model(texts, steps=r, state=state)[0], Decoding(**o))
+                    for r in (4, 1))
+    first = exact[0, 0, :, None]  # chances of the token after 2, which is no draft
+    tokens = decode(model, [[2]] * rows, 2, steps=4, seed=1, draft_steps=1, draft_len=2, **o)
+    found = (6 * tokens[:, 0] + tokens[:, 1]).bincount(minlength=36).view(6, 6) / rows
+    exact, draft = first * exact[:, 1], first * draft[:, 1]
     error = (exact * (1 - exact) / rows).sqrt()
     assert ((found - exact).abs() <= 4.5 * error).all()
     assert ((found - draft).abs() > 10 * error).any()
 
 def test_adaptive_exit():
     """Threshold 0 is plain decoding; one that is always met is decoding at min_steps."""
-    model, prompts, way = decode_model(), [[5], [9], [33]], {"steps": 12, "exit": "kl"}
-    for kv in ("full", "2"):
-        never = decode(model, prompts, 20, exit_threshold=0.0, kv=kv, **way)
-        assert torch.equal(never, decode(model, prompts, 20, steps=12, kv=kv))
-    always = decode(model, prompts, 20, exit_threshold=1e9, min_steps=4, **way)
-    assert torch.equal(always, decode(model, prompts, 20, steps=4))
-
-def test_adaptive_rows_take_their_own_time():
-    """Rows take different numbers; slots that a token did not reach hold its last keys."""
     model, prompts = decode_model(), [[5], [9], [33]]
+    for threshold, kv, steps in ((0.0, "full", 12), (0.0, "2", 12), (1e9, "full", 4)):
+        exits = decode(model, prompts, 20, steps=12, exit="kl", exit_threshold=threshold,
+                       min_steps=4, kv=kv)
+        assert exits.equal(decode(model, prompts, 20, steps=steps, kv=kv))
+
+def test_rows_exit_in_their_own_time():
+    """Rows take different numbers of recurrences; later ones see a token's last keys."""
     o = Decoding(exit="kl", exit_threshold=0.01)
     with torch.inference_mode():
-        d, seen = Decoder(model, 12, 3, 60, o), []
-        for event in adaptive(d, prompts, o, None, {0, 1, 2}):
-            seen.append(event)
-            if len(seen) == 60:
-                break
+        d = Decoder(decode_model(), 12, 3, 60, o)
+        events = adaptive(d, [[5], [9], [33]], o, None, {0, 1, 2})
+        seen = list(itertools.islice(events, 60))
     assert len({took for _, _, took in seen}) > 2
     for i in range(3):
-        for position, took in enumerate([took for row, _, took in seen if row == i]):
-            for keys, _ in d.layers[1]:
-                slots = keys[:, i, position]
-                assert slots[took - 1].any() and slots[took:].eq(slots[took - 1]).all()
+        took = [took - 1 for row, _, took in seen if row == i]
+        assert d.last[i, :len(took)].tolist() == took
 
 def test_constant_memory():
-    """--kv N has the size of N slots whatever r is; with N >= r it is exact."""
+    """--kv N has N slots whatever r is; with N >= r it is exact."""
     model, prompts = decode_model(), [[5, 1, 2], [9]]
-    sizes = [len(Decoder(model, r, 2, 30, Decoding(kv=kv)).layers[1][0][0])
-             for r, kv in ((32, "full"), (32, "last"), (4, "last"), (32, "3"))]
-    assert sizes == [32, 1, 1, 3]
-    full = decode(model, prompts, 20, steps=6)
-    assert torch.equal(full, decode(model, prompts, 20, steps=6, kv="6"))
-    assert not torch.equal(full, decode(model, prompts, 20, steps=6, kv="last"))
+    assert Decoder(model, 32, 2, 30, Decoding(kv="3")).slots == 3
+    full, six, last = (decode(model, prompts, 20, steps=6, kv=kv) for kv in ("full", "6", "last"))
+    assert full.equal(six) and not full.equal(last)
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile")
+@needs_compiler
 def test_every_way_of_decoding_compiles():
     """Plain, drafts and exits compile and give the tokens of the uncompiled model."""
     model, compiled = (decode_model(n_core=1) for _ in range(2))
     compiled.compile_parts(dynamic=True)
     for way in ({}, {"draft_steps": 1, "draft_len": 1}, {"exit": "kl", "exit_threshold": 0.01}):
         tokens = decode(compiled, [[5, 1, 2]], 4, steps=2, **way)
-        assert torch.equal(tokens, decode(model, [[5, 1, 2]], 4, steps=2, **way)), way
+        assert tokens.equal(decode(model, [[5, 1, 2]], 4, steps=2, **way)), way
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile")
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_compiled_products_of_few_rows(dtype):
+@needs_compiler
+@pytest.mark.parametrize("dtype, atol, rtol", [(torch.float32, 1e-6, 1e-5),
+                                               (torch.bfloat16, 0, 2**-7)])
+def test_compiled_products_of_few_rows(dtype, atol, rtol):
     """The sums that replace products in compiled decoding are float64's, for 1 row to 5."""
     layer = Linear(48, 40).to(dtype)
-    f = torch.compile(lambda x: layer(x), dynamic=False)
-    close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0, "rtol": 2**-7}
+    compiled = torch.compile(layer, dynamic=False)
     with torch.inference_mode():
         for rows in (1, 4, 5):
             x = torch.randn(1, rows, 48).to(dtype)
             wanted = x.double() @ layer.weight.double().T
-            torch.testing.assert_close(f(x).double(), wanted, **close)
+            assert compiled(x).double().allclose(wanted, atol=atol, rtol=rtol)
 
-def test_pick_follows_temperature_top_k_and_top_p():
+def test_sampling_follows_its_settings():
     """Draws have softmax(logits / temperature)'s frequencies, cut to the top k and the nucleus."""
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]].expand(20000, 4)
-    rng = torch.Generator().manual_seed(0)
-    for settings, wanted in (((1.0, 0, 1.0), [0.5, 0.3, 0.15, 0.05]),
-                             ((1.0, 2, 1.0), [0.625, 0.375, 0.0, 0.0]),
-                             ((1.0, 0, 0.7), [0.625, 0.375, 0.0, 0.0]),
-                             ((0.5, 0, 1.0), [0.6849, 0.2466, 0.0616, 0.0068])):
-        tokens = pick(logits, Decoding(*settings), rng)
-        share = (tokens.bincount(minlength=4) / 20000)[[1, 3, 0, 2]]
-        torch.testing.assert_close(share, torch.tensor(wanted), atol=0.015, rtol=0)
-    for settings in ((0, 0, 1.0), (1.0, 1, 1.0), (1.0, 0, 1e-9)):  # all of them greedy
-        assert pick(logits[:5], Decoding(*settings), rng).tolist() == [1] * 5
-
-def test_sampling_refuses(corpus, tmp_path):
-    """Wrong flags, prompts and models of sample.py end in one line each."""
-    small(vocab_size=17, context=40).save(tmp_path / "m", corpus / "tokenizer")
-    small(vocab_size=16).save(tmp_path / "other", corpus / "tokenizer")
-    nan = small(vocab_size=17)
-    nan.embed.weight.data.fill_(math.nan)
-    nan.save(tmp_path / "nan", corpus / "tokenizer")
-    for model, flags, words in (
-            ("no", "", "no such folder"), ("other", "", "another model"), ("m", "--prompt=", "word"),
-            ("nan", "", "damaged"), ("m", "--kv=x", "--kv"), ("m", "--steps=-1", "--steps"),
-            ("m", "--draft_steps=2 --exit=kl", "--draft_steps"),
-            ("m", "--draft_steps=9 --steps=4", "--draft_steps")):
-        args = ("--model", tmp_path / model, "--prompt=has 1", "--tokens=4", *flags.split())
-        assert words in refusal(sample.main, *args), flags
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(20000, 4)
+    for settings, wanted in ((Decoding(1.0), [0.15, 0.5, 0.05, 0.3]),
+                             (Decoding(1.0, top_k=2), [0.0, 0.625, 0.0, 0.375]),
+                             (Decoding(1.0, top_p=0.7), [0.0, 0.625, 0.0, 0.375]),
+                             (Decoding(0.5), [0.0616, 0.6849, 0.0068, 0.2466]),
+                             (Decoding(0.0), [0.0, 1.0, 0.0, 0.0])):
+        tokens = pick(logits, settings, torch.Generator().manual_seed(0))
+        share = tokens.bincount(minlength=4) / 20000
+        assert share.tolist() == pytest.approx(wanted, abs=0.015)
 
 
 # --------------------------------------------------------------------------------------- training
@@ -1150,20 +898,27 @@ def test_sampling_refuses(corpus, tmp_path):
 def settings(**changes):
     return train.Settings(**dict(out_dir="x", data="x") | changes)
 
+def plan_of(name):
+    """Settings of a file in config/."""
+    return train.read_settings([f"--config={HERE}/config/{name}.toml"])
+
+def runs_of(pairs):
+    """[[value, length], ...] -> the values, one an update"""
+    return [value for value, length in pairs for _ in range(length)]
+
 @needs_assets
 def test_schedules_are_the_papers():
     """Mean recurrence, backprop depth, learning rate and draws of (n, k) are the paper's code's."""
-    with open(fixture("curriculum.json")) as f:
-        oracle = json.load(f)
+    oracle = read_json(FIXTURES / "curriculum.json")
     for x in oracle["schedules"]:
         s = settings(updates=x["total"], curriculum_warmup=x["warmup"],
                      mean_recurrence=x["max_mean_rec"], curriculum=x["warmup_type"])
-        runs = [r for r, length in x["mean_recurrence_runs"] for _ in range(length)]
-        assert [train.mean_recurrence(s, u) for u in range(x["total"])] == runs
+        found = [train.mean_recurrence(s, u) for u in range(x["total"])]
+        assert found == runs_of(x["mean_recurrence_runs"])
     for x in oracle["backprop_schedules"]:  # the paper's code falls back at the last update
         s = settings(updates=x["total"], backprop_warmup=x["warmup"], curriculum="none")
-        runs = [k for k, length in x["backprop_depth_runs"] for _ in range(length)]
-        assert [train.backprop_depth(s, u) for u in range(x["total"] - 1)] == runs[:-1]
+        found = [train.backprop_depth(s, u) for u in range(x["total"] - 1)]
+        assert found == runs_of(x["backprop_depth_runs"])[:-1]
     for x in oracle["lr_factors"]["cases"]:
         s = settings(updates=x["total"], warmup=x["warmup"], cooldown=x["cooldown"])
         assert all(abs(train.lr_scale(s, u) - f) < 1e-9 for u, f in x["points"])
@@ -1173,327 +928,188 @@ def test_schedules_are_the_papers():
         draws = [list(train.draw_steps(s, 0, i)) for i in range(1, 65)]
         assert draws == x["exact_data_step_1_to_64"]
 
-def test_settings_say_what_is_wrong(tmp_path):
-    """Values keep their types, "=" may stand in one; a wrong key or type names the key."""
-    config = tmp_path / "c.toml"
-    config.write_text('out_dir = "a=b"\ndata = "d"\nlr = 1\neval_steps = [1, 2]\n')
-    flags = [f"--config={config}", "--updates=1000", "--eval_steps=4,8", "--compile=false"]
-    s = train.read_settings([*flags, "--recompute", "--seed", "3"])
-    found = s.out_dir, s.lr, s.updates, s.eval_steps, s.compile, s.recompute, s.seed
-    assert found == ("a=b", 1.0, 1000, [4, 8], False, True, 3)
-    for arg, words in (("--uptades=3", "updates"), ("--updates=1.5", "updates"), ("--lr=x", "--lr"),
-                       ("--compile=3", "--compile"),
-                       ("--curriculum=cubic", "linear"), ("updates=3", "--updates="),
-                       (f"--config={tmp_path}/no.toml", "no.toml")):
-        message = refusal(lambda: train.read_settings([f"--config={config}", arg]))
-        assert words in message, message
+@needs_assets
+def test_flops_are_the_papers():
+    """Training FLOPs are those of the paper's result files to 1e-8."""
+    shapes = {"tinyllama": surgery.TINYLLAMA, "llama-3.2-1b": surgery.LLAMA,
+              "olmo-2-1b": surgery.OLMO2}
+    for row in read_json(FIXTURES / "flops.json")["rows"]:
+        config, R = shapes[row["arch"]], row["train_rec"]
+        s = settings(updates=row["max_steps"] or row["chkpt"], mean_recurrence=R, batch_size=1024,
+                     curriculum=row["warmup_type"] or "none", curriculum_warmup=row["warmup"])
+        if row["split"]:
+            parts = dict(zip(("n_prelude", "n_core", "n_coda"), row["split"]))
+            config = replace(config, **parts, tie_embeddings=False)
+        flops = train.paper_flops(s, RecurrentLM.empty(config), row["chkpt"])
+        off = abs(flops / row["FLOPs"] - 1)  # one file has older edges
+        assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
 
 
-RUN = ("--n_prelude=1", "--n_core=1", "--n_coda=1", "--n_embd=32", "--n_ffn=64", "--context=26",
-       "--batch_size=16", "--micro_batch=4", "--mean_recurrence=3", "--backprop_depth=2",
-       "--updates=12", "--save_every=3", "--eval_every=6", "--eval_rows=32", "--eval_steps=1,4",
-       "--compile=false", "--lr=0.01", "--adam_lr=0.003", "--dtype=float32", "--keep=1")
+RECIPES = """
+name            updates warmup cooldown batch   R  curriculum draws optimizer
+fig2            28000       77      0.0  4096  32  none           2 adamw
+fig4            25000      125      0.9  1024  32  linear         4 muon
+fig4_adamw      30000      126      0.9  1024  32  linear         4 adamw
+fig5            50000      125      0.6  1024  32  1-sqrt         2 muon
+fig6            50000      125      0.6  1024  32  1-sqrt         2 muon
+fig7_single     25000      125      0.9  1024   4  linear         4 muon
+fig7_two_phase  25000      125      0.9  1024   4  linear         4 muon
+"""
+
+def test_recipes_are_the_papers():
+    """Warm-ups, updates, draws and optimizers of config/ are REFERENCE.md's section 6."""
+    for row in RECIPES.strip().splitlines()[1:]:
+        name, *wanted = row.split()
+        s = plan_of(name)
+        found = (s.updates, math.ceil(s.warmup * s.updates), s.cooldown, s.batch_size,
+                 s.mean_recurrence, s.curriculum, s.draws, s.optimizer)
+        assert list(map(str, found)) == wanted, name
+
+def test_dry_run():
+    """--dry_run says parameters, tokens, FLOPs and schedules from a config.json alone."""
+    config = replace(surgery.TINYLLAMA, n_prelude=4, n_core=8, n_coda=4)
+    data.write_json("m/config.json", {"model_type": "nanoloop", **vars(config)})
+    said = call("train", f"--config={HERE}/config/fig4.toml", "--dry_run", "--init_from=m")
+    for words in ("body 704,708,608", "2.621e+10 tokens", "mean r: up to 32", "up over 125 updates"):
+        assert words in said, said
+
+
+RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=52 --batch_size=16
+    --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
+    --eval_every=6 --eval_rows=30 --eval_steps=1,4 --compile=false --lr=0.01 --adam_lr=0.003
+    --dtype=float32 --keep=1""".split()
+
+@pytest.fixture(scope="session")
+def base(corpus):
+    """Arguments of a run of 12 updates, all but --out_dir."""
+    return [*RUN, f"--data={corpus}/pretrain"]
+
+@pytest.fixture(scope="session")
+def unbroken(base, tmp_path_factory):
+    """The folder of that run, which nothing stopped."""
+    folder = tmp_path_factory.mktemp("run") / "unbroken"
+    call("train", *base, f"--out_dir={folder}")
+    return folder
 
 def losses(folder):
-    with open(os.path.join(folder, "log.jsonl")) as f:
-        lines = [json.loads(line) for line in f]
+    lines = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
     return {x["update"]: x["loss"] for x in lines if "loss" in x}
 
-def listing(folder):
-    return sorted(name for name in os.listdir(folder) if name != ".lock")
+def checkpoints(folder):
+    return sorted(path.name for path in Path(folder).glob("step_*"))
 
-def children(p):
-    found = subprocess.run(["pgrep", "-P", str(p.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in found.stdout.split()]
+def same_end(a, b):
+    """Whether two runs ended after 12 updates with the same losses and weights, to the bit."""
+    ends = [weights(f"{folder}/step_000012") for folder in (a, b)]
+    return losses(a) == losses(b) and same(*ends)
 
-def test_killed_runs_end_alike(corpus, tmp_path):
-    """A rank that is killed is restarted by torchrun; all that are killed continue with the same
-    command: the same bits on 2 processes, the same losses to rounding on 1."""
-    base = ["train.py", f"--data={corpus}/pretrain", *RUN, "--context=52", "--dtype=bfloat16",
-            "--draws=2"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-              "--max-restarts=1"]
-    run(*base, f"--out_dir={tmp_path}/one")
-    run(*launch[1:], *base, f"--out_dir={tmp_path}/two")
-    command, killed = [*launch, *base, f"--out_dir={tmp_path}/killed"], []
-    for _ in range(2):
-        p = subprocess.Popen(command, cwd=HERE, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.DEVNULL)
-        for line in p.stdout:
-            ranks = children(p)
-            if line.startswith("update     4/12") and not killed:
-                killed.append(ranks[-1])
-                os.kill(ranks[-1], signal.SIGKILL)
-            if line.startswith("update     8/12") and len(killed) == 1:
-                killed += ranks
-                for pid in (p.pid, *ranks):
-                    os.kill(pid, signal.SIGKILL)
-        p.wait()
-    assert p.returncode == 0 and len(killed) == 3
-    assert listing(tmp_path / "killed") == ["log.jsonl", "step_000012"]
-    assert losses(tmp_path / "killed") == losses(tmp_path / "two")
-    assert same_weights(tmp_path / "killed" / "step_000012", tmp_path / "two" / "step_000012")
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+def test_killed_runs_end_alike(base):
+    """
+    All ranks that were killed continue with the same command: the same bits on 2 processes, the
+    same losses to rounding on 1. One that is killed is restarted by torchrun.
+    """
+    base = [*base, "--dtype=bfloat16", "--draws=2"]
+    command = ("train.py", *base, "--out_dir=two")
+    for line in ("update     4/12", "update     8/12"):
+        kill(launch(*command, world=2), lambda: line in Path("log").read_text())
+    finish(*command, world=2)
+    call("train", *base, "--out_dir=one")
+    one, two = losses("one"), losses("two")
     assert len(one) == 12 and all(abs(one[u] - two[u]) < 1e-2 for u in one)
 
-def test_stopped_run_ends_with_the_same_weights(corpus, tmp_path):
-    """SIGTERM and --max_minutes save and stop within an update; the same command continues."""
-    base = ("train.py", f"--data={corpus}/task", *RUN, "--save_every=100", "--updates=40",
-            "--eval_every=100")
-    run(*base, f"--out_dir={tmp_path}/whole")
-    folder = tmp_path / "stopped"
-    p = subprocess.Popen([sys.executable, *base, f"--out_dir={folder}"], cwd=HERE, text=True, stdout=subprocess.PIPE)
-    for line in p.stdout:
-        if line.startswith("update     8/40  loss"):
-            p.send_signal(signal.SIGTERM)
-    assert p.wait() == 128 + signal.SIGTERM and "SIGTERM" in line and "continues" in line
-    assert "--max_minutes" in run(*base, f"--out_dir={folder}", "--max_minutes=1e-6")
-    finish(*base[1:], f"--out_dir={folder}", "--max_minutes=60")
-    assert same_weights(tmp_path / "whole" / "step_000040", folder / "step_000040")
-    assert losses(tmp_path / "whole") == losses(folder)
-    message = refusal(train.main, *base[1:], f"--out_dir={folder}", "--lr=0.02")
-    assert "lr=0.01, not 0.02" in message
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "--max-restarts=1", HERE / "train.py", *base, "--out_dir=restarted"]
+    torchrun = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
+    for line in torchrun.stdout:
+        if "update     4/12" in line:
+            break
+    ranks = subprocess.check_output(["pgrep", "-P", str(torchrun.pid)])
+    os.kill(int(ranks.split()[-1]), signal.SIGKILL)
+    torchrun.communicate()
+    assert torchrun.returncode == 0 and same_end("two", "restarted")
 
-def test_updates_that_are_not_finite(corpus, tmp_path, monkeypatch, capsys):
-    """A loss that is not finite skips its update; too many in a row, over restarts too, end the
-    run, and a good checkpoint is never replaced by a bad one."""
-    args = (f"--data={corpus}/task", *RUN, "--save_every=6", "--max_skips=2")
-    now, bad, forward, scale = [0], set(), RecurrentLM.forward, train.lr_scale
+def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
+    """
+    SIGTERM saves and stops within an update. A full disk ends the run in one line and leaves the
+    last checkpoint whole. The same command continues, to the same bits.
+    """
+    base = [*base, "--out_dir=run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "lr_scale", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or 0.001)
+        assert outcome("train", *base)[0] == 128 + signal.SIGTERM
+    with full_disk(40_000):
+        assert "step_000003" in refusal("train", *base)
+    assert checkpoints("run") == ["step_000001"]
+    with full_disk(100):
+        assert "log.jsonl" in refusal("train", *base)
+    call("train", *base)
+    assert same_end("run", unbroken)
 
-    def poisoned(model, *inputs):
-        logits, loss = forward(model, *inputs)
-        nan = torch.is_grad_enabled() and now[-1] in bad
-        return logits, loss * (math.nan if nan else 1.0)
+def test_changed_settings_or_data(base):
+    """A run does not go on with other settings, or with data that changed meanwhile."""
+    base = [*base, "--data=data/pretrain", "--updates=1", "--out_dir=run"]
+    tiny("data", rows=64)
+    call("train", *base)
+    assert "lr=0.01, not 0.02" in refusal("train", *base, "--lr=0.02")
+    shutil.rmtree("data")
+    tiny("data", seed=1, rows=64)
+    assert "has changed" in refusal("train", *base)
 
-    monkeypatch.setattr(train, "lr_scale", lambda s, u: (now.append(u), scale(s, u))[1])
-    monkeypatch.setattr(RecurrentLM, "forward", poisoned)
-    bad |= {1, 3, 4}
-    finish(*args, f"--out_dir={tmp_path}/some")
-    assert capsys.readouterr().out.count("loss nan") == 3
-    bad |= {5, 6, 7, 8}
+def test_updates_that_are_not_finite(base, monkeypatch):
+    """
+    A loss that is not finite skips its update. Too many in a row, over restarts too, end the run,
+    and a good checkpoint is never replaced by a bad one.
+    """
+    run_batch, bad = train.run_batch, {1, 4}
+
+    def poisoned(model, batch, *rest):
+        update = batch[2][0] // 16  # from the number of its first row
+        return run_batch(model, batch, *rest) * (math.nan if update in bad else 1)
+
+    monkeypatch.setattr(train, "run_batch", poisoned)
+    monkeypatch.setattr(train, "MAX_SKIPS", 2)
+    call("train", *base, "--out_dir=run")
+    assert read_json("run/step_000012/train.json")["skipped"] == 2
+    bad |= {5, 6, 7}
     for _ in range(2):
-        message = refusal(train.main, *args, f"--out_dir={tmp_path}/many")
-        assert "no finite gradient" in message and "--lr" in message
-        assert listing(tmp_path / "many") == ["log.jsonl"]
-    diverging = ("--optimizer=adamw", "--lr=1e38", "--save_every=1")
-    message = refusal(train.main, *args, *diverging, f"--out_dir={tmp_path}/diverged")
-    assert "finite" in message
-    for name in os.listdir(tmp_path / "diverged"):
-        if name.startswith("step"):
-            weights = load_file(tmp_path / "diverged" / name / "model.safetensors")
-            assert all(t.isfinite().all() for t in weights.values())
+        assert "no finite gradient" in refusal("train", *base, "--out_dir=bad")
+        assert checkpoints("bad") == ["step_000003"]
 
-def test_full_disk_leaves_the_last_checkpoint(corpus, tmp_path):
-    """A checkpoint that cannot be written ends the run in one line; the one before stays whole."""
-    base = (f"--data={corpus}/task", *RUN, "--save_every=6", "--keep=2", f"--out_dir={tmp_path}/run")
-    finish(*base)
-    os.rename(tmp_path / "run" / "step_000012", tmp_path / "whole")
-    command = f"ulimit -f 40; exec {sys.executable} train.py {' '.join(base)}"  # files of 40 KB
-    full = subprocess.run(["bash", "-c", command], cwd=HERE, capture_output=True, text=True)
-    assert full.returncode == 1 and len(full.stderr.splitlines()) == 1, full.stderr
-    assert "step_000012" in full.stderr
-    assert listing(tmp_path / "run") == ["log.jsonl", "step_000006"]
-    finish(*base)
-    assert same_weights(tmp_path / "whole", tmp_path / "run" / "step_000012")
-
-def test_accumulation_is_the_mean_over_all_labels(corpus, tmp_path):
+def test_accumulation_is_the_mean_over_all_labels(base):
     """Micro-batches with different numbers of labels give the update of the whole batch."""
-    base = (f"--data={corpus}/pretrain", *RUN, "--context=52", "--updates=4",
-            "--recurrence_sampler=fixed", "--optimizer=adamw")
-    finish(*base, "--micro_batch=16", f"--out_dir={tmp_path}/one")
-    finish(*base, "--micro_batch=2", f"--out_dir={tmp_path}/eight")
-    one, eight = losses(tmp_path / "one"), losses(tmp_path / "eight")
+    base = [*base, "--updates=4", "--optimizer=adamw"]
+    for size in (16, 2):
+        call("train", *base, f"--micro_batch={size}", f"--out_dir={size}")
+    one, eight = losses("16"), losses("2")
     assert all(abs(one[u] - eight[u]) < 2e-5 for u in one), (one, eight)
 
-def test_warm_up_changes_nothing_and_meets_the_memory_limit(corpus, tmp_path, monkeypatch):
-    """The pass before the first update leaves no trace in the run; out of memory names the flags."""
-    base = (f"--data={corpus}/task", *RUN, "--updates=2")
-    finish(*base, f"--out_dir={tmp_path}/with")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "warm_up", lambda *_: "skipped")
-        finish(*base, f"--out_dir={tmp_path}/without")
-    assert same_weights(tmp_path / "with" / "step_000002", tmp_path / "without" / "step_000002")
-
-    def no_memory(model, batch, seed, steps, device):
+def test_warm_up_meets_the_memory_limit(base, monkeypatch):
+    """Out of memory in the pass at the full depth, before the first update, names the flags."""
+    def no_memory(model, batch, seed, steps):
         assert steps == (1, 2)  # k of the whole run, though the curriculum begins at 1
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(train, "run_batch", no_memory)
-    message = refusal(train.main, *base, f"--out_dir={tmp_path}/none")
-    assert "--micro_batch=2" in message and "--recompute" in message
+    line = refusal("train", *base, "--out_dir=run")
+    assert "--micro_batch=2" in line and "--recompute" in line
 
-def test_random_weights_in_a_given_shape(corpus, tmp_path, capsys):
-    """--reinit keeps the shape of a checkpoint, --embed_scale scales its embeddings; Muon says that
-    a feed-forward model's matrices go part by part."""
-    small(vocab_size=17, tie_embeddings=True, n_core=0).save(tmp_path / "m")
-    flags = (*RUN, "--updates=1", "--embed_scale=45.3", f"--init_from={tmp_path}/m", "--reinit")
-    finish(*flags, f"--data={corpus}/task", f"--out_dir={tmp_path}/run")
-    assert "q, k, v, gate and up each by itself" in capsys.readouterr().out
-    model = RecurrentLM.load(tmp_path / "run")
-    assert (model.config.n_embd, model.config.embed_scale, model.config.tie_embeddings) == \
-        (32, 45.3, True)
-    x = model.embed_idx(torch.tensor([[3]]))
-    assert torch.allclose(x[0, 0], 45.3 * model.embed.weight[3])
-
-def test_training_refuses(corpus, tmp_path):
-    """Missing or corrupt data, a wrong context, another model's tokenizer: one line each."""
-    def refuse(*args):
-        return refusal(train.main, *RUN, f"--out_dir={tmp_path}/run", *args)
-
-    data = f"--data={corpus}/task"
-    small(vocab_size=8).save(tmp_path / "model")
-    small(vocab_size=17, context=20).save(tmp_path / "short")
-    small(vocab_size=17).save(tmp_path / "other")
-    (tmp_path / "other" / "tokenizer.model").write_bytes(b"other")
-    for args, words in (((f"--data={tmp_path}/nothing",), "nothing"), ((data, "--context=30"), "--context"),
-                        ((data, f"--init_from={tmp_path}/model"), "tokenizer"),
-                        ((data, f"--init_from={tmp_path}/short"), "--context"),
-                        ((data, f"--init_from={tmp_path}/other"), "tokenizer"),
-                        ((data, f"--match_flops={tmp_path}/no"), "no such folder")):
-        assert words in refuse(*args), args
-    shutil.copytree(corpus / "task", tmp_path / "data")
-    base = (*RUN, "--updates=2", f"--data={tmp_path}/data", f"--out_dir={tmp_path}/parent")
-    finish(*base)
-    with open(tmp_path / "data" / "train_000000.npy", "r+b") as f:
-        f.seek(500)
-        f.write(bytes([9, 0, 9, 0, 9, 0]))
-    assert "has changed" in refusal(train.main, *base)
-    child = (*RUN, data, f"--out_dir={tmp_path}/child", f"--init_from={tmp_path}/parent",
-             f"--match_tokens={tmp_path}/parent")
-    progress = tmp_path / "parent" / "step_000002" / "train.json"
-    text = progress.read_text()
-    progress.write_text(text.replace('"update": 2', '"update": 1'))
-    assert "finish first" in refusal(train.main, *child)
-    progress.write_text(text)
-    finish(*child)
-    shutil.rmtree(tmp_path / "parent")
-    finish(*child)  # its own checkpoint needs no other folder
-
-def test_eval_only(corpus, tmp_path):
-    """--eval_only gives the losses of training's own validation, and float64's; nothing changes."""
-    base = ["--context=26", "--micro_batch=8", "--batch_size=16", "--dtype=float32",
-            "--eval_rows=30", f"--data={corpus}/task", "--eval_steps=1,4"]
-    finish(*RUN, *base, "--updates=2", f"--out_dir={tmp_path}/run")
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    finish(*base, "--eval_only", f"--init_from={tmp_path}/run")
-    path = tmp_path / "run" / "eval_loss_task.json"
-    result = json.loads(path.read_text())["results"]
-    after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    assert after.keys() - before.keys() == {path} and before.items() <= after.items()
-    with open(tmp_path / "run" / "log.jsonl") as f:
-        last = json.loads(list(f)[-1])
-    for key, name in (("value", "val"), ("accuracy", "accuracy")):
-        assert {str(x["steps"]): x[key] for x in result} == pytest.approx(last[name], abs=1e-9)
-
-    model = RecurrentLM.load(tmp_path / "run").double()
-    idx, targets, numbers = Shards(str(corpus / "task"), "val", 26).batch(0, 0, 0, 1, 30)
-    state = model.initial_state(30, 26, 0, numbers)
-    logits = model.trajectory(idx, [4], state=state)[4][targets != -100].double()
-    loss = torch.nn.functional.cross_entropy(logits, targets[targets != -100], reduction="none")
-    assert (result[1]["steps"], result[1]["n"]) == (4, len(loss))
-    assert abs(result[1]["value"] - loss.mean()) < 1e-5
-    assert abs(result[1]["standard_error"] - loss.std() / len(loss) ** 0.5) < 1e-5
+def test_eval_only(corpus, base, unbroken):
+    """--eval_only gives float64's losses."""
+    call("train", *base, "--eval_only", f"--init_from={unbroken}", "--out_dir=.")
+    found = read_json("eval_loss_pretrain.json")["results"][1]
+    model = RecurrentLM.load(unbroken).double()
+    idx, targets, numbers = Shards(corpus / "pretrain", "val", 52).batch(0, 0, 0, 1, 30)
+    state = model.initial_state(30, 52, 0, numbers)
+    loss = model(idx, targets, steps=4, state=state)[1]
+    assert found["steps"] == 4 and abs(found["value"] - loss) < 1e-5
 
 
-# ---------------------------------------------------------------------------- plans and recipes
-
-FIGURES = sorted(name[:-5] for name in os.listdir(os.path.join(HERE, "config")) if "fig" in name)
-
-def flops_rows():
-    with open(fixture("flops.json")) as f:
-        rows = json.load(f)["rows"]
-    shapes = {"tinyllama": surgery.TINYLLAMA, "llama-3.2-1b": surgery.LLAMA,
-              "olmo-2-1b": surgery.OLMO2}
-    for row in rows:
-        config = shapes[row["arch"]]
-        if row["split"]:
-            parts = dict(zip(("n_prelude", "n_core", "n_coda"), row["split"]))
-            config = replace(config, **parts, tie_embeddings=False)
-        yield row, config
-
-@needs_assets
-def test_flops_are_the_papers():
-    """Training FLOPs are those of the paper's result files to 1e-8, those of figures by config/."""
-    runs = {"tinyllama_ablate_rec_long": "fig5", "tinyllama_gsm8k_llama_long_4_rec": "fig6",
-            "olmo_50k_steps": "fig6_olmo2", "tinyllama_nemotron_fineweb_2": "fig7_single"}
-    found = 0
-    for row, config in flops_rows():
-        s = settings(updates=row["max_steps"] or row["chkpt"], mean_recurrence=row["train_rec"],
-                     batch_size=1024, curriculum=row["warmup_type"] or "none",
-                     curriculum_warmup=row["warmup"])
-        plans = [s]
-        if row["source"] in runs and row["split"]:
-            name = os.path.join(HERE, "config", runs[row["source"]] + ".toml")
-            recurrence = f"--mean_recurrence={row['train_rec']}"
-            plans.append(train.read_settings([f"--config={name}", recurrence]))
-            found += 1
-        for s in plans:
-            flops = train.paper_flops(s, RecurrentLM.empty(config), row["chkpt"])
-            off = abs(flops / row["FLOPs"] - 1)  # one file has older edges
-            assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
-    assert found > 20
-
-def plan_of(name, *flags):
-    """(settings, the words) of a figure's dry run, with the config.json that its surgery makes."""
-    path = os.path.join(HERE, "config", f"{name}.toml")
-    return train.read_settings([f"--config={path}", *flags])
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_has_its_file(name):
-    """A figure's file names its surgery and launch, and each variation writes to its own folder."""
-    with open(os.path.join(HERE, "config", f"{name}.toml")) as f:
-        text = f.read()
-    comment = "".join(line[1:] for line in text.splitlines() if line.startswith("#"))
-    comment = comment.replace(" \\", " ")
-    assert f"train.py --config=config/{name}.toml" in comment
-    made = [*re.findall(r"python surgery.py \S+ (\S+)", comment), "out/fig4", "out/fig2"]
-    folders = []
-    for line in ["", *re.findall(r"(?m)^#\s+(--\w+=.*out_dir.*)", text)]:
-        flags = re.findall(r"--\w+=[\w./*,:-]+", line)
-        s = plan_of(name, *flags)
-        folders.append(s.out_dir)
-        assert s.init_from in made or "--init_from" in line, s.init_from
-        assert (s.dtype, s.context, s.weight_decay, s.clip) == ("bfloat16", 1024, 1e-4, 1.0)
-    assert len(set(folders)) == len(folders)
-
-def test_recipes_are_the_papers():
-    """Warm-ups, updates, draws and optimizers of config/ are REFERENCE.md's section 6."""
-    table = {  # updates, warm-up updates, cooldown, batch, mean r, curriculum, draws, optimizer
-        "fig2": (28000, 77, 0.0, 4096, 32, "none", "adamw"),
-        "fig4": (25000, 125, 0.9, 1024, 32, "linear", "muon"),
-        "fig4_adamw": (30000, 126, 0.9, 1024, 32, "linear", "adamw"),
-        "fig5": (50000, 125, 0.6, 1024, 32, "1-sqrt", "muon"),
-        "fig6": (50000, 125, 0.6, 1024, 32, "1-sqrt", "muon"),
-        "fig7_single": (25000, 125, 0.9, 1024, 4, "linear", "muon"),
-        "fig7_two_phase": (25000, 125, 0.9, 1024, 4, "linear", "muon")}
-    for name, wanted in table.items():
-        s = plan_of(name)
-        found = (s.updates, math.ceil(s.warmup * s.updates), s.cooldown, s.batch_size,
-                 s.mean_recurrence, s.curriculum, s.optimizer)
-        assert found == wanted, name
-    assert plan_of("fig5").draws == plan_of("fig6").draws == 2
-
-def test_dry_run(tmp_path, capsys):
-    """--dry_run says parameters, tokens, FLOPs and schedules from a config.json alone, and which
-    command is missing where there is none."""
-    config = replace(surgery.TINYLLAMA, n_prelude=4, n_core=8, n_coda=4)
-    flags = ("--config=config/fig4.toml", "--dry_run", f"--init_from={tmp_path}/m")
-    assert "config/" in refusal(train.main, *flags)
-    (tmp_path / "m").mkdir()
-    keys = {"model_type": "nanoloop", **vars(config)}
-    (tmp_path / "m" / "config.json").write_text(json.dumps(keys))
-    call(train.main, *flags)
-    said = capsys.readouterr().out
-    for words in ("body 704,708,608", "2.621e+10 tokens", "mean r 1 x 196", "up over 125 updates"):
-        assert words in said, said
-
-
-# -------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------- evaluation
 
 @needs_assets
 def test_answer_extraction_by_table():
     """Cut, extraction and comparison equal the harness's on every row of the fixture."""
-    for line in open(fixture("gsm8k_extract.jsonl")):
+    for line in open(FIXTURES / "gsm8k_extract.jsonl"):
         row = json.loads(line)
         text = cut(row["output"], STOPS)
         assert text == row["cut"], row["why"]
@@ -1505,88 +1121,39 @@ def test_answer_extraction_by_table():
 @needs_assets
 def test_prompts_are_the_papers():
     """The 0-, 1- and 8-shot prompts equal the harness's character by character."""
-    oracle = json.load(open(fixture("gsm8k_prompt.json")))
+    oracle = read_json(FIXTURES / "gsm8k_prompt.json")
     for shots in (0, 1, 8):
         assert make_prompt(oracle["doc"]["question"], "cot", shots) == oracle[str(shots)]
     assert list(STOPS) == oracle["until"]
 
-def gsm8k_flags(folder, out, *flags):
-    return ["--model", folder / "r", "--data", folder / "test.jsonl", "--out", out, "--template",
-            "plain", "--max_new_tokens", 3, "--batch_size", 4, "--limit", 60, *flags]
+@pytest.fixture
+def gsm8k(corpus, checkpoint):
+    """Flags of eval_gsm8k.py, all but --out."""
+    return ["--model", checkpoint, "--data", corpus / "test.jsonl", "--template", "plain",
+            "--max_new_tokens", 3, "--batch_size", 4, "--limit", 60, "--steps", "1,64"]
 
 def answers_of(path):
     """(r, question, output) of the answers in a file, in order."""
     settings, *answers = [json.loads(line) for line in open(path)]
     return sorted((answer["steps"], answer["index"], answer["output"]) for answer in answers)
 
-@pytest.fixture(scope="session")
-def evaluated(corpus, tmp_path_factory):
-    """A folder with questions, models r and nan, and whole.json: r, evaluated at r = 1 and 64."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    (folder / "test.jsonl").write_text((corpus / "test.jsonl").read_text())
-    (folder / "no.jsonl").write_text('{"question": "1 + 1"}\n')
-    model = small(vocab_size=17)
-    model.save(folder / "r", tokenizer=corpus / "tokenizer")
-    model.norm_f.weight.data.fill_(math.nan)
-    model.save(folder / "nan", tokenizer=corpus / "tokenizer")
-    call(eval_gsm8k.main, *gsm8k_flags(folder, folder / "whole.json", "--steps", "1,64"))
-    return folder
-
-def test_killed_evaluation_goes_on(evaluated, tmp_path):
+def test_killed_evaluation_goes_on(gsm8k):
     """Killed by -9 in the middle of a line and resumed on two processes, it ends as if unbroken."""
-    out, path = tmp_path / "a.json", tmp_path / "a.jsonl"
-    command = ["eval_gsm8k.py", *map(str, gsm8k_flags(evaluated, out, "--steps", "1,64"))]
-    process = subprocess.Popen([sys.executable, *command], cwd=HERE)
-    while not path.exists() or path.read_bytes().count(b"\n") < 70:
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
-    assert not out.exists() and path.read_bytes().count(b"\n") < 121
+    call("eval_gsm8k", *gsm8k, "--out", "unbroken.json")
+    command, path = ("eval_gsm8k.py", *gsm8k, "--out", "killed.json"), Path("killed.jsonl")
+    kill(launch(*command), lambda: path.exists() and path.read_bytes().count(b"\n") > 70)
+    assert path.read_bytes().count(b"\n") < 121
     with open(path, "a") as f:
         f.write('{"index": 3, "steps"')
-    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command)
-    assert answers_of(path) == answers_of(evaluated / "whole.jsonl")
-    results = [json.load(open(file))["results"] for file in (out, evaluated / "whole.json")]
-    assert results[0] == results[1] and sorted(os.listdir(tmp_path)) == ["a.json", "a.jsonl"]
+    finish(*command, world=2)
+    assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
+    assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
-def test_evaluation_grows(evaluated, tmp_path, capsys):
+def test_evaluation_grows(gsm8k):
     """More --steps and a larger --limit add to a file of answers."""
-    counts = []
-    for flags in ("--steps 1 --limit 8", "--steps 1,24 --limit 12"):
-        call(eval_gsm8k.main, *gsm8k_flags(evaluated, tmp_path / "a.json", *flags.split()))
-        counts.append(len(answers_of(tmp_path / "a.jsonl")))
-    said = capsys.readouterr()
-    assert counts == [8, 24] and "holds 8 answers" in said.err
-    assert re.search(r"\n +1  .*\n +24\*  .*\n", said.out)
-
-
-REFUSED = [
-    ("eval_gsm8k", "--model {}/none", "no such folder"),
-    ("eval_gsm8k", "--data {}/none.jsonl", "No such file"),
-    ("eval_gsm8k", "--data {}/no.jsonl", "no.jsonl:1: not a JSON object with"),
-    ("eval_gsm8k", "--data {}/r/model.safetensors", "not a JSON object"),
-    ("eval_gsm8k", "--steps 1,-2", "--steps"),
-    ("eval_gsm8k", "--max_new_tokens 4096", "context of 2048"),
-    ("eval_gsm8k", "--out {}/test.json", "not a file of answers"),
-    ("eval_gsm8k", "--out {}/whole.json --seed 1", "seed 0, not 1"),
-    ("eval_gsm8k", "--model {}/nan", "not numbers"),
-    ("eval_lm", "--tasks nope", "nope"),
-    ("eval_lm", "--steps x", "--steps"),
-    ("eval_lm", "--model {}/nan", "not finite"),
-]
-
-@pytest.mark.parametrize("script, flags, words", REFUSED)
-def test_evaluation_refuses(script, flags, words, evaluated, tmp_path):
-    """A user's mistake, and a model of NaN, end in one line; files that exist stay as they are."""
-    base = gsm8k_flags(evaluated, tmp_path / "x.json")
-    if script == "eval_lm":
-        base = ["--model", evaluated / "r"]
-        base += lm_flags(tmp_path, "text", [{"query": "a", "gold": 1}])
-    main = eval_gsm8k.main if script == "eval_gsm8k" else harness().main
-    files = {path: path.read_bytes() for path in evaluated.glob("**/*.json*")}
-    assert words in refusal(main, *base, *flags.format(evaluated).split())
-    assert files == {path: path.read_bytes() for path in evaluated.glob("**/*.json*")}
+    for flags, count in (("--steps 1 --limit 8", 8), ("--steps 1,24 --limit 12", 24)):
+        call("eval_gsm8k", *gsm8k, "--out", "a.json", *flags.split())
+        assert len(answers_of("a.jsonl")) == count
 
 
 # -------------------------------------------------------------------- lm-evaluation-harness
@@ -1598,7 +1165,6 @@ def harness():
     from lm_eval.tasks import TaskManager
     eval_lm.TaskManager = functools.partial(TaskManager, include_defaults=False)
     return eval_lm
-
 
 TASKS = {"choice": """
 output_type: multiple_choice
@@ -1633,172 +1199,397 @@ num_fewshot: 0
 generation_kwargs: {until: ["Q:", "</s>", "<|im_end|>"], max_gen_toks: 32, do_sample: false}
 """}
 
-def lm_flags(folder, name, rows):
-    """Write rows and a task of the harness's kind on them -> flags with which eval_lm.py runs it."""
-    with open(folder / "rows.jsonl", "w") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
+def write_task(name):
+    """Write a task of the harness's kind on 8 rows of the assets; its flags for eval_lm.py."""
+    files = {"gsm8k": "gsm8k/test.jsonl", "math": "math/math500.jsonl"}
+    path = ASSETS / files.get(name, "choice/arc_easy.jsonl")
+    rows = "".join(path.read_text().splitlines(keepends=True)[:8])
+    if name == "math":  # the harness's fields
+        pytest.importorskip("math_verify", reason='needs pip install "lm_eval[math]"')
+        rows = rows.replace('"question":', '"problem":').replace('"answer":', '"solution":')
+    Path("rows.jsonl").write_text(rows)
     tasks = os.path.join(os.path.dirname(pytest.importorskip("lm_eval").__file__), "tasks")
-    (folder / "task.yaml").write_text(TASKS[name].replace("HARNESS", tasks) + f"""
+    Path("task.yaml").write_text(TASKS[name].replace("HARNESS", tasks) + f"""
 task: local_{name}
 test_split: test
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}, cache_dir: {folder}/cache}}
+dataset_kwargs: {{data_files: {{test: rows.jsonl}}, cache_dir: cache}}
 """)
-    return "--tasks", f"local_{name}", "--include_path", folder, "--out", folder / "out.json"
-
-def rows_for(name):
-    """A few rows of the assets that suit a task of TASKS; MATH in the harness's fields."""
-    files = {"gsm8k": "gsm8k/test.jsonl", "math": "math/math500.jsonl"}
-    with open(shared("assets", files.get(name, "choice/arc_easy.jsonl")), encoding="utf-8") as f:
-        rows = [json.loads(line) for line in itertools.islice(f, 8)]
-    if name == "math":
-        pytest.importorskip("math_verify", reason='needs pip install "lm_eval[math]"')
-        rows = [{"problem": row["question"], "solution": row["answer"]} for row in rows]
-    return rows
+    return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", "out.json"
 
 @pytest.fixture(scope="session")
 def stories(tmp_path_factory):
-    """The 260K Llama of the assets as our checkpoint, and as the harness's own HFLM loads it."""
-    for package in ("lm_eval", "accelerate", "transformers"):
+    """The 260K Llama of the assets as our checkpoint, and its export as the harness's HFLM."""
+    for package in ("lm_eval", "accelerate", "transformers", "google.protobuf"):
         pytest.importorskip(package, reason=f"the harness's own models need {package}")
     from lm_eval.models.huggingface import HFLM
-    from tokenizers import decoders, processors
-    from transformers import PreTrainedTokenizerFast
-    folder, source = tmp_path_factory.mktemp("stories") / "m", shared("assets", "stories260K")
-    call(surgery.main, source, folder, "--feed_forward")
-    theirs = oracle("stories260K")
-    theirs.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
-                                        decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<s>", eos_token="</s>")
-    theirs = HFLM(source, device="cpu", dtype="float32", max_length=512, tokenizer=tokenizer)
+    folder = tmp_path_factory.mktemp("stories")
+    call("surgery", ASSETS / "stories260K", folder / "m", "--feed_forward")
+    call("surgery", folder / "m", folder / "hf", "--export", "hf")
+    theirs = HFLM(str(folder / "hf"), device="cpu", dtype="float32", max_length=512)
     theirs.steps = [0]
-    return folder, theirs
+    return folder / "m", theirs
 
 @pytest.mark.parametrize("state", ["noise", "zero"])
-def test_choices_in_one_row(state, corpus, tmp_path):
+def test_choices_in_one_row(state, checkpoint):
     """Choices that share a context have the likelihoods of each alone, at every r, in one pass."""
-    small(vocab_size=17, context=40).save(tmp_path / "m", tokenizer=str(corpus / "tokenizer"))
     ids = np.random.default_rng(0).integers(0, 17, 60).tolist()
     requests = [(None, ids[:n], ids[k:2 * k + 1]) for n in (1, 9, 30, 60) for k in (1, 3, 5)]
-    requests.append((None, ids[:5], ids[:40]))
-    lm = harness().Harness(tmp_path / "m", [0, 1, 3, 6], batch_size=3, state=state, seed=5)
-    model = RecurrentLM.load(tmp_path / "m").double()
+    lm = harness().Harness(checkpoint, [0, 1, 3, 6], batch_size=3, state=state, seed=5)
+    model = RecurrentLM.load(checkpoint).double()
     s0 = model.initial_state(40, 1, 5, range(40)).transpose(0, 1) * (state == "noise")
-    lm._loglikelihood_tokens(requests)
-    tokens = lm.tokens
-    for _, context, x in requests:
-        row = torch.tensor([(context + x)[-41:]])  # too long: cut from the left
-        alone = model.trajectory(row[:, :-1], lm.steps, state=s0[:, :row.shape[1] - 1])
-        for lm.r, logits in alone.items():
-            likelihood, greedy = lm._loglikelihood_tokens([(None, context, x)])[0]
+    for lm.r in lm.steps:
+        answers = lm._loglikelihood_tokens(requests)
+        for (_, context, x), answer in zip(requests, answers, strict=True):
+            row = torch.tensor([(context + x)[-41:-1]])  # too long: cut from the left
+            logits = model(row, steps=lm.r, state=s0[:, :row.shape[1]])[0]
             p = logits[0, -len(x):].double().log_softmax(-1)
-            assert abs(p[range(len(x)), x].sum() - likelihood) < 1e-4
-            assert (p.argmax(-1).tolist() == x) == greedy
-    assert lm.tokens == tokens < sum(len(c[-40:]) + len(x) for _, c, x in requests)
+            likelihood = p[range(len(x)), x].sum().item()
+            assert answer == (pytest.approx(likelihood, abs=1e-4), p.argmax(-1).tolist() == x)
+    assert lm.tokens < sum(len(context[-40:]) + len(x) for _, context, x in requests)
 
 @needs_assets
-@pytest.mark.parametrize("name", ["choice", "text", "answer", "math"])
-def test_harness_scores_are_its_own_models(name, stories, tmp_path):
-    """Likelihoods, texts and scores, those of MATH among them, are HFLM's with transformers."""
+@pytest.mark.parametrize("name", ["choice", "text", "answer", "math", "gsm8k"])
+def test_harness_scores_are_its_own_models(name, stories):
+    """
+    Likelihoods, texts and scores, those of MATH among them, are HFLM's with transformers.
+    eval_gsm8k.py gives the outputs and the scores of the harness's own gsm8k.
+    """
     (folder, theirs), eval_lm = stories, harness()
-    flags = lm_flags(tmp_path, name, rows_for(name))
-    call(eval_lm.main, "--model", folder, "--num_fewshot", 0, *flags)
-    ours = json.loads((tmp_path / "out.json").read_text())["results"]
-    tasks = eval_lm.load_tasks([f"local_{name}"], tmp_path, 0)
-    for a, b in zip(ours, eval_lm.evaluate(theirs, tasks), strict=True):
+    call("eval_lm", "--model", folder, "--num_fewshot", 0, *write_task(name))
+    tasks = eval_lm.load_tasks([f"local_{name}"], ".", 0)
+    results = eval_lm.evaluate(theirs, tasks)
+    for a, b in zip(read_json("out.json")["results"], results, strict=True):
         assert b == a | {"value": pytest.approx(a["value"], rel=1e-6 if name == "text" else 0)}
-    lm = eval_lm.Harness(folder, [0])
     requests = tasks["tasks"][f"local_{name}"].instances
-    answers = getattr(lm, requests[0].request_type)(requests)
-    for request, answer in zip(requests, answers, strict=True):
-        other = request.resps[0]
+    wanted = [request.resps[0] for request in requests]
+    found = getattr(eval_lm.Harness(folder, [0]), requests[0].request_type)(requests)
+    for a, b in zip(found, wanted, strict=True):
         if name in ("choice", "text"):  # float32's rounding, where a long text sums up to -3000
-            other = pytest.approx(other, abs=1e-4, rel=3e-7)
-        assert answer == other
-
-@needs_assets
-def test_right_answers_in_math(evaluated, tmp_path, monkeypatch):
-    """The scores of eval_lm.py for right answers to MATH are 1."""
-    rows, eval_lm = rows_for("math"), harness()
-    flags = ["--model", evaluated / "r", *lm_flags(tmp_path, "math", rows)]
-    right = [re.search(r"The answer is: (.*)", row["solution"])[1] for row in rows]
-    texts = [f"Final Answer: The final answer is ${x}$. I hope it is correct." for x in right]
-    monkeypatch.setattr(eval_lm.Harness, "generate_until", lambda *args, **kwargs: texts)
-    call(eval_lm.main, *flags, "--steps", 1)
-    results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert {x["metric"]: x["value"] for x in results} == {"exact_match": 1, "math_verify": 1}
-
-@needs_assets
-def test_lm_eval_says_the_same(stories, tmp_path):
-    """The harness's own gsm8k with HFLM gives the outputs and the scores of eval_gsm8k.py."""
-    (folder, theirs), eval_lm = stories, harness()
-    lm_flags(tmp_path, "gsm8k", rows_for("gsm8k"))
-    tasks = eval_lm.load_tasks(["local_gsm8k"], tmp_path)
-    scores = {x["metric"]: x["value"] for x in eval_lm.evaluate(theirs, tasks)}
-    call(eval_gsm8k.main, "--model", folder, "--data", tmp_path / "rows.jsonl", "--shots", 0,
-         "--max_new_tokens", 32, "--out", tmp_path / "out.json")
-    outputs = [request.resps[0] for request in tasks["tasks"]["local_gsm8k"].instances]
-    assert [output for _, _, output in answers_of(tmp_path / "out.jsonl")] == outputs
-    ours = {x["metric"]: x["value"] for x in json.load(open(tmp_path / "out.json"))["results"]}
-    assert scores == {"exact_match,flexible-extract": ours["flexible"],
-                      "exact_match,strict-match": ours["strict"]}
+            b = pytest.approx(b, abs=1e-4, rel=3e-7)
+        assert a == b
+    if name == "gsm8k":
+        flags = "--data rows.jsonl --shots 0 --max_new_tokens 32 --out ours.json"
+        call("eval_gsm8k", "--model", folder, *flags.split())
+        assert [output for _, _, output in answers_of("ours.jsonl")] == wanted
+        values = [x["value"] for x in read_json("ours.json")["results"]]
+        assert sorted(values) == sorted(x["value"] for x in results)
 
 
-# ------------------------------------------------------------------------------- bench.py
+# ------------------------------------------------------------------------- measuring and drawing
 
-@pytest.mark.parametrize("command, wanted", [
-    ("train --batch_size 2 --context 8 --steps 0+2,1+1", [(0, 2), (1, 1)]),
-    ("decode --prompt 4 --tokens 4 --steps 4 --ways exit=kl,exit_threshold=9;draft_steps=2",
-     [{}, {"exit": "kl", "exit_threshold": 9}, {"draft_steps": 2}])])
-def test_bench_ends_with_json(command, wanted, tmp_path, capsys):
+def test_bench_ends_with_json(checkpoint):
     """bench.py train and decode end in JSON with a row for each (n, k) or way of decoding."""
-    small().save(tmp_path / "m")
-    call(bench.main, *command.split(), "--model", tmp_path / "m", "--repeat", 1, "--no_compile")
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [row["way"] if "way" in row else (row["n"], row["k"]) for row in rows] == wanted
-    speeds = [row["tokens_per_s"] for row in rows]
-    if "way" in rows[0]:  # with this exit, tokens stop after 2 of 4 recurrences
-        assert rows[1]["of_saving"] == pytest.approx(speeds[1] / speeds[0] / 2)
+    rows = []
+    for command in ("train --context 8 --steps 0+2,1+1", "decode --prompt 4 --tokens 4 --steps 4 "
+                    "--ways exit=kl,exit_threshold=9;draft_steps=2"):
+        said = call("bench", *command.split(), "--model", checkpoint, "--repeat", 1, "--no_compile")
+        rows += json.loads(said.splitlines()[-1])["rows"]
+    first, second, plain, exits, drafts = rows
+    assert (first["n"], first["k"], second["n"], second["k"]) == (0, 2, 1, 1)
+    faster = exits["tokens_per_s"] / plain["tokens_per_s"]
+    assert exits["of_saving"] == pytest.approx(faster / 2)  # tokens stop after 2 of 4 recurrences
+    assert drafts["mean_steps"] == 4
 
-@pytest.mark.parametrize("command, words", [
-    ("decode --ways foo=1", "foo=1"), ("decode --ways kv", "--ways kv"),
-    ("decode --ways top_k=x", "top_k=x"), ("decode --ways exit=latent", "latent"),
-    ("plot nothing.json", "nothing.json"), ("plot RELEASED --metric f1", "f1")])
-def test_bench_refuses(command, words):
-    """What cannot be measured or drawn is refused in one line that names it."""
-    released = os.path.join(HERE, "runs", "released", "huginn-0125.json")
-    assert words in refusal(bench.main, *command.replace("RELEASED", released).split())
-
-def test_plot_results(tmp_path, capsys):
-    """plot shows accuracy over r, FLOPs, updates or training FLOPs, and by difficulty."""
-    model, path = small(), tmp_path / "result.json"
-    row = {"steps": 4, "metric": "acc", "value": 0.5, "by_difficulty": {"3": [0.7, 0.1, 8]}}
-    result = {"model": str(tmp_path), "config": vars(model.config), "results": [row]}
-    path.write_text(json.dumps(result))
-    (tmp_path / "train.json").write_text('{"update": 10, "flops": 700}')
-    parts = (model.prelude, model.coda, *[model.core] * 4)
-    flops = 2 * sum(p.numel() for part in parts for p in part.parameters())
-    for x, place in {"steps": 4, "flops": flops, "train": 10, "training_flops": 700}.items():
-        call(bench.main, "plot", path, "--x", x)
-        text = capsys.readouterr().out
-        assert f"{place:g}: 0.5000 ± 0.0000" in text and "3: 0.7000 ± 0.1000" in text
-    if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+def test_plot_results(unbroken):
+    """plot has a panel for each data set and one for their difficulties, and draws a run's losses."""
+    for task, level in (("near", 12), ("far", 18)):
+        row = {"steps": 4, "metric": "flexible", "value": 0.5, "by_difficulty": {level: [0.5, 0.1]}}
+        result = {"model": "m", "config": vars(small().config), "task": task, "results": [row],
+                  "difficulty": "sentences"}
+        data.write_json(f"{task}.json", result)
+    said = call("bench", "plot", "near.json", "far.json", "--labels", "a,a")
+    for words in ("near over recurrences", "far over recurrences", "accuracy over sentences",
+                  "12: 0.5000 ± 0.1000   18: 0.5000 ± 0.1000"):
+        assert words in said
+    said = call("bench", "plot", unbroken)
+    assert "validation at r = 4" in said and f"12: {losses(unbroken)[12]:.4f}" in said
 
 
-# ------------------------------------------------------------------------------- the study
+# --------------------------------------------------------------------------------------- mistakes
 
-def test_quick_run_end_to_end():
-    """`bash runs/tiny.sh --quick` plays every stage, from the corpus to scores at every r."""
-    shutil.rmtree(os.path.join(HERE, "out", "tiny-quick"), ignore_errors=True)
-    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-    p = subprocess.run(["bash", "runs/tiny.sh", "--quick"], cwd=HERE, capture_output=True, text=True,
-                       env=os.environ | {"PATH": path})
-    assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
-    for name in ("recurrent", "parent_tokens", "parent_flops"):
-        with open(os.path.join(HERE, "out", "tiny-quick", f"eval_{name}.json")) as f:
-            result = json.load(f)
-        steps = [row["steps"] for row in result["results"] if row["metric"] == "flexible"]
-        assert steps == ([1, 2, 4, 8, 16, 32] if name == "recurrent" else [0])
-    assert "tokens/s" in run("sample.py", "--steps", "32", "--tokens", "4")
+MISTAKES = """
+surgery {llama} out | --prelude
+surgery {llama} out --preset tinyllama-4-8-4 | --preset
+surgery {llama} out --shape 4,4,4 | 0-5
+surgery {llama} out --prelude 0 --core 1-x --coda 3 | --core
+surgery {llama} out --prelude 0-3 --core 3-4 --coda 5 | taken once
+surgery {llama} out --feed_forward --layers 3-9 | 0-5
+surgery {llama} {m} --feed_forward | --overwrite
+surgery {truncated} out --feed_forward | damaged
+surgery {missing} out --feed_forward | layers.3.mlp.up_proj
+surgery {other} out --export hf | another model
+data tiny --out {m} | --out
+data prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} | --out
+data prepare --input none.txt --tokenizer {m} --out out | none.txt
+data prepare --input {m}/config.json --tokenizer {m} --out out | config.json: is not
+train {run} --uptades=3 | uptades
+train {run} --lr=x | --lr
+train {run} --curriculum=cubic | linear
+train {run} --config=none.toml | none.toml
+train {run} --data=none | none
+train {run} --context=30 | --context
+train {run} --init_from={foreign} | tokenizer
+train {run} --init_from=none | no such folder
+sample --prompt 3 --model none | no such folder
+sample --prompt 3 --model {other} | another model
+sample --prompt 3 --model {nan} | not finite
+sample --prompt 3 --model {m} --kv=x | --kv
+sample --prompt 3 --model {m} --steps=-1 | --steps
+sample --prompt 3 --model {m} --draft_steps=2 --exit=kl | --draft_steps
+eval_gsm8k {ask} --data none.jsonl | No such file
+eval_gsm8k {ask} --data {m}/config.json | not a JSON object
+eval_gsm8k {ask} --steps 1,-2 | --steps
+eval_gsm8k {ask} --max_new_tokens 4096 | context of 40
+bench decode --ways foo=1 | foo=1
+bench plot none.json | none.json
+"""
+
+@pytest.fixture(scope="session")
+def names(corpus, llama, checkpoint, tmp_path_factory):
+    """{name: text} of what MISTAKES has in braces: good and bad folders, and common arguments."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    small(vocab_size=16).save(folder / "other", corpus / "tokenizer")
+    model = small()
+    model.embed.weight.data.fill_(math.nan)
+    model.save(folder / "nan", corpus / "tokenizer")
+    small().save(folder / "foreign")
+    (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
+    for name in ("truncated", "missing"):
+        shutil.copytree(llama, folder / name)
+    os.truncate(folder / "truncated" / "model.safetensors", 100_000)
+    tensors = weights(llama)
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "missing" / "model.safetensors")
+    run = f"--data={corpus}/task --context=26 --out_dir=out"
+    ask = f"--model {checkpoint} --data {corpus}/test.jsonl --shots 0"
+    return {"corpus": corpus, "llama": llama, "m": checkpoint, "run": run, "ask": ask,
+            **{path.name: path for path in folder.iterdir()}}
+
+@pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
+def test_mistakes_end_in_one_line(row, names):
+    """Each of these mistakes ends in one line with these words."""
+    command, words = row.split(" | ")
+    assert words in refusal(*command.format(**names).split())
+
+
+# ------------------------------------------------------------------------- the paper in miniature
+
+def test_tiny_run_end_to_end(monkeypatch):
+    """
+    `bash runs/tiny.sh --quick --seed 5` plays every stage, from the corpus to scores at every r,
+    in a folder of its own.
+    """
+    for name in ("runs", "config"):
+        shutil.copytree(HERE / name, name)
+    # Its python asks for its scripts to be run here, which saves the seconds of importing torch.
+    os.mkfifo("ask")
+    os.mkfifo("answer")
+    Path("python").write_text(f"""#!/bin/bash
+if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
+printf '%s\\0' "$@" > ask
+cat answer
+""")
+    os.chmod("python", 0o755)
+    monkeypatch.setenv("PATH", f"{os.getcwd()}:{os.environ['PATH']}")
+    command = "bash runs/tiny.sh --quick --seed 5 && echo > ask"
+    process = subprocess.Popen(["bash", "-c", command])
+    while asked := Path("ask").read_text().split("\0")[:-1]:
+        said = call(asked[0].removesuffix(".py"), *asked[1:])
+        Path("answer").write_text(said)
+    assert process.wait() == 0
+    for name, wanted in (("recurrent", [1, 2, 4, 8, 16, 32]), ("parent_flops", [0])):
+        results = read_json(f"out/tiny-quick-seed5/eval_{name}.json")["results"]
+        assert [x["steps"] for x in results] == wanted
+    assert os.listdir("out") == ["tiny-quick-seed5"]
+
+def test_no_compiler(base, monkeypatch):
+    """Without a working C++ compiler a run goes on uncompiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/bin/false",))
+    said = call("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
+    assert "without torch.compile" in said
+
+def test_sample_takes_the_newest_recurrent_model(checkpoint, corpus, capfd):
+    """sample.py takes a recurrent checkpoint before a newer parent, and prints answers alone."""
+    shutil.copytree(checkpoint, "out/task")
+    small(n_core=0).save("out/parent", corpus / "tokenizer")
+    said = call("sample", "--prompt=has 1", "--tokens=3", "--steps=1,4")
+    assert len(said.splitlines()) == 2 and "has 1" not in said
+    assert "out/task, (1,2,1) layers" in capfd.readouterr().err
+
+# --------------------------------------------------------------------------------- publishing
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+
+@pytest.mark.parametrize("changes", [
+    {"norm": "post"}, {"rope_scaling": LLAMA3, "embed_scale": 3.0, "adapter": "add"}])
+def test_transformers_runs_the_export(changes):
+    """Its logits, its gradients through the last k and its greedy tokens in a batch are ours."""
+    tf = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = small(state_std=1.0, backprop_depth=2, **changes)
+    model.save("m")
+    call("surgery", "m", "out", "--export", "hf")
+    theirs = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+    ids, state = torch.randint(17, (2, 12)), torch.randn(2, 12, 32)
+    for steps in (0, 32, (1, 3)):
+        out = theirs(ids, labels=ids, num_steps=steps, initial_state=state)
+        assert far(out.logits, model(ids, steps=steps, state=state)[0]) < 1e-4
+    out.loss.backward()
+    model(ids[:, :-1], ids[:, 1:], steps=steps, state=state[:, :-1])[1].backward()
+    for ours, (name,) in surgery.tensor_names(model.config, "huginn_raven").items():
+        grad = model.get_parameter(ours).grad
+        assert (theirs.get_parameter(name).grad - grad).norm() < 1e-4 * grad.norm()
+    ids = torch.randint(1, 17, (2, 9))
+    ids[0, :6] = 0
+    prompts = [row[row > 0].tolist() for row in ids]
+    for use_cache in (True, False):
+        new = theirs.generate(ids, attention_mask=(ids > 0).long(), num_steps=9, do_sample=False,
+                              use_cache=use_cache, max_new_tokens=8, eos_token_id=None)
+        assert new[:, 9:].equal(decode(model, prompts, 8, steps=9))
+
+@needs_assets
+def test_export_in_the_harness(stories):
+    """lm_eval's own HFLM on an export gives the numbers of eval_lm.py."""
+    flags = "--shape 2,2,1 --adapter_init default --mean_recurrence 3"
+    call("surgery", ASSETS / "stories260K", "m", *flags.split())
+    call("surgery", "m", "out", "--export", "hf")
+    theirs = type(stories[1])("out", trust_remote_code=True, device="cpu")
+    theirs.steps = [3]
+    call("eval_lm", "--model", "m", "--steps", 3, *write_task("choice"))
+    eval_lm = harness()
+    tasks = eval_lm.load_tasks(["local_choice"], ".")
+    assert read_json("out.json")["results"] == eval_lm.evaluate(theirs, tasks)
+
+# --------------------------------------------------------- every line that a GPU runs, without one
+
+# Where one more update, or one more token of every row, waits for the device, and how often.
+WAITS = {
+    "update": {"train.train": 1},
+    "kv=full": {"sample.plain": 1},
+    "temperature=0.8": {"sample.plain": 1},
+    "draft_steps=1,draft_len=2": {"sample.speculative": 1},
+    "exit=kl": {"sample.adaptive": 1},
+}
+
+def simulate(folder):
+    """
+    Train and decode on fake tensors of a device "gpu": they have a shape, a dtype and a device, but
+    no numbers. Tensors on two devices raise, and so does x[mask], whose shape the device knows.
+    Prints WAITS. The process is of no use afterwards.
+    """
+    from torch._subclasses import fake_tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    count, found, collectives = Counter(), {}, []
+
+    def wait():
+        frame, ours = sys._getframe(), ("model", "muon", "sample", "train")
+        while frame.f_back and frame.f_globals["__name__"] not in ours:
+            frame = frame.f_back
+        count[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
+
+    def tolist(t):  # 1 for numbers that may be counts, else 0
+        wait()
+        return np.full(t.shape, not t.is_floating_point(), int).tolist()
+
+    def since_last(name):
+        found[name] = dict(count)
+        count.clear()
+
+    def devices(tree):
+        return {t.device.type for t in tree_leaves(tree) if isinstance(t, torch.Tensor)}
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            name, before = op.overloadpacket.__name__, devices(args)
+            kwargs = {k: None if k == "generator" else v for k, v in (kwargs or {}).items()}
+            if name in ("_local_scalar_dense", "item", "is_nonzero", "multinomial"):
+                if "gpu" in before:
+                    wait()
+                return 0
+            out = op(*args, **kwargs)
+            if len(before | devices(out)) > 1 and not kwargs.get("non_blocking"):
+                wait()  # a copy from one to the other
+            return out
+
+    def train_on(rank, world, optimizer):
+        train.RANK, train.WORLD = rank, world
+        collectives.clear()
+        flags = (f"--data={folder}/task --out_dir={folder} --optimizer={optimizer} --updates=2 "
+                 "--batch_size=8 --context=26 --n_prelude=1 --n_core=1 --n_coda=1 --eval_rows=8 "
+                 "--mean_recurrence=2 --backprop_depth=1 --curriculum=none --eval_steps=1 "
+                 "--recurrence_sampler=fixed --compile=false")
+        train.train(train.read_settings(flags.split()), "gpu")
+        return list(collectives)
+
+    _setup_privateuseone_for_python_backend("gpu")
+    torch.gpu.get_amp_supported_dtype = lambda: [torch.bfloat16]  # asked for by checkpoint()
+    fake_tensor.FakeTensorMode.avoid_device_init = True
+    fake_tensor.CONSTANT_NUMEL_LIMIT = 0  # no exception for tensors of one number
+    fake_tensor.FakeTensor.tolist = tolist
+    fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    torch.Generator = lambda device="cpu", make=torch.Generator: make()
+    dist.all_reduce = dist.broadcast = dist.barrier = lambda *a, **_: collectives.append(str(a))
+    # What fake tensors cannot do: Module.to(), and be saved.
+    RecurrentLM.to = lambda model, *to: model.fill(
+        {name: t.to(*to) for name, t in model.state_dict().items()}) or model
+    train.save_checkpoint = lambda *_: None
+    train.log = lambda *args: since_last("update") if "norm" in args[-1] else None
+    sample.COLUMNS = 8
+    with fake, Waits():
+        train_on(0, 1, "adamw*")
+        assert train_on(0, 8, "muon") == train_on(7, 8, "muon") != []
+        model, (_, *ways) = decode_model(1).to("gpu", torch.bfloat16), WAITS
+        for way, options in zip(ways, bench.parse_ways(";".join(ways))[1:]):
+            for row, _, _ in generate(model, [[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options):
+                if row == 0:  # row 1 has left
+                    since_last(way)
+        idx = torch.ones(1, 8, dtype=torch.int64, device="gpu")
+        with pytest.raises(fake_tensor.FakeTensorDeviceMismatchError):
+            model(idx, idx.cpu())
+    print(json.dumps(found))
+
+def test_right_device_and_no_hidden_waits(corpus):
+    """
+    Training (also as ranks of 8, whose collectives agree) and decoding keep to their device, which
+    a planted mistake shows, and wait for it as WAITS says.
+    """
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot simulate a device")
+    shutil.copytree(corpus, "data")
+    command = [sys.executable, "-c", "import test_all; test_all.simulate('data')"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout.splitlines()[-1]) == WAITS
+
+def test_a_step_is_recorded_once_for_its_columns(monkeypatch):
+    """On CUDA a step is recorded for its columns and rows, and after that replayed."""
+    recorded = []
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables",
+                        lambda run, inputs: recorded.append(run(*inputs)) or MagicMock())
+    monkeypatch.setattr(Decoder, "run_step", lambda d, token, position, end: d.place(row, end))
+    token, row = MagicMock(is_cuda=True), torch.zeros(1, 1, dtype=torch.int64)
+    d = Decoder(decode_model(), 2, 1, 600, Decoding())
+    d.model.compiled = True
+    for end, count in ((9, 1), (256, 1), (257, 2), (258, 2)):
+        d.step(token, token, end)
+        assert len(recorded) == count
+    d.keep(row[0])
+    d.step(token, token, 259)
+    assert len(recorded) == 3
+
+def test_a_rank_takes_its_device_first(monkeypatch):
+    """set_device() comes before the process group; float32 products use TF32."""
+    monkeypatch.setattr(torch, "cuda", (machine := MagicMock()).cuda)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", machine.precision)
+    monkeypatch.setattr(train, "dist", machine.dist)
+    monkeypatch.setattr(train, "WORLD", 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    machine.dist.rendezvous.return_value = iter([["store"]])
+    assert train.start_processes() == "cuda:1"
+    assert [call[0] for call in machine.mock_calls if "bool" not in call[0]] == [
+        "cuda.is_available", "cuda.set_device", "precision", "dist.rendezvous",
+        "dist.init_process_group"]
