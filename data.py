@@ -369,7 +369,7 @@ def document_ids(tokenizer, row, fields, strip_roles):
         if isinstance(value, str):
             texts.append(value)
         elif isinstance(value[0], int):
-            assert 0 <= min(value) <= max(value) < tokenizer.vocab_size
+            assert max(value) < tokenizer.vocab_size
             return value
         else:
             texts += [message["content"] for message in value]
