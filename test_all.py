@@ -45,7 +45,7 @@ import surgery
 import train
 from data import Shards, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, cut, is_correct, make_prompt
-from model import Config, Linear, RecurrentLM
+from model import Config, RecurrentLM
 from muon import Muon
 from sample import Decoder, Decoding, adaptive, distribution, generate, pick
 from train import Settings
@@ -862,20 +862,6 @@ def test_every_way_of_decoding_compiles():
     for way in ({}, {"draft_steps": 1, "draft_len": 1}, {"exit": "kl", "exit_threshold": 0.01}):
         tokens = decode(compiled, [[5, 1, 2]], 4, steps=2, **way)
         assert tokens.equal(decode(model, [[5, 1, 2]], 4, steps=2, **way)), way
-
-@needs_compiler
-@pytest.mark.parametrize("dtype, atol, rtol", [(torch.float32, 1e-6, 1e-5),
-                                               (torch.bfloat16, 0, 2**-7)])
-def test_compiled_products_of_few_rows(dtype, atol, rtol):
-    """The sums that replace products in compiled decoding are float64's, for 1 row to 5."""
-    layer = Linear(48, 40).to(dtype)
-    compiled = torch.compile(layer, dynamic=False)
-    with torch.inference_mode():
-        for rows in (1, 4, 5):
-            x = torch.randn(1, rows, 48).to(dtype)
-            wanted = x.double() @ layer.weight.double().T
-            assert compiled(x).double().allclose(wanted, atol=atol, rtol=rtol)
-
 def test_sampling_follows_its_settings():
     """Draws have softmax(logits / temperature)'s frequencies, cut to the top k and the nucleus."""
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(20000, 4)
