@@ -1104,7 +1104,7 @@ def test_prompts_are_the_papers():
 def gsm8k(corpus, checkpoint):
     """Flags of eval_gsm8k.py, all but --out."""
     return ["--model", checkpoint, "--data", corpus / "test.jsonl", "--template", "plain",
-            "--max_new_tokens", 3, "--batch_size", 4, "--limit", 60, "--steps", "1,64"]
+            "--max_new_tokens", 3, "--batch_size", 4, "--limit", 60, "--steps", "1,32"]
 
 def answers_of(path):
     """(r, question, output) of the answers in a file, in order."""
