@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, kept at any width
-IGNORE = -100                     # the target that carries no loss
+IGNORE = -100                     # the target that carries no loss, as torch has it
 FEW_ROWS = 4                      # up to so many rows plain sums beat a CPU library's products
 LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
 
@@ -247,7 +247,7 @@ class RecurrentLM(nn.Module):
         kvs: the cached tensors of each recurrence.
         """
         for i in range(count if self.core else 0):
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute:
                 s = checkpoint(self.run_core, s, e, rope,
                                use_reentrant=False, preserve_rng_state=False)
             else:
@@ -316,10 +316,10 @@ class RecurrentLM(nn.Module):
         """
         def losses(x, targets):
             logits = self.head(x).float()
-            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            loss = F.cross_entropy(logits, targets, reduction="none")
             return loss, logits.argmax(-1) == targets
 
-        rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        rows = LOGITS_AT_ONCE // self.config.vocab_size
         parts = [checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False)
                  for part in zip(x.split(rows), targets.split(rows))]
         return map(torch.cat, zip(*parts))
@@ -331,7 +331,7 @@ class RecurrentLM(nn.Module):
         if isinstance(steps, int):
             k = min(steps, self.config.backprop_depth)
             steps = steps - k, k
-        assert type(steps) is tuple and min(steps) >= 0, f"{steps=} is neither r nor (n, k)"
+        assert type(steps) is tuple, f"{steps=} is neither r nor (n, k)"
         return steps
 
     def initial_state(self, B, T, seed=None, rows=None):
@@ -372,8 +372,13 @@ class RecurrentLM(nn.Module):
     def compile_parts(self, dynamic=None):
         """
         torch.compile the three parts, in place. The core is compiled once for all recurrences.
-        dynamic: True for decoding, where lengths differ from call to call.
+        dynamic: True for decoding, where lengths differ from call to call. OSError without a C++
+        compiler that works.
         """
+        try:
+            torch.compile(torch.sin)(self.norm_f.weight.data)
+        except RuntimeError:
+            raise OSError("torch.compile: no C++ compiler that works: install g++, or do without")
         self.compiled = True
         torch._dynamo.config.recompile_limit = 32  # one row, few rows, many; views of the cache
         for part in ("run_prelude", "run_core", "run_coda"):
@@ -490,7 +495,7 @@ def find_checkpoint(folder):
 def load_config(folder):
     """Config of a nanoloop checkpoint; OSError for the config.json of another kind of model."""
     path = os.path.join(folder, "config.json")
-    with open(path, encoding="utf-8") as f:
+    with open(path) as f:
         raw = json.load(f)
     kind = raw.pop("model_type", None)
     if kind != "nanoloop":

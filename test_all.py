@@ -1371,6 +1371,7 @@ def test_no_compiler(base, monkeypatch):
     """Without a working C++ compiler a run goes on uncompiled."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/bin/false",))
+    torch.compiler.reset()  # forgets what other tests compiled
     said = call("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
     assert "without torch.compile" in said
 

@@ -375,10 +375,9 @@ def warm_up(settings, model, batch):
     say("warm-up: one pass at the full depth")
     if settings.compile:
         try:
-            torch.compile(torch.sin)(model.norm_f.weight.data)
             model.compile_parts()
-        except RuntimeError:
-            say("no C++ compiler that works: going on without torch.compile")
+        except OSError as e:
+            say(f"{e}: going on without torch.compile")
     k = min(settings.mean_recurrence, backprop_depth(settings, settings.updates))
     try:
         run_batch(model, batch, 0, (1, k)).backward()
