@@ -204,13 +204,15 @@ def answer_rest(model, tokenizer, rows, steps, answers, path, args):
             parts[RANK] = answer_questions(model, tokenizer, batch, r, args)
         if WORLD > 1:
             dist.all_gather_object(parts, parts[RANK])
-        with open(path if RANK == 0 else os.devnull, "a") as f:
-            for line in chain(*parts):
-                key = line["steps"], line["index"]
-                if key not in answers:
-                    answers[key] = line
-                    f.write(json.dumps(line) + "\n")
+        new = {(line["steps"], line["index"]): line for line in chain(*parts)}
+        new = {key: line for key, line in new.items() if key not in answers}
+        answers |= new
         if RANK == 0:
+            try:
+                with open(path, "a") as f:
+                    f.writelines(json.dumps(line) + "\n" for line in new.values())
+            except OSError as e:  # a full disk
+                sys.exit(f"{path}: cannot be written ({e}): the same command resumes")
             print(f"r = {r}: batch {first + 1} of {len(todo)}", file=sys.stderr,
                   end="\r" if sys.stderr.isatty() else "\n")
 

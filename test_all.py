@@ -1065,7 +1065,7 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
 
     monkeypatch.setattr(train, "run_batch", no_memory)
     line = refusal("train", *base, "--out_dir=run")
-    assert "--micro_batch=2" in line and "--recompute" in line
+    assert "--micro_batch=4" in line and "--recompute" in line
 
 def test_eval_only(corpus, base, unbroken):
     """--eval_only gives float64's losses."""

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -370,7 +371,7 @@ def warm_up(settings, model, batch):
     """
     Compile, and make one forward and backward pass at the full backprop depth. So the graphs with
     and without gradient are compiled, and a memory limit is met, now and not when the curriculum
-    has risen. Nothing of it stays.
+    has risen. Says how much was needed. Nothing of it stays.
     """
     say("warm-up: one pass at the full depth")
     if settings.compile:
@@ -384,9 +385,13 @@ def warm_up(settings, model, batch):
     except RuntimeError as e:  # torch.OutOfMemoryError is one
         if "memory" not in str(e):
             raise
-        sys.exit(f"out of memory with {len(batch[0])} sequences at k = {k}: try "
-                 f"--micro_batch={len(batch[0]) // 2}, --recompute or a smaller --context")
+        sys.exit(f"out of memory with --micro_batch={len(batch[0])} at k = {k}: make that smaller, "
+                 "or --context, or try --recompute")
     model.zero_grad()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if model.embed.weight.is_cuda:
+        peak = torch.cuda.max_memory_allocated()
+    say(f"warm-up: {peak / 1e9:.2f} GB of memory at the peak")
 
 
 # ------------------------------------------------------------------------- validation and the log
@@ -430,7 +435,7 @@ def evaluate(settings, device):
     if RANK == 0:
         path = Path(settings.out_dir or settings.init_from,
                     f"eval_loss_{Path(settings.data).name}.json")
-        tokens = settings.eval_rows * settings.context
+        tokens = min(settings.eval_rows, rows.rows) * settings.context
         write_result(path, "train", model, settings.data, results, time.time() - began, tokens)
 
 
