@@ -5,7 +5,7 @@
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# It takes 10 to 12 minutes on 2 cores. --quick plays every stage in about a minute, too short to
+# It takes 10 to 16 minutes on 2 cores. --quick plays every stage in about a minute, too short to
 # learn. Everything goes to out/tiny, with --quick to out/tiny-quick, with --seed 5 to
 # out/tiny-seed5. A run that was stopped continues with the same command; `rm -rf out/tiny` starts
 # over. On a machine that is busy with other work, two threads wait for each other, and one is
@@ -55,7 +55,7 @@ score() {  # score NAME FOLDER FILE TASK: what the model in $out/FOLDER answers 
 }
 
 if [[ ! $quick ]]; then
-    echo "10 to 12 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
+    echo "10 to 16 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 
@@ -64,7 +64,7 @@ stage "1. Make the corpus" "10 s" \
 last digit only, is the question. Each sentence needs the one before it."
 python data.py tiny --out $out/data ${quick:+--rows 8000}
 
-stage "2. Pretrain an ordinary Llama of 6 layers" "2 minutes" \
+stage "2. Pretrain an ordinary Llama of 6 layers" "2 to 4 minutes" \
 "The parent, which stands for a model that one would download. It reads stories that give the
 answer after every sentence, and stories of which only the first few answers are asked."
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
@@ -79,12 +79,12 @@ a chain of thought, while the mean number of recurrences r rises from 1 to 8."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 ${quick:+--updates=4}
 train task task --data=$out/data/task --init_from=$out/heal --dtype=$task_dtype ${quick:+--updates=6}
 
-stage "5. Teach the same task to the untouched parent" "4 minutes" \
+stage "5. Teach the same task to the untouched parent" "4 to 7 minutes" \
 "Two baselines of fixed depth: one trains on as many tokens, the other on as many FLOPs."
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --updates="$(equal tokens)"
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --updates="$(equal flops)"
 
-stage "6. Ask all three" "1 minute" \
+stage "6. Ask all three" "1 to 2 minutes" \
 "New stories, at r = 1 to 32: up to 12 sentences, as in training, and 18, more than ever in training."
 near="stories of 1 to 12 sentences" far="18 sentences (trained on 12)"
 labels="recurrent,parent at equal tokens,parent at equal FLOPs"
