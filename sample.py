@@ -374,7 +374,7 @@ def add_model_arguments(p, dtype):
 def add_decoding_arguments(p):
     """The flags with which scripts say how to decode; see Decoding."""
     p.add_argument("--compile", action="store_true",
-                   help="torch.compile: half a minute at first, then 2-3 times as fast")
+                   help="torch.compile: a minute at first, then about twice as fast")
     p.add_argument("--exit", choices=("kl",), help="let tokens that have settled stop recurring")
     add_options(
         p,
