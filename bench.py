@@ -149,7 +149,7 @@ def bench_train(model, args):
 
     for pair in (args.steps or "0+4,24+8").split(","):
         n, k = map(int, pair.split("+"))
-        yield measure(update, idx.numel(), args, name="nanoloop", n=n, k=k)
+        yield measure(update, idx.numel(), args, name="loopgraft", n=n, k=k)
         if args.peer:
             yield train_peer(llama(model.config, n + k), idx, targets, args, n + k)
 

@@ -256,7 +256,7 @@ load_once = functools.cache(Tokenizer.load)
 
 
 # ---- download --------------------------------------------------------------------------------
-# Where Hugging Face's programs keep their files; what we fetch goes to a folder nanoloop/ there.
+# Where Hugging Face's programs keep their files; what we fetch goes to a folder loopgraft/ there.
 HF_HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
 MODEL_FILES = r"(config|model|tokenizer|special_tokens_map)[\w.-]*\.(json|safetensors|model)"
 
@@ -303,7 +303,7 @@ def complete(folder):
 def download(spec):
     """
     "org/name" or "org/name@REVISION" on the Hugging Face hub -> a folder with config.json,
-    tokenizer and safetensors. A complete one in the usual cache, or in HF_HOME/nanoloop, where
+    tokenizer and safetensors. A complete one in the usual cache, or in HF_HOME/loopgraft, where
     this function puts it, is taken without a request.
     """
     repo, _, revision = spec.partition("@")
@@ -311,7 +311,7 @@ def download(spec):
         sys.exit(f"{spec}: is neither a folder here nor org/name or org/name@REVISION on the hub")
     revision = revision or "main"
     cache = HF_HOME / "hub" / f"models--{repo}".replace("/", "--")
-    ref, ours = cache / "refs" / revision, HF_HOME / "nanoloop" / spec.replace("/", "--")
+    ref, ours = cache / "refs" / revision, HF_HOME / "loopgraft" / spec.replace("/", "--")
     commit = ref.read_text() if ref.exists() else revision
     for folder in (cache / "snapshots" / commit, ours):
         if complete(folder):

@@ -478,7 +478,7 @@ class RecurrentLM(nn.Module):
         save_file(tensors, path + ".tmp", {"format": "pt"})
         os.replace(path + ".tmp", path)  # our weights may be a view of the old file
         with open(os.path.join(folder, "config.json"), "w") as f:
-            json.dump({"model_type": "nanoloop", **asdict(self.config)}, f, indent=1)
+            json.dump({"model_type": "loopgraft", **asdict(self.config)}, f, indent=1)
         for path in glob.glob(glob.escape(f"{tokenizer or self.folder}/") + "*token*"):
             shutil.copy(path, folder)
 
@@ -493,13 +493,13 @@ def find_checkpoint(folder):
 
 
 def load_config(folder):
-    """Config of a nanoloop checkpoint; OSError for the config.json of another kind of model."""
+    """Config of a loopgraft checkpoint; OSError for the config.json of another kind of model."""
     path = os.path.join(folder, "config.json")
     with open(path) as f:
         raw = json.load(f)
     kind = raw.pop("model_type", None)
-    if kind != "nanoloop":
-        raise OSError(f"{path}: model_type is {kind!r}, not nanoloop: convert it first with "
+    if kind != "loopgraft":
+        raise OSError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
                       f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")
     raw.pop("start", None)  # of checkpoints that an earlier version wrote
     return Config(**raw)

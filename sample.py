@@ -426,7 +426,7 @@ def newest_checkpoint(root="out"):
     found = []
     for path in Path(root).glob("**/config.json"):
         config = read_json(path)
-        if config.get("model_type") == "nanoloop" and ".tmp-" not in str(path):
+        if config.get("model_type") == "loopgraft" and ".tmp-" not in str(path):
             found.append((config["n_core"] > 0, path.stat().st_mtime, path.parent))
     if not found:
         sys.exit(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give --model")

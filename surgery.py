@@ -12,9 +12,9 @@ recurrent block and the coda, those in between are dropped, and a fresh adapter 
 
 SRC is a folder, or a hub id (org/name or org/name@REVISION) that is downloaded once. It holds a
 Llama or OLMo-2 in Hugging Face layout, a checkpoint or run of our own, or a released Recurrent-*
-model or Huginn-0125, which are recurrent already and take no layer flags. OUT is a nanoloop
+model or Huginn-0125, which are recurrent already and take no layer flags. OUT is a loopgraft
 checkpoint. With --export hf it has the Hugging Face layout if it is feed-forward, else that of the
-released models, with code that lets transformers load it (assets/modeling_nanoloop.py) and a model
+released models, with code that lets transformers load it (assets/modeling_loopgraft.py) and a model
 card. Tensors are stacked and taken apart, never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, which --shape follows, takes the
@@ -110,7 +110,7 @@ def tensor_names(config, kind):
     names = {}
     for ours in RecurrentLM.empty(config).state_shapes():
         first, _, rest = ours.partition(".")
-        if kind == "nanoloop":
+        if kind == "loopgraft":
             theirs = [ours]
         elif kind == "huginn_raven":
             theirs = [f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")]
@@ -132,7 +132,7 @@ def read_config(folder, names):
     path = Path(folder, "config.json")
     raw = {"rms_norm_eps": 1e-6} | read_json(path)  # transformers' default
     kind = raw.get("model_type")
-    if kind == "nanoloop":
+    if kind == "loopgraft":
         return kind, load_config(folder)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     raw |= rope | raw.get("init_values", {})  # transformers 5 has rope_theta in rope_parameters
@@ -428,7 +428,7 @@ def export(model, folder):
     config["torch_dtype"] = str(t.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
     if "auto_map" in config:
-        shutil.copy(ASSETS / "modeling_nanoloop.py", folder)
+        shutil.copy(ASSETS / "modeling_loopgraft.py", folder)
 
 
 def export_config(c):
@@ -440,7 +440,7 @@ def export_config(c):
         kind = "olmo2" if c.norm == "post" else "llama"
         return config | {"model_type": kind, "hidden_act": "silu",
                          "architectures": [kind.capitalize() + "ForCausalLM"]}
-    # What the released config.json holds besides; its auto_map names our modeling_nanoloop.py.
+    # What the released config.json holds besides; its auto_map names our modeling_loopgraft.py.
     config = read_json(ASSETS / "released_config.json") | config
     config["init_values"] |= {key: config.pop(key) for key in ("std", "embed_scale")}
     config |= {
@@ -475,7 +475,7 @@ TOKENIZERS = "tokenizer*.json"  # what transformers needs to read one
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [nanoloop, depth-recurrent]
+tags: [loopgraft, depth-recurrent]
 ---
 # {name}
 
@@ -631,7 +631,7 @@ def main():
             model.save(folder, source.folder)
         if layers and result.config.n_core:
             write_json(folder / "surgery.json", {"source": args.src, "layers": layers})
-        if (folder / "modeling_nanoloop.py").exists():
+        if (folder / "modeling_loopgraft.py").exists():
             write_card(folder, folder if layers else source.folder, result.config)
     print(f"wrote {args.out}")
     if args.verify:

@@ -1,9 +1,9 @@
 """
-What nanoloop promises, one test a promise: `python -m pytest -q test_all.py`, on a CPU, offline.
+What loopgraft promises, one test a promise: `python -m pytest -q test_all.py`, on a CPU, offline.
 
 The docstrings in order are the list. Oracles come first: logits and gradients of the paper's own
 code, transformers' models, torch's optimizers, a run that was never killed. Fixtures and tokenizers
-are found through the environment variable NANOLOOP_ASSETS. What needs them is skipped without it.
+are found through the environment variable LOOPGRAFT_ASSETS. What needs them is skipped without it.
 """
 import contextlib
 import functools
@@ -55,10 +55,10 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
 
 HERE = Path(__file__).resolve().parent
-NEEDED = Path(os.environ.get("NANOLOOP_ASSETS", "")).resolve()
+NEEDED = Path(os.environ.get("LOOPGRAFT_ASSETS", "")).resolve()
 ASSETS, FIXTURES = NEEDED / "assets", NEEDED / "fixtures"
-needs_assets = pytest.mark.skipif("NANOLOOP_ASSETS" not in os.environ,
-                                  reason="NANOLOOP_ASSETS is unset: no fixtures")
+needs_assets = pytest.mark.skipif("LOOPGRAFT_ASSETS" not in os.environ,
+                                  reason="LOOPGRAFT_ASSETS is unset: no fixtures")
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
                                     reason="no C++ compiler for torch.compile")
 
@@ -942,7 +942,7 @@ def test_recipes_are_the_papers():
 def test_dry_run():
     """--dry_run says parameters, tokens, FLOPs and schedules from a config.json alone."""
     config = replace(surgery.TINYLLAMA, n_prelude=4, n_core=8, n_coda=4)
-    data.write_json("m/config.json", {"model_type": "nanoloop", **vars(config)})
+    data.write_json("m/config.json", {"model_type": "loopgraft", **vars(config)})
     said = call("train", f"--config={HERE}/config/fig4.toml", "--dry_run", "--init_from=m")
     for words in ("body 704,708,608", "2.621e+10 tokens", "r: up to 32", "up over 125 updates"):
         assert words in said, said

@@ -458,7 +458,7 @@ def start_log(settings, progress):
             import wandb
         except ImportError:
             sys.exit("--wandb: needs `pip install wandb`")
-        wandb.init(project="nanoloop", name=settings.out_dir, config=vars(settings))
+        wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings))
 
 
 def log(settings, progress, entry):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does nanoloop do on this GPU what it does on the CPU, and how fast? Under ten minutes on one card;
+# Does loopgraft do on this GPU what it does on the CPU, and how fast? Under ten minutes on one card;
 # without one it plays the same steps on the CPU, at a small shape. Please paste the JSON at the end
 # into an issue.
 #

@@ -1,5 +1,5 @@
 """
-A depth-recurrent Llama or OLMo-2 for transformers 5 (and 4.57), exported by nanoloop.
+A depth-recurrent Llama or OLMo-2 for transformers 5 (and 4.57), exported by loopgraft.
     e   = prelude(embed(ids))             a few ordinary layers, once
     s   = core(adapter([s, e]))           num_steps times, from noise, with the same weights
     out = head(norm(coda(s)))             a few ordinary layers, once
@@ -28,7 +28,7 @@ from transformers.utils import can_return_tuple
 NEEDS_COLUMNS = "cache_position" in inspect.signature(create_causal_mask).parameters  # before 5.6
 
 
-class NanoloopConfig(PretrainedConfig):
+class LoopgraftConfig(PretrainedConfig):
     """config.json; below is what it may lack."""
     model_type = "huginn_raven"
     attribute_map = {"hidden_size": "n_embd", "num_attention_heads": "n_heads",
@@ -127,8 +127,8 @@ class Block(GradientCheckpointingLayer):
         return x + self.mlp(self.norm_2(x))
 
 
-class NanoloopForCausalLM(PreTrainedModel, GenerationMixin):
-    config_class = NanoloopConfig
+class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = LoopgraftConfig
     supports_gradient_checkpointing = _supports_attention_backend = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _no_split_modules, _skip_keys_device_placement = ["Block"], ["past_key_values"]
