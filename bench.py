@@ -16,20 +16,18 @@ Tokens/s mean little across different r, so training has its FLOPs utilisation (
 the paper's rule, 6 per parameter of the layers and token where gradients flow and 2 where they do
 not, over the matmul peak that the same run measures. The head and attention come on top of that.
 """
-import argparse
 import json
 import math
 import os
 import statistics
-import sys
 import time
 from dataclasses import fields
 
 import torch
 
-from data import cli, describe, read_json
-from model import Config, RecurrentLM
-from muon import Muon
+from data import Parser, cli, describe, read_json
+from model import Config, RecurrentLM, UserError
+from muon import Optimizer
 from sample import Decoding, generate, parse_steps
 
 # What --x puts on the x axis: in words, and where train.json and log.jsonl keep the latter two.
@@ -40,8 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     flag = parser.add_argument
     flag("command", choices=("train", "decode", "plot"))
     flag("results", nargs="*", help="plot: result files; or runs, for their loss curves")
@@ -138,7 +135,7 @@ def bench_train(model, args):
     shape = 2, args.batch_size or 4, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     model.to(getattr(torch, args.dtype))
-    optimizer = Muon(model.named_parameters(), 1e-3, 5e-5, 1e-4, args.optimizer)
+    optimizer = Optimizer(model.named_parameters(), 1e-3, 5e-5, 1e-4, args.optimizer)
     if not args.no_compile:
         model.compile_parts()
 
@@ -220,8 +217,9 @@ def parse_ways(text):
             pairs = (pair.split("=") for pair in way.split(","))
             ways.append({key: kinds[key](value) for key, value in pairs})
             Decoding(**ways[-1])  # refuses what makes no sense
-    except (AssertionError, KeyError, ValueError):
-        sys.exit(f"--ways {text}: write settings of sample.py, such as 'kv=last;draft_steps=4'")
+    except (AssertionError, KeyError, UserError, ValueError):
+        raise UserError(f"--ways {text}: write settings of sample.py, such as "
+                        "'kv=last;draft_steps=4'")
     return ways
 
 
@@ -261,7 +259,7 @@ def plot(args):
                 "x_log": {"steps": 2, "flops": 10}.get(x), "share": y == "accuracy"})
             figure["curves"].setdefault(label, []).append(point)
     if not figures:
-        sys.exit(f"--metric {args.metric}: none of the files holds it")
+        raise UserError(f"--metric {args.metric}: none of the files holds it")
     draw(list(figures.values()), out)
 
 

@@ -1,5 +1,5 @@
 """
-Text to tokens to batches: tokenizers, download, `prepare`, the loader and the embedded corpus.
+Text to tokens to batches: tokenizers, `prepare`, the loader and the embedded corpus.
 
     python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 8
@@ -41,26 +41,50 @@ from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
-import requests
 import sentencepiece
 import tiktoken
 import torch
 from safetensors import SafetensorError
+
+from model import UserError
 
 # ---- errors and whole files ------------------------------------------------------------------
 
 
 def cli(main):
     """
-    Run a script's main(). A user's mistake ends in one line on stderr and exit code 1: scripts call
-    sys.exit(line) where they see it, and an OSError becomes one here. A bug keeps its traceback.
+    Run a script's main() and exit with what it returns. A user's mistake, UserError or OSError,
+    ends in one line on stderr and exit code 1. A bug keeps its traceback.
     """
     try:
-        main()
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
-    except OSError as e:
+    except (UserError, OSError) as e:
         sys.exit(f"error: {e}")
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of a script: a mistake in it is a UserError, and no flag is guessed."""
+
+    def __init__(self, **options):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **options)
+
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
+
+
+def say(text, renew=False, file=None):
+    """Print a line on rank 0. In a terminal, the next line replaces one that is to be renewed."""
+    file = file or sys.stdout
+    if RANK == 0:
+        end = "\r" if renew and file.isatty() else "\n"
+        width = 79 * file.isatty()  # the blanks cover a longer line
+        print(f"{text:{width}}", end=end, file=file, flush=True)
 
 
 @contextlib.contextmanager
@@ -86,7 +110,7 @@ def whole(path):
                 target.rename(f"{folder}/old")  # is deleted with the temporary folder
             new.rename(target)
     except (OSError, SafetensorError) as e:  # the latter is how safetensors reports a full disk
-        sys.exit(f"{path}: cannot be written ({e}); what was there before is untouched")
+        raise UserError(f"{path}: cannot be written ({e}); what was there before is untouched")
 
 
 def locked(folder):
@@ -96,7 +120,7 @@ def locked(folder):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        sys.exit(f"{folder}: another process is writing it; wait, or choose another folder")
+        raise UserError(f"{folder}: another process is writing it; wait, or choose another folder")
     return file
 
 
@@ -105,7 +129,7 @@ def read_json(path):
     try:
         return json.loads(Path(path).read_bytes())
     except (OSError, ValueError) as e:
-        sys.exit(f"{path}: cannot be read as JSON ({e})")
+        raise UserError(f"{path}: cannot be read as JSON ({e})")
 
 
 def write_json(path, value):
@@ -180,7 +204,7 @@ class Tokenizer:
         try:
             return read_sentencepiece(content)
         except RuntimeError as e:
-            sys.exit(f"{path}: is damaged or no tokenizer: fetch it again ({e})")
+            raise UserError(f"{path}: is damaged or no tokenizer: fetch it again ({e})")
 
     def encode(self, text, bos=False, special=False):
         """Token ids. "</s>" is four characters, or EOS if special. bos: begin with BOS, if any."""
@@ -219,8 +243,8 @@ def read_byte_level(path):
                 {"pattern": {"Regex": split}}, {"type": "ByteLevel", "add_prefix_space": False}]}}:
             special, always = {}, {}
         case _:
-            sys.exit(f"{path}: is not byte-level BPE as Llama 3 has it; put the model's "
-                     "tokenizer.model beside it")
+            raise UserError(f"{path}: is not byte-level BPE as Llama 3 has it; put the model's "
+                            "tokenizer.model beside it")
     for token in spec["added_tokens"]:
         names = special if token["special"] else always
         names[token["content"]] = token["id"]
@@ -255,81 +279,6 @@ def byte_level(split, pieces, special, always):
 load_once = functools.cache(Tokenizer.load)
 
 
-# ---- download --------------------------------------------------------------------------------
-# Where Hugging Face's programs keep their files; what we fetch goes to a folder loopgraft/ there.
-HF_HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-MODEL_FILES = r"(config|model|tokenizer|special_tokens_map)[\w.-]*\.(json|safetensors|model)"
-
-
-def hub_get(path, start=0):
-    """GET a path of the hub; the body, from byte `start` on, is still to be read."""
-    headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-"}
-    if "HF_TOKEN" in os.environ:
-        headers["Authorization"] = f"Bearer {os.environ['HF_TOKEN']}"
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    answer = requests.get(f"{endpoint}/{path}", headers=headers, stream=True, timeout=30)
-    if not answer.ok:
-        sys.exit(f"{answer.url}: {answer.status_code} {answer.reason}; check the name, and if "
-                 "it is private or gated, accept its terms on the hub and set HF_TOKEN")
-    return answer
-
-
-def fetch(url, path, size, sha256):
-    """Download a file from where an earlier try ended, check it, and only then give it its name."""
-    part = Path(f"{path}.part")
-    try:
-        with open(part, "ab+") as file:
-            if file.tell() < size:
-                for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
-                    file.write(chunk)
-                    print(f"\r{path}: {file.tell() / size:.1%}", end="")
-            file.seek(0)
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as e:  # a full disk, or one of requests' errors
-        sys.exit(f"{path}: {e}; the same command resumes")
-    if sha256 not in (None, found):
-        part.unlink()
-        sys.exit(f"{path}: has another sha256 than the hub states; deleted, try again")
-    part.rename(path)
-
-
-def complete(folder):
-    """Whether a folder has config.json and all files of weights."""
-    index = folder / "model.safetensors.index.json"
-    names = read_json(index)["weight_map"].values() if index.exists() else ["model.safetensors"]
-    return all((folder / name).exists() for name in ("config.json", *names))
-
-
-def download(spec):
-    """
-    "org/name" or "org/name@REVISION" on the Hugging Face hub -> a folder with config.json,
-    tokenizer and safetensors. A complete one in the usual cache, or in HF_HOME/loopgraft, where
-    this function puts it, is taken without a request.
-    """
-    repo, _, revision = spec.partition("@")
-    if repo.count("/") != 1:
-        sys.exit(f"{spec}: is neither a folder here nor org/name or org/name@REVISION on the hub")
-    revision = revision or "main"
-    cache = HF_HOME / "hub" / f"models--{repo}".replace("/", "--")
-    ref, ours = cache / "refs" / revision, HF_HOME / "loopgraft" / spec.replace("/", "--")
-    commit = ref.read_text() if ref.exists() else revision
-    for folder in (cache / "snapshots" / commit, ours):
-        if complete(folder):
-            return str(folder)
-    os.makedirs(ours, exist_ok=True)
-    info = hub_get(f"api/models/{repo}/revision/{revision.replace('/', '%2F')}?blobs=true").json()
-    files = {file["rfilename"]: file for file in info["siblings"]}
-    for name in sorted(files, reverse=True):  # config.json after tokenizer and weights
-        if re.fullmatch(MODEL_FILES, name) and not (ours / name).exists():
-            sha256 = files[name].get("lfs", {}).get("sha256")
-            url = f"{repo}/resolve/{info['sha']}/{name}"
-            fetch(url, ours / name, files[name]["size"], sha256)
-    if not complete(ours):
-        sys.exit(f"{spec}: lacks config.json or safetensors; weights that are only pickled (.bin, "
-                 ".pth) are never loaded: choose a conversion to safetensors")
-    return str(ours)
-
-
 # ---- prepare ---------------------------------------------------------------------------------
 # What --strip_roles removes: `User:`, `### User:`, <|user|> or <|im_start|>user at the start of a
 # line, with the line's end if nothing follows, and any <|im_end|>.
@@ -340,8 +289,7 @@ ROLES = re.compile(rf"(?im)^[ \t]*(?:#* *{ROLE}:|<\|{ROLE}\|>|<\|im_start\|>{ROL
 
 def read_rows(path):
     """
-    Yield the rows of a file: dicts, or bytes of JSON. It runs in a thread of Pool, which waits for
-    ever if that ends in sys.exit, so errors are OSErrors.
+    Yield the rows of a file: dicts, or bytes of JSON.
     """
     if path.endswith(".txt"):
         yield {"text": Path(path).read_bytes().decode("utf-8-sig", "replace")}
@@ -354,8 +302,8 @@ def read_rows(path):
             for batch in parquet.ParquetFile(path).iter_batches(256):
                 yield from batch.to_pylist()
         except (ImportError, ValueError) as e:
-            raise OSError(f"{path}: is not .txt, .jsonl or .parquet, or it is damaged, or pyarrow "
-                          f"is missing: pip install pyarrow ({e})")
+            raise UserError(f"{path}: is not .txt, .jsonl or .parquet, or it is damaged, or "
+                            f"pyarrow is missing: pip install pyarrow ({e})")
 
 
 def document_ids(tokenizer, row, fields, strip_roles):
@@ -441,9 +389,9 @@ def prepare(tokenizer, out, input=(), field="text", drop=(), strip_roles=False, 
     if meta.exists() or progress.exists():
         state = read_json(meta if meta.exists() else progress)
     elif any(out.glob("[!.]*")):
-        sys.exit(f"{out}: holds other files; choose another --out")
+        raise UserError(f"{out}: holds other files; choose another --out")
     if state["arguments"] != arguments:
-        sys.exit(f"{out}: was made with other arguments; delete it or change --out")
+        raise UserError(f"{out}: was made with other arguments; delete it or change --out")
     if meta.exists():
         return print(f"{out}: is complete, nothing to do")
     work = functools.partial(tokenize, tokenizer, field.split(","), drop, strip_roles)
@@ -462,8 +410,8 @@ def prepare(tokenizer, out, input=(), field="text", drop=(), strip_roles=False, 
                 del tokens[:]
         write_shards(out, state, tokens, val)
     if counts["bad"] > max_bad * counts.total() or not state["shards"]["train"]:
-        sys.exit(f"{out}: {counts['bad']} of {counts.total()} documents are bad, more than "
-                 f"--max_bad={max_bad} allows, or all are empty (--input, --field, --drop)")
+        raise UserError(f"{out}: {counts['bad']} of {counts.total()} documents are bad, more than "
+                        f"--max_bad={max_bad} allows, or all are empty (--input, --field, --drop)")
     copy_tokenizer(tokenizer, out)
     progress.rename(meta)
     print(f"{out}: complete, {counts}")
@@ -473,18 +421,18 @@ def prepare(tokenizer, out, input=(), field="text", drop=(), strip_roles=False, 
 
 class Shards:
     """
-    Windows of T tokens of a data set's split, "train" or "val"; .rows of them are an epoch. Each
-    epoch has a random order of its own, made when it begins; the last two are kept in memory. At
+    Windows of T tokens of a data set's split, "train" or "val"; .num_rows of them are an epoch.
+    Each epoch has a random order of its own, made when it begins; the last two are kept in memory. At
     25 million rows (26 billion tokens in windows of 1,024) an order takes 1 to 2 s and 200 MB.
     """
 
     def __init__(self, folder, split, T):
-        self.folder, self.T, self.rows = folder, T, 0
+        self.folder, self.T, self.num_rows = folder, T, 0
         self.meta = read_json(f"{folder}/meta.json")
         self.shards, self.starts = [], []  # (tokens, targets) of each shard; its first row
         row = self.meta["row"]
         if row not in (None, T):
-            sys.exit(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
+            raise UserError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
         try:
             for name, *_ in self.meta["shards"][split]:
                 path = f"{folder}/{name}"
@@ -493,12 +441,13 @@ class Shards:
                 if row:
                     targets = np.load(path.replace(".npy", ".targets.npy"), mmap_mode="r")
                 self.shards.append((tokens, targets))
-                self.starts.append(self.rows)
-                self.rows += len(targets) // T
+                self.starts.append(self.num_rows)
+                self.num_rows += len(targets) // T
         except (ValueError, EOFError) as e:
-            sys.exit(f"{path}: is cut short; make the data set again ({e})")
-        if not self.rows:
-            sys.exit(f"{folder}: has no {split} window of {T} tokens; use a smaller --context")
+            raise UserError(f"{path}: is cut short; make the data set again ({e})")
+        if not self.num_rows:
+            raise UserError(f"{folder}: has no {split} window of {T} tokens; use a smaller "
+                            "--context")
         self.order = functools.lru_cache(maxsize=2)(self.order)
 
     def fingerprint(self):
@@ -511,7 +460,7 @@ class Shards:
 
     def order(self, seed, epoch):
         """The rows in the random order of an epoch."""
-        return np.random.default_rng([seed, epoch]).permutation(self.rows)
+        return np.random.default_rng([seed, epoch]).permutation(self.num_rows)
 
     def batch(self, seed, step, rank, world, B):
         """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
@@ -522,7 +471,7 @@ class Shards:
 
     def sample(self, seed, number):
         """Ids and targets, (2, T) int64, of a sample; numbers go on from epoch to epoch."""
-        epoch, place = divmod(number, self.rows)
+        epoch, place = divmod(number, self.num_rows)
         row = self.order(seed, epoch)[place]
         shard = bisect.bisect(self.starts, row) - 1
         start = (row - self.starts[shard]) * self.T
@@ -532,18 +481,19 @@ class Shards:
 class Mixture(Shards):
     """
     Several data sets in fixed shares. Of sum(weights) samples in a row, counted from 0, exactly
-    weights[k] are of set k, evenly spread; each set has epochs of its own. .rows: samples until
+    weights[k] are of set k, evenly spread; each set has epochs of its own. .num_rows: samples until
     the first set is through. .meta, .folder: the first set's.
     """
 
     def __init__(self, sets, weights):
         self.sets, self.weights = sets, weights
         self.meta, self.folder = sets[0].meta, sets[0].folder
-        self.rows = min(s.rows * sum(weights) // weight for s, weight in zip(sets, weights))
+        self.num_rows = min(s.num_rows * sum(weights) // weight for s, weight in zip(sets, weights))
         self.turns = sorted(((i + 0.5) / weight, k, i) for k, weight in enumerate(weights)
                             for i in range(weight))
         if len({tokenizer_bytes(s.folder) for s in sets}) > 1:
-            sys.exit("the data sets have different tokenizers: prepare them with one (--data)")
+            raise UserError("the data sets have different tokenizers: prepare them with one "
+                            "(--data)")
 
     def fingerprint(self):
         return {"weights": self.weights, "sets": [s.fingerprint() for s in self.sets]}
@@ -641,7 +591,7 @@ def tiny(out, seed=0, rows=80_000):
     if meta.exists() and read_json(meta)["arguments"] == arguments:
         return print(f"{out}: is complete, nothing to do")
     if out.exists():
-        sys.exit(f"{out}: holds something else; choose another --out")
+        raise UserError(f"{out}: holds something else; choose another --out")
     with whole(out) as new:
         seen = set()  # how training stories begin, from 6 sentences on
         for kind, T, prompt in (("pretrain", 52, "so has 7 so"), ("task", 26, PROMPT)):

@@ -18,7 +18,6 @@ settings. The same command resumes an evaluation that was killed, on any number 
 more --steps or a larger --limit it adds to what is there. To start over, delete OUT.jsonl. The
 summary, OUT.json, is written last.
 """
-import argparse
 import json
 import math
 import os
@@ -31,7 +30,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import cli, describe, read_json, whole, write_result
+from data import RANK, WORLD, Parser, cli, describe, read_json, whole, write_result
+from model import UserError
 from sample import (add_decoding_arguments, add_model_arguments, decoding, generate, load_model,
                     parse_steps)
 
@@ -77,7 +77,6 @@ A: Let's think step by step. Olivia had 23 dollars. 5 bagels for 3 dollars each 
 15 dollars. So she has 23 - 15 dollars left. 23 - 15 is 8. The answer is 8.""".split("\n\n")
 STOPS = ("Q:", "</s>", "<|im_end|>")  # plain substrings; the tokenizer's EOS ends a text as well
 INVALID = "[invalid]"
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
 
 
 # ---- questions and answers --------------------------------------------------------------------
@@ -92,9 +91,10 @@ def read_questions(path, limit=None):
                 row |= {key: str(row[key]) for key in ("question", "answer")}
                 rows.append(row)
     except (ValueError, KeyError, TypeError) as e:  # ValueError also for a file that is not text
-        sys.exit(f'{path}:{len(rows) + 1}: not a JSON object with "question" and "answer" ({e!r})')
+        raise UserError(f'{path}:{len(rows) + 1}: not a JSON object with "question" and "answer" '
+                        f'({e!r})')
     if not rows:
-        sys.exit(f"{path}: holds no questions")
+        raise UserError(f"{path}: holds no questions")
     return rows
 
 
@@ -212,7 +212,7 @@ def answer_rest(model, tokenizer, rows, steps, answers, path, args):
                 with open(path, "a") as f:
                     f.writelines(json.dumps(line) + "\n" for line in new.values())
             except OSError as e:  # a full disk
-                sys.exit(f"{path}: cannot be written ({e}): the same command resumes")
+                raise UserError(f"{path}: cannot be written ({e}): the same command resumes")
             print(f"r = {r}: batch {first + 1} of {len(todo)}", file=sys.stderr,
                   end="\r" if sys.stderr.isatty() else "\n")
 
@@ -242,10 +242,10 @@ def read_answers(path, settings):
         answers = {(line["steps"], line["index"]): line for line in answers}
         for key, value in settings.items():
             if first[key] != value:
-                sys.exit(f"{path}: holds answers with {key} {first[key]}, not {value}: delete it, "
-                         "or name another file with --out")
+                raise UserError(f"{path}: holds answers with {key} {first[key]}, not {value}: "
+                                "delete it, or name another file with --out")
     except (ValueError, KeyError, TypeError):
-        sys.exit(f"{path}: is damaged or not a file of answers: name another with --out")
+        raise UserError(f"{path}: is damaged or not a file of answers: name another with --out")
     return answers
 
 
@@ -297,7 +297,7 @@ def print_table(results, config, args):
 # ---- the command ------------------------------------------------------------------------------
 
 def parse_args():
-    p = argparse.ArgumentParser(description="GSM8K over recurrences.")
+    p = Parser(description="GSM8K over recurrences.")
     p.add_argument("--model", required=True, help="checkpoint or run folder")
     p.add_argument("--data", required=True, help='.jsonl with "question" and "answer"')
     p.add_argument("--steps", default="1,2,4,8,16,32",
@@ -333,15 +333,15 @@ def main():
     config = model.config
     steps = sorted(parse_steps(args.steps)) if config.n_core else [0]
     if not 0 < args.max_new_tokens < config.context:
-        sys.exit(f"--max_new_tokens {args.max_new_tokens}: must be positive and leave room for a "
-                 f"prompt in the model's context of {config.context}")
+        raise UserError(f"--max_new_tokens {args.max_new_tokens}: must be positive and leave "
+                        f"room for a prompt in the model's context of {config.context}")
     for row in rows:
         prompt = make_prompt(row["question"], args.template, args.shots)
         ids = tokenizer.encode(prompt, bos=True)
         row["ids"] = ids[args.max_new_tokens - config.context:]  # cut as the harness does
 
     if os.path.exists(args.out) and "results" not in read_json(args.out):
-        sys.exit(f"{args.out}: is no earlier summary: name another file with --out")
+        raise UserError(f"{args.out}: is no earlier summary: name another file with --out")
     path = args.out.removesuffix(".json") + ".jsonl"
     settings = settings_of(args, model)
     answers = read_answers(path, settings)

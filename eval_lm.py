@@ -14,17 +14,16 @@ What is unusual:
 Tokens, truncation and scores are those of the harness's own HFLM, with BOS where the tokenizer has
 one. In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
-import argparse
 import os
 import random
-import sys
 import time
 
 import numpy as np
 import torch
 
-from data import cli, read_json, write_result
+from data import Parser, cli, read_json, write_result
 from eval_gsm8k import answer_batch
+from model import UserError
 from sample import add_model_arguments, load_model, parse_steps
 
 try:
@@ -116,16 +115,14 @@ class Harness(TemplateLM):
         noise *= self.state != "zero"
         lengths = [len(x) for _, continuations in rows for x in continuations]
 
-        def finish(s, rope, _):
+        found = [{} for _ in lengths]
+        for r, s in model.trajectory(idx, self.steps, noise[position], rope, mask):
             x = model.run_coda(s, rope, mask).flatten(0, 1)[places]         # (N, C)
             losses, right = model.token_losses(x, targets)                  # (N,)
-            losses = losses.double().cpu().split(lengths)
-            right = right.cpu().split(lengths)
-            return [(-a.sum().item(), bool(b.all())) for a, b in zip(losses, right)]
-
-        found = model.trajectory(idx, self.steps, state=noise[position], finish=finish, rope=rope,
-                                 mask=mask)
-        return [dict(zip(found, answers)) for answers in zip(*found.values())]
+            parts = zip(losses.double().cpu().split(lengths), right.cpu().split(lengths))
+            for answer, (loss, greedy) in zip(found, parts):
+                answer[r] = -loss.sum().item(), bool(greedy.all())
+        return found
 
     def _loglikelihood_tokens(self, requests, **kwargs):
         """[(_, context, continuation), ...] -> [(log-likelihood, is it the greedy one), ...]"""
@@ -169,8 +166,9 @@ class Harness(TemplateLM):
             settings = normalize_gen_kwargs(settings)
             new, stops = settings["max_gen_toks"], tuple(filter(None, settings["until"]))
             if settings["do_sample"] or new >= self.max_length:
-                sys.exit(f"--tasks: one wants {new} tokens, sampled: {settings['do_sample']}. This "
-                         f"model decodes greedily, in a context of {self.max_length}")
+                raise UserError(f"--tasks: one wants {new} tokens, sampled: "
+                                f"{settings['do_sample']}. This model decodes greedily, in a "
+                                f"context of {self.max_length}")
             ids = self.tok_encode(context)[new - self.max_length:]
             groups.setdefault((new, stops), []).append((len(ids), i, ids))
         texts = {}
@@ -195,8 +193,9 @@ def load_tasks(names, include_path=None, num_fewshot=None):
     try:
         tasks = TaskManager(include_path=include_path).load(names)
     except Exception as e:  # unknown, no network, a data set that is gone, a task's own code
-        sys.exit(f"--tasks {','.join(names)}: cannot be loaded ({e!r:.300}). `lm_eval ls tasks` "
-                 "lists the harness's own; --include_path names a folder with yours")
+        raise UserError(f"--tasks {','.join(names)}: cannot be loaded ({e!r:.300}). `lm_eval ls "
+                        "tasks` lists the harness's own; --include_path names a folder with "
+                        "yours")
     for task in tasks["tasks"].values():
         own = task.get_config("num_fewshot")
         if own is None or num_fewshot is not None and own != 0:
@@ -238,7 +237,7 @@ def print_table(results, config):
 
 
 def main():
-    p = argparse.ArgumentParser(description="Tasks of lm-evaluation-harness over recurrences.")
+    p = Parser(description="Tasks of lm-evaluation-harness over recurrences.")
     p.add_argument("--model", required=True, help="checkpoint or run folder")
     p.add_argument("--tasks", required=True, help="names, comma-separated")
     p.add_argument("--steps", default="1,2,4,8,16,32",
@@ -251,10 +250,11 @@ def main():
     add_model_arguments(p, dtype="float32")
     args = p.parse_args()
     if TemplateLM is object:
-        sys.exit(f'eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate ({missing})')
+        raise UserError('eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate '
+                        f'({missing})')
     out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
     if os.path.exists(out) and "results" not in read_json(out):
-        sys.exit(f"{out}: is no earlier result: name another file with --out")
+        raise UserError(f"{out}: is no earlier result: name another file with --out")
     lm = Harness(args.model, parse_steps(args.steps), args.batch_size, args.device, args.dtype,
                  args.seed, args.state)
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)

@@ -22,7 +22,6 @@ import glob
 import json
 import math
 import os
-import shutil
 from dataclasses import asdict, dataclass
 
 import torch
@@ -36,6 +35,10 @@ STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, kept at any 
 IGNORE = -100                     # the target that carries no loss, as torch has it
 FEW_ROWS = 4                      # up to so many rows plain sums beat a CPU library's products
 LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
+
+
+class UserError(Exception):
+    """What its user got wrong, in one line: scripts print it, without a traceback."""
 
 
 @dataclass
@@ -254,7 +257,7 @@ class RecurrentLM(nn.Module):
                 s = self.run_core(s, e, rope, mask, kvs and kvs[i], at)
         return s
 
-    def begin(self, idx, state, rope, mask=None):
+    def encode(self, idx, state, rope, mask=None):
         """Ids (B, T) -> prelude output e and s_0: the given state, or a new draw."""
         e = self.run_prelude(self.embed_idx(idx), rope, mask)
         if not self.core:
@@ -275,34 +278,31 @@ class RecurrentLM(nn.Module):
         """
         n, k = self.split_steps(steps)
         rope = self.rope(idx.shape[1])
-        e, s = self.begin(idx, state, rope)
+        e, s = self.encode(idx, state, rope)
         with torch.no_grad():
             s = self.recur(s, e, rope, n)
         s = self.recur(s, e, rope, k)
-        out = self.finish(s, rope, targets)
+        out = self.finish(s, targets, rope)
         return (out, None) if targets is None else (None, out)
 
     @torch.no_grad()
-    def trajectory(self, idx, steps, targets=None, state=None, finish=None, rope=None, mask=None):
+    def trajectory(self, idx, steps, state=None, rope=None, mask=None):
         """
-        Every r of `steps`, such as [1, 2, 4, 8], from one pass of the largest.
-
-        Returns {r: logits}, or {r: mean loss} with targets: what forward() gives for each r alone.
-        finish(s, rope, targets) may make something else of a state. rope and mask are for rows
-        whose tokens do not simply follow one another (eval_lm.py).
+        Yields (r, state (B, T, C)) for every r of `steps`, such as [1, 2, 4, 8], in rising order,
+        all from one pass. finish(state) gives what forward() gives at that r alone. rope and mask
+        are for rows whose tokens do not simply follow one another (eval_lm.py).
         """
         rope = rope or self.rope(idx.shape[1])
-        finish = finish or self.finish
-        e, s = self.begin(idx, state, rope, mask)
-        out, done = {}, 0
+        e, s = self.encode(idx, state, rope, mask)
+        done = 0
         for r in sorted(steps):
             s = self.recur(s, e, rope, r - done, mask)
-            out[r], done = finish(s, rope, targets), r
-        return out
+            yield r, s
+            done = r
 
-    def finish(self, s, rope, targets=None):
+    def finish(self, s, targets=None, rope=None):
         """Last state (B, T, C) -> logits (B, T, V) float32, or the mean cross-entropy."""
-        x = self.run_coda(s, rope)
+        x = self.run_coda(s, rope or self.rope(s.shape[1]))
         if targets is None:
             return self.head(x).float()
         losses, _ = self.token_losses(x.flatten(0, 1), targets.flatten())
@@ -372,13 +372,13 @@ class RecurrentLM(nn.Module):
     def compile_parts(self, dynamic=None):
         """
         torch.compile the three parts, in place. The core is compiled once for all recurrences.
-        dynamic: True for decoding, where lengths differ from call to call. OSError without a C++
-        compiler that works.
+        dynamic: True for decoding, where lengths differ from call to call. UserError without
+        a C++ compiler that works.
         """
         try:
             torch.compile(torch.sin)(self.norm_f.weight.data)
         except RuntimeError:
-            raise OSError("torch.compile: no C++ compiler that works: install g++, or do without")
+            raise UserError("torch.compile: no C++ compiler that works: install g++, or do without")
         self.compiled = True
         torch._dynamo.config.recompile_limit = 32  # one row, few rows, many; views of the cache
         for part in ("run_prelude", "run_core", "run_coda"):
@@ -437,7 +437,7 @@ class RecurrentLM(nn.Module):
     def load(cls, folder, device="cpu", dtype=None):
         """
         Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to it; by
-        default as stored. OSError names a file that is missing, damaged or of another model.
+        default as stored. UserError names a file that is missing, damaged or of another model.
         """
         folder = find_checkpoint(folder)
         model = cls.empty(load_config(folder))
@@ -446,7 +446,7 @@ class RecurrentLM(nn.Module):
             tensors = load_file(path, device=str(device))
             model.fill({name: t.to(dtype or t.dtype) for name, t in tensors.items()})
         except (SafetensorError, RuntimeError) as e:
-            raise OSError(f"{path}: damaged, or of another model than config.json: {str(e)!r:.300}")
+            raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
         model.folder = folder
         return model
 
@@ -465,11 +465,10 @@ class RecurrentLM(nn.Module):
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def save(self, folder, tokenizer=None, weights=None):
+    def save(self, folder, weights=None):
         """
-        Write config.json, model.safetensors and the tokenizer's files, copied from the folder
-        `tokenizer` (default: where this model came from). weights: {name: tensor} to write in
-        place of the model's own, such as float32 master weights.
+        Write config.json and model.safetensors. weights: {name: tensor} to write in place of the
+        model's own, such as float32 master weights.
         """
         os.makedirs(folder, exist_ok=True)
         weights = weights or self.state_dict()
@@ -479,8 +478,6 @@ class RecurrentLM(nn.Module):
         os.replace(path + ".tmp", path)  # our weights may be a view of the old file
         with open(os.path.join(folder, "config.json"), "w") as f:
             json.dump({"model_type": "loopgraft", **asdict(self.config)}, f, indent=1)
-        for path in glob.glob(glob.escape(f"{tokenizer or self.folder}/") + "*token*"):
-            shutil.copy(path, folder)
 
 
 def find_checkpoint(folder):
@@ -488,18 +485,18 @@ def find_checkpoint(folder):
     steps = sorted(glob.glob("step_??????", root_dir=folder))
     folder = os.path.join(folder, *steps[-1:])
     if not os.path.exists(os.path.join(folder, "config.json")):
-        raise FileNotFoundError(f"{folder}: no such folder, or no config.json or step_* in it")
+        raise UserError(f"{folder}: no such folder, or no config.json or step_* in it")
     return folder
 
 
 def load_config(folder):
-    """Config of a loopgraft checkpoint; OSError for the config.json of another kind of model."""
+    """Config of a loopgraft checkpoint; UserError for that of another kind of model."""
     path = os.path.join(folder, "config.json")
     with open(path) as f:
         raw = json.load(f)
     kind = raw.pop("model_type", None)
     if kind != "loopgraft":
-        raise OSError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
-                      f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")
+        raise UserError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
+                        f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")
     raw.pop("start", None)  # of checkpoints that an earlier version wrote
     return Config(**raw)

@@ -4,7 +4,7 @@ Muon for the matrices of the blocks and the adapter, AdamW for everything else.
 Muon replaces a matrix's momentum by the nearest (semi-)orthogonal matrix, so that every direction
 of the update has the same size. Five Newton-Schulz steps, made of matrix products only, come close.
 
-    opt = Muon(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4)
+    opt = Optimizer(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4)
     loss.backward()                        # for each micro-batch; loss is a sum over its labels
     opt.accumulate()
     norm = opt.step(lr_factor, clip=1.0, labels=labels)    # once an update, on every rank
@@ -81,7 +81,7 @@ def stacked_parts(model):
     return parts
 
 
-class Muon:
+class Optimizer:
     """
     named: (name, parameter) pairs, each parameter once. optimizer "muon": matrices of blocks and
     adapter by Muon at lr, the rest by AdamW at adam_lr. "adamw" and "adamw*": everything at lr.

@@ -20,7 +20,6 @@ What is unusual here:
 
 The model's text goes to stdout, everything else to stderr.
 """
-import argparse
 import contextlib
 import functools
 import gc
@@ -33,8 +32,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import Tokenizer, cli, describe, read_json
-from model import RecurrentLM
+from data import Parser, Tokenizer, cli, describe, read_json
+from model import RecurrentLM, UserError
 
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens of a row in one pass
@@ -57,10 +56,10 @@ class Decoding:
 
     def __post_init__(self):
         if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
-            sys.exit(f"--kv {self.kv}: must be full, last or a number of slots")
+            raise UserError(f"--kv {self.kv}: must be full, last or a number of slots")
         assert self.exit in (None, "kl") and self.state in ("noise", "zero"), self
         if self.draft_steps and (self.exit or self.kv != "full"):
-            sys.exit("--draft_steps: cannot be combined with --exit or --kv")
+            raise UserError("--draft_steps: cannot be combined with --exit or --kv")
 
 
 # -------------------------------------------------------------------------------------- the cache
@@ -403,10 +402,11 @@ def load_model(folder, device="cpu", dtype=None, compile=False):
     model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype)).eval()
     tokenizer = Tokenizer.load(model.folder)
     if tokenizer.vocab_size > model.config.vocab_size:
-        sys.exit(f"{model.folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
-                 f"{model.config.vocab_size}: it is the tokenizer of another model")
+        raise UserError(f"{model.folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
+                        f"{model.config.vocab_size}: it is the tokenizer of another model")
     if not all(p.sum().isfinite() for p in model.parameters()):
-        sys.exit(f"{model.folder}: its weights are not finite: it is damaged, or training diverged")
+        raise UserError(f"{model.folder}: its weights are not finite: it is damaged, or training "
+                        "diverged")
     if compile:
         model.compile_parts(dynamic=True)
     return model, tokenizer
@@ -415,7 +415,7 @@ def load_model(folder, device="cpu", dtype=None, compile=False):
 def parse_steps(text):
     """'32,1,4' -> [1, 4, 32]"""
     if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
-        sys.exit(f"--steps {text}: give recurrences such as 32 or 1,4,32")
+        raise UserError(f"--steps {text}: give recurrences such as 32 or 1,4,32")
     return sorted(set(map(int, text.split(","))))
 
 
@@ -429,7 +429,8 @@ def newest_checkpoint(root="out"):
         if config.get("model_type") == "loopgraft" and ".tmp-" not in str(path):
             found.append((config["n_core"] > 0, path.stat().st_mtime, path.parent))
     if not found:
-        sys.exit(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give --model")
+        raise UserError(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give "
+                        "--model")
     return max(found)[2]
 
 
@@ -437,7 +438,7 @@ def default_prompt(folder):
     """The sample prompt of the (first) data set that a checkpoint was trained on."""
     path = Path(folder, "train.json")
     if not path.exists():
-        sys.exit(f"{folder}: does not say what it was trained on: give --prompt")
+        raise UserError(f"{folder}: does not say what it was trained on: give --prompt")
     data = re.split("[:,]", read_json(path)["config"]["data"])[0]
     return read_json(Path(data, "meta.json"))["prompt"]
 
@@ -447,8 +448,8 @@ def write(model, tokenizer, args, prompt, r):
     ids, context = tokenizer.encode(prompt, bos=True), model.config.context
     room = min(args.tokens, context - len(ids))
     if not ids or room < 1:
-        sys.exit(f"the prompt has {len(ids)} tokens, the context {context}: give at least one "
-                 "word, and leave room for more")
+        raise UserError(f"the prompt has {len(ids)} tokens, the context {context}: give at least "
+                        "one word, and leave room for more")
     say(f"--- r = {r}")
     text = tokenizer.decode(ids)
     shown, recurrences, began = len(text), [], time.perf_counter()
@@ -479,7 +480,7 @@ def interact(model, tokenizer, args, steps):
             elif line:
                 for r in steps:
                     write(model, tokenizer, args, line, r)
-        except SystemExit as e:  # a mistake ends a text, not the session
+        except UserError as e:  # a mistake ends a text, not the session
             say(e)
         except EOFError:
             return
@@ -490,7 +491,7 @@ def say(text):
 
 
 def parse_args():
-    p = argparse.ArgumentParser(description="Stream text from a model.")
+    p = Parser(description="Stream text from a model.")
     p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
     p.add_argument("--steps", help="recurrences r, or several such as 1,4,32")
     p.add_argument("--prompt", help="the text to continue")

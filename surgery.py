@@ -21,20 +21,22 @@ Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, which --shape follo
 prelude from the start, and core and coda from the end. --prelude, --core and --coda replace what
 --preset or --shape would take.
 """
-import argparse
 import functools
+import hashlib
+import os
+import re
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import requests
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data import Tokenizer, cli, copy_tokenizer, download, read_json, whole, write_json
-from model import Config, RecurrentLM, find_checkpoint, load_config
+from data import Parser, Tokenizer, cli, copy_tokenizer, read_json, whole, write_json
+from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
 TINYLLAMA = Config(32000, 2048, 32, 4, 5632, 22, 0, 0)
@@ -138,7 +140,7 @@ def read_config(folder, names):
     raw |= rope | raw.get("init_values", {})  # transformers 5 has rope_theta in rope_parameters
     for key, supported in SUPPORTED.items():
         if raw.get(key, supported[0]) not in supported:
-            sys.exit(f"{path}: {key} {raw[key]!r} is not supported, only {supported}")
+            raise UserError(f"{path}: {key} {raw[key]!r} is not supported, only {supported}")
     rope.pop("rope_theta", None)
     raw["rope_scaling"] = rope if "factor" in rope else None
     raw.setdefault("max_position_embeddings", raw.get("block_size"))
@@ -173,6 +175,85 @@ def rotary_order(c, name, t, back=False):
     return t
 
 
+# ---------------------------------------------------------------------------------------- download
+
+# Where Hugging Face's programs keep their files; what we fetch goes to a folder loopgraft/ there.
+HF_HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+MODEL_FILES = r"(config|model|tokenizer|special_tokens_map)[\w.-]*\.(json|safetensors|model)"
+
+
+def hub_get(path, start=0):
+    """GET a path of the hub; the body, from byte `start` on, is still to be read."""
+    headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-"}
+    if "HF_TOKEN" in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ['HF_TOKEN']}"
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    answer = requests.get(f"{endpoint}/{path}", headers=headers, stream=True, timeout=30)
+    if not answer.ok:
+        raise UserError(f"{answer.url}: {answer.status_code} {answer.reason}; check the name, "
+                        "and if it is private or gated, accept its terms on the hub and set "
+                        "HF_TOKEN")
+    return answer
+
+
+def fetch(url, path, size, sha256):
+    """Download a file from where an earlier try ended, check it, and only then give it its name."""
+    part = Path(f"{path}.part")
+    try:
+        with open(part, "ab+") as file:
+            if file.tell() < size:
+                for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
+                    file.write(chunk)
+                    print(f"\r{path}: {file.tell() / size:.1%}", end="")
+            file.seek(0)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:  # a full disk, or one of requests' errors
+        raise UserError(f"{path}: {e}; the same command resumes")
+    if sha256 not in (None, found):
+        part.unlink()
+        raise UserError(f"{path}: has another sha256 than the hub states; deleted, try again")
+    part.rename(path)
+
+
+def complete(folder):
+    """Whether a folder has config.json and all files of weights."""
+    index = folder / "model.safetensors.index.json"
+    names = read_json(index)["weight_map"].values() if index.exists() else ["model.safetensors"]
+    return all((folder / name).exists() for name in ("config.json", *names))
+
+
+def download(spec):
+    """
+    "org/name" or "org/name@REVISION" on the Hugging Face hub -> a folder with config.json,
+    tokenizer and safetensors. A complete one in the usual cache, or in HF_HOME/loopgraft, where
+    this function puts it, is taken without a request.
+    """
+    repo, _, revision = spec.partition("@")
+    if repo.count("/") != 1:
+        raise UserError(f"{spec}: is neither a folder here nor org/name or org/name@REVISION on "
+                        "the hub")
+    revision = revision or "main"
+    cache = HF_HOME / "hub" / f"models--{repo}".replace("/", "--")
+    ref, ours = cache / "refs" / revision, HF_HOME / "loopgraft" / spec.replace("/", "--")
+    commit = ref.read_text() if ref.exists() else revision
+    for folder in (cache / "snapshots" / commit, ours):
+        if complete(folder):
+            return str(folder)
+    os.makedirs(ours, exist_ok=True)
+    info = hub_get(f"api/models/{repo}/revision/{revision.replace('/', '%2F')}?blobs=true").json()
+    files = {file["rfilename"]: file for file in info["siblings"]}
+    for name in sorted(files, reverse=True):  # config.json after tokenizer and weights
+        if re.fullmatch(MODEL_FILES, name) and not (ours / name).exists():
+            sha256 = files[name].get("lfs", {}).get("sha256")
+            url = f"{repo}/resolve/{info['sha']}/{name}"
+            fetch(url, ours / name, files[name]["size"], sha256)
+    if not complete(ours):
+        raise UserError(f"{spec}: lacks config.json or safetensors; weights that are only "
+                        "pickled (.bin, .pth) are never loaded: choose a conversion to "
+                        "safetensors")
+    return str(ours)
+
+
 # ----------------------------------------------------------------------------------------- reading
 
 @dataclass
@@ -199,8 +280,8 @@ def open_source(src):
         source.tokenizer = Tokenizer.load(folder)
         ids = source.tokenizer.vocab_size
         if ids > config.vocab_size:
-            sys.exit(f"{folder}: the tokenizer has {ids} ids, the model {config.vocab_size}: it is "
-                     "the tokenizer of another model")
+            raise UserError(f"{folder}: the tokenizer has {ids} ids, the model "
+                            f"{config.vocab_size}: it is the tokenizer of another model")
     return source
 
 
@@ -212,10 +293,11 @@ def tensor_files(folder):
             with safe_open(path, "pt") as f:
                 files |= dict.fromkeys(f.keys(), path)
         except SafetensorError as e:
-            sys.exit(f"{path}: is truncated or damaged ({e}): fetch it again")
+            raise UserError(f"{path}: is truncated or damaged ({e}): fetch it again")
     if not files:
-        sys.exit(f"{folder}: has no model.safetensors. Pickled weights (.bin, .pt) may run any "
-                 "code when they are loaded, so they never are: get a conversion to safetensors")
+        raise UserError(f"{folder}: has no model.safetensors. Pickled weights (.bin, .pt) may "
+                        "run any code when they are loaded, so they never are: get a conversion "
+                        "to safetensors")
     return files
 
 
@@ -224,8 +306,8 @@ def read(source, name):
     stacked = []
     for part in source.parts[name]:
         if part not in source.files:
-            sys.exit(f"{source.folder}: tensor {part} is missing: incomplete, or of another model "
-                     "than config.json says")
+            raise UserError(f"{source.folder}: tensor {part} is missing: incomplete, or of "
+                            "another model than config.json says")
         # Opened for each tensor: pages of an open file would count as memory.
         with safe_open(source.files[part], "pt") as f:
             stacked.append(f.get_tensor(part))
@@ -258,7 +340,7 @@ def build(source, adapter_init="identity", seed=0):
     try:
         model.fill(tensors)
     except RuntimeError as e:
-        sys.exit(f"{source.folder}: is not the model of its config.json ({e!r:.300})")
+        raise UserError(f"{source.folder}: is not the model of its config.json ({e!r:.300})")
     return model
 
 
@@ -291,15 +373,17 @@ def choose_layers(args, source):
     if source.config.n_core:
         for flag in (*PARTS, "preset", "shape", "select", "feed_forward", "adapter"):
             if getattr(args, flag):
-                sys.exit(f"--{flag}: SRC is recurrent already: drop the flag")
+                raise UserError(f"--{flag}: SRC is recurrent already: drop the flag")
         return None
     L, layers = source.config.n_prelude, [None] * 3
     if args.select and not (args.shape and sum(args.shape) <= L and args.text and source.tokenizer):
-        sys.exit(f"--select: needs a --shape of at most {L} layers, --text FILE and a tokenizer")
+        raise UserError(f"--select: needs a --shape of at most {L} layers, --text FILE and a "
+                        "tokenizer")
     if args.preset:
         expected, text = PRESETS[args.preset]
         if expected.n_prelude != L:
-            sys.exit(f"--preset {args.preset}: is for {expected.n_prelude} layers, SRC has {L}")
+            raise UserError(f"--preset {args.preset}: is for {expected.n_prelude} layers, SRC "
+                            f"has {L}")
         layers = map(layer_list, text.split())
     elif args.shape:
         P, R, C = args.shape
@@ -314,11 +398,12 @@ def choose_layers(args, source):
     elif args.export and not any(layers):
         return None
     elif None in layers or not layers[1]:
-        sys.exit("which layers? Give --prelude, --core (at least one layer) and --coda, or "
-                 "--preset, or --shape; or --feed_forward for a model without recurrent block")
+        raise UserError("which layers? Give --prelude, --core (at least one layer) and --coda, "
+                        "or --preset, or --shape; or --feed_forward for a model without "
+                        "recurrent block")
     taken = sum(layers, [])
     if len(set(taken) & set(range(L))) < len(taken):
-        sys.exit(f"layers {taken}: SRC has layers 0-{L - 1}, and each can be taken once")
+        raise UserError(f"layers {taken}: SRC has layers 0-{L - 1}, and each can be taken once")
     return layers
 
 
@@ -406,7 +491,7 @@ def verify(args, source, layers):
     largest = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
     print(f"verify: {len(pairs)} hidden states and logits differ by at most {largest} in float32")
     if largest:  # NaN, too
-        sys.exit(f"{args.out}: differs from {source.folder}: delete it and try again")
+        raise UserError(f"{args.out}: differs from {source.folder}: delete it and try again")
 
 
 # ------------------------------------------------------------------------------------------ export
@@ -513,7 +598,7 @@ def write_card(folder, source, config):
         for path in sorted(place.glob("eval_*.json")):
             try:
                 text += score_table(path, source, folder)
-            except (SystemExit, KeyError, TypeError, ValueError):
+            except (UserError, KeyError, TypeError, ValueError):
                 pass  # another file of that name
     (folder / "README.md").write_text(text, "utf-8")
 
@@ -564,9 +649,7 @@ def history(folder):
 # ------------------------------------------------------------------------------------- the command
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = sys.exit  # one line, without the usage
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("src", nargs="?")
     add("out", nargs="?", type=Path)
@@ -596,12 +679,12 @@ def parse_args():
     add("--overwrite", action="store_true", help="replace OUT, if it is a checkpoint")
     args = parser.parse_args()
     if not args.src and not args.preset:
-        sys.exit("give SRC and OUT, or only a --preset to see its sizes")
+        raise UserError("give SRC and OUT, or only a --preset to see its sizes")
     if args.out and args.out.exists():
         ours = (args.out / "model.safetensors").exists()
         if not (args.overwrite and ours) or args.out.resolve() == Path(args.src).resolve():
-            sys.exit(f"{args.out}: exists already: choose another OUT (--overwrite replaces a "
-                     "checkpoint that is not SRC)")
+            raise UserError(f"{args.out}: exists already: choose another OUT (--overwrite "
+                            "replaces a checkpoint that is not SRC)")
     return args
 
 
@@ -628,7 +711,8 @@ def main():
             export(model, folder)
             export_tokenizer(source, folder)
         else:
-            model.save(folder, source.folder)
+            model.save(folder)
+            copy_tokenizer(source.folder, folder)
         if layers and result.config.n_core:
             write_json(folder / "surgery.json", {"source": args.src, "layers": layers})
         if (folder / "modeling_loopgraft.py").exists():

@@ -45,8 +45,8 @@ import surgery
 import train
 from data import Shards, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, cut, is_correct, make_prompt
-from model import Config, RecurrentLM
-from muon import Muon
+from model import Config, RecurrentLM, UserError
+from muon import Optimizer
 from sample import Decoder, Decoding, adaptive, distribution, generate, pick
 from train import Settings
 
@@ -110,6 +110,7 @@ def run_forked(folder, env, script, *args):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
+    data.RANK, data.WORLD = int(env["RANK"]), int(env["WORLD_SIZE"])
     sys.argv = [script, *map(str, args)]
     runpy.run_path(str(HERE / script), run_name="__main__")
 
@@ -169,6 +170,11 @@ def small(seed=0, **changes):
     model.init_weights(seed)
     return model
 
+def save(model, folder, corpus):
+    """Save a model with the corpus's tokenizer."""
+    model.save(folder)
+    data.copy_tokenizer(corpus / "tokenizer", folder)
+
 def convert(src, out, *flags):
     """surgery.py -> the model in OUT"""
     call("surgery", src, out, *flags)
@@ -203,14 +209,14 @@ def corpus(tmp_path_factory):
 def checkpoint(corpus, tmp_path_factory):
     """A random model with the corpus's tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "m"
-    small(context=40).save(folder, corpus / "tokenizer")
+    save(small(context=40), folder, corpus)
     return folder
 
 @pytest.fixture(scope="session")
 def llama(corpus, tmp_path_factory):
     """A random Llama of 6 layers in transformers' layout, with the corpus's tokenizer."""
     folder = tmp_path_factory.mktemp("llama")
-    small(n_prelude=6, n_core=0, n_coda=0).save(folder / "ours", corpus / "tokenizer")
+    save(small(n_prelude=6, n_core=0, n_coda=0), folder / "ours", corpus)
     call("surgery", folder / "ours", folder / "hf", "--export", "hf")
     return folder / "hf"
 
@@ -245,7 +251,8 @@ def test_recurrence_is_the_papers_code(name):
     """
     model, x = convert(FIXTURES / name, "m"), expected(name)
     ids, s0 = x["input_ids"], x["s0"]
-    for r, logits in model.trajectory(ids, [1, 2, 4, 8], state=s0).items():
+    for r, state in model.trajectory(ids, [1, 2, 4, 8], s0):
+        logits = model.finish(state)
         assert far(logits, x[f"logits.{r}"]) < 1e-4
         for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
             assert model(ids, steps=steps, state=s0)[0].equal(logits)
@@ -449,7 +456,7 @@ def hub(tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(data, "HF_HOME", tmp_path)
+    monkeypatch.setattr(surgery, "HF_HOME", tmp_path)
     yield state
     server.shutdown()
 
@@ -460,23 +467,23 @@ def test_download_resumes_and_is_not_repeated(hub):
     """
     hub.cut = 1_200_000
     for _ in range(2):
-        with pytest.raises(SystemExit, match="resumes"):
-            data.download("some/model")
-    folder = data.download("some/model")
+        with pytest.raises(UserError, match="resumes"):
+            surgery.download("some/model")
+    folder = surgery.download("some/model")
     starts = [start for name, start in hub.requests if name == "model.safetensors"]
     assert len(starts) == 3 and starts[0] < starts[1] < starts[2]
     del hub.files["pytorch_model.bin"]
     assert contents(folder) == hub.files
     hub.requests.clear()
-    assert data.download("some/model") == folder
+    assert surgery.download("some/model") == folder
     cache = shutil.copytree(folder, "hub/models--some--model/snapshots/main")
-    assert data.download("some/model").endswith(cache) and not hub.requests
+    assert surgery.download("some/model").endswith(cache) and not hub.requests
 
 def test_download_checks_the_hash(hub):
     """A file with another hash than the hub states is deleted."""
     hub.wrong = b"x"
-    with pytest.raises(SystemExit, match="sha256"):
-        data.download("some/model")
+    with pytest.raises(UserError, match="sha256"):
+        surgery.download("some/model")
     assert not list(Path().glob("**/*.safetensors*"))
 
 
@@ -558,7 +565,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
 
     kill(launch("data.py", *command), second_shard)
     time.sleep(0.5)  # its workers notice, and let go of the lock
-    with pytest.raises(SystemExit, match="meta.json"):
+    with pytest.raises(UserError, match="meta.json"):
         Shards("killed", "train", 8)
     for _ in range(2):  # to the end; and nothing more to do
         call("data", *command)
@@ -672,7 +679,7 @@ def test_muon_is_torchs():
     ours, theirs = parameters(noise()), parameters(noise())
     matrices = [theirs["core.0.mlp.fc.weight"], theirs["core.0.mlp.proj.weight"]]
     parts = [torch.nn.Parameter(part.detach()) for part in theirs[QKV].split([16, 8])]
-    opt = Muon(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, splits={QKV: [16, 8]})
+    opt = Optimizer(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, splits={QKV: [16, 8]})
     peer = torch.optim.Muon([*matrices, *parts], lr=0.02, weight_decay=0.1)
     for i in range(4):
         grads = noise(i)
@@ -689,7 +696,7 @@ def test_muon_is_torchs():
 def test_adamw_and_clipping_are_torchs(clip, scale):
     """AdamW is torch's with eps 1e-8, after torch's clip_grad_norm_, also for tiny gradients."""
     ours, theirs = parameters(noise()), parameters(noise())
-    opt = Muon(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, optimizer="adamw")
+    opt = Optimizer(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, optimizer="adamw")
     peer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), weight_decay=0.1)
     for i in range(5):
         grads = noise(i, scale=scale)
@@ -707,7 +714,7 @@ def test_adamw_star_is_the_papers():
     lr, decay, name = 0.01, 0.1, "embed.weight"
     w = noise()[name].double()
     ours = parameters({name: w})
-    opt = Muon(ours.items(), lr, 1.0, decay, "adamw*")
+    opt = Optimizer(ours.items(), lr, 1.0, decay, "adamw*")
     for t, factor in enumerate((0.3, 1.0, 1.0, 0.7, 0.2), start=1):
         g = noise(t, scale=20 if t == 3 else 1)[name]
         g[2] *= 1e-8
@@ -731,7 +738,7 @@ def optimizer_rank(rank, world, folder):
     found = {}
     for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
         ps = parameters(noise(), getattr(torch, dtype))
-        opt = Muon(ps.items(), 0.02, 0.01, 0.1, kind, noise(), rank=rank, world=world)
+        opt = Optimizer(ps.items(), 0.02, 0.01, 0.1, kind, noise(), rank=rank, world=world)
         for u in range(20):
             grads = [noise(u, i) for i in range(rank * 8 // world, (rank + 1) * 8 // world)]
             step_with(opt, ps, *grads, lr_factor=0.9**u, clip=20.0, labels=8)
@@ -1313,10 +1320,10 @@ bench plot none.json | none.json
 def names(corpus, llama, checkpoint, tmp_path_factory):
     """{name: text} of what MISTAKES has in braces: good and bad folders, and common arguments."""
     folder = tmp_path_factory.mktemp("mistakes")
-    small(vocab_size=16).save(folder / "other", corpus / "tokenizer")
+    save(small(vocab_size=16), folder / "other", corpus)
     model = small()
     model.embed.weight.data.fill_(math.nan)
-    model.save(folder / "nan", corpus / "tokenizer")
+    save(model, folder / "nan", corpus)
     small().save(folder / "foreign")
     (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
     for name in ("truncated", "missing"):
@@ -1378,7 +1385,7 @@ def test_no_compiler(base, monkeypatch):
 def test_sample_takes_the_newest_recurrent_model(checkpoint, corpus, capfd):
     """sample.py takes a recurrent checkpoint before a newer parent, and prints answers alone."""
     shutil.copytree(checkpoint, "out/task")
-    small(n_core=0).save("out/parent", corpus / "tokenizer")
+    save(small(n_core=0), "out/parent", corpus)
     said = call("sample", "--prompt=has 1", "--tokens=3", "--steps=1,4")
     assert len(said.splitlines()) == 2 and "has 1" not in said
     assert "out/task, (1,2,1) layers" in capfd.readouterr().err

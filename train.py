@@ -15,7 +15,6 @@ with the same numbers to rounding.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
-import argparse
 import bisect
 import contextlib
 import functools
@@ -37,13 +36,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from data import (cli, locked, open_data, read_json, tiny, tokenizer_bytes, whole, write_json,
-                  write_result)
-from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
-from muon import BUFFERS, Muon, stacked_parts
+from data import (RANK, WORLD, Parser, cli, copy_tokenizer, locked, open_data, read_json, say, tiny,
+                  tokenizer_bytes, whole, write_json, write_result)
+from model import IGNORE, Config, RecurrentLM, UserError, find_checkpoint, load_config
+from muon import BUFFERS, Optimizer, stacked_parts
 
-# This process and how many there are: torchrun sets the environment.
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 TINY = "out/tiny/data"  # the embedded corpus, made when it is missing
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
 
@@ -113,9 +110,8 @@ def read_settings(argv):
     Settings of --config=FILE.toml (flat keys) and of --key=value, which wins. --key alone is true.
     Exits on a wrong one.
     """
-    parser = argparse.ArgumentParser("train.py", "train.py --config=FILE --key=value ...", __doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: sys.exit(f"train.py: {message} (--help lists the settings)")
+    parser = Parser(prog="train.py", usage="train.py --config=FILE --key=value ...",
+                    description=__doc__)
     comments = re.findall(r"(?m)^    (\w+) = .*?# (.*)$", inspect.getsource(Settings))
     for name, comment in comments:
         default = getattr(Settings, name)
@@ -244,16 +240,17 @@ def checkpoints(settings):
     return sorted(Path(settings.out_dir).glob("step_" + "[0-9]" * 6))
 
 
-def save_checkpoint(settings, model, optimizer, rows, progress):
+def save_checkpoint(settings, model, optimizer, dataset, progress):
     """
     out_dir/step_*: float32 weights, the optimizer's state and where the run is. Old ones go when
     the new one is whole. Rank 0 calls it: all ranks hold the same.
     """
     if not all(weight.isfinite().all() for weight in optimizer.masters.values()):
-        sys.exit(f"{settings.out_dir}: the weights are no longer finite, so nothing was saved: "
-                 "lower --lr; the checkpoint that is there stays")
+        raise UserError(f"{settings.out_dir}: the weights are no longer finite, so nothing was "
+                        "saved: lower --lr; the checkpoint that is there stays")
     with whole(Path(settings.out_dir, f"step_{progress['update']:06d}")) as folder:
-        model.save(folder, rows.folder, optimizer.masters)
+        model.save(folder, optimizer.masters)
+        copy_tokenizer(dataset.folder, folder)
         save_file(optimizer.state, Path(folder, "optimizer.safetensors"))
         write_json(Path(folder, "train.json"), progress | {"config": vars(settings)})
     kept = checkpoints(settings)[-settings.keep:]
@@ -271,11 +268,12 @@ def find_resume(settings, fingerprint):
     for key, value in vars(settings).items():
         old = progress["config"].get(key, value)
         if key not in FREE and old != value:
-            sys.exit(f"{settings.out_dir}: holds a run with {key}={old}, not {value}: to start "
-                     f"from its weights, --init_from={settings.out_dir} --out_dir=NEW")
+            raise UserError(f"{settings.out_dir}: holds a run with {key}={old}, not {value}: to "
+                            f"start from its weights, --init_from={settings.out_dir} "
+                            "--out_dir=NEW")
     if progress["data"] != fingerprint:
-        sys.exit(f"{settings.data}: has changed since the run in {settings.out_dir} began: restore "
-                 "it, or choose another --out_dir")
+        raise UserError(f"{settings.data}: has changed since the run in {settings.out_dir} "
+                        "began: restore it, or choose another --out_dir")
     return found[-1], progress
 
 
@@ -286,15 +284,16 @@ def shape(settings):
     if settings.init_from:
         try:
             return load_config(find_checkpoint(settings.init_from))
-        except FileNotFoundError as e:
-            sys.exit(f"{e}: the comment of the run's file in config/ says which command makes it")
+        except UserError as e:
+            raise UserError(f"{e}: the comment of the run's file in config/ says which command "
+                            "makes it")
     meta = read_json(Path(re.split("[:,]", settings.data)[0], "meta.json"))
     return Config(meta["vocab_size"], settings.n_embd, settings.n_head, settings.n_kv_head,
                   settings.n_ffn, settings.n_prelude, settings.n_core, settings.n_coda,
                   context=max(2048, settings.context), eos_token_id=meta["eos_id"])
 
 
-def make_model(settings, rows, folder=None):
+def make_model(settings, dataset, folder=None):
     """The model in float32: of the checkpoint `folder`, else of init_from, else random weights."""
     if not settings.reinit:
         folder = folder or settings.init_from
@@ -307,20 +306,22 @@ def make_model(settings, rows, folder=None):
         model = RecurrentLM(config)
         model.init_weights(settings.seed)
     if settings.context > model.config.context:
-        sys.exit(f"--context={settings.context}: the model is for at most {model.config.context}")
-    if model.folder and tokenizer_bytes(model.folder) != tokenizer_bytes(rows.folder):
-        sys.exit(f"{rows.folder}: its tokenizer is not {model.folder}'s: prepare it with that one")
+        raise UserError(f"--context={settings.context}: the model is for at most "
+                        f"{model.config.context}")
+    if model.folder and tokenizer_bytes(model.folder) != tokenizer_bytes(dataset.folder):
+        raise UserError(f"{dataset.folder}: its tokenizer is not {model.folder}'s: prepare it with "
+                        "that one")
     return model
 
 
-def begin(settings, rows, device):
+def set_up(settings, dataset, device):
     """
     Model, optimizer and progress (a dict that train.json keeps), of our newest checkpoint or of the
     run's beginning. Says what was decided.
     """
-    fingerprint = rows.fingerprint()
+    fingerprint = dataset.fingerprint()
     folder, progress = find_resume(settings, fingerprint)
-    model = make_model(settings, rows, folder)
+    model = make_model(settings, dataset, folder)
     c = model.config
     c.mean_recurrence = settings.mean_recurrence
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
@@ -330,15 +331,15 @@ def begin(settings, rows, device):
         if c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
             progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
     plan(settings, model)
-    say(f"data: {settings.data}, {rows.rows:,} rows; {settings.dtype} on {device}; "
+    say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
         f"from {model.folder or 'random weights'}")
 
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, settings.dtype))
     model.recompute = settings.recompute
     parts = {} if c.n_core else stacked_parts(model)
-    optimizer = Muon(model.named_parameters(), settings.lr, settings.adam_lr, settings.weight_decay,
-                     settings.optimizer, masters, parts, RANK, WORLD)
+    optimizer = Optimizer(model.named_parameters(), settings.lr, settings.adam_lr,
+                          settings.weight_decay, settings.optimizer, masters, parts, RANK, WORLD)
     if folder:
         state = load_file(folder / "optimizer.safetensors", device=device)
         optimizer.load(state, progress["update"] - progress["skipped"])
@@ -377,7 +378,7 @@ def warm_up(settings, model, batch):
     if settings.compile:
         try:
             model.compile_parts()
-        except OSError as e:
+        except UserError as e:
             say(f"{e}: going on without torch.compile")
     k = min(settings.mean_recurrence, backprop_depth(settings, settings.updates))
     try:
@@ -385,8 +386,8 @@ def warm_up(settings, model, batch):
     except RuntimeError as e:  # torch.OutOfMemoryError is one
         if "memory" not in str(e):
             raise
-        sys.exit(f"out of memory with --micro_batch={len(batch[0])} at k = {k}: make that smaller, "
-                 "or --context, or try --recompute")
+        raise UserError(f"out of memory with --micro_batch={len(batch[0])} at k = {k}: make that "
+                        "smaller, or --context, or try --recompute")
     model.zero_grad()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if model.embed.weight.is_cuda:
@@ -397,24 +398,24 @@ def warm_up(settings, model, batch):
 # ------------------------------------------------------------------------- validation and the log
 
 @torch.no_grad()
-def validate(settings, model, rows):
+def validate(settings, model, dataset):
     """
     Over eval_rows sequences of the validation split: "val" {r: mean loss} and "accuracy" {r: share
     of labels that are the most likely token}, for each r of eval_steps.
     """
-    steps = settings.eval_steps if model.config.n_core else [0]
-    limit, B, sums = min(settings.eval_rows, rows.rows), settings.micro_batch, 0
-
-    def score(s, rope, targets):
-        losses, right = model.token_losses(model.run_coda(s, rope).flatten(0, 1), targets.flatten())
-        return torch.stack(((targets != IGNORE).sum(), losses.double().sum(), right.sum()))
-
+    steps = sorted(settings.eval_steps) if model.config.n_core else [0]
+    limit, B, sums = min(settings.eval_rows, dataset.num_rows), settings.micro_batch, 0
+    rope = model.rope(settings.context)
     for i in range(math.ceil(limit / (B * WORLD))):
-        batch = rows.batch(0, i, RANK, WORLD, B)
+        batch = dataset.batch(0, i, RANK, WORLD, B)
         batch[1][batch[2] >= limit] = IGNORE  # the last batch has too many rows
         idx, targets, state = to_inputs(model, batch, 0)
-        scores = model.trajectory(idx, steps, targets, state, score)
-        sums += torch.stack([scores[r] for r in steps], dim=1)
+        scores, targets = [], targets.flatten()
+        for _, s in model.trajectory(idx, steps, state, rope):
+            losses, right = model.token_losses(model.run_coda(s, rope).flatten(0, 1), targets)
+            scores.append(torch.stack((
+                (targets != IGNORE).sum(), losses.double().sum(), right.sum())))
+        sums += torch.stack(scores, dim=1)
     if WORLD > 1:
         dist.all_reduce(sums)
     labels, losses, right = sums
@@ -426,25 +427,17 @@ def validate(settings, model, rows):
 
 def evaluate(settings, device):
     """eval_only: losses over recurrences, also as out_dir/eval_loss_DATA.json."""
-    rows = open_data(settings.data, "val", settings.context)
-    model = make_model(settings, rows).to(device, getattr(torch, settings.dtype))
+    dataset = open_data(settings.data, "val", settings.context)
+    model = make_model(settings, dataset).to(device, getattr(torch, settings.dtype))
     began = time.time()
-    found = validate(settings, model, rows)
+    found = validate(settings, model, dataset)
     results = [{"steps": r, "metric": "loss", "value": loss, "accuracy": found["accuracy"][r]}
                for r, loss in found["val"].items()]
     if RANK == 0:
         path = Path(settings.out_dir or settings.init_from,
                     f"eval_loss_{Path(settings.data).name}.json")
-        tokens = min(settings.eval_rows, rows.rows) * settings.context
+        tokens = min(settings.eval_rows, dataset.num_rows) * settings.context
         write_result(path, "train", model, settings.data, results, time.time() - began, tokens)
-
-
-def say(text, renew=False):
-    """Print a line on rank 0. In a terminal, the next line replaces one that is to be renewed."""
-    if RANK == 0:
-        end = "\r" if renew and sys.stdout.isatty() else "\n"
-        width = 79 * sys.stdout.isatty()  # the blanks cover a longer line
-        print(f"{text:{width}}", end=end, flush=True)
 
 
 def start_log(settings, progress):
@@ -457,7 +450,7 @@ def start_log(settings, progress):
         try:
             import wandb
         except ImportError:
-            sys.exit("--wandb: needs `pip install wandb`")
+            raise UserError("--wandb: needs `pip install wandb`")
         wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings))
 
 
@@ -472,7 +465,7 @@ def log(settings, progress, entry):
             f.write(json.dumps(entry) + "\n")
             progress["log_bytes"] = f.tell()
     except OSError as e:
-        sys.exit(f"{path}: cannot be written ({e}); the checkpoints are whole")
+        raise UserError(f"{path}: cannot be written ({e}); the checkpoints are whole")
     if settings.wandb:
         import wandb
         wandb.log(entry, step=entry["update"])
@@ -482,17 +475,17 @@ def log(settings, progress, entry):
 
 def train(settings, device):
     """The run. Returns the exit code: 0, or 128 + the signal that stopped it."""
-    rows = open_data(settings.data, "train", settings.context)
-    val_rows = open_data(settings.data, "val", settings.context)
-    model, optimizer, progress = begin(settings, rows, device)
+    dataset = open_data(settings.data, "train", settings.context)
+    val_set = open_data(settings.data, "val", settings.context)
+    model, optimizer, progress = set_up(settings, dataset, device)
     start, B, skips = progress["update"], settings.micro_batch, 0
     if start == settings.updates:
         say(f"{settings.out_dir}: is complete, nothing to do")
         return 0
-    warm_up(settings, model, rows.batch(0, 0, 0, 1, B))
+    warm_up(settings, model, dataset.batch(0, 0, 0, 1, B))
     start_log(settings, progress)
     if start == 0:
-        log(settings, progress, validate(settings, model, val_rows))
+        log(settings, progress, validate(settings, model, val_set))
     stops = []  # grows when we are asked to stop
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stops.append(True))
@@ -509,7 +502,7 @@ def train(settings, device):
             draw = update * settings.draws + micro_step % settings.draws + 1
             n, k = draw_steps(settings, update, draw)
             number = (update * WORLD + RANK) * accumulate + micro_step
-            batch = rows.batch(settings.seed, number, 0, 1, B)
+            batch = dataset.batch(settings.seed, number, 0, 1, B)
             labels = int((batch[1] != IGNORE).sum())  # the update's loss is a mean over labels
             loss = labels * run_batch(model, batch, settings.seed, (n, k))
             loss.backward()
@@ -542,13 +535,13 @@ def train(settings, device):
                 "loss": loss, "norm": norm, "n": n, "k": k, "skipped": skips > 0,
                 "lr": settings.lr * scale, "tokens_per_s": speed})
         if skips > MAX_SKIPS or (last and skips):
-            sys.exit(f"the last {skips} updates had no finite gradient and were not saved: lower "
-                     f"--lr={settings.lr} or look at the data")
+            raise UserError(f"the last {skips} updates had no finite gradient and were not "
+                            f"saved: lower --lr={settings.lr} or look at the data")
         if last or done % settings.eval_every == 0:
-            log(settings, progress, validate(settings, model, val_rows))
+            log(settings, progress, validate(settings, model, val_set))
         save = last or stop or done % settings.save_every == 0
         if save and not skips and RANK == 0:
-            save_checkpoint(settings, model, optimizer, rows, progress)
+            save_checkpoint(settings, model, optimizer, dataset, progress)
         if stop and not last:
             say(f"stopped after update {done} by a signal: the same command continues")
             return 128 + signal.SIGTERM
@@ -590,7 +583,7 @@ def main():
     if WORLD > 1:
         dist.barrier()  # torchrun ends all others when one exits: rank 0 may still be saving
         dist.destroy_process_group()
-    sys.exit(code)
+    return code
 
 
 if __name__ == "__main__":

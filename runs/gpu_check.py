@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from data import tiny
 from model import Config, RecurrentLM
-from muon import Muon
+from muon import Optimizer
 from sample import Decoder, Decoding, generate
 
 GPU = torch.cuda.is_available()
@@ -49,14 +49,15 @@ def small(device, dtype):
 
 def logits(device, dtype):
     model, idx, _, state = small(device, dtype)
-    return torch.stack([*model.trajectory(idx, [1, 4, 32], state=state).values()]).cpu()
+    states = model.trajectory(idx, [1, 4, 32], state)
+    return torch.stack([model.finish(s) for _, s in states]).cpu()
 
 
 def make_update(device, dtype):
     """An optimizer, and a function that makes one update -> the norm of the gradient."""
     model, idx, targets, state = small(device, torch.float32)
     masters = {name: p.data for name, p in model.named_parameters()}
-    optimizer = Muon(model.to(dtype).named_parameters(), 0.01, 0.01, 0.0, masters=masters)
+    optimizer = Optimizer(model.to(dtype).named_parameters(), 0.01, 0.01, 0.0, masters=masters)
 
     def update():
         model(idx, targets, (4, 4), state)[1].backward()
@@ -217,7 +218,7 @@ def main():
         print(f"\n== {step.__name__} ==  ({time.time() - began:.0f} s)", flush=True)
         try:
             step()
-        except (Exception, SystemExit) as e:  # the others go on
+        except Exception as e:  # the others go on
             add(step.__name__, f"{type(e).__name__}: {e}", "no error", False)
     machine = {"machine": torch.cuda.get_device_name() if GPU else "CPU",
                "cards": torch.cuda.device_count(), "torch": torch.__version__,

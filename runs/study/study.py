@@ -208,13 +208,11 @@ def trace(folder, data, rows, steps):
     idx, targets, number = Shards(data, "val", 26).batch(0, 0, 0, 1, rows)
     for part in torch.arange(rows).split(64):
         labels, state = targets[part] != -100, model.initial_state(len(part), 26, 0, part)
-
-        def finish(x, rope, _):
-            pick = lambda t: t[labels].unflatten(0, (len(part), -1))
-            return pick(x), pick(model.head(model.run_coda(x, rope)).argmax(-1))
-
-        found = model.trajectory(idx[part], steps, None, state, finish)
-        batch.append([torch.stack(x) for x in zip(*(found[r] for r in steps))])
+        found = []
+        for _, s in model.trajectory(idx[part], steps, state):
+            answers = model.finish(s).argmax(-1)
+            found.append([t[labels].unflatten(0, (len(part), -1)) for t in (s, answers)])
+        batch.append([torch.stack(x) for x in zip(*found)])
     states, said = (torch.cat(x, 1) for x in zip(*batch))
     return states, said, said == targets[targets != -100].view(rows, -1)
 
