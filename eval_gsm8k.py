@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from data import RANK, WORLD, Parser, cli, describe, read_json, whole, write_result
 from model import UserError
-from sample import (add_decoding_arguments, add_model_arguments, decoding, generate, load_model,
+from sample import (add_decoding_arguments, add_model_arguments, answer_batch, decoding, load_model,
                     parse_steps)
 
 # The chain-of-thought examples of Wei et al. (arXiv 2201.11903), in the harness's order.
@@ -105,13 +105,6 @@ def make_prompt(question, template="cot", shots=1):
     return "\n\n".join([*EXAMPLES[:shots], f"Q: {question}\nA: Let's think step by step."])
 
 
-def cut(text, stops):
-    """text up to the first of the stop strings."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
-
-
 def flexible_extract(text):
     """The last thing that looks like a number. A lone "..." does, too: the harness's pattern."""
     found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
@@ -140,31 +133,6 @@ METRICS = {"flexible": flexible_extract, "strict": strict_extract}
 
 
 # ---- decoding ---------------------------------------------------------------------------------
-
-def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options):
-    """
-    Continue a batch of prompts (lists of ids) until each has met a stop string or EOS.
-    options: those of sample.Decoding.
-
-    Returns three lists: texts, cut at the first stop; tokens generated; recurrences these took.
-    """
-    new = [[] for _ in prompts]
-    tokens, recurrences = [0] * len(prompts), [0] * len(prompts)
-    # A stop of n characters spans at most n tokens, so it is enough to look at the last few.
-    tail = max(map(len, stops), default=0)
-
-    def ends(row, token):
-        end = tokenizer.decode(new[row][-tail:])
-        return token == tokenizer.eos_id or any(stop in end for stop in stops)
-
-    for row, token, took in generate(model, prompts, max_new_tokens, r, ends, **options):
-        tokens[row] += 1
-        recurrences[row] += took
-        if token != tokenizer.eos_id:
-            new[row].append(token)
-    texts = [cut(tokenizer.decode(ids), stops) for ids in new]
-    return texts, tokens, recurrences
-
 
 def answer_questions(model, tokenizer, rows, r, args):
     """Answer a batch of rows at depth r -> their lines of the file of answers."""

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from data import Parser, cli, read_json, write_result
-from eval_gsm8k import answer_batch
 from model import UserError
-from sample import add_model_arguments, load_model, parse_steps
+from sample import add_model_arguments, answer_batch, load_model, parse_steps
 
 try:
     from lm_eval import defaults, evaluator, utils

@@ -419,6 +419,38 @@ def parse_steps(text):
     return sorted(set(map(int, text.split(","))))
 
 
+def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options):
+    """
+    Continue a batch of prompts (lists of ids) until each has met a stop string or EOS.
+    options: those of sample.Decoding.
+
+    Returns three lists: texts, cut at the first stop; tokens generated; recurrences these took.
+    """
+    new = [[] for _ in prompts]
+    tokens, recurrences = [0] * len(prompts), [0] * len(prompts)
+    # A stop of n characters spans at most n tokens, so it is enough to look at the last few.
+    tail = max(map(len, stops), default=0)
+
+    def ends(row, token):
+        end = tokenizer.decode(new[row][-tail:])
+        return token == tokenizer.eos_id or any(stop in end for stop in stops)
+
+    for row, token, took in generate(model, prompts, max_new_tokens, r, ends, **options):
+        tokens[row] += 1
+        recurrences[row] += took
+        if token != tokenizer.eos_id:
+            new[row].append(token)
+    texts = [cut(tokenizer.decode(ids), stops) for ids in new]
+    return texts, tokens, recurrences
+
+
+def cut(text, stops):
+    """text up to the first of the stop strings."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
 # ------------------------------------------------------------------------------------ the command
 
 def newest_checkpoint(root="out"):

@@ -44,10 +44,10 @@ import sample
 import surgery
 import train
 from data import Shards, Tokenizer, read_json, tiny
-from eval_gsm8k import METRICS, STOPS, cut, is_correct, make_prompt
+from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
 from model import Config, RecurrentLM, UserError
 from muon import Optimizer
-from sample import Decoder, Decoding, adaptive, distribution, generate, pick
+from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
 
 # On busy cores two threads that wait for each other make models of this size 50 times slower.
