@@ -7,6 +7,7 @@ recurrent block and the coda, those in between are dropped, and a fresh adapter 
     python surgery.py SRC OUT --shape 4,8,4 --select block-influence --text corpus.txt
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
+    python surgery.py SRC OUT --feed_forward --shape 8 --select block-influence --text corpus.txt
     python surgery.py SRC OUT --export hf                       ours, back in Hugging Face layout
     python surgery.py --preset tinyllama-4-8-4 --dry_run        the paper's tables, without weights
 
@@ -359,8 +360,9 @@ def layer_list(text):
 
 
 def shape(text):
-    """'4,8,4' -> (4, 8, 4)"""
-    P, R, C = map(int, text.split(","))
+    """'4,8,4' -> (4, 8, 4); '8', for a feed-forward model, -> (8, 0, 0). ValueError for others."""
+    sizes = list(map(int, text.split(",")))
+    P, R, C = sizes if len(sizes) > 1 else [*sizes, 0, 0]
     return P, R, C
 
 
@@ -655,7 +657,8 @@ def parse_args():
     add("out", nargs="?", type=Path)
     rule = parser.add_mutually_exclusive_group().add_argument
     rule("--preset", choices=PRESETS, help="the paper's choices of layers")
-    rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, by the paper's rule")
+    rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, or 8 with "
+         "--feed_forward, by the paper's rule")
     for part in PARTS:
         add(f"--{part}", type=layer_list, help="layers such as 0-3 or 0,2,5-7; '' for none")
     add("--feed_forward", action="store_true",

@@ -409,13 +409,19 @@ def test_tables_of_the_paper(row):
 
 @needs_assets
 def test_layer_choice():
-    """Block influence is the fixture's, and --select keeps the layers with most of it."""
+    """
+    Block influence is the fixture's, and --select keeps the layers with most of it, in a recurrent
+    or a feed-forward model.
+    """
     model = surgery.build(surgery.open_source(FIXTURES / "hf_llama_gqa_untied"))
     influence = surgery.block_influence(model, expected("hf_llama_gqa_untied")["input_ids"])
     wanted = read_json(FIXTURES / "block_influence.json")["bi"]
     assert influence == pytest.approx(wanted, abs=1e-6)
-    select = f"--shape 1,2,1 --select block-influence --text {ASSETS}/gsm8k/test.jsonl"
-    assert "[0] [1, 2] [3]" in call("surgery", ASSETS / "stories260K", "m", *select.split())
+    select = f"--select block-influence --text {ASSETS}/gsm8k/test.jsonl"
+    for flags, layers in (("--shape 1,2,1", "[0] [1, 2] [3]"),
+                          ("--feed_forward --shape 4", "[0, 1, 2, 3] [] []")):
+        said = call("surgery", ASSETS / "stories260K", "--dry_run", *f"{flags} {select}".split())
+        assert f"coda: {layers}" in said
 
 def test_whole_files_or_none(llama):
     """On a full disk a folder stays as it was."""
@@ -1283,6 +1289,7 @@ MISTAKES = """
 surgery {llama} out | --prelude
 surgery {llama} out --preset tinyllama-4-8-4 | --preset
 surgery {llama} out --shape 4,4,4 | 0-5
+surgery {llama} out --shape 4 | --feed_forward
 surgery {llama} out --prelude 0 --core 1-x --coda 3 | --core
 surgery {llama} out --prelude 0-3 --core 3-4 --coda 5 | taken once
 surgery {llama} out --feed_forward --layers 3-9 | 0-5
