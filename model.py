@@ -96,7 +96,8 @@ class Linear(nn.Linear):
         x = x.to(self.weight.dtype)
         rows = x.numel() // x.shape[-1]
         compiled = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if not compiled or rows > FEW_ROWS or x.device.type != "cpu":
+        # The device first: to ask for the rows is to compile once for few and once for many.
+        if x.device.type != "cpu" or not compiled or rows > FEW_ROWS:
             return super().forward(x)
         weight = self.weight.float()
         y = torch.stack([(weight * row.float()).sum(-1) for row in x.view(rows, -1)])
@@ -136,8 +137,12 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = rotate(q, rope), rotate(k, rope)
         if kv is None:
+            if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+                # Flash attention takes neither. The kernel that does, and stores no scores either,
+                # wants a head of k and v for each of q.
+                k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
-                                               enable_gqa=self.n_head != self.n_kv_head)
+                                               enable_gqa=q.shape[1] != k.shape[1])
         else:
             keys, values = kv  # cached tensors (B, W, H, D); `at` is made by sample.Decoder:
             write, read = at   # where the new tokens go, and which part they attend to, or None
@@ -417,7 +422,7 @@ class RecurrentLM(nn.Module):
         """Takase/Huginn initialisation, for baselines from scratch (the paper's Figure 2)."""
         c = self.config
         depth = c.n_prelude + c.n_coda + c.n_core * c.mean_recurrence  # effective depth
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # norms are 1 already
                 std = math.sqrt(2 / (5 * c.n_embd))

@@ -407,6 +407,8 @@ def load_model(folder, device="cpu", dtype=None, compile=False):
     if not all(p.sum().isfinite() for p in model.parameters()):
         raise UserError(f"{model.folder}: its weights are not finite: it is damaged, or training "
                         "diverged")
+    if model.embed.weight.is_cuda:
+        torch.cuda.set_device(model.embed.weight.device)  # a step is recorded on the current one
     if compile:
         model.compile_parts(dynamic=True)
     return model, tokenizer
