@@ -75,6 +75,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
+def at_least(lowest):
+    """The type of a flag that takes whole numbers from `lowest` on."""
+    def number(text):
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text} is less than {lowest}")
+        return int(text)
+    return number
+
+
+natural, positive = at_least(0), at_least(1)
+
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
 
 

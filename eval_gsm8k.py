@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import RANK, WORLD, Parser, cli, describe, read_json, whole, write_result
+from data import RANK, WORLD, Parser, cli, describe, positive, read_json, whole, write_result
 from model import UserError
 from sample import (add_decoding_arguments, add_model_arguments, answer_batch, decoding, load_model,
                     parse_steps)
@@ -274,9 +274,9 @@ def parse_args():
                    help="cot: the paper's prompt (default); plain: the question alone")
     p.add_argument("--shots", type=int, choices=range(9), default=1,
                    help="examples in the prompt; default: 1, as in the paper")
-    p.add_argument("--limit", type=int, help="the first so many questions only")
-    p.add_argument("--batch_size", type=int, default=32, help="default: %(default)s")
-    p.add_argument("--max_new_tokens", type=int, default=256, help="default: %(default)s")
+    p.add_argument("--limit", type=positive, help="the first so many questions only")
+    p.add_argument("--batch_size", type=positive, default=32, help="default: %(default)s")
+    p.add_argument("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
     p.add_argument("--task", help="what tables and pictures call the questions; default: --data")
     p.add_argument("--difficulty", default="difficulty",
                    help='what they call "difficulty" in --data, such as sentences')

@@ -21,7 +21,7 @@ import time
 import numpy as np
 import torch
 
-from data import Parser, cli, read_json, write_result
+from data import Parser, cli, natural, positive, read_json, write_result
 from model import UserError
 from sample import add_model_arguments, answer_batch, load_model, parse_steps
 
@@ -242,9 +242,9 @@ def main():
     p.add_argument("--steps", default="1,2,4,8,16,32",
                    help="recurrences r, comma-separated; default: %(default)s")
     p.add_argument("--include_path", help="a folder with .yaml files of further tasks")
-    p.add_argument("--num_fewshot", type=int, help="default: as the task says, or else none")
-    p.add_argument("--limit", type=int, help="the first so many questions of each task only")
-    p.add_argument("--batch_size", type=int, default=16, help="contexts, or prompts, at once")
+    p.add_argument("--num_fewshot", type=natural, help="default: as the task says, or else none")
+    p.add_argument("--limit", type=positive, help="the first so many questions of each task only")
+    p.add_argument("--batch_size", type=positive, default=16, help="contexts, or prompts, at once")
     p.add_argument("--out", help="default: eval_TASKS.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
     args = p.parse_args()

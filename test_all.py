@@ -1319,6 +1319,8 @@ eval_gsm8k {ask} --data none.jsonl | No such file
 eval_gsm8k {ask} --data {m}/config.json | not a JSON object
 eval_gsm8k {ask} --steps 1,-2 | --steps
 eval_gsm8k {ask} --max_new_tokens 4096 | context of 40
+eval_gsm8k {ask} --limit 0 | --limit
+eval_gsm8k {ask} --batch_size x | --batch_size
 bench decode --ways foo=1 | foo=1
 bench plot none.json | none.json
 """
