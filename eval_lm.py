@@ -48,13 +48,13 @@ class Harness(TemplateLM):
     """
 
     def __init__(self, folder, steps, batch_size=16, device="cpu", dtype="float32", seed=0,
-                 state="noise"):
+                 state="noise", max_length=None):
         super().__init__()
         self.model, self.tokenizer = load_model(folder, device, dtype)
         self.steps = steps if self.model.config.n_core else [0]
         self.r = self.steps[-1]
         self.batch_size, self.seed, self.state = batch_size, seed, state
-        self.max_length = self.model.config.context
+        self.max_length = max_length or self.model.config.context
         self.answers = {}  # (context, continuation), tuples of ids -> what score() returns for it
         self.tokens = 0    # computed so far
 
@@ -245,6 +245,8 @@ def main():
     p.add_argument("--num_fewshot", type=natural, help="default: as the task says, or else none")
     p.add_argument("--limit", type=positive, help="the first so many questions of each task only")
     p.add_argument("--batch_size", type=positive, default=16, help="contexts, or prompts, at once")
+    p.add_argument("--max_length", type=positive,
+                   help="tokens of a row; default: the model's context")
     p.add_argument("--out", help="default: eval_TASKS.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
     args = p.parse_args()
@@ -255,7 +257,7 @@ def main():
     if os.path.exists(out) and "results" not in read_json(out):
         raise UserError(f"{out}: is no earlier result: name another file with --out")
     lm = Harness(args.model, parse_steps(args.steps), args.batch_size, args.device, args.dtype,
-                 args.seed, args.state)
+                 args.seed, args.state, args.max_length)
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     began = time.perf_counter()
     results = evaluate(lm, tasks, args.limit)
