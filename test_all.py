@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import runpy
 import shutil
@@ -48,7 +49,7 @@ import surgery
 import train
 from data import Shards, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
-from model import Config, RecurrentLM, UserError
+from model import Config, RecurrentLM, UserError, load_config
 from muon import Optimizer
 from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
@@ -946,25 +947,56 @@ def test_flops_are_the_papers():
         assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
 
 
-RECIPES = """
-name            updates warmup cooldown batch   R  curriculum draws optimizer
-fig2            28000       77      0.0  4096  32  none           2 adamw
-fig4            25000      125      0.9  1024  32  linear         4 muon
-fig4_adamw      30000      126      0.9  1024  32  linear         4 adamw
-fig5            50000      125      0.6  1024  32  1-sqrt         2 muon
-fig6            50000      125      0.6  1024  32  1-sqrt         2 muon
-fig7_single     25000      125      0.9  1024   4  linear         4 muon
-fig7_two_phase  25000      125      0.9  1024   4  linear         4 muon
-"""
+HUB = {"TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": surgery.TINYLLAMA,
+       "meta-llama/Llama-3.2-1B": surgery.LLAMA,
+       "allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B": surgery.OLMO2}
 
-def test_recipes_are_the_papers():
-    """Warm-ups, updates, draws and optimizers of config/ are REFERENCE.md's section 6."""
-    for row in RECIPES.strip().splitlines()[1:]:
-        name, *wanted = row.split()
-        s = train.read_settings([f"--config={HERE}/config/{name}.toml"])
-        found = (s.updates, math.ceil(s.warmup * s.updates), s.cooldown, s.batch_size,
-                 s.mean_recurrence, s.curriculum, s.draws, s.optimizer)
-        assert list(map(str, found)) == wanted, name
+def recipe(path):
+    """The commands in the comments of a file of config/. `--key=value  words` varies the last."""
+    launch = []
+    for line in re.findall(r"^#   (\S.*)", re.sub(r" \\\n# *", " ", path.read_text()), re.M):
+        words = line.split("  ")[0].split()
+        if "train.py" in words:
+            launch = words
+        yield launch + words if words[0].startswith("--") else words
+
+def test_recipes_can_be_played(corpus, monkeypatch):
+    """
+    Every command and variation in config/'s comments works up to where weights are needed: surgery
+    chooses its layers, and train.py takes its settings, for as many processes, and the shape of
+    what an earlier command makes. Runs that differ have folders of their own.
+    """
+    def open_source(src):
+        config = HUB.get(src) or load_config(src)
+        return surgery.Source(src, config, "llama", {}, surgery.tensor_names(config, "llama"), True)
+
+    made, done, runs = [], set(), {}
+    monkeypatch.setattr(surgery, "open_source", open_source)
+    monkeypatch.setattr(surgery, "most_influential", lambda args, source, n: list(range(n)))
+    monkeypatch.setattr(surgery, "print_sizes", lambda source, result: made.append(result.config))
+    Path("out/tiny").mkdir(parents=True)
+    Path("out/tiny/data").symlink_to(corpus)
+    paths = sorted(HERE.glob("config/*.toml"))
+    for path in paths:  # those without commands, too, which runs/*.sh play
+        train.read_settings([f"--config={path}"])
+    for path in paths:
+        for words in recipe(path):
+            if "surgery.py" in words and str(words) not in done:
+                done.add(str(words))
+                call("surgery", *words[2:], "--dry_run")
+                shape = {"model_type": "loopgraft", **vars(made.pop())}
+                data.write_json(f"{words[3]}/config.json", shape)
+            if "train.py" in words:
+                sizes = re.findall(r"--n\w+=(\d+)", " ".join(words))
+                monkeypatch.setattr(train, "WORLD", math.prod(map(int, sizes)))
+                flags = [word.replace("config/", f"{HERE}/config/")
+                         for word in words[words.index("train.py") + 1:]]
+                settings = train.read_settings(flags)
+                train.shape(settings)
+                run = {key: x for key, x in vars(settings).items() if key not in train.FREE}
+                assert runs.setdefault(settings.out_dir, run) == run
+                if settings.init_from:
+                    shutil.copytree(settings.init_from, settings.out_dir, dirs_exist_ok=True)
 
 def test_dry_run():
     """--dry_run says parameters, tokens, FLOPs and schedules from a config.json alone."""
