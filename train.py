@@ -510,7 +510,7 @@ def train(settings, device):
             sums[0] += loss.detach()
             sums[1] += labels
             progress["flops"] += WORLD * B * settings.context * flops_per_token((n, k))
-        sums[2] = len(stops)
+        sums[2] += len(stops)  # "=" would copy the number from the CPU, and wait
         if WORLD > 1:
             dist.all_reduce(sums)
         sums[3] = optimizer.reduce()
