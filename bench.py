@@ -28,7 +28,7 @@ import torch
 from data import Parser, cli, describe, read_json
 from model import Config, RecurrentLM, UserError
 from muon import Optimizer
-from sample import Decoding, generate, parse_steps
+from sample import Decoding, compile_decoding, generate, parse_steps
 
 # What --x puts on the x axis: in words, and where train.json and log.jsonl keep the latter two.
 AXES = {"steps": "recurrences r at test time", "flops": "FLOPs of a new token (the paper's rule)",
@@ -55,7 +55,7 @@ def main():
     flag("--prompt", type=int, default=32, help="decode: tokens of each prompt")
     flag("--tokens", type=int, default=64, help="decode: new tokens of each row")
     flag("--ways", default="", help="decode: settings of sample.py to compare with plain decoding, "
-                                    "such as 'kv=last;draft_steps=4,draft_len=7'")
+                                    "such as 'kv=last;draft_steps=4'")
     flag("--repeat", type=int, default=5, help="timed runs of each figure")
     flag("--no_compile", action="store_true")
     flag("--peer", action="store_true", help="also time transformers' Llama")
@@ -182,7 +182,7 @@ def bench_decode(model, args):
     steps, ways = parse_steps(args.steps or "1,2,4,8,16,32"), parse_ways(args.ways)
     model.to(getattr(torch, args.dtype)).eval()
     if not args.no_compile:
-        model.compile_parts(dynamic=True)
+        compile_decoding(model)
     torch.manual_seed(0)
     idx = torch.randint(model.config.vocab_size, (args.batch_size or 1, args.prompt))
     for r in steps:
@@ -207,7 +207,7 @@ def bench_decode(model, args):
 
 def parse_ways(text):
     """
-    'kv=last;draft_steps=4,draft_len=7' -> [{}, {"kv": "last"}, {"draft_steps": 4, "draft_len": 7}],
+    'kv=last;draft_steps=4' -> [{}, {"kv": "last"}, {"draft_steps": 4}],
     settings of sample.Decoding. The first is plain decoding.
     """
     kinds = {field.name: type(field.default) for field in fields(Decoding)} | {"exit": str}

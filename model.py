@@ -33,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, kept at any width
 IGNORE = -100                     # the target that carries no loss, as torch has it
-FEW_ROWS = 4                      # up to so many rows plain sums beat a CPU library's products
 LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
 
 
@@ -82,26 +81,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Linear(nn.Linear):
-    """
-    x W^T without a bias, in the dtype of W.
-
-    Decoding on a CPU is bound by reading W. Compiled, and for a few rows, plain sums read it once
-    and beat the library's matrix products, by a factor of 2.4 in float32 (runs/README.md).
-    """
+    """x W^T without a bias, in the dtype of W."""
 
     def __init__(self, fan_in, fan_out):
         super().__init__(fan_in, fan_out, bias=False)
 
     def forward(self, x):
-        x = x.to(self.weight.dtype)
-        rows = x.numel() // x.shape[-1]
-        compiled = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        # The device first: to ask for the rows is to compile once for few and once for many.
-        if x.device.type != "cpu" or not compiled or rows > FEW_ROWS:
-            return super().forward(x)
-        weight = self.weight.float()
-        y = torch.stack([(weight * row.float()).sum(-1) for row in x.view(rows, -1)])
-        return y.type_as(x).view(*x.shape[:-1], -1)
+        return super().forward(x.to(self.weight.dtype))
 
 
 def rotate(x, rope):
@@ -127,7 +113,12 @@ class Attention(nn.Module):
         if c.norm == "sandwich":  # Huginn adds one to q and k, and has as many heads for either
             self.qk_bias = nn.Parameter(torch.zeros(2, 1, c.n_head, c.head_dim))
 
-    def forward(self, x, rope, mask=None, kv=None, at=None):
+    def forward(self, x, rope, mask=None, cache=None):
+        """
+        x (B, T, C); rope: see rotate(); mask: what SDPA takes, by default causal. cache: has
+        update(k, v), which stores the new keys and values and returns all to attend to, as
+        (B, n_kv_head, columns, D). Then the mask has a row for each query head of a group.
+        """
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -136,7 +127,7 @@ class Attention(nn.Module):
             q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         q, k = rotate(q, rope), rotate(k, rope)
-        if kv is None:
+        if cache is None:
             if q.is_cuda and (mask is not None or q.dtype == torch.float32):
                 # Flash attention takes neither. The kernel that does, and stores no scores either,
                 # wants a head of k and v for each of q.
@@ -144,12 +135,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
                                                enable_gqa=q.shape[1] != k.shape[1])
         else:
-            keys, values = kv  # cached tensors (B, W, H, D); `at` is made by sample.Decoder:
-            write, read = at   # where the new tokens go, and which part they attend to, or None
-            keys[write], values[write] = k.transpose(1, 2), v.transpose(1, 2)
-            if read is not None:
-                keys, values = keys[read], values[read]
-            k, v = keys.transpose(1, 2), values.transpose(1, 2)
+            k, v = cache.update(k, v)
             # Query heads that share a kv head become rows of one, so the cache is read once.
             q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
             y = F.scaled_dot_product_attention(q, k, v, mask).view(B, self.n_head, T, -1)
@@ -181,21 +167,21 @@ class Block(nn.Module):
         for i in range(1, 5 if c.norm == "sandwich" else 3):
             setattr(self, f"norm_{i}", RMSNorm(c.n_embd, c.norm_eps))
 
-    def forward(self, x, *place):
+    def forward(self, x, rope, mask=None, cache=None):
         if self.norm == "pre":
-            x = x + self.attn(self.norm_1(x), *place)
+            x = x + self.attn(self.norm_1(x), rope, mask, cache)
             return x + self.mlp(self.norm_2(x))
         if self.norm == "post":
-            x = x + self.norm_1(self.attn(x, *place))
+            x = x + self.norm_1(self.attn(x, rope, mask, cache))
             return x + self.norm_2(self.mlp(x))
-        x = self.norm_2(x + self.attn(self.norm_1(x), *place))
+        x = self.norm_2(x + self.attn(self.norm_1(x), rope, mask, cache))
         return self.norm_4(x + self.mlp(self.norm_3(x)))
 
 
-def run_blocks(blocks, x, rope, mask=None, kv=None, at=None):
-    """x (B, T, C) through a list of blocks; kv: the cached tensors of each, if any."""
+def run_blocks(blocks, x, rope, mask=None, caches=None):
+    """x (B, T, C) through a list of blocks. caches: one for each block, or None."""
     for i, block in enumerate(blocks):
-        x = block(x, rope, mask, kv and kv[i], at)
+        x = block(x, rope, mask, caches and caches[i])
     return x
 
 
@@ -224,7 +210,7 @@ class RecurrentLM(nn.Module):
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    # The parts. place: rope[, mask, kv, at], where the last three belong to decoding (sample.py).
+    # The parts. mask and caches are for decoding (sample.py): a cache for each block, or None.
 
     def embed_idx(self, idx):
         """Token ids (B, T) -> (B, T, C) float32."""
@@ -232,34 +218,35 @@ class RecurrentLM(nn.Module):
         # any order, and a resumed run would not end with the same bits.
         return self.embed(idx).float() * self.config.embed_scale
 
-    def run_prelude(self, x, *place):
+    def run_prelude(self, x, rope, mask=None, caches=None):
         """Embeddings (B, T, C) -> e (B, T, C)."""
-        return run_blocks(self.prelude, x, *place)
+        return run_blocks(self.prelude, x, rope, mask, caches)
 
-    def run_core(self, s, e, *place):
+    def run_core(self, s, e, rope, mask=None, caches=None):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
         if self.config.adapter == "add":
-            return run_blocks(self.core, s + e, *place)
-        x = self.adapter(torch.cat((s, e), -1)).type_as(e)
-        return run_blocks(self.core, x, *place)
+            x = s + e
+        else:
+            x = self.adapter(torch.cat((s, e), -1)).type_as(e)
+        return run_blocks(self.core, x, rope, mask, caches)
 
-    def run_coda(self, x, *place):
+    def run_coda(self, x, rope, mask=None, caches=None):
         """Last state (B, T, C) -> what the head reads (B, T, C)."""
         if self.config.norm == "sandwich":
             x = self.norm_f(x)  # Huginn's final norm stands before its coda, too
-        return self.norm_f(run_blocks(self.coda, x, *place))
+        return self.norm_f(run_blocks(self.coda, x, rope, mask, caches))
 
-    def recur(self, s, e, rope, count, mask=None, kvs=None, at=None):
+    def recur(self, s, e, rope, count, mask=None, caches=None):
         """
         The loop: `count` recurrences of state s. A feed-forward model returns s as it is.
-        kvs: the cached tensors of each recurrence.
+        caches: those of the core's blocks for each recurrence, or None.
         """
         for i in range(count if self.core else 0):
-            if self.recompute:
-                s = checkpoint(self.run_core, s, e, rope,
+            if self.recompute and torch.is_grad_enabled():
+                s = checkpoint(self.run_core, s, e, rope, mask,
                                use_reentrant=False, preserve_rng_state=False)
             else:
-                s = self.run_core(s, e, rope, mask, kvs and kvs[i], at)
+                s = self.run_core(s, e, rope, mask, caches and caches[i])
         return s
 
     def encode(self, idx, state, rope, mask=None):
@@ -377,13 +364,13 @@ class RecurrentLM(nn.Module):
     def compile_parts(self, dynamic=None):
         """
         torch.compile the three parts, in place. The core is compiled once for all recurrences.
-        dynamic: True for decoding, where lengths differ from call to call. UserError without
-        a C++ compiler that works.
+        dynamic: True for decoding, where lengths differ from call to call. UserError where
+        that does not work.
         """
         try:
             torch.compile(torch.sin)(self.norm_f.weight.data)
-        except RuntimeError:
-            raise UserError("torch.compile: no C++ compiler that works: install g++, or do without")
+        except RuntimeError as e:
+            raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
         self.compiled = True
         torch._dynamo.config.recompile_limit = 32  # one row, few rows, many; views of the cache
         for part in ("run_prelude", "run_core", "run_coda"):

@@ -33,10 +33,11 @@ import torch
 import torch.nn.functional as F
 
 from data import Parser, Tokenizer, cli, describe, read_json
-from model import RecurrentLM, UserError
+from model import Linear, RecurrentLM, UserError
 
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens of a row in one pass
+FEW_ROWS = 4    # up to so many rows plain sums beat a CPU library's products
 
 
 @dataclass
@@ -51,8 +52,7 @@ class Decoding:
     exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
     exit_threshold: float = 0.001   # in nats
     min_steps: int = 1            # no token stops earlier
-    draft_steps: int = 0          # recurrences of drafts (0, or r and more: off), speculative()
-    draft_len: int = 12           # tokens drafted at a time
+    draft_steps: int = 0          # recurrences of drafts, a divisor of r (0: off), see wavefront()
 
     def __post_init__(self):
         if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
@@ -64,81 +64,113 @@ class Decoding:
 
 # -------------------------------------------------------------------------------------- the cache
 
+@dataclass
+class LayerCache:
+    """
+    What Attention gets of the cache: keys and values of one layer at one recurrence. Indices say
+    where it writes the tokens of this pass and what these attend to (None: all columns).
+    """
+    keys: torch.Tensor    # (rows, columns, n_kv_head, head_dim)
+    values: torch.Tensor
+    write: tuple
+    read: tuple | None = None
+
+    def update(self, k, v):
+        """k, v (rows, n_kv_head, T, head_dim) of new tokens -> all that these attend to."""
+        keys, values = self.keys, self.values
+        keys[self.write], values[self.write] = k.transpose(1, 2), v.transpose(1, 2)
+        if self.read is not None:
+            keys, values = keys[self.read], values[self.read]
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+@dataclass
+class Pass:
+    """The tokens of one pass: where they stand, what they see, where they are written."""
+    rope: list            # cos and sin, (rows, 1, T, head_dim / 2)
+    mask: torch.Tensor    # (rows, 1, groups * T, width): 0 for what is seen, else -inf
+    write: tuple          # (rows, columns) of their keys and values
+    width: int            # columns of the cache that the pass reads
+
+
 class Decoder:
     """
-    B texts in the middle of being decoded at depth r: the cache, and one pass at a time.
+    B texts in the middle of being decoded at depth r: the cache, and one cycle at a time.
 
     The token at position p of a row keeps its keys and values in column p, and no token sees later
     columns. So texts of any lengths share a batch without padding, and to roll back means to
-    continue from an earlier position. S: columns that are needed. o: a Decoding.
+    continue from an earlier position. `columns`: the longest text, with what is to come.
 
-    cache: for prelude, core and coda a tensor (layers, 2, slots, B, columns, n_kv_head, head_dim),
-    where 2 stands for keys and values. The prelude and the coda have one slot.
+    cache: for each part its layers' [keys, values], (B, slots, columns, n_kv_head, head_dim). The
+    core has a slot for each recurrence, prelude and coda have one.
+
+    A row has `lanes` tokens in flight, see wavefront(); plain decoding is the case of one lane.
     """
 
-    def __init__(self, model, r, B, S, o):
+    def __init__(self, model, r, B, columns, options):
         c, weight = model.config, model.embed.weight
-        self.model, self.r, self.S, self.width, self.graph = model, r, S, 0, None
-        self.slots = min(r, int({"full": r, "last": 1}.get(o.kv, o.kv)))
-        # A block more than is needed: a view of all columns would be contiguous, for which
-        # torch.compile would compile everything once more.
-        S = (S // COLUMNS + 2) * COLUMNS
-        shape = B, S, c.n_kv_head, c.head_dim
+        self.model, self.r, self.graph, self.views = model, r, None, {}
+        self.draft_steps = options.draft_steps if 0 < options.draft_steps < r else r
+        self.lanes = r // self.draft_steps if r else 1
+        if self.lanes * self.draft_steps != r:
+            raise UserError(f"--draft_steps {options.draft_steps}: does not divide r = {r}")
+        self.slots = min(r, int({"full": r, "last": 1}.get(options.kv, options.kv)))
+        # Lanes run ahead of the text, and the last column is never read. A block more than that: a
+        # view of all columns would be contiguous, for which torch.compile would compile once more.
+        self.limit = columns + self.lanes  # the last position: rows that have ended stay there
+        columns = ((self.limit + 2) // COLUMNS + 2) * COLUMNS
         # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
-        self.cache = [weight.new_zeros(layers, 2, slots, *shape) for layers, slots in
-                      ((c.n_prelude, 1), (c.n_core, self.slots), (c.n_coda, 1))]
-        self.column = torch.arange(max(S, B), device=weight.device)
-        self.last = self.column.new_full((B, S), self.slots - 1)  # last slot of each token
-        self.table = [t.to(weight.dtype) for t in model.rope(S)]
-        noise = model.initial_state(S, 1, o.seed, range(S))[:, 0]
-        self.noise = noise * (o.state == "noise")  # s_0 of each position
+        shape = columns, c.n_kv_head, c.head_dim
+        parts = {"prelude": (c.n_prelude, 1), "core": (c.n_core, self.slots), "coda": (c.n_coda, 1)}
+        self.cache = {part: [[weight.new_zeros(B, slots, *shape) for _ in "kv"]
+                             for _ in range(layers)] for part, (layers, slots) in parts.items()}
+        self.column = torch.arange(max(columns, B * self.lanes), device=weight.device)
+        self.last = self.column.new_full((B, columns), self.slots - 1)  # last slot of each token
+        self.table = [t.to(weight.dtype) for t in model.rope(columns)]
+        noise = model.initial_state(columns, 1, options.seed, range(columns))[:, 0]
+        self.noise = noise * (options.state == "noise")  # s_0 of each position
 
-    def place(self, position, end):
-        """The next pass takes tokens at `position` (B, T), all of them below `end`."""
-        self.width = -(-end // COLUMNS) * COLUMNS
-        self.position = position
-        self.rope = [t[position].unsqueeze(1) for t in self.table]  # (B, 1, T, D/2)
-        # Attention joins the query heads that share a kv head, and each needs the same mask: 0
-        # for what it sees and -inf for the rest, (B, 1, groups * T, width).
+    def at(self, position, end, live=None):
+        """
+        The Pass of tokens at `position` (rows, T), all of them below `end`. Those that are not live
+        (rows, T) are written to a column that nobody reads.
+        """
+        width = -(-(end + 1) // COLUMNS) * COLUMNS
+        rope = [t[position].unsqueeze(1) for t in self.table]
+        # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = self.model.config.n_head // self.model.config.n_kv_head
-        seen = self.column[:self.width] <= position[:, :, None]
-        self.mask = seen.repeat(1, groups, 1).unsqueeze(1).to(self.table[0].dtype).log()
-        self.rows = self.column[:len(position), None]
-        self.at = (self.rows, position), None
+        seen = self.column[:width] <= position[:, :, None]
+        mask = seen.repeat(1, groups, 1).unsqueeze(1).to(self.table[0].dtype).log()
+        if live is not None:
+            position = position.where(live, width - 1)
+        return Pass(rope, mask, (self.column[:len(position), None], position), width)
 
-    def kv(self, part, slot):
-        """(keys, values) (B, width, H, D) per layer of the prelude (0), core (1) or coda (2)."""
-        return [layer.unbind() for layer in self.cache[part][:, :, slot, :, :self.width]]
+    def caches(self, part, tokens, slot=0, lanes=1):
+        """
+        A LayerCache for each layer of a part, where lane j of a row is at recurrence
+        j * draft_steps + slot. Rows and lanes lie in one dimension, without a copy.
+        """
+        key = part, slot, lanes, tokens.width
+        if key not in self.views:
+            self.views[key] = [
+                [t[:, :, :tokens.width].unflatten(1, (lanes, -1))[:, :, slot].flatten(0, 1)
+                 for t in layer] for layer in self.cache[part]]
+        return [LayerCache(*layer, tokens.write) for layer in self.views[key]]
 
-    def begin(self, idx):
-        """Tokens (B, T) -> e and s_0, both (B, T, C)."""
+    def encode(self, idx, position, tokens):
+        """Ids (B, T) at positions (B, T) -> e and s_0, both (B, T, C)."""
         x = self.model.embed_idx(idx)
-        e = self.model.run_prelude(x, self.rope, self.mask, self.kv(0, 0), self.at)
-        return e, self.noise[self.position].type_as(e) if self.model.config.n_core else e
+        e = self.model.run_prelude(x, tokens.rope, tokens.mask, self.caches("prelude", tokens))
+        return e, self.noise[position].type_as(e) if self.model.config.n_core else e
 
-    def recur(self, s, e, first, last):
-        """The state after `first` recurrences -> after `last`."""
-        kvs = [self.kv(1, min(i, self.slots - 1)) for i in range(first, last)]
-        return self.model.recur(s, e, self.rope, last - first, self.mask, kvs, self.at)
+    def recur(self, s, e, tokens, count, lanes=1):
+        """`count` recurrences of states (rows * lanes, T, C)."""
+        caches = [self.caches("core", tokens, min(i, self.slots - 1), lanes) for i in range(count)]
+        return self.model.recur(s, e, tokens.rope, count, tokens.mask, caches)
 
-    def recur_each(self, s, e, done):
-        """
-        One recurrence of rows that have done (B,) different numbers of them. Of a token that
-        stopped earlier, later recurrences see the last keys and values.
-        """
-        slot = done.clamp(max=self.slots - 1)[:, None]
-        self.last[self.rows, self.position] = slot
-        seen = torch.minimum(slot, self.last[:, :self.width])
-        at = (slot, *self.at[0]), (seen, self.rows, self.column[:self.width])
-        return self.model.run_core(s, e, self.rope, self.mask, self.kv(1, slice(None)), at)
-
-    def finish(self, s):
+    def finish(self, s, tokens):
         """State (B, T, C) -> what the head reads."""
-        return self.model.run_coda(s, self.rope, self.mask, self.kv(2, 0), self.at)
-
-    def logits(self, s):
-        """State (B, T, C) -> logits (B, T, V) float32."""
-        return self.model.head(self.finish(s)).float()
+        return self.model.run_coda(s, tokens.rope, tokens.mask, self.caches("coda", tokens))
 
     def prefill(self, prompts):
         """
@@ -147,63 +179,91 @@ class Decoder:
         """
         T, device = max(map(len, prompts)), self.column.device
         idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)
-        position = torch.tensor([len(p) - 1 for p in prompts], device=device)
+        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
         eager = contextlib.nullcontext()
-        if self.model.compiled:  # large products are as fast, and compiling takes a minute
+        if self.model.compiled:  # large products gain little from compiling, which takes a minute
             eager = torch.compiler.set_stance("force_eager")
         with eager:
             for start in range(0, T - 1, PREFILL):
                 end = min(start + PREFILL, T - 1)
-                self.place(self.column[start:end].expand(len(prompts), -1), end)
-                e, s = self.begin(idx[:, start:end])
-                self.finish(self.recur(s, e, 0, self.r))
-        return idx[self.column[:len(idx)], position], position, T
+                position = self.column[start:end].expand(len(prompts), -1)
+                tokens = self.at(position, end)
+                e, s = self.encode(idx[:, start:end], position, tokens)
+                self.finish(self.recur(s, e, tokens, self.r), tokens)
+        return idx[self.column[:len(idx)], last], last, T
 
-    def step(self, token, position, end):
+    def cycle(self, token, position, age, s, e, end):
         """
-        A new token (B,) of every row at position (B,), below `end` -> logits (B, V) float32.
+        Every lane moves on by draft_steps recurrences. The newest starts with token (B,) at
+        position (B,), below `end`; `age` (B,) lanes behind it are in flight. s, e (B, lanes, C):
+        states and prelude outputs after the last cycle. Returns logits (B, 1 or 2, V) float32 of
+        the newest lane, a draft, and of the oldest, the answer; then the new s and e.
+        """
+        lanes = self.column[:self.lanes]
+        positions = (position[:, None] - lanes).clamp(min=0)
+        live = lanes <= age[:, None]
+        newest = self.at(positions[:, :1], end)
+        first_e, first_s = self.encode(token[:, None], positions[:, :1], newest)
+        e, s = torch.cat((first_e, e[:, :-1]), 1), torch.cat((first_s, s[:, :-1]), 1)
+        flying = self.at(positions.view(-1, 1), end, live.view(-1, 1))
+        s = self.recur(s.view(-1, 1, s.shape[-1]), e.view(-1, 1, s.shape[-1]), flying,
+                       self.draft_steps, self.lanes).view_as(s)
+        both = slice(None, None, max(1, self.lanes - 1))
+        tokens = self.at(positions[:, both], end, live[:, both])
+        return self.model.head(self.finish(s[:, both], tokens)).float(), s, e
 
-        Compiled on CUDA, the pass is thousands of small kernels, recorded once as a CUDA graph and
-        launched as one. No GPU has run this yet.
+    def step(self, *state, end):
         """
-        if not (self.model.compiled and token.is_cuda):
-            return self.run_step(token, position, end)
-        if not self.graph or end > self.width:
+        cycle(), on CUDA and compiled as a CUDA graph: thousands of small kernels are recorded once
+        and launched as one.
+        """
+        if not (self.model.compiled and state[0].is_cuda):
+            return self.cycle(*state, end)
+        if not self.graph or end > self.recorded:
             self.graph = None
             gc.collect()  # the last graph, whose memory torch keeps in a reference cycle
-            end = min(-(-end // 256) * 256, self.S)  # recording takes a while, so not for every 64
-            run = functools.partial(self.run_step, end=end)
-            inputs = token.clone(), position.clone()
-            self.graph = torch.cuda.make_graphed_callables(run, inputs)
-        return self.graph(token, position)
+            # That takes a while, so it is not done for every 64 columns.
+            self.recorded = min(-(-end // 256) * 256, self.limit + 1)
+            run = functools.partial(self.cycle, end=self.recorded)
+            self.graph = torch.cuda.make_graphed_callables(run, tuple(t.clone() for t in state))
+        return self.graph(*state)
 
-    def run_step(self, token, position, end):
-        self.place(position[:, None], end)
-        e, s = self.begin(token[:, None])
-        return self.logits(self.recur(s, e, 0, self.r))[:, -1]
+    def recur_each(self, s, e, tokens, done):
+        """
+        One recurrence of rows that have done (B,) different numbers of them. Once a token has
+        exited, later recurrences see its last keys and values.
+        """
+        slot = done.clamp(max=self.slots - 1)[:, None]
+        rows, position = tokens.write
+        self.last[rows, position] = slot
+        seen = torch.minimum(slot, self.last[:, :tokens.width])
+        write, read = (rows, slot, position), (rows, seen, self.column[:tokens.width])
+        caches = [LayerCache(*layer, write, read) for layer in self.cache["core"]]
+        return self.model.run_core(s, e, tokens.rope, tokens.mask, caches)
 
     def keep(self, rows):
         """Continue with some rows (a tensor of indices) of the batch only."""
-        self.cache = [cache[:, :, :, rows] for cache in self.cache]
-        self.last, self.width = self.last[rows], 0
+        self.cache = {part: [[t[rows] for t in layer] for layer in layers]
+                      for part, layers in self.cache.items()}
+        self.last, self.graph, self.views = self.last[rows], None, {}
 
 
 # ------------------------------------------------------------------------------------ next tokens
 
-def distribution(logits, o):
+def distribution(logits, options):
     """
     Probabilities (..., V) of the next token. Greedy: 1 for the likeliest. Else top-k, then the
     nucleus: the fewest likely tokens that hold probability top_p (arXiv 1904.09751).
     """
-    if o.temperature == 0:
+    if options.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    p = (logits / o.temperature).softmax(-1)
-    if o.top_k or o.top_p < 1:
+    p = (logits / options.temperature).softmax(-1)
+    if options.top_k or options.top_p < 1:
         p, order = p.sort(dim=-1, descending=True, stable=True)
-        if o.top_k:
-            p[..., o.top_k:] = 0
+        if options.top_k:
+            p[..., options.top_k:] = 0
             p = p / p.sum(-1, keepdim=True)
-        p[p.cumsum(-1) - p >= o.top_p] = 0  # keeps the token that crosses top_p
+        p[p.cumsum(-1) - p >= options.top_p] = 0  # keeps the token that crosses top_p
         p = torch.zeros_like(p).scatter_(-1, order, p)
     return p / p.sum(-1, keepdim=True)
 
@@ -213,12 +273,14 @@ def draw(p, rng):
     return (p / torch.empty_like(p).exponential_(generator=rng)).argmax(-1)
 
 
-def pick(logits, o, rng):
+def pick(logits, options, rng):
     """Next tokens (B,) of logits (B, V)."""
-    return logits.argmax(-1) if o.temperature == 0 else draw(distribution(logits, o), rng)
+    if options.temperature == 0:
+        return logits.argmax(-1)
+    return draw(distribution(logits, options), rng)
 
 
-# ------------------------------------------------------------------------- three ways to decode
+# --------------------------------------------------------------------------- two ways to decode
 
 @torch.inference_mode()
 def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
@@ -228,23 +290,19 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
 
     prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
     steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those of
-    Decoding.
+    Decoding. With drafts, the recurrences are those that ran since the row's last token.
     """
-    c, o = model.config, Decoding(**options)
+    c, options = model.config, Decoding(**options)
     r = sum(model.split_steps(steps)) if c.n_core else 0
     T = max(map(len, prompts))
     assert all(prompts) and max_new_tokens > 0, "a prompt is empty, or no token is asked for"
     assert T + max_new_tokens <= c.context, f"{T} + {max_new_tokens} tokens, context {c.context}"
-    way = plain
-    if r and o.exit:
-        way = adaptive
-    elif 0 < o.draft_steps < r:
-        way = speculative
-    d = Decoder(model, r, len(prompts), T + max_new_tokens + o.draft_len, o)
-    rng = torch.Generator(d.column.device).manual_seed(o.seed)
+    way = adaptive if r and options.exit else wavefront
+    decoder = Decoder(model, r, len(prompts), T + max_new_tokens, options)
+    rng = torch.Generator(decoder.column.device).manual_seed(options.seed)
     left = [max_new_tokens] * len(prompts)
     live = set(range(len(prompts)))  # the rows that go on
-    for row, token, took in way(d, prompts, o, rng, live):
+    for row, token, took in way(decoder, prompts, options, rng, live):
         if row in live:
             yield row, token, took
             left[row] -= 1
@@ -252,77 +310,73 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
                 live.discard(row)
 
 
-def shrink(d, rows, live, *tensors):
-    """Once half of the rows have ended, the others go on alone: -> rows, tensors (B, ...)."""
+def shrink(decoder, rows, live, tensors):
+    """Once half of the rows have ended, the others go on alone: -> rows, tensors [(B, ...)]."""
     if 2 * len(live) > len(rows):
-        return rows, *tensors
+        return rows, tensors
     keep = [i for i, row in enumerate(rows) if row in live]
-    index = torch.tensor(keep, device=d.column.device)
-    d.keep(index)
-    return [rows[i] for i in keep], *(t[index] for t in tensors)
+    index = torch.tensor(keep, device=decoder.column.device)
+    decoder.keep(index)
+    return [rows[i] for i in keep], [t[index] for t in tensors]
 
 
-def plain(d, prompts, o, rng, live):
-    """One token of every row at a time."""
-    rows = list(range(len(prompts)))
-    token, position, end = d.prefill(prompts)
+def wavefront(decoder, prompts, options, rng, live):
+    """
+    While a token is still at a deep recurrence, the next ones already run at shallow ones (arXiv
+    2609.23033): one call of the recurrent block takes a token at recurrence i, the next one at
+    i - draft_steps, and so on. Lane j of a row is at position p - j and has done j * draft_steps
+    recurrences. A cycle moves all lanes on by draft_steps. The newest then drafts the next token,
+    with which the next lane starts, and the oldest has its answer at r. If that is the draft that
+    followed it, all goes on. Else the younger lanes are dropped, and the right token starts anew.
+
+    What comes out has the distribution of r, by the rule of speculative sampling (arXiv
+    2211.17192). With one lane it is plain decoding.
+    """
+    rows, lanes = list(range(len(prompts))), decoder.lanes
+    token, position, end = decoder.prefill(prompts)
+    age, waited = torch.zeros_like(token), [0] * len(prompts)
+    s = e = decoder.noise.new_zeros(len(rows), lanes, decoder.noise.shape[-1])
+    drafts = []  # of the last cycles: token (B,) and its distribution (B, V), oldest first
     while live:
-        rows, token, position = shrink(d, rows, live, token, position)
-        token = pick(d.step(token, position, end), o, rng)
-        for row, t in zip(rows, token.tolist()):
-            yield row, t, d.r
-        position, end = position + 1, end + 1
+        rows, (token, position, age, s, e, *drafts) = shrink(
+            decoder, rows, live, [token, position, age, s, e, *drafts])
+        logits, s, e = decoder.step(token, position, age, s, e, end=end)
+        full = age == lanes - 1  # the oldest lane is in flight, so there is an answer
+        if lanes == 1:
+            restart, draft, answer = full, token, pick(logits[:, -1], options, rng)
+        else:
+            q, p = distribution(logits, options).unbind(1)
+            draft = draw(q, rng)
+            drafts += [draft, q]
+            right, answer = full, draft
+            if len(drafts) == 2 * lanes:
+                right, answer = verify(p, *drafts[:2], rng)
+                del drafts[:2]
+            restart = full & ~right
+        token = draft.where(~restart, answer)
+        position = (position + 1 - (lanes - 1) * restart).clamp(max=decoder.limit)
+        age = (age + 1).clamp(max=lanes - 1) * ~restart
+        report = torch.stack((full, answer, position), 1).tolist()
+        end = max(p for *_, p in report) + 1
+        for row, (found, answer, _) in zip(rows, report):
+            waited[row] += decoder.draft_steps
+            if found:
+                yield row, answer, waited[row]
+                waited[row] = 0
 
 
-def speculative(d, prompts, o, rng, live):
+def verify(p, draft, q, rng):
     """
-    Self-speculation. `draft_steps` recurrences draft tokens. One pass then takes the states of all
-    drafts on to r, and the usual rule (Leviathan et al., arXiv 2211.17192) accepts or corrects
-    them, so what comes out has the distribution of r. Nothing is computed twice but the coda.
+    Speculative sampling. Probabilities (B, V) of the model, p, and of the draft, q, from which the
+    draft (B,) was drawn -> whether it is accepted (B,), and it or the token (B,) in its place.
     """
-    rows, n = list(range(len(prompts))), o.draft_len
-    token, position, end = d.prefill(prompts)
-    while live:
-        rows, token, position = shrink(d, rows, live, token, position)
-        drafts, q, started = [], [], []
-        for i in range(n + 1):  # the last draft gets its e and s, too: all may be accepted
-            d.place(position[:, None] + i, end + i)
-            e, s = d.begin(token[:, None])
-            s = d.recur(s, e, 0, o.draft_steps)
-            started.append((e, s))
-            if i < n:
-                q.append(distribution(d.logits(s)[:, -1], o))
-                token = draw(q[-1], rng)
-                drafts.append(token)
-        d.place(position[:, None] + d.column[:n + 1], end + n)
-        e, s = (torch.cat(part, 1) for part in zip(*started))
-        p = distribution(d.logits(d.recur(s, e, o.draft_steps, d.r)), o)
-        drafts = torch.stack(drafts, 1)
-        accepted, token = verify(p, torch.stack(q, 1), drafts, rng)
-        position = (position + accepted + 1).clamp(max=d.S - n - 1)  # ended rows stay in the cache
-        report = torch.column_stack((position, accepted, token, drafts)).tolist()
-        end = max(p for p, *_ in report) + 1
-        for row, (_, count, new, *guesses) in zip(rows, report):
-            for t in (*guesses[:count], new):
-                yield row, t, d.r
-
-
-def verify(p, q, drafts, rng):
-    """
-    Speculative sampling. Probabilities of the model p (B, n + 1, V) and of the drafts q (B, n, V),
-    drafts (B, n) -> how many are accepted (B,), and the token (B,) that follows them.
-    """
-    index = drafts[:, :, None]
-    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index))[:, :, 0]
-    luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
-    accepted = (luck < ratio).long().cumprod(1).sum(1)
-    first_wrong = torch.arange(len(p), device=p.device), accepted
-    p, q = p[first_wrong], F.pad(q, (0, 0, 0, 1))[first_wrong]  # after the last draft all of p
+    ratio = (p / q).gather(1, draft[:, None])[:, 0]
+    accepted = torch.rand(ratio.shape, device=ratio.device, generator=rng) < ratio
     left = (p - q).clamp(min=1e-30 * p)  # p itself where the two differ by rounding alone
-    return accepted, draw(left, rng)
+    return accepted, draft.where(accepted, draw(left, rng))
 
 
-def adaptive(d, prompts, o, rng, live):
+def adaptive(decoder, prompts, options, rng, live):
     """
     A token stops recurring once its last recurrence changed the distribution over the next token by
     less than exit_threshold nats, KL(p_i || p_(i-1)) (Geiping et al., arXiv 2502.05171), or at r. A
@@ -330,29 +384,30 @@ def adaptive(d, prompts, o, rng, live):
     takes the time of its mean, not of its slowest. All ids of a prompt but the last take r.
     """
     rows = list(range(len(prompts)))
-    token, position, end = d.prefill(prompts)
+    token, position, end = decoder.prefill(prompts)
     done = torch.zeros_like(token)  # recurrences of the current token
-    s = d.noise[position[:, None]]
-    logp = s.new_zeros(len(rows), d.model.config.vocab_size)
-    begin = True
+    s = decoder.noise[position[:, None]]
+    logp = s.new_zeros(len(rows), decoder.model.config.vocab_size)
+    fresh = True  # a row has a new token
     while live:
-        if begin:
-            rows, token, position, done, s, logp = shrink(
-                d, rows, live, token, position, done, s, logp)
-            d.place(position[:, None], end)
-            e, first = d.begin(token[:, None])
+        if fresh:
+            rows, (token, position, done, s, logp) = shrink(
+                decoder, rows, live, [token, position, done, s, logp])
+            tokens = decoder.at(position[:, None], end)
+            e, first = decoder.encode(token[:, None], position[:, None], tokens)
             s = torch.where((done == 0)[:, None, None], first, s)
-        s, done = d.recur_each(s, e, done), done + 1
-        logits = d.logits(s)[:, -1]
+        s, done = decoder.recur_each(s, e, tokens, done), done + 1
+        logits = decoder.model.head(decoder.finish(s, tokens)).float()[:, -1]
         before, logp = logp, logits.log_softmax(-1)
         kl = F.kl_div(before, logp, reduction="none", log_target=True).sum(-1).clamp(min=0)
-        stops = (kl < o.exit_threshold) & (done >= max(2, o.min_steps)) | (done == d.r)
-        token = torch.where(stops, pick(logits, o, rng), token)
-        position = (position + stops).clamp(max=d.S - 1)  # ended rows stay in the cache
+        settled = (kl < options.exit_threshold) & (done >= max(2, options.min_steps))
+        stops = settled | (done == decoder.r)
+        token = torch.where(stops, pick(logits, options, rng), token)
+        position = (position + stops).clamp(max=decoder.limit)  # ended rows stay in the cache
         report = torch.stack((stops, done, token, position), 1).tolist()
         done = done.masked_fill(stops, 0)
         end = max(p for *_, p in report) + 1
-        begin = any(stop for stop, *_ in report)
+        fresh = any(stop for stop, *_ in report)
         for row, (stop, took, t, _) in zip(rows, report):
             if stop:
                 yield row, t, took
@@ -380,8 +435,7 @@ def add_decoding_arguments(p):
         exit_threshold="... once a recurrence changes less than so many nats",
         min_steps="... but after so many at the earliest",
         kv="cache slots per layer: full (one a recurrence, exact), last (one), or N",
-        draft_steps="draft tokens with so many recurrences, then verify them",
-        draft_len="... so many at a time",
+        draft_steps="draft tokens with so many recurrences, a divisor of r, and verify them",
     )
 
 
@@ -397,6 +451,30 @@ def decoding(args):
     return {f.name: getattr(args, f.name) for f in fields(Decoding) if f.name in args}
 
 
+class FewRows(Linear):
+    """
+    Decoding on a CPU is bound by reading the weights. Compiled, and for a few rows, plain sums read
+    them once and beat the library's matrix products, by 2.4 in float32 (runs/README.md).
+    """
+
+    def forward(self, x):
+        rows = x.numel() // x.shape[-1]
+        if rows > FEW_ROWS or not torch.compiler.is_compiling():
+            return super().forward(x)
+        x, weight = x.to(self.weight.dtype), self.weight.float()
+        y = torch.stack([(weight * row.float()).sum(-1) for row in x.view(rows, -1)])
+        return y.type_as(x).view(*x.shape[:-1], -1)
+
+
+def compile_decoding(model):
+    """torch.compile a model for decoding, in place."""
+    if not model.embed.weight.is_cuda:
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.__class__ = FewRows
+    model.compile_parts(dynamic=True)
+
+
 def load_model(folder, device="cpu", dtype=None, compile=False):
     """(model, tokenizer) of a checkpoint or run folder. dtype: its name, or None: as stored."""
     model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype)).eval()
@@ -410,7 +488,7 @@ def load_model(folder, device="cpu", dtype=None, compile=False):
     if model.embed.weight.is_cuda:
         torch.cuda.set_device(model.embed.weight.device)  # a step is recorded on the current one
     if compile:
-        model.compile_parts(dynamic=True)
+        compile_decoding(model)
     return model, tokenizer
 
 

@@ -819,7 +819,7 @@ def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch
     logits = model(text, steps=steps, state=state)[0]
     assert text[:, 7:].equal(logits[:, 6:-1].argmax(-1))
 
-@pytest.mark.parametrize("way", [{}, {"draft_steps": 1, "draft_len": 3},
+@pytest.mark.parametrize("way", [{}, {"draft_steps": 1},
                                  {"steps": 9, "exit": "kl", "exit_threshold": 0.05}])
 def test_batch_equals_alone(way):
     """A row's tokens do not depend on the batch's other rows, which end before and after it."""
@@ -834,13 +834,34 @@ def test_batch_equals_alone(way):
     for prompt, limit, row in zip(prompts, limits, rows):
         assert decode(model, [prompt], limit, seed=3, **way).tolist() == [row]
 
-@pytest.mark.parametrize("norm, steps, d, n", [("pre", 8, 2, 4), ("post", 3, 2, 1),
-                                               ("pre", 64, 1, 7)])
-def test_drafts_do_not_change_the_text(norm, steps, d, n):
-    """Greedy text is the same token for token, whether drafts are accepted or not."""
-    model, prompts = decode_model(2, norm), random_prompts(1, 12, 3)
-    drafted = decode(model, prompts, 30, steps=steps, draft_steps=d, draft_len=n)
-    assert drafted.equal(decode(model, prompts, 30, steps=steps))
+@pytest.mark.parametrize("norm, steps, draft_steps, scale", [
+    ("pre", 8, 2, 0.4), ("post", 4, 2, 1.0), ("sandwich", 6, 1, 1.0), ("pre", 32, 8, 0.6)])
+def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
+    """
+    Greedy text is the same token for token, whether drafts are right, wrong or both. A right one
+    takes draft_steps recurrences, a wrong one r. Rows end in the middle; one fills the context.
+    """
+    torch.manual_seed(0)
+    model, prompts, limits = decode_model(2, norm), random_prompts(1, 34, 3), (30, 30, 11)
+    model.adapter.weight.data[:, :32] *= scale  # depths agree the more, the less of s is kept
+    rows, took = [[] for _ in prompts], Counter()
+    for row, token, recurrences in generate(
+            model, prompts, 30, steps, lambda row, _: len(rows[row]) == limits[row],
+            draft_steps=draft_steps):
+        rows[row].append(token)
+        took[recurrences] += 1
+    for row, prompt, limit in zip(rows, prompts, limits):
+        assert row == decode(model, [prompt], limit, steps=steps)[0].tolist()
+    assert took.keys() == {draft_steps, steps}
+
+def test_drafts_of_any_depth():
+    """draft_steps of r and more is plain decoding; one that does not divide r is refused."""
+    model = decode_model()
+    plain = decode(model, [[5], [9]], 9, steps=6)
+    assert plain.equal(decode(model, [[5], [9]], 9, steps=6, draft_steps=6))
+    assert plain.equal(decode(model, [[5], [9]], 9, steps=6, draft_steps=3))
+    with pytest.raises(UserError, match="does not divide r = 6"):
+        decode(model, [[5]], 9, steps=6, draft_steps=4)
 
 @torch.no_grad()
 def test_drafts_keep_the_distribution():
@@ -851,7 +872,7 @@ def test_drafts_keep_the_distribution():
     exact, draft = (distribution(model(texts, steps=r, state=state)[0], Decoding(**o))
                     for r in (4, 1))
     first = exact[0, 0, :, None]  # chances of the token after 2, which is no draft
-    tokens = decode(model, [[2]] * rows, 2, steps=4, seed=1, draft_steps=1, draft_len=2, **o)
+    tokens = decode(model, [[2]] * rows, 2, steps=4, seed=1, draft_steps=1, **o)
     found = (6 * tokens[:, 0] + tokens[:, 1]).bincount(minlength=36).view(6, 6) / rows
     exact, draft = first * exact[:, 1], first * draft[:, 1]
     error = (exact * (1 - exact) / rows).sqrt()
@@ -888,8 +909,8 @@ def test_cache_of_few_slots():
 def test_every_way_of_decoding_compiles():
     """Plain, drafts and exits compile and give the tokens of the uncompiled model."""
     model, compiled = (decode_model(n_core=1) for _ in range(2))
-    compiled.compile_parts(dynamic=True)
-    for way in ({}, {"draft_steps": 1, "draft_len": 1}, {"exit": "kl", "exit_threshold": 0.01}):
+    sample.compile_decoding(compiled)
+    for way in ({}, {"draft_steps": 1}, {"exit": "kl", "exit_threshold": 0.01}):
         tokens = decode(compiled, [[5, 1, 2]], 4, steps=2, **way)
         assert tokens.equal(decode(model, [[5, 1, 2]], 4, steps=2, **way)), way
 def test_sampling_follows_its_settings():
@@ -1492,9 +1513,9 @@ def test_export_in_the_harness(parent):
 # Where one more update, or one more token of every row, waits for the device, and how often.
 WAITS = {
     "update": {"train.train": 1},
-    "kv=full": {"sample.plain": 1},
-    "temperature=0.8": {"sample.plain": 1},
-    "draft_steps=1,draft_len=2": {"sample.speculative": 1},
+    "kv=full": {"sample.wavefront": 1},
+    "temperature=0.8": {"sample.wavefront": 1},
+    "draft_steps=1": {"sample.wavefront": 1},
     "exit=kl": {"sample.adaptive": 1},
 }
 
@@ -1594,16 +1615,16 @@ def test_a_step_is_recorded_once_for_its_columns(monkeypatch):
     """On CUDA a step is recorded for its columns and rows, and after that replayed."""
     recorded = []
     monkeypatch.setattr(torch.cuda, "make_graphed_callables",
-                        lambda run, inputs: recorded.append(run(*inputs)) or MagicMock())
-    monkeypatch.setattr(Decoder, "run_step", lambda d, token, position, end: d.place(row, end))
-    token, row = MagicMock(is_cuda=True), torch.zeros(1, 1, dtype=torch.int64)
+                        lambda run, inputs: recorded.append(run) or MagicMock())
+    monkeypatch.setattr(Decoder, "cycle", lambda *_: None)
+    token, row = MagicMock(is_cuda=True), torch.zeros(1, dtype=torch.int64)
     d = Decoder(decode_model(), 2, 1, 600, Decoding())
     d.model.compiled = True
     for end, count in ((9, 1), (256, 1), (257, 2), (258, 2)):
-        d.step(token, token, end)
+        d.step(token, end=end)
         assert len(recorded) == count
-    d.keep(row[0])
-    d.step(token, token, 259)
+    d.keep(row)
+    d.step(token, end=259)
     assert len(recorded) == 3
 
 def test_a_rank_takes_its_device_first(monkeypatch):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from data import tiny
 from model import Config, RecurrentLM
 from muon import Optimizer
-from sample import Decoder, Decoding, generate
+from sample import Decoder, Decoding, compile_decoding, generate
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda:0" if GPU else "cpu"
@@ -107,7 +107,7 @@ def check_decoding():
     plain = tokens()
     same = tokens(draft_steps=2) == plain
     add("tokens of drafts as plain", same, True, same)
-    model.compile_parts(dynamic=True)
+    compile_decoding(model)
     same = tokens() == plain
     add("tokens of compiled (on a GPU recorded) as plain", same, True, same)
 
@@ -202,10 +202,11 @@ def measure_decoding():
     n = model.num_params()
     for how in ("plain", "compiled, on a GPU recorded"):
         if how != "plain":
-            model.compile_parts(dynamic=True)
+            compile_decoding(model)
         for r in (4, 32):
             decoder = Decoder(model, r, 1, 128, Decoding())
-            took = seconds(lambda: decoder.step(token, token, 8), 20)
+            s = torch.zeros(1, 1, LARGE.n_embd, device=DEVICE)
+            took = seconds(lambda: decoder.step(token, token, token, s, s, end=8), 20)
             read = n["prelude"] + n["coda"] + n["embeddings"] / 2 + r * (n["core"] + n["adapter"])
             add(f"a step, {how}, r={r}, ms", 1e3 * took)
             add("... share of the bandwidth", 2 * read / took / bandwidth)
