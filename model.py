@@ -13,8 +13,10 @@ last k recurrences only. A KV cache has one slot for every (recurrence, layer) p
     model = RecurrentLM.load("out/tiny/task")
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
 
-In bfloat16 the weights and the matrix products are bfloat16. The residual stream and the state stay
-float32, as under the paper's autocast.
+In bfloat16 the weights, the products and the sums of a weight's gradients over the recurrences are
+bfloat16; the residual stream and the state are float32 throughout. Under the paper's autocast it is
+the other way round: float32 weights and sums, and in its Llama a stream that is bfloat16 from the
+adapter on. Our gradients are no further from float32's (runs/README.md).
 
 Paper: arXiv 2511.07384, section 3.
 """

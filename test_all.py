@@ -40,6 +40,7 @@ import sentencepiece
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
 
 import bench
@@ -49,7 +50,7 @@ import surgery
 import train
 from data import Shards, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
-from model import Config, RecurrentLM, UserError, load_config
+from model import Config, RecurrentLM, UserError, load_config, run_blocks
 from muon import Optimizer
 from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
@@ -285,17 +286,37 @@ def test_recurrence_is_the_papers_code(name):
         grad, wanted = model.get_parameter(ours).grad, x.get(f"grad.{theirs}")
         assert wanted is None or (grad - wanted).norm() < 1e-5 * wanted.norm(), ours
 
-def test_bfloat16_keeps_the_state_in_float32():
-    """A bfloat16 gradient at (24, 8) is within 3.2% of float32's, as under autocast."""
+def test_bfloat16_is_nearer_than_autocast():
+    """
+    A bfloat16 gradient at (24, 8) is off float32's by less than three quarters of what it is under
+    the paper's autocast, whose core and coda have a bfloat16 stream. Gradients summed over the
+    recurrences in float32, as they are there, would change that by less than a tenth.
+    """
     torch.manual_seed(0)
-    idx, grads = torch.randint(1000, (4, 65)), []
-    for dtype in (torch.float32, torch.bfloat16):
+    idx, grads = torch.randint(1000, (2, 65)), {}
+    for way in ("float32", "bfloat16", "float32 sums", "autocast"):
         model = small(vocab_size=1000, n_embd=256, n_kv_head=4, n_ffn=704, n_prelude=2, n_core=4,
-                      n_coda=2, mean_recurrence=32).to(dtype)
-        state = model.initial_state(4, 64, 0, range(4))
-        model(idx[:, :-1], idx[:, 1:], (24, 8), state)[1].backward()
-        grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
-    assert (grads[1] - grads[0]).norm() < 0.032 * grads[0].norm()
+                      n_coda=2, mean_recurrence=32)
+        parameters = [*model.parameters()]
+        if way == "bfloat16":
+            model.bfloat16()
+        if way == "float32 sums":  # each use of a weight has a bfloat16 copy of its own
+            cast = torch.nn.Module()
+            cast.forward = torch.Tensor.bfloat16
+            for module in [m for m in model.modules() if "weight" in m._parameters]:
+                parametrize.register_parametrization(module, "weight", cast, unsafe=True)
+        if way == "autocast":
+            model.run_core = lambda s, e, *place: run_blocks(
+                model.core, model.adapter(torch.cat((s, e), -1)), *place)
+        state = model.initial_state(2, 64, 0, range(2))
+        with torch.autocast("cpu", torch.bfloat16, way == "autocast", cache_enabled=False):
+            model(idx[:, :-1], idx[:, 1:], (24, 8), state)[1].backward()
+        grads[way] = torch.cat([p.grad.flatten().float() for p in parameters])
+        error = {way: ((g - grads["float32"]).norm() / grads["float32"].norm()).item()
+                 for way, g in grads.items()}
+    print(f"gradients off by {error}")
+    assert error["bfloat16"] < 0.75 * error["autocast"]
+    assert abs(error["bfloat16"] - error["float32 sums"]) < 0.1 * error["bfloat16"]
 
 def test_initial_state():
     """Noise has the paper's code's spread and cut; a row's follows from its seed and number alone."""
