@@ -755,7 +755,7 @@ def test_adamw_and_clipping_are_torchs(clip, scale):
     assert all(p.allclose(theirs[name], atol=1e-7) for name, p in ours.items())
 
 def test_adamw_star_is_the_papers():
-    """AdamW* is its formulas in REFERENCE.md in float64, with v clamped in place at 1e-12."""
+    """AdamW* is its formulas written out in float64, with v clamped in place at 1e-12."""
     lr, decay, name = 0.01, 0.1, "embed.weight"
     w = noise()[name].double()
     ours = parameters({name: w})
