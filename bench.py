@@ -135,7 +135,8 @@ def bench_train(model, args):
     shape = 2, args.batch_size or 4, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     model.to(getattr(torch, args.dtype))
-    optimizer = Optimizer(model.named_parameters(), 1e-3, 5e-5, 1e-4, args.optimizer)
+    optimizer = Optimizer(model.named_parameters(), lr=1e-3, adam_lr=5e-5,
+                          weight_decay=1e-4, rule=args.optimizer)
     if not args.no_compile:
         model.compile_parts()
 

@@ -20,11 +20,11 @@ adapter on. Our gradients are no further from float32's (runs/README.md).
 
 Paper: arXiv 2511.07384, section 3.
 """
-import glob
 import json
 import math
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -474,10 +474,15 @@ class RecurrentLM(nn.Module):
             json.dump({"model_type": "loopgraft", **asdict(self.config)}, f, indent=1)
 
 
+def checkpoints(folder):
+    """Paths of the checkpoints step_N in a run's folder, oldest first. Other names do not count."""
+    found = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
 def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest step_* checkpoint of a run's folder."""
-    steps = sorted(glob.glob("step_??????", root_dir=folder))
-    folder = os.path.join(folder, *steps[-1:])
+    folder = str([folder, *checkpoints(folder)][-1])
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise UserError(f"{folder}: no such folder, or no config.json or step_* in it")
     return folder

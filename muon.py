@@ -9,8 +9,8 @@ of the update has the same size. Five Newton-Schulz steps, made of matrix produc
     opt.accumulate()
     norm = opt.step(lr_factor, clip=1.0, labels=labels)    # once an update, on every rank
 
-Gradients add up in one float32 buffer, which one all-reduce sums over the ranks. All ranks hold the
-same state. They share the Newton-Schulz work: each orthogonalises its part of the matrices and
+Gradients add up in one float32 buffer, and one all-reduce sums it over the ranks, which all hold
+the same state. They share the Newton-Schulz work: each orthogonalises some of the matrices and
 broadcasts the results. Where the model computes in bfloat16, the optimizer keeps float32 master
 weights.
 
@@ -24,8 +24,11 @@ import torch
 import torch.distributed as dist
 
 MOMENTUM, BETAS = 0.95, (0.9, 0.95)
-BUFFERS = {"muon": ["momentum"], "adamw": ["exp_avg", "exp_avg_sq"],
-           "adamw*": ["exp_avg", "exp_avg_sq"]}
+BUFFERS = {  # what each rule keeps of a parameter
+    "muon": ["momentum"],
+    "adamw": ["exp_avg", "exp_avg_sq"],
+    "adamw*": ["exp_avg", "exp_avg_sq"],
+}
 
 
 def newton_schulz(G):
@@ -46,8 +49,9 @@ def newton_schulz(G):
 
 def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
     """Update t (from 1) of AdamW for lists of tensors, in place, by torch's fused kernel."""
+    beta1, beta2 = BETAS
     t = [torch.full((), float(t), device=weights[0].device)] * len(weights)
-    torch._fused_adamw_(weights, grads, m, v, [], t, lr=lr, beta1=BETAS[0], beta2=BETAS[1],
+    torch._fused_adamw_(weights, grads, m, v, [], t, lr=lr, beta1=beta1, beta2=beta2,
                         weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False)
 
 
@@ -60,19 +64,20 @@ def adamw_star_(w, g, m, v, t, lr, decay):
     if t == 1:
         m.copy_(g)
         v.copy_(g.square())
-    m.lerp_(g, 1 - BETAS[0])
-    v.lerp_(g.square(), 1 - BETAS[1]).clamp_(min=1e-12)
+    beta1, beta2 = BETAS
+    m.lerp_(g, 1 - beta1)
+    v.lerp_(g.square(), 1 - beta2).clamp_(min=1e-12)
     excess = (g.square() / v).mean().sqrt().clamp(min=1)
-    step = lr / (1 - BETAS[0] ** t) / excess
+    step = lr / (1 - beta1**t) / excess
     w.mul_(1 - decay)
-    w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - BETAS[1] ** t)))
+    w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - beta2**t)))
 
 
 def stacked_parts(model):
     """
-    The rows of q, k, v and of gate, up in the matrices of a feed-forward model that stack them, as
-    {name: rows of the parts}. The paper's static baselines are Hugging Face models, in which these
-    are matrices of their own; its recurrent models stack them.
+    {name: rows of its parts} of the matrices of a feed-forward model that stack q, k and v, or gate
+    and up. The paper's static baselines are Hugging Face models, in which these are matrices of
+    their own; its recurrent models stack them.
     """
     parts = {}
     for i, block in enumerate(model.prelude):
@@ -83,48 +88,49 @@ def stacked_parts(model):
 
 class Optimizer:
     """
-    named: (name, parameter) pairs, each parameter once. optimizer "muon": matrices of blocks and
-    adapter by Muon at lr, the rest by AdamW at adam_lr. "adamw" and "adamw*": everything at lr.
+    named: (name, parameter) pairs, each parameter once. rule "muon": matrices of blocks and adapter
+    by Muon at lr, the rest by AdamW at adam_lr. "adamw" and "adamw*": everything at lr.
 
     masters: {name: float32 weights} for parameters in bfloat16 (default: copies of these).
-    splits: {name: rows of its parts} of stacked matrices that are updated part by part, which
+    parts: {name: rows of its parts} of stacked matrices that are updated part by part, which
     matters to Muon and AdamW*. With world > 1 all ranks of torch.distributed make the same calls.
     """
 
-    def __init__(self, named, lr, adam_lr, weight_decay, optimizer="muon", masters=None,
-                 splits=None, rank=0, world=1):
+    def __init__(self, named, *, lr, adam_lr, weight_decay, rule="muon", masters=None, parts=None,
+                 rank=0, world=1):
         # Small ones first: while a large gradient is added to its sum, the others are gone already.
-        named = dict(sorted(named, key=lambda item: item[1].numel()))
-        self.params = list(named.values())
+        self.params = dict(sorted(named, key=lambda item: item[1].numel()))
         self.lr, self.weight_decay = lr, weight_decay
-        self.adam_lr = adam_lr if optimizer == "muon" else lr
-        self.eps = 1e-10 if optimizer == "muon" else 1e-8
+        self.adam_lr = adam_lr if rule == "muon" else lr
+        self.eps = 1e-10 if rule == "muon" else 1e-8
         self.rank, self.world, self.updates = rank, world, 0
 
-        sizes = [p.numel() for p in self.params]
-        self.sums = torch.zeros(sum(sizes), device=self.params[0].device)
-        parts = self.sums.split(sizes)
-        self.grads = [part.view_as(p) for part, p in zip(parts, self.params)]
-        self.masters, self.state, self.groups = {}, {}, {kind: [] for kind in BUFFERS}
-        for (name, p), grad in zip(named.items(), self.grads):
+        params = list(self.params.values())
+        sizes = [p.numel() for p in params]
+        self.sums = torch.zeros(sum(sizes), device=params[0].device)
+        self.grads = [flat.view_as(p) for flat, p in zip(self.sums.split(sizes), params)]
+        self.masters, self.state = {}, {}
+        self.groups = {rule: [] for rule in BUFFERS}  # tuples (weight, grad, *buffers)
+        for (name, p), grad in zip(self.params.items(), self.grads):
             weight = p.detach()
             if p.dtype != torch.float32:
-                weight = (masters or named)[name].detach().to(p.device, torch.float32)
-            matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
-            kind = "adamw" if optimizer == "muon" and not matrix else optimizer
-            buffers = [torch.zeros_like(weight) for _ in BUFFERS[kind]]
+                weight = (masters or self.params)[name].detach().to(p.device, torch.float32)
             self.masters[name] = weight
-            for key, buffer in zip(BUFFERS[kind], buffers):
-                self.state[f"{name}.{key}"] = buffer
-            rows = (splits or {}).get(name, [len(weight)])
-            self.groups[kind] += zip(*(t.split(rows) for t in (weight, grad, *buffers)))
+            matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
+            own_rule = "adamw" if rule == "muon" and not matrix else rule
+            tensors = [weight, grad]
+            for key in BUFFERS[own_rule]:
+                self.state[f"{name}.{key}"] = buffer = torch.zeros_like(weight)
+                tensors.append(buffer)
+            rows = (parts or {}).get(name, [len(weight)])
+            self.groups[own_rule] += zip(*(t.split(rows) for t in tensors))
         # Ranks take turns with the matrices, the most expensive first: their work is nearly even.
         self.groups["muon"].sort(key=lambda tensors: tensors[0].numel(), reverse=True)
 
     @torch.no_grad()
     def accumulate(self):
         """Add the parameters' gradients to their float32 sums; call it after each backward()."""
-        for p, grad in zip(self.params, self.grads):
+        for p, grad in zip(self.params.values(), self.grads):
             if p.grad is not None:
                 grad += p.grad
                 p.grad = None
@@ -162,9 +168,9 @@ class Optimizer:
             for tensors in self.groups["adamw*"]:
                 adamw_star_(*tensors, self.updates, self.lr * lr_factor,
                             self.weight_decay * lr_factor)
-            for p, weight in zip(self.params, self.masters.values()):
+            for name, p in self.params.items():
                 if p.dtype != torch.float32:
-                    p.copy_(weight)
+                    p.copy_(self.masters[name])
         self.sums.zero_()
         return norm
 
@@ -186,6 +192,7 @@ class Optimizer:
             self.apply(*pending, lr)
 
     def apply(self, weight, update, work, lr):
+        """Take a matrix's orthogonal update once its broadcast `work` has arrived."""
         if work:
             work.wait()
         rows, cols = weight.shape

@@ -724,7 +724,7 @@ def test_muon_is_torchs():
     ours, theirs = parameters(noise()), parameters(noise())
     matrices = [theirs["core.0.mlp.fc.weight"], theirs["core.0.mlp.proj.weight"]]
     parts = [torch.nn.Parameter(part.detach()) for part in theirs[QKV].split([16, 8])]
-    opt = Optimizer(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, splits={QKV: [16, 8]})
+    opt = Optimizer(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, parts={QKV: [16, 8]})
     peer = torch.optim.Muon([*matrices, *parts], lr=0.02, weight_decay=0.1)
     for i in range(4):
         grads = noise(i)
@@ -741,7 +741,7 @@ def test_muon_is_torchs():
 def test_adamw_and_clipping_are_torchs(clip, scale):
     """AdamW is torch's with eps 1e-8, after torch's clip_grad_norm_, also for tiny gradients."""
     ours, theirs = parameters(noise()), parameters(noise())
-    opt = Optimizer(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, optimizer="adamw")
+    opt = Optimizer(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, rule="adamw")
     peer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), weight_decay=0.1)
     for i in range(5):
         grads = noise(i, scale=scale)
@@ -759,7 +759,7 @@ def test_adamw_star_is_the_papers():
     lr, decay, name = 0.01, 0.1, "embed.weight"
     w = noise()[name].double()
     ours = parameters({name: w})
-    opt = Optimizer(ours.items(), lr, 1.0, decay, "adamw*")
+    opt = Optimizer(ours.items(), lr=lr, adam_lr=1.0, weight_decay=decay, rule="adamw*")
     for t, factor in enumerate((0.3, 1.0, 1.0, 0.7, 0.2), start=1):
         g = noise(t, scale=20 if t == 3 else 1)[name]
         g[2] *= 1e-8
@@ -783,7 +783,8 @@ def optimizer_rank(rank, world, folder):
     found = {}
     for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
         ps = parameters(noise(), getattr(torch, dtype))
-        opt = Optimizer(ps.items(), 0.02, 0.01, 0.1, kind, noise(), rank=rank, world=world)
+        opt = Optimizer(ps.items(), lr=0.02, adam_lr=0.01, weight_decay=0.1, rule=kind,
+                        masters=noise(), rank=rank, world=world)
         for u in range(20):
             grads = [noise(u, i) for i in range(rank * 8 // world, (rank + 1) * 8 // world)]
             step_with(opt, ps, *grads, lr_factor=0.9**u, clip=20.0, labels=8)
@@ -1035,7 +1036,8 @@ def test_recipes_can_be_played(corpus, monkeypatch):
                          for word in words[words.index("train.py") + 1:]]
                 settings = train.read_settings(flags)
                 train.shape(settings)
-                run = {key: x for key, x in vars(settings).items() if key not in train.FREE}
+                run = {key: getattr(settings, key) for key in ("data", *vars(train.Recipe))
+                       if key[0] != "_"}
                 assert runs.setdefault(settings.out_dir, run) == run
                 if settings.init_from:
                     shutil.copytree(settings.init_from, settings.out_dir, dirs_exist_ok=True)
@@ -1589,7 +1591,7 @@ def simulate(folder):
                  "--batch_size=8 --context=26 --n_prelude=1 --n_core=1 --n_coda=1 --eval_rows=8 "
                  "--mean_recurrence=2 --backprop_depth=1 --curriculum=none --eval_steps=1 "
                  "--recurrence_sampler=fixed --compile=false")
-        train.train(train.read_settings(flags.split()), "gpu")
+        train.train(train.read_settings(flags.split()), "gpu", dist.HashStore())
         return list(collectives)
 
     _setup_privateuseone_for_python_backend("gpu")
@@ -1656,7 +1658,7 @@ def test_a_rank_takes_its_device_first(monkeypatch):
     monkeypatch.setattr(train, "WORLD", 4)
     monkeypatch.setenv("LOCAL_RANK", "1")
     machine.dist.rendezvous.return_value = iter([["store"]])
-    assert train.start_processes() == "cuda:1"
+    assert train.start_processes()[0] == "cuda:1"
     assert [call[0] for call in machine.mock_calls if "bool" not in call[0]] == [
         "cuda.is_available", "cuda.set_device", "precision", "dist.rendezvous",
         "dist.init_process_group"]

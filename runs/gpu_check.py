@@ -57,7 +57,8 @@ def make_update(device, dtype):
     """An optimizer, and a function that makes one update -> the norm of the gradient."""
     model, idx, targets, state = small(device, torch.float32)
     masters = {name: p.data for name, p in model.named_parameters()}
-    optimizer = Optimizer(model.to(dtype).named_parameters(), 0.01, 0.01, 0.0, masters=masters)
+    optimizer = Optimizer(model.to(dtype).named_parameters(), lr=0.01, adam_lr=0.01,
+                          weight_decay=0.0, masters=masters)
 
     def update():
         model(idx, targets, (4, 4), state)[1].backward()
