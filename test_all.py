@@ -50,7 +50,7 @@ import surgery
 import train
 from data import Shards, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
-from model import Config, RecurrentLM, UserError, load_config, run_blocks
+from model import Config, RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
 from muon import Optimizer
 from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
@@ -1122,15 +1122,64 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     call("train", *base)
     assert same_end("run", unbroken)
 
+def test_a_stop_drops_the_unfinished_update(base, monkeypatch):
+    """
+    A stop in an accumulation of 128 micro-batches saves the last finished update within two, on all
+    ranks if one is asked. The run ends as if nothing had stopped it.
+    """
+    base = [*base, "--batch_size=128", "--micro_batch=1", "--updates=2", "--eval_rows=1"]
+    call("train", *base, "--out_dir=unbroken")
+    run_batch, seen = train.run_batch, []
+
+    def asked(model, batch, *rest):
+        seen.append(batch[2][0])
+        if batch[2][0] == 200:  # in the second update
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_batch(model, batch, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "run_batch", asked)
+        assert outcome("train", *base, "--out_dir=run")[0] == 128 + signal.SIGTERM
+    assert seen[-1] <= 201 and checkpoints("run") == ["step_000001"]
+    call("train", *base, "--out_dir=run")
+    assert losses("run") == losses("unbroken")
+    assert same(weights("run/step_000002"), weights("unbroken/step_000002"))
+    two = launch("train.py", *base, "--out_dir=two", world=2)
+    while "update     1/2" not in Path("log").read_text():
+        time.sleep(0.002)
+    os.kill(two[1].pid, signal.SIGTERM)
+    for process in two:
+        process.join()
+        assert process.exitcode == 128 + signal.SIGTERM
+    assert checkpoints("two") == ["step_000001"]
+
 def test_changed_settings_or_data(base):
-    """A run does not go on with other settings, or with data that changed meanwhile."""
+    """
+    A run does not go on with other settings, or with data that changed meanwhile. Runs and data
+    sets may move.
+    """
     base = [*base, "--data=data/pretrain", "--updates=1", "--out_dir=run"]
     tiny("data", rows=64)
     call("train", *base)
     assert "lr=0.01, not 0.02" in refusal("train", *base, "--lr=0.02")
+    shutil.copytree("run", "copy")
+    shutil.copytree("data", "moved")
+    said = call("train", *base, "--data=moved/pretrain", "--out_dir=copy")
+    assert "copy: is complete" in said
     shutil.rmtree("data")
     tiny("data", seed=1, rows=64)
     assert "has changed" in refusal("train", *base)
+
+def test_a_run_deletes_its_own_checkpoints_alone(base):
+    """The older of two checkpoints goes; what only has a name like it stays. Names are numbers."""
+    others = ["step_000002_keep", "step_best", "step_notes.txt"]
+    for name in others:
+        data.write_json(f"run/{name}/config.json" if "." not in name else f"run/{name}", {})
+    call("train", *base, "--updates=6", "--out_dir=run")
+    assert checkpoints("run") == sorted(["step_000006", *others])
+    for number in (999_999, 1_000_000):
+        data.write_json(f"run/step_{number}/config.json", {})
+    assert find_checkpoint("run") == "run/step_1000000"
 
 def test_updates_that_are_not_finite(base, monkeypatch):
     """
@@ -1152,13 +1201,17 @@ def test_updates_that_are_not_finite(base, monkeypatch):
         assert "no finite gradient" in refusal("train", *base, "--out_dir=bad")
         assert checkpoints("bad") == ["step_000003"]
 
-def test_accumulation_is_the_mean_over_all_labels(base):
-    """Micro-batches with different numbers of labels give the update of the whole batch."""
-    base = [*base, "--updates=4", "--optimizer=adamw"]
-    for size in (16, 2):
+@pytest.mark.parametrize("draws, sizes", [(1, (16, 2)), (4, (4, 2, 1))])
+def test_micro_batches_do_not_change_an_update(draws, sizes, base):
+    """
+    Micro-batches of any size give the update of the whole batch, though they have different numbers
+    of labels, and several draws of r, each for the same rows.
+    """
+    base = [*base, "--updates=4", "--optimizer=adamw", "--curriculum=none", f"--draws={draws}"]
+    for size in sizes:
         call("train", *base, f"--micro_batch={size}", f"--out_dir={size}")
-    one, eight = losses("16"), losses("2")
-    assert all(abs(one[u] - eight[u]) < 2e-5 for u in one)
+    first, *others = (losses(str(size)) for size in sizes)
+    assert all(abs(first[u] - other[u]) < 2e-5 for u in first for other in others)
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """Out of memory in the pass at the full depth, before the first update, names the flags."""
@@ -1170,10 +1223,26 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     line = refusal("train", *base, "--out_dir=run")
     assert "--micro_batch=4" in line and "--recompute" in line
 
+def test_processes_start_alike():
+    """A process that sees other checkpoints or weights than another one says so and exits."""
+    store, settings = dist.HashStore(), Settings(out_dir="run")
+    for update, weight in ((4, 1.0), (4, 1.0), (8, 1.0), (4, 1.1)):
+        optimizer = SimpleNamespace(masters={"weight": torch.tensor([2.0, weight])})
+        start = settings, {"update": update}, optimizer, store
+        if (update, weight) == (4, 1.0):
+            train.agree(*start)
+        else:
+            with pytest.raises(UserError, match=f"update {update}.*another one from update 4"):
+                train.agree(*start)
+
 def test_eval_only(corpus, base, unbroken):
-    """--eval_only gives float64's losses."""
+    """--eval_only gives float64's losses of out_dir's newest checkpoint, else of init_from's."""
+    assert "--eval_only" in refusal("train", *base, "--eval_only", "--out_dir=.")
     call("train", *base, "--eval_only", f"--init_from={unbroken}", "--out_dir=.")
     found = read_json("eval_loss_pretrain.json")["results"][1]
+    shutil.copytree(unbroken, "run")
+    call("train", *base, "--eval_only", "--init_from=none", "--out_dir=run")
+    assert read_json("run/eval_loss_pretrain.json")["results"][1] == found
     model = RecurrentLM.load(unbroken).double()
     idx, targets, numbers = Shards(corpus / "pretrain", "val", 52).batch(0, 0, 0, 1, 30)
     state = model.initial_state(30, 52, 0, numbers)
@@ -1389,7 +1458,13 @@ data tiny --out {m} | --out
 data prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} | --out
 data prepare --input none.txt --tokenizer {m} --out out | none.txt
 data prepare --input {m}/config.json --tokenizer {m} --out out | config.json: is not
-train {run} --uptades=3 | uptades
+train {run} --uptades=3 | --updates
+train {run} --steps 4 | --eval_steps
+train {run} --seed=-1 | --seed
+train {run} --warmup=1.5 | --warmup
+train {run} --draws=3 | --draws
+train {run} --n_head=5 | --n_head
+train {run} --wandb | pip install
 train {run} --lr=x | --lr
 train {run} --curriculum=cubic | linear
 train {run} --config=none.toml | none.toml
@@ -1439,6 +1514,14 @@ def test_mistakes_end_in_one_line(row, names):
     """Each of these mistakes ends in one line with these words."""
     command, words = row.split(" | ")
     assert words in refusal(*command.format(**names).split())
+    assert command.startswith("data") or not os.listdir()
+
+def test_settings_that_count_are_not_zero(names):
+    """The number of anything that a run needs is at least 1, and nothing is written before."""
+    for name in ("updates batch_size micro_batch draws context mean_recurrence eval_every eval_rows "
+                 "save_every log_every keep").split():
+        assert f"--{name}" in refusal("train", *names["run"].split(), f"--{name}=0")
+    assert not os.listdir()
 
 
 # ------------------------------------------------------------------------- the paper in miniature
