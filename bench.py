@@ -5,62 +5,79 @@ Measure training and decoding, and draw results.
     python bench.py train --peer                 # beside transformers' Llama, as deep when unrolled
     python bench.py decode --steps 1,4,32        # tokens/s over r
     python bench.py decode --model out/tiny/task --ways "kv=last;exit=kl,exit_threshold=0.01"
-    python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each data set
+    python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each task
     python bench.py plot out/fig4 out/fig5       # loss curves of runs, from their log.jsonl
+    python bench.py equal out/tiny/task out/tiny/pretrain    # updates that cost the parent as much
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
 weights: the speed of a token does not depend on their values. Each speed is the median of repeated
 runs after a warm-up, with the lowest and the highest. The last line of output is JSON.
 
-Tokens/s mean little across different r, so training has its FLOPs utilisation (mfu), too: FLOPs by
-the paper's rule, 6 per parameter of the layers and token where gradients flow and 2 where they do
-not, over the matmul peak that the same run measures. The head and attention come on top of that.
+Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu). FLOPs
+follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
+do not, of the layers alone. The adapter, the head and attention come on top of that.
 """
 import json
 import math
 import os
+import shlex
 import statistics
+import sys
 import time
-from dataclasses import fields
+from pathlib import Path
 
 import torch
 
-from data import Parser, cli, describe, read_json
-from model import Config, RecurrentLM, UserError
+from data import Parser, cli, describe, natural, positive, read_json
+from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 from muon import Optimizer
-from sample import Decoding, compile_decoding, generate, parse_steps
+from sample import (add_decoding_arguments, compile_decoding, decoding, generate,
+                    parse_steps)
 
-# What --x puts on the x axis: in words, and where train.json and log.jsonl keep the latter two.
-AXES = {"steps": "recurrences r at test time", "flops": "FLOPs of a new token (the paper's rule)",
-        "train": "updates of the training", "training_flops": "training FLOPs (the paper's rule)"}
-PROGRESS = {"train": "update", "training_flops": "flops"}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main():
     parser = Parser(description=__doc__)
-    flag = parser.add_argument
-    flag("command", choices=("train", "decode", "plot"))
-    flag("results", nargs="*", help="plot: result files; or runs, for their loss curves")
-    flag("--x", choices=AXES, help="plot: default: steps of results, train of runs")
-    flag("--metric", help="plot: which of the results; default: the first of each file")
-    flag("--labels", help="plot: comma-separated names, one a file; equal ones share a curve")
-    flag("--out", help="plot: .png or .svg; default: beside the first input")
-    flag("--model", help="a checkpoint folder; default: random weights")
-    flag("--dtype", choices=("float32", "bfloat16"), default="float32")
-    flag("--steps", help="train: n+k pairs, recurrences without and with gradient; decode: r")
-    flag("--batch_size", type=int, help="default: train 4, decode 1")
-    flag("--context", type=int, default=256, help="train: tokens of each row")
-    flag("--optimizer", default="adamw", help="train: muon, adamw or adamw*")
-    flag("--prompt", type=int, default=32, help="decode: tokens of each prompt")
-    flag("--tokens", type=int, default=64, help="decode: new tokens of each row")
-    flag("--ways", default="", help="decode: settings of sample.py to compare with plain decoding, "
-                                    "such as 'kv=last;draft_steps=4'")
-    flag("--repeat", type=int, default=5, help="timed runs of each figure")
-    flag("--no_compile", action="store_true")
-    flag("--peer", action="store_true", help="also time transformers' Llama")
-    args = parser.parse_intermixed_args()
-    (plot if args.command == "plot" else bench)(args)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser("train", help="time updates")
+    flag = train.add_argument
+    flag("--steps", type=n_plus_k, default="0+4,24+8", help="recurrences without + with gradient")
+    flag("--batch_size", type=positive, default=4, help="rows of an update")
+    flag("--context", type=positive, default=256, help="tokens of a row")
+    flag("--optimizer", choices=("muon", "adamw", "adamw*"), default="adamw")
+
+    decode = commands.add_parser("decode", help="time new tokens")
+    flag = decode.add_argument
+    flag("--steps", type=parse_steps, default="1,2,4,8,16,32", help="recurrences r")
+    flag("--batch_size", type=positive, default=1, help="prompts at once")
+    flag("--prompt", type=positive, default=32, help="tokens of a prompt")
+    flag("--tokens", type=positive, default=64, help="new tokens of a row")
+    flag("--ways", type=parse_ways, default="", help="settings of sample.py to compare with plain "
+                                                     "decoding, such as 'kv=last;draft_steps=4'")
+    for timed in (train, decode):
+        flag = timed.add_argument
+        flag("--model", help="a checkpoint folder; default: random weights")
+        flag("--dtype", choices=("float32", "bfloat16"), default="float32")
+        flag("--repeat", type=positive, default=5, help="timed runs of each figure")
+        flag("--no_compile", action="store_true", help="do without torch.compile")
+        flag("--peer", action="store_true", help="time transformers' Llama, too")
+
+    drawn = commands.add_parser("plot", help="draw results, or the losses of runs")
+    flag = drawn.add_argument
+    flag("results", nargs="+", help="result files, or folders of runs")
+    flag("--x", choices=AXES, help="default: steps of results, update of runs")
+    flag("--labels", help="comma-separated names, one a file; equal ones share a curve")
+    flag("--out", help=".png or .svg; default: named after the first input")
+
+    equal = commands.add_parser("equal", help="count the updates that cost a parent as much")
+    flag = equal.add_argument
+    flag("run", help="a run, with all that was spent on it since surgery")
+    flag("parent", help="the model that is to train for as many FLOPs")
+
+    args = parser.parse_args()
+    {"train": bench, "decode": bench, "plot": plot, "equal": equal_flops}[args.command](args)
 
 
 # ------------------------------------------------------------------------------- measuring
@@ -68,20 +85,22 @@ def main():
 def bench(args):
     """
     Time training or decoding. Prints a row as soon as it is measured, and all of them as JSON.
-    matmul_peak is the machine's ceiling: the FLOP/s of a large square matrix product. mfu is the
-    share of it that a training step reaches. peak_mib: the most GPU memory in use so far.
+    matmul_peak is the FLOP/s of a large square matrix product, and mfu the share of it that an
+    update reaches. peak_mib: the most GPU memory in use so far.
     """
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE, torch.float32)
     else:
-        model = RecurrentLM(Config(4096, 512, 8, 2, 1408, 2, 4, 2)).to(DEVICE)
+        model = RecurrentLM(Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
+                                   n_prelude=2, n_core=4, n_coda=2)).to(DEVICE)
         model.init_weights(0)
+    model.to(getattr(torch, args.dtype))
     n = 8192 if DEVICE == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=DEVICE, dtype=getattr(torch, args.dtype))
     peak = measure(lambda: a @ b, 2 * n**3, args)["tokens_per_s"]
     result = {"device": describe(model)[0], "threads": torch.get_num_threads(),
               "torch": torch.__version__, "dtype": args.dtype, "matmul_peak": peak, "rows": []}
-    for row in bench_train(model, args) if args.command == "train" else bench_decode(model, args):
+    for row in (bench_train if args.command == "train" else bench_decode)(model, args):
         if "k" in row:
             row["mfu"] = row["tokens_per_s"] * model.flops_per_token((row["n"], row["k"])) / peak
         if DEVICE == "cuda":
@@ -132,9 +151,8 @@ def bench_train(model, args):
     Time one optimizer update for each (n, k), as train.py makes it: in bfloat16 the optimizer works
     on float32 master weights. Compiling happens in the warm-up, so first_s shows what it takes.
     """
-    shape = 2, args.batch_size or 4, args.context
+    shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
-    model.to(getattr(torch, args.dtype))
     optimizer = Optimizer(model.named_parameters(), lr=1e-3, adam_lr=5e-5,
                           weight_decay=1e-4, rule=args.optimizer)
     if not args.no_compile:
@@ -145,11 +163,16 @@ def bench_train(model, args):
         optimizer.accumulate()
         optimizer.step(1.0, 1.0)
 
-    for pair in (args.steps or "0+4,24+8").split(","):
-        n, k = map(int, pair.split("+"))
+    for n, k in args.steps:
         yield measure(update, idx.numel(), args, name="loopgraft", n=n, k=k)
         if args.peer:
             yield train_peer(llama(model.config, n + k), idx, targets, args, n + k)
+
+
+def n_plus_k(text):
+    """'0+4,24+8' -> [(0, 4), (24, 8)], recurrences without and with gradient"""
+    pairs = (pair.split("+") for pair in text.split(","))
+    return [(natural(n), positive(k)) for n, k in pairs]
 
 
 def train_peer(peer, idx, targets, args, r):
@@ -180,26 +203,28 @@ def bench_decode(model, args):
     of_saving: an exit saves in theory the fixed r over its mean recurrences, as if the prelude, the
     coda and the prompts were free. This share of it is what the clock shows.
     """
-    steps, ways = parse_steps(args.steps or "1,2,4,8,16,32"), parse_ways(args.ways)
-    model.to(getattr(torch, args.dtype)).eval()
     if not args.no_compile:
         compile_decoding(model)
     torch.manual_seed(0)
-    idx = torch.randint(model.config.vocab_size, (args.batch_size or 1, args.prompt))
-    for r in steps:
-        for way in ways:
-            if way.get("draft_steps", -1) >= r:
-                continue  # drafts take fewer recurrences
+    idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
+    for r in args.steps:
+        for way, options in args.ways.items():
+            drafts = options.get("draft_steps")
+            if drafts and (drafts >= r or r % drafts):
+                continue
             events = []
 
             def run():
-                events[:] = generate(model, idx.tolist(), args.tokens, r, **way)
+                events[:] = generate(model, idx.tolist(), args.tokens, r, **options)
 
             row = measure(run, len(idx) * args.tokens, args, r=r, way=way)
-            row["mean_steps"] = statistics.fmean(recurrences for _, _, recurrences in events)
+            took = [recurrences for _, _, recurrences in events]
+            row["mean_steps"] = statistics.fmean(took)
+            if drafts:  # a token whose draft was right follows after as many recurrences
+                row["accepted"] = took.count(drafts) / len(took)
             if not way:
                 plain = row["tokens_per_s"]
-            if "exit" in way:
+            if options.get("exit"):
                 row["of_saving"] = row["tokens_per_s"] / plain * row["mean_steps"] / r
             yield row
         if args.peer:
@@ -208,19 +233,14 @@ def bench_decode(model, args):
 
 def parse_ways(text):
     """
-    'kv=last;draft_steps=4' -> [{}, {"kv": "last"}, {"draft_steps": 4}],
-    settings of sample.Decoding. The first is plain decoding.
+    'kv=last;exit=kl,min_steps=2' -> {"": {}, "kv=last": {"kv": "last", ...}, ...}, settings of
+    sample.py. The first is plain decoding.
     """
-    kinds = {field.name: type(field.default) for field in fields(Decoding)} | {"exit": str}
-    ways = [{}]
-    try:
-        for way in filter(None, text.split(";")):
-            pairs = (pair.split("=") for pair in way.split(","))
-            ways.append({key: kinds[key](value) for key, value in pairs})
-            Decoding(**ways[-1])  # refuses what makes no sense
-    except (AssertionError, KeyError, UserError, ValueError):
-        raise UserError(f"--ways {text}: write settings of sample.py, such as "
-                        "'kv=last;draft_steps=4'")
+    parser, ways = Parser(), {"": {}}
+    add_decoding_arguments(parser)
+    for way in filter(None, text.split(";")):
+        flags = [f"--{setting}" for setting in way.split(",")]
+        ways[way] = decoding(parser.parse_args(flags))
     return ways
 
 
@@ -236,77 +256,99 @@ def decode_peer(peer, idx, args, r):
     return measure(run, len(idx) * args.tokens, args, name="transformers", r=r)
 
 
+# ------------------------------------------------------------------------------- equal cost
+
+def equal_flops(args):
+    """
+    Print for how many updates, of as many tokens, a parent trains by the FLOPs that a run has cost
+    since surgery, healing included.
+    """
+    run = read_json(f"{find_checkpoint(args.run)}/train.json")
+    parent = RecurrentLM.empty(load_config(find_checkpoint(args.parent)))
+    tokens = run["config"]["batch_size"] * run["config"]["context"]
+    print(round(run["flops"] / parent.flops_per_token() / tokens))
+
+
 # ------------------------------------------------------------------------------- drawing
 # A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y,
-# error), ...]}}, perhaps with "x_log": base, "y_log", and "share": y from 0 to 1. An x of None
-# stands for a level line. A file with "figures", as runs/study has them, is drawn as it is.
+# error), ...]}}, perhaps with "x_log": base, and "y_log". An x of None stands for a level line. A
+# file with "figures", as runs/study writes them, is drawn as it is.
+
+AXES = {
+    "steps": "recurrences r at test time",
+    "difficulty": "difficulty",
+    "token_flops": "FLOPs of a new token (the paper's rule)",
+    "update": "updates of the training",
+    "flops": "training FLOPs (the paper's rule)",
+}
+GUESS = "always the commonest answer"
+LOG_BASE = {AXES["steps"]: 2, AXES["token_flops"]: 10}
+
 
 def plot(args):
-    """Draw result files, the loss curves of runs, or a file's own figures."""
-    figures = {}
-    out = args.out or args.results[0].rstrip("/").removesuffix(".json") + ".png"
-    names = args.labels.split(",") if args.labels else args.results
-    for name, path in zip(names, args.results, strict=True):
+    """Draw result files, the losses of runs, or a file's own figures."""
+    labels = args.labels.split(",") if args.labels else args.results
+    if len(labels) != len(args.results):
+        raise UserError(f"--labels: {len(labels)} labels for {len(args.results)} files")
+    figures, panels = [], {}
+    for label, path in zip(labels, args.results):
         if os.path.isdir(path):
-            points = losses(name, path, args.x or "train")
+            points = losses(label, path, args.x or "update")
         else:
             result = read_json(path)
-            if "figures" in result:
-                return draw(result["figures"], out)
-            points = scores(name, result, args.x or "steps", args.metric)
-        for title, x, y, label, *point in points:
-            figure = figures.setdefault((title, x, y), {
-                "title": title, "x": AXES.get(x, x), "y": y, "curves": {},
-                "x_log": {"steps": 2, "flops": 10}.get(x), "share": y == "accuracy"})
-            figure["curves"].setdefault(label, []).append(point)
+            figures += result.get("figures", [])
+            points = scores(label, result, args.x or "steps")
+        for title, x, y, curve, *point in points:
+            panel = panels.setdefault((title, x, y), {
+                "title": title, "x": x, "y": y, "x_log": LOG_BASE.get(x), "curves": {}})
+            panel["curves"].setdefault(curve, []).append(point)
+    for panel in panels.values():
+        if guess := panel["curves"].pop(GUESS, None):
+            panel["curves"][GUESS] = guess[:1]  # once, and last
+    figures += panels.values()
     if not figures:
-        raise UserError(f"--metric {args.metric}: none of the files holds it")
-    draw(list(figures.values()), out)
+        raise UserError(f"{args.results[0]}: holds nothing to draw, or nothing over --x {args.x}")
+    draw(figures, args.out or Path(args.results[0]).with_suffix(".png"))
 
 
-def losses(name, folder, axis):
+def losses(label, folder, axis):
     """
     The losses of a run, of training and of validation at each r. Yields for each the title of its
     figure, words for x and y, the curve's label, x, y and its error.
     """
+    if axis not in ("update", "flops"):
+        raise UserError(f"--x {axis}: the losses of a run are over its update or flops")
     with open(f"{folder}/log.jsonl") as f:
         for line in map(json.loads, f):
-            values = {f"{name}, validation at r = {r}": x for r, x in line.get("val", {}).items()}
-            for label, loss in (values or {name: line["loss"]}).items():
-                yield "", axis, "loss", label, line[PROGRESS[axis]], loss, 0
+            found = {f"{label}, validation at r = {r}": x for r, x in line.get("val", {}).items()}
+            for curve, loss in (found or {label: line["loss"]}).items():
+                yield "", AXES[axis], "loss", curve, line[axis], loss, None
 
 
-def scores(name, result, axis, metric):
+def scores(label, result, axis):
     """
-    Yields the same for what a result file says about a metric. Each task has a figure, and so has
-    the difficulty of the questions. There, and over the training, each r is a curve.
+    Yields the same for the rows of a result file, a figure for each task and metric. Over the
+    difficulty and over the training, each r is a curve. A feed-forward model is a level line over
+    r, and a model that train.py never touched is one over the training.
     """
-    config = Config(**result["config"])
-    metric = metric or result["results"][0]["metric"]
-    y = "accuracy" if metric == "flexible" else metric
-    for row in result["results"]:
-        if row["metric"] != metric:
-            continue
-        r, task = row["steps"], row.get("task", result.get("task", ""))
-        at_r = f"{name}, r = {r}" if config.n_core else name
-        label = at_r if axis in PROGRESS else name
-        x = place(axis, result["model"], config, r)
-        yield task, axis, y, label, x, row["value"], row.get("standard_error")
-        for level, (value, error, *_) in row.get("by_difficulty", {}).items():
-            yield "", result.get("difficulty", "difficulty"), y, at_r, int(level), value, error
-
-
-def place(axis, folder, config, r):
-    """
-    Where a result at r stands on an axis. None: nowhere, its value is a level line. That is a
-    feed-forward model over r, and what train.py never touched over the training.
-    """
-    if axis == "steps":
-        return r if config.n_core else None
-    if axis == "flops":  # of training 6 per parameter that a token meets, of decoding 2
-        return RecurrentLM.empty(config).flops_per_token((0, r)) / 3
-    path = os.path.join(folder, "train.json")
-    return read_json(path)[PROGRESS[axis]] if os.path.exists(path) else None
+    for row in result.get("results", []):
+        r, config = row["steps"], Config(**result["config"])
+        known = result | result.get("training", {}) | row
+        known["token_flops"] = RecurrentLM.empty(config).flops_per_token((0, r)) // 3
+        words, curve = AXES[axis], label
+        if not config.n_core:
+            known["steps"] = None
+        elif axis not in ("steps", "token_flops"):
+            curve += f", r = {r}"
+        points = [(curve, known.get(axis), row["value"], row.get("standard_error"))]
+        if axis == "difficulty":
+            words, levels = known[axis], row.get("by_difficulty", {})
+            points = [(curve, level, *score[:2]) for level, score in levels.items()]
+        if points and "guess" in result:
+            points.append((GUESS, None, result["guess"], None))
+        title, metric = known.get("task", ""), row["metric"].replace("flexible", "accuracy")
+        for point in points:
+            yield title, words, metric, *point
 
 
 def draw(figures, out):
@@ -314,39 +356,49 @@ def draw(figures, out):
     for figure in figures:
         print(f"{figure['title'] or figure['y']} over {figure['x']}")
         for label, points in figure["curves"].items():
-            last = (f"{x or 0:g}: {y:.4f} ± {error or 0:.4f}" for x, y, error in points[-12:])
-            print(f"  {label:32s}", *last, sep="   ")
+            print(f"  {label:32s}", *map(in_words, points), sep="   ")
     try:
         from matplotlib import pyplot
     except ImportError:
-        return print("no picture: pip install matplotlib")
+        return print(f"no picture: pip install matplotlib, then python {shlex.join(sys.argv)}")
     pyplot.switch_backend("agg")
-    rows = 1 + len(figures) // 4
-    columns = math.ceil(len(figures) / rows)
-    picture, axes = pyplot.subplots(rows, columns, figsize=(4.8 * columns, 3.9 * rows),
-                                    layout="tight", squeeze=False)
-    for figure, ax in zip(figures, axes.flat):
-        for i, (label, points) in enumerate(figure["curves"].items()):
-            x, y, error = zip(*points)
-            if x[0] is None:
-                ax.axhline(y[0], color=f"C{i}", ls="--", label=label)
-            else:
-                # Hollow marks of several shapes: curves that lie on each other can be told apart.
-                marker = "os^Dv*PX"[i % 8] if len(x) < 20 else ""
-                ax.errorbar(x, y, error if any(error) else None, color=f"C{i}", label=label,
-                            marker=marker, mfc="none")
-        ax.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
-        if base := figure.get("x_log"):
-            ax.set_xscale("log", base=base)
-            ax.xaxis.set_major_formatter("{x:g}")
-        if figure.get("y_log"):
-            ax.set_yscale("log")
-        if figure.get("share"):
-            ax.set_ylim(0, 1.03)
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=7, framealpha=0.4)
+    rows, columns = math.ceil(len(figures) / 2), min(2, len(figures))
+    picture = pyplot.figure(figsize=(7.2 * columns, 3.7 * rows), layout="constrained")
+    for i, figure in enumerate(figures, 1):
+        draw_panel(picture.add_subplot(rows, columns, i), figure)
     picture.savefig(out)
     print(f"wrote {out}")
+
+
+def in_words(point):
+    x, y, error = point
+    x = "-" if x is None else f"{x:g}" if isinstance(x, float) else x
+    return f"{x}: {y:.4f} ± {error:.4f}" if error else f"{x}: {y:.4f}"
+
+
+def draw_panel(panel, figure):
+    """Draw a figure on matplotlib's axes."""
+    lines = []
+    for i, (label, points) in enumerate(figure["curves"].items()):
+        x, y, error = zip(*points)
+        if x[0] is None:
+            color, style = (f"C{i}", "--") if error[0] else ("gray", ":")
+            lines.append(panel.axhline(y[0], color=color, ls=style, label=label))
+        else:
+            # Hollow marks of several shapes: curves that lie on each other can be told apart.
+            marker = "os^Dv*PX"[i % 8] if len(x) < 20 else ""
+            lines.append(panel.errorbar(x, y, [e or 0 for e in error], color=f"C{i}", label=label,
+                                        marker=marker, mfc="none"))
+    panel.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
+    if figure.get("x_log"):
+        panel.set_xscale("log", base=figure["x_log"])
+        panel.xaxis.set_major_formatter("{x:g}")
+    if figure.get("y_log") or figure["y"] == "loss" and panel.dataLim.y0 < 0.1:
+        panel.set_yscale("log")
+    if figure["y"] == "accuracy":
+        panel.set_ylim(0, 1.03)
+    panel.grid(alpha=0.3)
+    panel.legend(handles=lines, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,20 @@ def write_json(path, value):
         new.write_text(json.dumps(value, indent=1) + "\n")
 
 
+def digest(path):
+    """What tells a file from others, wherever it lies and whenever it was written: its SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def check_settings(path, earlier, settings):
+    """Results of other settings are not mixed: UserError if the earlier ones in `path` differ."""
+    for key, value in settings.items():
+        if earlier.get(key) != value:
+            raise UserError(f"{path}: has {key} = {earlier.get(key)}, not {value}: name another "
+                            "file with --out")
+
+
 def describe(model):
     """(device, dtype) of a model in words, to stand beside a measurement."""
     weight = model.embed.weight
@@ -160,12 +174,16 @@ def describe(model):
 def write_result(path, script, model, task, results, seconds, tokens, **more):
     """
     The JSON file of a measurement. results: a list of {"steps": r, "metric": name, "value": x,
-    "standard_error": se, "n": count, ...}. tokens: what `seconds` were spent on.
+    "standard_error": se, "n": count, ...}. tokens: what `seconds` were spent on. With `training`,
+    a picture needs neither the model nor its folder.
     """
     device, dtype = describe(model)
+    trained = Path(model.folder, "train.json")
+    trained = read_json(trained) if trained.exists() else {}
     write_json(path, dict(
         script=script, model=model.folder, config=asdict(model.config), task=task,
         device=device, dtype=dtype, torch=torch.__version__,
+        training={key: trained.get(key) for key in ("update", "flops")},
         seconds=seconds, tokens_per_second=tokens / seconds, **more, results=results))
 
 

@@ -24,13 +24,15 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from itertools import chain, islice, product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from data import RANK, WORLD, Parser, cli, describe, positive, read_json, whole, write_result
+from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, positive, read_json,
+                  say, whole, write_result)
 from model import UserError
 from sample import (add_decoding_arguments, add_model_arguments, answer_batch, decoding, load_model,
                     parse_steps)
@@ -86,13 +88,13 @@ def read_questions(path, limit=None):
     rows = []
     try:
         with open(path, encoding="utf-8") as f:
-            for line in islice(f, limit):
-                row = {"difficulty": None, "index": len(rows)} | json.loads(line)
+            for line in islice(filter(str.strip, f), limit):  # leaves out empty lines
+                row = {"difficulty": None} | json.loads(line) | {"index": len(rows)}
                 row |= {key: str(row[key]) for key in ("question", "answer")}
                 rows.append(row)
     except (ValueError, KeyError, TypeError) as e:  # ValueError also for a file that is not text
-        raise UserError(f'{path}:{len(rows) + 1}: not a JSON object with "question" and "answer" '
-                        f'({e!r})')
+        raise UserError(f'{path}: line {len(rows) + 1} is not a JSON object with "question" and '
+                        f'"answer" ({e!r})')
     if not rows:
         raise UserError(f"{path}: holds no questions")
     return rows
@@ -181,19 +183,18 @@ def answer_rest(model, tokenizer, rows, steps, answers, path, args):
                     f.writelines(json.dumps(line) + "\n" for line in new.values())
             except OSError as e:  # a full disk
                 raise UserError(f"{path}: cannot be written ({e}): the same command resumes")
-            print(f"r = {r}: batch {first + 1} of {len(todo)}", file=sys.stderr,
-                  end="\r" if sys.stderr.isatty() else "\n")
+        say(f"batch {first + 1} of {len(todo)}", renew=True, file=sys.stderr)
 
 
 # ---- the file of answers ----------------------------------------------------------------------
 
 def settings_of(args, model):
     """Everything that decides an answer; the first line of the file of answers."""
-    keys = "data", "template", "shots", "max_new_tokens", "dtype"
+    keys = "template", "shots", "max_new_tokens", "dtype"
     settings = {key: getattr(args, key) for key in keys} | decoding(args)
-    # A model that was trained again in the same folder is another one.
-    saved = os.path.getmtime(f"{model.folder}/model.safetensors")
-    return settings | {"script": "eval_gsm8k", "model": model.folder, "weights_saved": saved}
+    # Files are known by what they hold: they may be moved, and a model trained on in its folder.
+    return settings | {"questions": digest(args.data),
+                       "weights": digest(f"{model.folder}/model.safetensors")}
 
 
 def read_answers(path, settings):
@@ -208,12 +209,9 @@ def read_answers(path, settings):
             lines = f.read().split("\n")[:-1]
         first, *answers = [json.loads(line) for line in lines]
         answers = {(line["steps"], line["index"]): line for line in answers}
-        for key, value in settings.items():
-            if first[key] != value:
-                raise UserError(f"{path}: holds answers with {key} {first[key]}, not {value}: "
-                                "delete it, or name another file with --out")
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: is damaged or not a file of answers: name another with --out")
+    check_settings(path, first, settings)
     return answers
 
 
@@ -268,7 +266,7 @@ def parse_args():
     p = Parser(description="GSM8K over recurrences.")
     p.add_argument("--model", required=True, help="checkpoint or run folder")
     p.add_argument("--data", required=True, help='.jsonl with "question" and "answer"')
-    p.add_argument("--steps", default="1,2,4,8,16,32",
+    p.add_argument("--steps", type=parse_steps, default="1,2,4,8,16,32",
                    help="recurrences r, comma-separated; default: %(default)s")
     p.add_argument("--template", choices=("cot", "plain"), default="cot",
                    help="cot: the paper's prompt (default); plain: the question alone")
@@ -299,10 +297,10 @@ def main():
     rows = read_questions(args.data, args.limit)
     model, tokenizer = load_model(args.model, args.device, args.dtype, args.compile)
     config = model.config
-    steps = sorted(parse_steps(args.steps)) if config.n_core else [0]
-    if not 0 < args.max_new_tokens < config.context:
-        raise UserError(f"--max_new_tokens {args.max_new_tokens}: must be positive and leave "
-                        f"room for a prompt in the model's context of {config.context}")
+    steps = args.steps if config.n_core else [0]
+    if args.max_new_tokens >= config.context:
+        raise UserError(f"--max_new_tokens {args.max_new_tokens}: leaves no room for a prompt in "
+                        f"the model's context of {config.context}")
     for row in rows:
         prompt = make_prompt(row["question"], args.template, args.shots)
         ids = tokenizer.encode(prompt, bos=True)
@@ -326,8 +324,10 @@ def main():
         results = summarise(rows, answers, steps, metrics)
         seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
         tokens = sum(answer["tokens"] for answer in answers.values())
+        [(_, commonest)] = Counter(normalise(row["answer"]) for row in rows).most_common(1)
         write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
-                     n=len(rows), difficulty=args.difficulty, settings=settings)
+                     n=len(rows), guess=commonest / len(rows), difficulty=args.difficulty,
+                     settings=settings)
         print_table(results, config, args)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 

@@ -21,7 +21,8 @@ import time
 import numpy as np
 import torch
 
-from data import Parser, cli, natural, positive, read_json, write_result
+from data import (Parser, check_settings, cli, digest, natural, positive, read_json,
+                  write_result)
 from model import UserError
 from sample import add_model_arguments, answer_batch, load_model, parse_steps
 
@@ -239,7 +240,7 @@ def main():
     p = Parser(description="Tasks of lm-evaluation-harness over recurrences.")
     p.add_argument("--model", required=True, help="checkpoint or run folder")
     p.add_argument("--tasks", required=True, help="names, comma-separated")
-    p.add_argument("--steps", default="1,2,4,8,16,32",
+    p.add_argument("--steps", type=parse_steps, default="1,2,4,8,16,32",
                    help="recurrences r, comma-separated; default: %(default)s")
     p.add_argument("--include_path", help="a folder with .yaml files of further tasks")
     p.add_argument("--num_fewshot", type=natural, help="default: as the task says, or else none")
@@ -253,17 +254,22 @@ def main():
     if TemplateLM is object:
         raise UserError('eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate '
                         f'({missing})')
-    out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
-    if os.path.exists(out) and "results" not in read_json(out):
-        raise UserError(f"{out}: is no earlier result: name another file with --out")
-    lm = Harness(args.model, parse_steps(args.steps), args.batch_size, args.device, args.dtype,
-                 args.seed, args.state, args.max_length)
+    lm = Harness(args.model, args.steps, args.batch_size, args.device, args.dtype, args.seed,
+                 args.state, args.max_length)
+    keys = "tasks", "num_fewshot", "limit", "max_length", "dtype", "seed", "state"
+    settings = {key: getattr(args, key) for key in keys}
+    settings["weights"] = digest(f"{lm.model.folder}/model.safetensors")
+    out, earlier = args.out or f"{args.model}/eval_{args.tasks:.100}.json", []
+    if os.path.exists(out):
+        earlier = read_json(out)
+        check_settings(out, earlier.get("settings", {}), settings)
+        earlier = [x for x in earlier["results"] if x["steps"] not in lm.steps]
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     began = time.perf_counter()
-    results = evaluate(lm, tasks, args.limit)
+    results = sorted(earlier + evaluate(lm, tasks, args.limit), key=lambda x: x["steps"])
     seconds = time.perf_counter() - began
     write_result(out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
-                 settings=vars(args))
+                 settings=settings)
     print_table(results, lm.model.config)
     print(f"{lm.model.folder}: {lm.tokens} tokens in {seconds:.1f} s: {out}")
 

@@ -1272,8 +1272,10 @@ def test_prompts_are_the_papers():
 
 @pytest.fixture
 def gsm8k(corpus, checkpoint):
-    """Flags of eval_gsm8k.py, all but --out."""
-    return ["--model", checkpoint, "--data", corpus / "test.jsonl", "--template", "plain",
+    """Flags of eval_gsm8k.py, all but --out. The questions have an "index" that is not ours."""
+    rows = [json.loads(line) | {"index": 3} for line in open(corpus / "test.jsonl")]
+    Path("asked.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    return ["--model", checkpoint, "--data", "asked.jsonl", "--template", "plain",
             "--max_new_tokens", 3, "--batch_size", 4, "--limit", 60, "--steps", "1,32"]
 
 def answers_of(path):
@@ -1281,16 +1283,24 @@ def answers_of(path):
     settings, *answers = [json.loads(line) for line in open(path)]
     return sorted((answer["steps"], answer["index"], answer["output"]) for answer in answers)
 
-def test_killed_evaluation_goes_on(gsm8k):
-    """Killed by -9 in the middle of a line and resumed on two processes, it ends as if unbroken."""
+def test_killed_evaluation_goes_on(gsm8k, corpus):
+    """
+    Killed by -9 in the middle of a line, moved and resumed on two processes, it ends as if
+    unbroken. Other weights in the same place are refused.
+    """
     call("eval_gsm8k", *gsm8k, "--out", "unbroken.json")
     command, path = ("eval_gsm8k.py", *gsm8k, "--out", "killed.json"), Path("killed.jsonl")
     kill(launch(*command), lambda: path.exists() and path.read_bytes().count(b"\n") > 70)
     with open(path, "a") as f:
         f.write('{"index": 3, "steps"')
+    gsm8k[1], gsm8k[3] = shutil.copytree(gsm8k[1], "moved"), shutil.copy(gsm8k[3], "moved.jsonl")
+    command = "eval_gsm8k.py", *gsm8k, "--out", "killed.json"
     finish(*command, world=2)
     assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
+    assert len(answers_of("killed.jsonl")) == 2 * 60
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
+    save(small(seed=1), "moved", corpus)
+    assert "weights" in refusal("eval_gsm8k", *command[1:])
 
 # -------------------------------------------------------------------- lm-evaluation-harness
 
@@ -1426,18 +1436,23 @@ def test_bench_ends_with_json(checkpoint):
     assert exits["of_saving"] == pytest.approx(faster / 2)  # tokens stop after 2 of 4 recurrences
 
 def test_plot_results(unbroken):
-    """plot has a panel for each data set and one for difficulties, and draws a run's losses."""
-    for task, level in (("near", 12), ("far", 18)):
-        row = {"steps": 4, "metric": "flexible", "value": 0.5, "by_difficulty": {level: [0.5, 0.1]}}
-        result = {"model": "m", "config": vars(small().config), "task": task, "results": [row],
-                  "difficulty": "sentences"}
-        data.write_json(f"{task}.json", result)
-    said = call("bench", "plot", "near.json", "far.json", "--labels", "a,a")
-    for words in ("near over recurrences", "far over recurrences", "accuracy over sentences",
-                  "12: 0.5000 ± 0.1000   18: 0.5000 ± 0.1000"):
+    """plot says every point of results and losses; what has no r, or no error, is said without."""
+    for name, n_core, value, level in (("near", 2, 0.5, 12), ("far", 2, 0.25, 18), ("p", 0, 1, 1)):
+        rows = [{"steps": r, "metric": "flexible", "value": value, "standard_error": 0.25 * value,
+                 "by_difficulty": {level: [value, 0.1]}} for r in range(2, 16)]
+        data.write_json(f"{name}.json", {
+            "config": vars(small(n_core=n_core).config), "task": "count", "difficulty": "sentences",
+            "guess": 0.13, "training": {"update": 7}, "results": rows[:1 if name == "p" else None]})
+    files = "near.json", "far.json", "p.json", "--labels", "a,a,parent"
+    said = call("bench", "plot", *files)
+    for words in ("count over recurrences", "   15: 0.5000 ± 0.1250   2: 0.2500 ± 0.0625",
+                  "parent", " -: 1.0000 ± 0.2500\n", "always the commonest answer        -: 0.1300\n"):
         assert words in said
+    said = call("bench", "plot", *files, "--x", "difficulty")
+    assert "count over sentences" in said and "   18: 0.2500 ± 0.1000\n" in said
+    assert "7: 0.5000 ± 0.1250   7: 0.25" in call("bench", "plot", *files, "--x", "update")
     said = call("bench", "plot", unbroken)
-    assert "validation at r = 4" in said and f"12: {losses(unbroken)[12]:.4f}" in said
+    assert "validation at r = 4" in said and f"12: {losses(unbroken)[12]:.4f}\n" in said
 
 
 # --------------------------------------------------------------------------------------- mistakes
@@ -1484,8 +1499,15 @@ eval_gsm8k {ask} --steps 1,-2 | --steps
 eval_gsm8k {ask} --max_new_tokens 4096 | context of 40
 eval_gsm8k {ask} --limit 0 | --limit
 eval_gsm8k {ask} --batch_size x | --batch_size
-bench decode --ways foo=1 | foo=1
+bench decode --ways foo=1 | foo
+bench decode --repeat 0 | --repeat
+bench train --steps 4 | --steps
+bench train --steps 4+0 | --steps
+bench plot | results
 bench plot none.json | none.json
+bench plot {m}/config.json | nothing to draw
+bench plot {m} --x steps | --x steps
+bench plot {m}/config.json {m} --labels a | 1 labels for 2
 """
 
 @pytest.fixture(scope="session")
@@ -1549,9 +1571,13 @@ cat answer
         said = call(asked[0].removesuffix(".py"), *asked[1:])
         Path("answer").write_text(said)
     assert process.wait() == 0
-    for name, wanted in (("recurrent", [1, 2, 4, 8, 16, 32]), ("parent_flops", [0])):
+    for name, wanted in (("task_test18", [1, 2, 4, 8, 16, 32]), ("parent_flops_test", [0])):
         results = read_json(f"out/tiny-quick-seed5/eval_{name}.json")["results"]
         assert [x["steps"] for x in results] == wanted
+    run, tokens, flops = (read_json(next(Path("out").glob(f"*/{name}/step_*/train.json")))
+                          for name in ("task", "parent_tokens", "parent_flops"))
+    assert tokens["tokens"] == run["tokens"]
+    assert abs(flops["flops"] / run["flops"] - 1) < 0.5 / flops["update"]
     assert os.listdir("out") == ["tiny-quick-seed5"]
 
 def test_no_compiler(base, monkeypatch):

@@ -23,11 +23,12 @@ done
 [[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
 out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
-# Training is in bfloat16 where the processor has it (a third faster here), else in float32; the
-# stage that teaches the task may differ. All scores are in float32.
+heal=100 task=350  # updates
+if [[ $quick ]]; then heal=4 task=6; fi
+# Training is in bfloat16 where the processor has it (a third faster here), else in float32. All
+# scores are in float32.
 dtype=float32
 if grep -qs bf16 /proc/cpuinfo; then dtype=bfloat16; fi
-task_dtype=$dtype
 
 stage() {  # stage TITLE TIME PURPOSE
     local time=$2
@@ -40,18 +41,14 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
     python train.py --config=config/tiny_"$config".toml --seed="${seed:-0}" --out_dir=$out/"$name" \
         --dtype=$dtype ${quick:+--compile=false} "$@"
 }
-equal() {  # equal tokens|flops: updates that cost the parent what task has cost since surgery
-    python -c "
-from data import read_json
-from model import RecurrentLM, find_checkpoint
-cost = {'tokens': 1, 'flops': RecurrentLM.load('$out/pretrain').flops_per_token()}['$1']
-spent = read_json(find_checkpoint('$out/task') + '/train.json')['$1']
-print(round(spent / cost / (128 * 26)))"
-}
-score() {  # score NAME FOLDER FILE TASK: what the model in $out/FOLDER answers to FILE.jsonl
-    python eval_gsm8k.py --model $out/"$2" --data $out/data/"$3".jsonl --out $out/eval_"$1".json \
-        --task "$4" --difficulty sentences --template plain --max_new_tokens 1 --batch_size 200 \
-        --steps 1,2,4,8,16,32 ${quick:+--limit 120}
+score() {  # score NAME: what the model in $out/NAME answers at r = 1 to 32
+    local test
+    for test in test test18; do
+        python eval_gsm8k.py --model $out/"$1" --data $out/data/$test.jsonl \
+            --out $out/eval_"$1"_$test.json --task "a running count, answered in one token" \
+            --difficulty sentences --template plain --max_new_tokens 1 --batch_size 200 \
+            --steps 1,2,4,8,16,32 ${quick:+--limit 120}
+    done
 }
 
 if [[ ! $quick ]]; then
@@ -71,43 +68,35 @@ train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
 
 stage "3. Surgery" "5 s" \
 "Layer 0 becomes the prelude, 3 and 4 the recurrent block, 5 the coda; 1 and 2 are dropped."
-[[ -e $out/tiny-1-2-1 ]] || python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
+[[ -e $out/tiny-1-2-1 ]] ||
+    python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 
 stage "4. Heal, then teach the task" "3 to 4 minutes" \
-"Pretraining goes on for a moment, to make up for the lost layers. Then the answers are asked without
-a chain of thought, while the mean number of recurrences r rises from 1 to 8."
-train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 ${quick:+--updates=4}
-train task task --data=$out/data/task --init_from=$out/heal --dtype=$task_dtype ${quick:+--updates=6}
+"Pretraining goes on for a moment, to make up for the lost layers. Then the answers are asked
+without a chain of thought, while the mean number of recurrences r rises from 1 to 8."
+train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
+train task task --data=$out/data/task --init_from=$out/heal --updates=$task
 
 stage "5. Teach the same task to the untouched parent" "4 to 7 minutes" \
-"Two baselines of fixed depth: one trains on as many tokens, the other on as many FLOPs."
-train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --updates="$(equal tokens)"
-train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --updates="$(equal flops)"
+"Two baselines of fixed depth. One trains on as many tokens as the looped model since its surgery;
+every update has 3,328, so it takes as many updates. The other trains for as many FLOPs."
+train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain \
+    --updates=$((heal + task))
+train parent parent_flops --data=$out/data/task --init_from=$out/pretrain \
+    --updates="$(python bench.py equal $out/task $out/pretrain)"
 
 stage "6. Ask all three" "1 to 2 minutes" \
-"New stories, at r = 1 to 32: up to 12 sentences, as in training, and 18, more than ever in training."
-near="stories of 1 to 12 sentences" far="18 sentences (trained on 12)"
-labels="recurrent,parent at equal tokens,parent at equal FLOPs"
-score recurrent task test "$near"
-score parent_tokens parent_tokens test "$near"
-score parent_flops parent_flops test "$near"
-scores="$out/eval_recurrent.json $out/eval_parent_tokens.json $out/eval_parent_flops.json"
-if [[ ! $quick ]]; then
-    score recurrent_18 task test18 "$far"
-    score parent_tokens_18 parent_tokens test18 "$far"
-    score parent_flops_18 parent_flops test18 "$far"
-    scores+=" ${scores//.json/_18.json}"
-    labels+=",$labels"
-fi
-python bench.py plot $scores --labels "$labels" --out $out/accuracy.png > $out/accuracy.txt
+"New stories: up to 12 sentences, as in training, and 18, more than ever in training."
+for model in task parent_tokens parent_flops; do score $model; done
 
 stage "What came out" "5 s" \
-"$(tail -1 $out/accuracy.txt) (the same numbers as text: $out/accuracy.txt)
-It shows one and the same model answering longer stories the more often it recurs, while its parents,
-of fixed depth, stop at a certain length, however long they train. With 18 sentences it is asked for
-more steps than training ever showed; how far that goes differs from run to run."
+"One and the same model answers longer stories the more often it loops. Its parent, of fixed depth,
+stops at a certain length, however long it trains. With 18 sentences the model is asked for more
+steps than training ever showed; how far that goes differs from run to run."
+python bench.py plot $out/eval_{task_test,task_test18,parent_flops_test}.json \
+    --out $out/accuracy.png \
+    --labels "looped: 1 to 12 sentences,looped: 18 (trained on 12),its parent: 1 to 12 sentences"
 if [[ $quick ]]; then echo "But --quick is too short to learn: its numbers mean nothing."; fi
 echo "An example, of which the right answer is 2, at r = 1, 4 and 32:"
-python sample.py --model $out/task --steps 1,4,32 --tokens 1 \
-    --prompt "has 7 loses 4 times 3 gets 2 gets 1 loses 4 times 2 loses 3 gets 4 times 3 loses 1 gets 2"
+python sample.py --model $out/task --steps 1,4,32 --tokens 1
 echo "Your own: python sample.py --model $out/task --interactive"

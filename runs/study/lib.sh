@@ -63,11 +63,7 @@ long() {  # long SEED ARM [--key=value ...]: the longer task training of items 4
     task "$1" "$2" --updates="$(updates 350)" --curriculum_warmup=0.50 "${@:3}"
 }
 equal_flops() {  # equal_flops SEED RUN: task updates that cost the seed's parent what RUN has cost since surgery
-    python -c "
-from data import read_json
-from model import RecurrentLM, find_checkpoint
-spent = read_json(find_checkpoint('$out/$1/$2') + '/train.json')['flops']
-print(round(spent / RecurrentLM.load('$out/$1/pretrain').flops_per_token() / (128 * 26)))"
+    python bench.py equal $out/"$1"/"$2" $out/"$1"/pretrain
 }
 evaluate() {  # evaluate SEED ARM TEST NAME [flags]: answers of an arm to $out/data/TEST.jsonl, unless they are there
     [[ ! $out/$1/$4.json -nt $out/$1/$2/done ]] || return 0

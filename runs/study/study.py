@@ -128,12 +128,6 @@ def optimizers(args):
 
 # ---------------------------------------------------------------- answers over recurrences
 
-def token_flops(config, r):
-    """FLOPs of a new token at r: 2 per parameter that it meets, once a recurrence in core and adapter; no attention."""
-    n = RecurrentLM.empty(config).num_params()
-    return 2 * (n["prelude"] + r * (n["core"] + n["adapter"]) + n["coda"] + config.vocab_size * config.n_embd)
-
-
 def answers(args, arm, test):
     """eval_ARM_TEST.json of each seed: [{r: its row}, ...], and the model's Config; a plain model has one row, of any r"""
     found = [read_json(path) for path in seeds(args, "", f"eval_{arm}_{test}.json")]
@@ -150,7 +144,9 @@ def accuracy(args):
         at = lambda results, r: mean_se(x[r if config.n_core else min(x)]["value"] for x in results)
         over_r[label] = [[r, *at(found, r)] for r in steps]
         far[label] = [[r, *at(found18, r)] for r in steps]
-        over_flops[label] = [[token_flops(config, r), *at(found, r)] for r in (steps if config.n_core else [1])]
+        model = RecurrentLM.empty(config)
+        over_flops[label] = [[model.flops_per_token((0, r)) // 3, *at(found, r)]  # as in bench.py plot
+                             for r in (steps if config.n_core else [1])]
         last = [x[32 if config.n_core else min(x)]["by_difficulty"] for x in found]
         hard[label] = [[int(d), *mean_se(x[d][0] for x in last)] for d in sorted(last[0], key=int)]
         log = [read_log(path)[1][-1] for path in seeds(args, arm, "log.jsonl")]
@@ -160,7 +156,7 @@ def accuracy(args):
     columns = ["arm", "seeds", "training FLOPs", *(f"r = {r}" for r in steps), "18 sentences, r = 32"]
     return [panel("1 to 12 sentences", "recurrences r at test time", "accuracy", over_r, x_log=2),
             panel("r = 32", "sentences", "accuracy", hard),
-            panel("1 to 12 sentences", "FLOPs of a token at test time", "accuracy", over_flops, x_log=10),
+            panel("1 to 12 sentences", "FLOPs of a new token (the paper's rule)", "accuracy", over_flops, x_log=10),
             panel("18 sentences (trained on 12)", "recurrences r at test time", "accuracy", far, x_log=2)], columns, rows
 
 
