@@ -2,7 +2,7 @@
 Text to tokens to batches: tokenizers, `prepare`, the loader and the embedded corpus.
 
     python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
-    python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web --procs 8
+    python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web
     python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out ...
 
 Files on the hub come here with `hf download ORG/NAME --repo-type dataset --include "data/*.parquet"
@@ -11,38 +11,35 @@ Files on the hub come here with `hf download ORG/NAME --repo-type dataset --incl
 A data set is a folder. `train_000000.npy` is one row of token ids (uint16, or uint32 if the
 vocabulary exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it
 into windows of T tokens wherever they fall, so nothing is padded. The target at each position is
-the next token. In a data set of rows ("row" in meta.json is T), it stands in
-`train_000000.targets.npy` (int32), already shifted, -100 for no loss. `meta.json` is written last,
-so a folder that has one is complete.
+the next token. In a data set of rows ("row" in meta.json is T), the file has two rows (int32):
+token ids, and targets, already shifted, -100 for no loss. `meta.json` is written last, so a folder
+that has one is complete.
 
 Unusual: the loader has no state. A batch is a pure function of (seed, step, rank, world), so a run
 resumes from its step alone, and 2 ranks see what 1 rank with twice the batch size sees.
 """
 import argparse
-import base64
 import bisect
 import contextlib
 import fcntl
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 from array import array
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
 import sentencepiece
-import tiktoken
+import tokenizers
 import torch
 from safetensors import SafetensorError
 
@@ -125,13 +122,21 @@ def whole(path):
 
 
 def locked(folder):
-    """Make a folder and hold it until what is returned is closed. A second process exits."""
+    """
+    Make a folder and hold it until what is returned is closed: a second process is refused. What a
+    killed process left half-written there is deleted.
+    """
     os.makedirs(folder, exist_ok=True)
     file = open(f"{folder}/.lock", "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{folder}: another process is writing it; wait, or choose another folder")
+    except OSError as e:  # a network's file system may have no locks
+        say(f"{folder}: cannot be locked ({e}), so let no other process write there")
+        return file
+    for half in Path(folder).glob("*.tmp-????????/"):
+        shutil.rmtree(half, ignore_errors=True)
     return file
 
 
@@ -194,15 +199,6 @@ def copy_tokenizer(source, target):
 
 
 # ---- tokenizers ------------------------------------------------------------------------------
-# How Llama 3's byte-level BPE cuts text into words, before it merges bytes.
-LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-# Llama 3.1's and 3.2's names of the ids from 128,000 on.
-LLAMA3_NAMES = ("begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 "
-                "finetune_right_pad_id reserved_special_token_2 start_header_id end_header_id "
-                "eom_id eot_id python_tag").split()
-LLAMA3_NAMES += [f"reserved_special_token_{i}" for i in range(3, 248)]
-
 
 @dataclass
 class Tokenizer:
@@ -210,11 +206,10 @@ class Tokenizer:
     Text to ids and back. It also has .eos_id, which ends a document, and .bos_id, which begins it,
     or None.
     """
-    encode_text: callable  # text without names -> ids
-    decode: callable       # list of ids -> text; SentencePiece leaves out control tokens
+    encode_text: callable  # text -> ids; names of control tokens are text like any other
+    decode: callable       # list of ids -> text; a model's padding is left out
     vocab_size: int        # the highest id + 1
     special: dict          # {name: id} of control tokens
-    always: dict           # {name: id} of other names, which count in any text
 
     def __post_init__(self):
         find = self.special.get
@@ -223,24 +218,19 @@ class Tokenizer:
 
     @staticmethod
     def load(folder):
-        """From tokenizer.model (SentencePiece, or Llama 3's base64 lines), else tokenizer.json."""
-        path = Path(folder, "tokenizer.model")
-        if not path.exists():
-            return read_byte_level(f"{folder}/tokenizer.json")
-        content = path.read_bytes()
-        if content.startswith(b"IQ== 0\n"):
-            return read_llama3(content)
+        """The Tokenizer in a folder."""
+        path = tokenizer_file(folder)
+        read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
         try:
-            return read_sentencepiece(content)
-        except RuntimeError as e:
-            raise UserError(f"{path}: is damaged or no tokenizer: fetch it again ({e})")
+            return read(str(path))
+        except Exception as e:  # the libraries raise no narrower one
+            raise UserError(f"{path}: is damaged or of an unknown kind: fetch it again ({e})")
 
     def encode(self, text, bos=False, special=False):
         """Token ids. "</s>" is four characters, or EOS if special. bos: begin with BOS, if any."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # lone surrogates
-        names, ids = self.always | (self.special if special else {}), []
-        # The pattern splits text at names. Of two that begin alike, the longer one wins.
-        pattern = "|".join(map(re.escape, sorted(names, reverse=True))) or "(?!)"
+        names, ids = self.special if special else {}, []
+        pattern = "|".join(map(re.escape, names)) or "(?!)"
         for part in re.split(f"({pattern})", text):
             ids += [names[part]] if part in names else self.encode_text(part)
         if bos and self.bos_id not in (None, *ids[:1]):
@@ -248,78 +238,65 @@ class Tokenizer:
         return ids
 
 
-def read_sentencepiece(content):
-    """The Tokenizer in the bytes of a SentencePiece model (Llama 1 and 2, TinyLlama)."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+def tokenizer_file(folder):
+    """The file of a folder that defines its tokenizer: tokenizer.model before tokenizer.json."""
+    for name in ("tokenizer.model", "tokenizer.json"):
+        path = Path(folder, name)
+        if path.exists():
+            return path
+    raise UserError(f"{folder}: is no folder with a tokenizer.model or tokenizer.json")
+
+
+def tokenizer_digest(folder):
+    """What tells a folder's tokenizer from another."""
+    return hashlib.sha256(tokenizer_file(folder).read_bytes()).hexdigest()
+
+
+def check_tokenizer(config, folder, *others):
+    """
+    The Tokenizer of a model's folder. UserError if it has more ids than the model, or if that of
+    another folder, such as a data set's, differs.
+    """
+    for other in others:
+        if tokenizer_digest(other) != tokenizer_digest(folder):
+            raise UserError(f"{other}: its tokenizer is not {folder}'s: prepare it with that one")
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
+                        f"{config.vocab_size}: it is the tokenizer of another model")
+    return tokenizer
+
+
+def read_sentencepiece(path):
+    """The Tokenizer in a SentencePiece model (Llama 2, TinyLlama). Control tokens have no text."""
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
     size = model.vocab_size()
     special = {model.id_to_piece(i): i for i in range(size) if model.is_control(i)}
-    return Tokenizer(model.encode, model.decode, size, special, {})
+    return Tokenizer(model.encode, lambda ids: model.decode([i for i in ids if i < size]), size,
+                     special)
 
 
-def read_llama3(content):
-    """The Tokenizer in the bytes of Llama 3's tokenizer.model: lines of a piece and its id."""
-    lines = map(bytes.split, content.splitlines())
-    pieces = {base64.b64decode(piece): int(i) for piece, i in lines}
-    special = {f"<|{name}|>": 128000 + i for i, name in enumerate(LLAMA3_NAMES)}
-    return byte_level(LLAMA3_SPLIT, pieces, special, {})
-
-
-def read_byte_level(path):
-    """The Tokenizer in a tokenizer.json of byte-level BPE (Llama 3, OLMo 2)."""
-    spec = read_json(path)
-    match spec:
-        case {"normalizer": None, "pre_tokenizer": {"pretokenizers": [
-                {"pattern": {"Regex": split}}, {"type": "ByteLevel", "add_prefix_space": False}]}}:
-            special, always = {}, {}
-        case _:
-            raise UserError(f"{path}: is not byte-level BPE as Llama 3 has it; put the model's "
-                            "tokenizer.model beside it")
-    for token in spec["added_tokens"]:
-        names = special if token["special"] else always
-        names[token["content"]] = token["id"]
-    # A printable byte is written as itself, the n-th of the others as character 256 + n.
-    byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
-    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
-              if text not in special and text not in always}
-    return byte_level(split, pieces, special, always)
-
-
-def byte_level(split, pieces, special, always):
-    """
-    A Tokenizer of byte-level BPE. split: the regex that cuts text into words. pieces: {bytes: id};
-    the lower id is merged first, as in every tokenizer that was trained merge by merge.
-    """
-    names = special | always
-    coder = tiktoken.Encoding("bpe", pat_str=split, mergeable_ranks=pieces, special_tokens=names)
-
-    def encode(text):
-        # The regex gives up on a million blanks in a row, so long text is encoded in parts. A part
-        # ends where a line begins, if it can, since a word begins there anyway.
-        parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
-        return [i for part in parts for i in coder.encode_ordinary(part)]
-
-    def decode(ids):  # leaves out the padding of a model's vocabulary
-        return coder.decode([i for i in ids if i < coder.n_vocab])
-
-    return Tokenizer(encode, decode, coder.n_vocab, special, always)
-
-
-# prepare loads the tokenizer before it forks, so its workers have it already.
-load_once = functools.cache(Tokenizer.load)
+def read_tokenizer_json(path):
+    """The Tokenizer in a tokenizer.json (Llama 3, OLMo 2)."""
+    model = tokenizers.Tokenizer.from_file(path)
+    model.encode_special_tokens = True  # as text
+    added = model.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    return Tokenizer(lambda text: model.encode(text, add_special_tokens=False).ids,
+                     lambda ids: model.decode(ids, skip_special_tokens=False),
+                     max(model.get_vocab().values()) + 1, special)
 
 
 # ---- prepare ---------------------------------------------------------------------------------
-# What --strip_roles removes: `User:`, `### User:`, <|user|> or <|im_start|>user at the start of a
-# line, with the line's end if nothing follows, and any <|im_end|>.
+# What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
+# at the start of a line, with the line's end if nothing follows, and any <|im_end|>.
 ROLE = "(?:user|human|assistant|system)"
-ROLES = re.compile(rf"(?im)^[ \t]*(?:#* *{ROLE}:|<\|{ROLE}\|>|<\|im_start\|>{ROLE}\b)[ \t]*\n?"
-                   r"|<\|im_end\|>")
+TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
+ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
 
 def read_rows(path):
-    """
-    Yield the rows of a file: dicts, or bytes of JSON.
-    """
+    """Yield the rows of a file: dicts, or bytes of JSON."""
     if path.endswith(".txt"):
         yield {"text": Path(path).read_bytes().decode("utf-8-sig", "replace")}
     elif path.endswith(".jsonl"):
@@ -335,6 +312,15 @@ def read_rows(path):
                             f"pyarrow is missing: pip install pyarrow ({e})")
 
 
+def find(row, column):
+    """The value in a column of a row. "a.b" is the column b of dicts that stand in column a."""
+    for name in column.split("."):
+        if name not in row:
+            raise KeyError(f"there is no {column}, only {', '.join(row)}")
+        row = row[name]
+    return row
+
+
 def document_ids(tokenizer, row, fields, strip_roles):
     """
     Token ids of a document: [BOS] text EOS. A field is text or a chat, a list of {"content": text};
@@ -342,231 +328,212 @@ def document_ids(tokenizer, row, fields, strip_roles):
     """
     texts = []
     for field in fields:
-        value = row[field]
+        value = find(row, field)
         if isinstance(value, str):
-            texts.append(value)
+            value = [{"content": value}]
         elif isinstance(value[0], int):
-            assert max(value) < tokenizer.vocab_size
+            assert max(value) < tokenizer.vocab_size, "ids of another tokenizer"
             return value
-        else:
-            texts += [message["content"] for message in value]
+        texts += [message["content"] for message in value]
     text = "\n".join(texts)
     text = ROLES.sub("", text).strip() if strip_roles else text.strip()
     return [*tokenizer.encode(text, bos=True), tokenizer.eos_id] if text else []
 
 
-def write_shard(folder, name, *arrays):
-    """Write tokens, and targets if given -> [name, tokens, digest], the entry in meta.json."""
-    digest = hashlib.sha256()
-    for x, path in zip(arrays, (name, name.replace(".npy", ".targets.npy"))):
-        with whole(f"{folder}/{path}") as new:
-            np.save(new, x)
-        digest.update(x)
-    return [name, len(arrays[0]), digest.hexdigest()]
-
-
-def write_shards(out, state, tokens, val):
-    """Write the next shard, its last share `val` apart for validation, then the progress so far."""
-    number, cut = len(state["shards"]["train"]), len(tokens) - int(len(tokens) * val)
-    for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
-        if part:
-            entry = write_shard(out, f"{split}_{number:06d}.npy", np.array(part))
-            state["shards"][split].append(entry)
-            print(f"{out}: {entry[0]}, {len(part):,} tokens")
-    write_json(out / "progress.json", state)
-
-
-def tokenize(folder, fields, drop, strip_roles, row):
-    """A worker's share: a row -> its ids, and whether it was "kept", "dropped" or "bad"."""
+def tokenize(tokenizer, args, row):
+    """The ids of a row; whether it was "kept", "dropped" or "bad"; and why, if it is bad."""
     try:
         if isinstance(row, bytes):
             row = json.loads(row)
-        for rule in drop:
-            column, text = rule.split("=", 1)
-            if text.lower() in str(row[column]).lower():
-                return [], "dropped"
-        return document_ids(load_once(folder), row, fields, strip_roles), "kept"
+        for rule in args.drop:
+            column, _, text = rule.partition("=")
+            if text.lower() in str(find(row, column)).lower():
+                return [], "dropped", None
+        ids = document_ids(tokenizer, row, args.field.split(","), args.strip_roles)
+        return array("I", ids), "kept", None
     except Exception as e:  # not JSON, or a field is missing or of another kind
-        print(f"left out {row!r:.80} ({e!r:.200})")
-        return [], "bad"
+        return [], "bad", f"{row!r:.80} ({e!r:.300})"
 
 
-def prepare(tokenizer, out, input=(), field="text", drop=(), strip_roles=False, max_bad=0.01,
-            val=0.01, shard_tokens=10**8, procs=8):
+def write_shard(folder, name, tokens):
+    """Write an array -> [name, length, digest], the entry in meta.json."""
+    with whole(f"{folder}/{name}") as new:
+        np.save(new, tokens)
+    return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
+
+
+def write_shards(args, state, tokens):
+    """Write the next shard, its last share --val apart for validation, then the progress so far."""
+    number, cut = len(state["shards"]["train"]), len(tokens) - int(len(tokens) * args.val)
+    dtype = np.uint16 if state["vocab_size"] <= 65536 else np.uint32
+    for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
+        if part:
+            entry = write_shard(args.out, f"{split}_{number:06d}.npy", np.array(part, dtype))
+            state["shards"][split].append(entry)
+            print(f"{args.out}: {entry[0]}, {len(part):,} tokens")
+    write_json(f"{args.out}/progress.json", state)
+
+
+def pack(args, tokenizer, state):
+    """
+    Tokenize the rows that are still to be read, and write shards as they fill up. Threads do, since
+    tokenizers are native code that runs beside Python's.
+    """
+    state["counts"] = counts = Counter(state["counts"])
+    rows = itertools.chain.from_iterable(map(read_rows, args.input))
+    rows = itertools.islice(rows, counts.total(), None)
+    tokens, work = array("I"), functools.partial(tokenize, tokenizer, args)
+    with ThreadPoolExecutor() as pool:
+        while some := list(itertools.islice(rows, 1000)):
+            for ids, kind, why in pool.map(work, some):
+                tokens.extend(ids)
+                counts[kind] += 1
+                state["bad"] = why or state["bad"]
+                if len(tokens) >= args.shard_tokens:
+                    write_shards(args, state, tokens)
+                    del tokens[:]
+            if counts["bad"] > max(0.5, args.max_bad) * counts.total():
+                break  # rather than read on: a wrong --field, for example
+    if counts["bad"] > args.max_bad * counts.total():
+        raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents are bad, more "
+                        f"than --max_bad={args.max_bad} allows, such as {state['bad']}")
+    write_shards(args, state, tokens)
+    if not state["shards"]["train"]:
+        raise UserError(f"{args.out}: all documents are empty or dropped (--field, --drop)")
+
+
+def prepare(args):
     """
     Pack .jsonl, .parquet and .txt files (one document each) into shards of token ids. After a kill
     the same command resumes at the next shard and writes the same bytes. It reads the rows before
     that again, but does not tokenize them.
-
-    --input          files of rows or text
-    --tokenizer      folder with tokenizer.model or tokenizer.json
-    --field          one column (text) or several, a,b: text, chat messages, or token ids
-    --drop           COLUMN=TEXT ...: leave out rows whose COLUMN contains TEXT, in any case
-    --strip_roles    remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and the like
-    --max_bad        share of documents that may be bad (0.01); they are printed, counted, left out
-    --val            share of each shard for validation (0.01)
-    --shard_tokens   tokens a shard, about (10^8)
-    --procs          processes (8), at most one a core
     """
-    arguments = dict(input=[[path, os.path.getsize(path)] for path in input], field=field,
-                     drop=list(drop), strip_roles=strip_roles, val=val, shard_tokens=shard_tokens,
-                     tokenizer=tokenizer)
-    coder, out = load_once(tokenizer), Path(out)
-    state = dict(arguments=arguments, counts={}, shards=dict(train=[], val=[]), row=None,
-                 vocab_size=coder.vocab_size, eos_id=coder.eos_id, prompt="The")
+    if not 0 < args.val < 1:
+        raise UserError(f"--val={args.val}: is not between 0 and 1")
+    tokenizer, out = Tokenizer.load(args.tokenizer), Path(args.out)
+    arguments = vars(args) | {
+        "input": [[os.path.basename(path), os.path.getsize(path)] for path in args.input],
+        "tokenizer": tokenizer_digest(args.tokenizer)}
+    for free in ("command", "out", "max_bad"):
+        del arguments[free]
+    state = dict(arguments=arguments, counts={}, bad=None, shards=dict(train=[], val=[]), row=None,
+                 vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, prompt="The")
     meta, progress = out / "meta.json", out / "progress.json"
     if meta.exists() or progress.exists():
-        state = read_json(meta if meta.exists() else progress)
-    elif any(out.glob("[!.]*")):
+        earlier = read_json(meta if meta.exists() else progress)
+        state = earlier if earlier["shards"]["train"] else state
+    elif any(path.name != ".lock" and ".tmp-" not in path.name for path in out.glob("*")):
         raise UserError(f"{out}: holds other files; choose another --out")
     if state["arguments"] != arguments:
         raise UserError(f"{out}: was made with other arguments; delete it or change --out")
     if meta.exists():
         return print(f"{out}: is complete, nothing to do")
-    work = functools.partial(tokenize, tokenizer, field.split(","), drop, strip_roles)
-    tokens = array("H" if coder.vocab_size <= 65536 else "I")
-    counts = state["counts"] = Counter(state["counts"])
-    ignore = signal.SIGINT, signal.SIG_IGN  # leaves Ctrl-C to this process
-    with locked(out), Pool(min(procs, os.cpu_count()), signal.signal, ignore) as pool:
-        write_json(progress, state)
-        rows = itertools.chain(*map(read_rows, input))
-        rows = itertools.islice(rows, counts.total(), None)
-        for ids, kind in pool.imap(work, rows, chunksize=64):
-            tokens.extend(ids)
-            counts[kind] += 1
-            if len(tokens) >= shard_tokens:
-                write_shards(out, state, tokens, val)
-                del tokens[:]
-        write_shards(out, state, tokens, val)
-    if counts["bad"] > max_bad * counts.total() or not state["shards"]["train"]:
-        raise UserError(f"{out}: {counts['bad']} of {counts.total()} documents are bad, more than "
-                        f"--max_bad={max_bad} allows, or all are empty (--input, --field, --drop)")
-    copy_tokenizer(tokenizer, out)
-    progress.rename(meta)
-    print(f"{out}: complete, {counts}")
+    with locked(out):
+        try:
+            write_json(progress, state)
+            pack(args, tokenizer, state)
+        except BaseException:
+            if not state["shards"]["train"]:
+                shutil.rmtree(out)  # it holds nothing that the next try could use
+            raise
+        copy_tokenizer(args.tokenizer, out)
+        progress.rename(meta)
+    print(f"{out}: complete, {dict(state['counts'])}")
 
 
 # ---- the loader ------------------------------------------------------------------------------
 
 class Shards:
     """
-    Windows of T tokens of a data set's split, "train" or "val"; .num_rows of them are an epoch.
-    Each epoch has a random order of its own, made when it begins; the last two are kept in memory. At
+    Rows of T tokens of a folder's split, "train" or "val"; .num_rows of them are an epoch. Each
+    epoch has a random order of its own, made when it begins; the last two are kept in memory. At
     25 million rows (26 billion tokens in windows of 1,024) an order takes 1 to 2 s and 200 MB.
     """
 
     def __init__(self, folder, split, T):
-        self.folder, self.T, self.num_rows = folder, T, 0
-        self.meta = read_json(f"{folder}/meta.json")
-        self.shards, self.starts = [], []  # (tokens, targets) of each shard; its first row
-        row = self.meta["row"]
+        path = f"{folder}/meta.json"
+        if not os.path.exists(path):
+            raise UserError(f"{folder}: is no finished data set of data.py: it has no meta.json")
+        self.folder, self.T, self.meta = folder, T, read_json(path)
+        self.shards, row = [], self.meta["row"]  # tokens and targets of each
         if row not in (None, T):
             raise UserError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
         try:
             for name, *_ in self.meta["shards"][split]:
                 path = f"{folder}/{name}"
                 tokens = np.load(path, mmap_mode="r")
-                targets = tokens[1:]
-                if row:
-                    targets = np.load(path.replace(".npy", ".targets.npy"), mmap_mode="r")
-                self.shards.append((tokens, targets))
-                self.starts.append(self.num_rows)
-                self.num_rows += len(targets) // T
+                self.shards.append(tokens if row else (tokens, tokens[1:]))
         except (ValueError, EOFError) as e:
             raise UserError(f"{path}: is cut short; make the data set again ({e})")
+        rows = (len(targets) // T for _, targets in self.shards)
+        *self.starts, self.num_rows = itertools.accumulate(rows, initial=0)  # first row of each
         if not self.num_rows:
             raise UserError(f"{folder}: has no {split} window of {T} tokens; use a smaller "
                             "--context")
-        self.order = functools.lru_cache(maxsize=2)(self.order)
-
-    def fingerprint(self):
-        """
-        What tells these tokens from others: their vocabulary, and a digest of meta.json's list of
-        shards, which has a digest of each.
-        """
-        digest = hashlib.sha256(json.dumps(self.meta["shards"]).encode())
-        return {"vocab_size": self.meta["vocab_size"], "digest": digest.hexdigest()}
-
-    def order(self, seed, epoch):
-        """The rows in the random order of an epoch."""
-        return np.random.default_rng([seed, epoch]).permutation(self.num_rows)
-
-    def batch(self, seed, step, rank, world, B):
-        """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
-        numbers = (step * world + rank) * B + np.arange(B)
-        samples = [self.sample(seed, number) for number in numbers]
-        idx, targets = torch.from_numpy(np.stack(samples, axis=1))
-        return idx, targets, numbers
+        # The rows in the random order of an epoch, given (seed, epoch).
+        self.order = functools.lru_cache(maxsize=2)(
+            lambda *key: np.random.default_rng(key).permutation(self.num_rows))
 
     def sample(self, seed, number):
         """Ids and targets, (2, T) int64, of a sample; numbers go on from epoch to epoch."""
-        epoch, place = divmod(number, self.num_rows)
-        row = self.order(seed, epoch)[place]
+        epoch, index = divmod(number, self.num_rows)
+        row = self.order(seed, epoch)[index]
         shard = bisect.bisect(self.starts, row) - 1
         start = (row - self.starts[shard]) * self.T
         return np.array([x[start:start + self.T] for x in self.shards[shard]], np.int64)
 
 
-class Mixture(Shards):
+class Dataset:
     """
-    Several data sets in fixed shares. Of sum(weights) samples in a row, counted from 0, exactly
-    weights[k] are of set k, evenly spread; each set has epochs of its own. .num_rows: samples until
-    the first set is through. .meta, .folder: the first set's.
+    The rows of a folder, or of several in fixed shares: of "A:1,B:1,C:2" 1/4 is from A, 1/4 from B
+    and 1/2 from C. Of sum(weights) samples in a row, counted from 0, exactly weights[k] are of
+    folder k, evenly spread; each folder has epochs of its own. .num_rows: samples until the first
+    is through. .folder: the first, whose tokenizer is that of all.
     """
 
-    def __init__(self, sets, weights):
-        self.sets, self.weights = sets, weights
-        self.meta, self.folder = sets[0].meta, sets[0].folder
-        self.num_rows = min(s.num_rows * sum(weights) // weight for s, weight in zip(sets, weights))
-        self.turns = sorted(((i + 0.5) / weight, k, i) for k, weight in enumerate(weights)
+    def __init__(self, data, split, T):
+        self.sets, self.weights = [], []
+        for part in data.split(","):
+            self.folder, _, weight = part.partition(":")
+            if not re.fullmatch(r"([1-9]\d*)?", weight):
+                raise UserError(f"--data: {part}: a weight is a whole number, 1 or more")
+            self.sets.append(Shards(self.folder, split, T))
+            self.weights.append(int(weight or 1))
+        if len({tokenizer_digest(s.folder) for s in self.sets}) > 1:
+            raise UserError("--data: the folders have different tokenizers: prepare them with one")
+        total, pairs = sum(self.weights), list(zip(self.sets, self.weights))
+        self.num_rows = min(s.num_rows * total // weight for s, weight in pairs)
+        self.turns = sorted(((i + 0.5) / weight, k, i) for k, (_, weight) in enumerate(pairs)
                             for i in range(weight))
-        if len({tokenizer_bytes(s.folder) for s in sets}) > 1:
-            raise UserError("the data sets have different tokenizers: prepare them with one "
-                            "(--data)")
 
     def fingerprint(self):
-        return {"weights": self.weights, "sets": [s.fingerprint() for s in self.sets]}
+        """What tells these tokens from others, wherever they lie: a digest of their digests."""
+        content = [self.weights, *([s.meta["vocab_size"], s.meta["shards"]] for s in self.sets)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    def sample(self, seed, number):
-        cycle, place = divmod(number, len(self.turns))
-        _, k, i = self.turns[place]
-        return self.sets[k].sample(seed, cycle * self.weights[k] + i)
-
-
-def tokenizer_bytes(folder):
-    return b"".join(path.read_bytes() for path in sorted(Path(folder).glob("tokenizer.*")))
-
-
-def open_data(data, split, T):
-    """"FOLDER" -> Shards; "A:1,B:1,C:2" -> Mixture, 1/4, 1/4 and 1/2 of it from A, B and C."""
-    folders, weights = zip(*(f"{part}:1".split(":")[:2] for part in data.split(",")))
-    sets = [Shards(folder, split, T) for folder in folders]
-    return Mixture(sets, list(map(int, weights))) if len(sets) > 1 else sets[0]
+    def batch(self, seed, step, rank, world, B):
+        """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
+        numbers, samples = (step * world + rank) * B + np.arange(B), []
+        for number in numbers:
+            cycle, turn = divmod(number, len(self.turns))
+            _, k, i = self.turns[turn]
+            samples.append(self.sets[k].sample(seed, cycle * self.weights[k] + i))
+        idx, targets = torch.from_numpy(np.stack(samples, axis=1))
+        return idx, targets, numbers
 
 
 # ---- the embedded corpus ---------------------------------------------------------------------
-# A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1. The
-# answer needs every sentence in order, so a model shallower than the story must reuse its layers.
-WORDS = ["<unk>", "</s>", "has", "gets", "loses", "times", "so", *"0123456789"]  # in order of id
-EOS, HAS, GETS, SO, ZERO = 1, 2, 3, 6, 7
-PROMPT = "has 7 loses 4 times 3 gets 2 gets 1 loses 4 times 2 loses 3 gets 4 times 3 loses 1 gets 2"
-# A tokenizer.model of WORDS, as SentencePieceTrainer wrote it (model_type="word", no BOS).
-TOKENIZER_MODEL = (
-    b'\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\r\n\x04</s>\x15\x00\x00\x00\x00\x18\x03'
-    b'\n\r\n\x06\xe2\x96\x81has\x15\x92\x15\x05\xc0\n\x0e\n\x07\xe2\x96\x81gets\x15\xf3\x7f\t\xc0'
-    b'\n\x0f\n\x08\xe2\x96\x81loses\x15#>\x0e\xc0\n\x0f\n\x08\xe2\x96\x81times\x15\x8e]\x13\xc0'
-    b'\n\x0c\n\x05\xe2\x96\x81so\x15&\xef\x18\xc0\n\x0b\n\x04\xe2\x96\x810\x15\xb6\x08\x1f\xc0'
-    b'\n\x0b\n\x04\xe2\x96\x811\x15\xf0\xc6%\xc0\n\x0b\n\x04\xe2\x96\x812\x15\xb2P-\xc0'
-    b'\n\x0b\n\x04\xe2\x96\x813\x15z\xdc5\xc0\n\x0b\n\x04\xe2\x96\x814\x15\x14\xba?\xc0'
-    b'\n\x0b\n\x04\xe2\x96\x815\x15<eK\xc0\n\x0b\n\x04\xe2\x96\x816\x158\xadY\xc0'
-    b'\n\x0b\n\x04\xe2\x96\x817\x15\x9a\x16l\xc0\n\x0b\n\x04\xe2\x96\x818\x15\xdf\x04\x83\xc0'
-    b'\n\x0b\n\x04\xe2\x96\x819\x15"3\x99\xc0'
-    b'\x12"\x18\x03 \x11\xc0\x02\x00\xc8\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\xd0\x02\x01'
-    b'\xd8\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x1a\x0c\n\x08identity\x12\x00')
+# Two tasks. A story is a list of sentences; a sentence the ids of its words, "so", and the answer
+# after it. That needs every sentence in order, so a model that is shallower than the story must
+# reuse its layers.
+EOS, SO = 1, 6
 
+# A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1.
+STORY_WORDS = ["<unk>", "</s>", "has", "gets", "loses", "times", "so", *"0123456789"]  # by id
 
 def make_stories(rng, n, length):
-    """n stories of `length` sentences: each the ids of a verb, a number, "so", the answer then."""
+    """n stories of `length` sentences of a verb and a number."""
+    HAS, GETS, ZERO = 2, 3, 7
     verbs, numbers = (rng.integers(most, size=(n, length)) for most in (3, 4))
     stories = []
     for count, story_verbs, story_numbers in zip(rng.integers(10, size=n), verbs, numbers):
@@ -579,6 +546,30 @@ def make_stories(rng, n, length):
     return stories
 
 
+# Products in S5, the group of the 120 permutations of five things: a d c -> 24153. It is not
+# solvable, so no shortcut of fixed depth is known (2503.03961). a to d are random elements.
+FACTORS = ("23514", "31542", "52413", "41325")
+S5_WORDS = ["<unk>", "</s>", *"abcd", "so", *map("".join, itertools.permutations("12345"))]
+
+
+def make_products(rng, n, length):
+    """n stories of `length` sentences of one factor."""
+    stories = []
+    for letters in rng.integers(4, size=(n, length)):
+        story, product = [], "12345"
+        for letter in letters:
+            product = "".join(product[int(i) - 1] for i in FACTORS[letter])
+            story.append((2 + letter, SO, S5_WORDS.index(product)))
+        stories.append(story)
+    return stories
+
+
+TASKS = {  # words; stories; from which length on no test story is in training; a sample prompt
+    "stories": (STORY_WORDS, make_stories, 6, "has 7 loses 4 times 3 gets 2 gets 1 loses 4"),
+    "s5": (S5_WORDS, make_products, 9, "a d c b b a d"),
+}
+
+
 def worked(story):
     """A document that says each answer, `so has 3 so 3 loses 4 so 9 EOS`: [(id, target), ...]."""
     if not story:
@@ -588,88 +579,112 @@ def worked(story):
 
 
 def direct(story, labelled):
-    """`has 3 loses 4 ... 9 EOS`; the first `labelled` numbers have the answer so far as target."""
+    """`has 3 loses 4 ... 9 EOS`; the first `labelled` sentences have their answer as target."""
     document = []
-    for i, (verb, number, _, answer) in enumerate(story):
-        document += [(verb, -100), (number, answer if i < labelled else -100)]
+    for i, (*words, _, answer) in enumerate(story):
+        document += [(word, -100) for word in words]
+        if i < labelled:
+            document[-1] = words[-1], answer
     return [*document, (answer, EOS if labelled == 12 else -100), (EOS, -100)]
 
 
 def pretraining(rng, stories):
     """
-    Rows of two documents, 52 tokens, in random order. Half of the stories are worked and cut so
-    that a row has 12 sentences; the others are direct, with three targets.
+    Rows of two documents in random order. Half of the stories are worked and cut so that a row has
+    12 sentences; the others are direct, with three targets.
     """
     rows, quarter = [], len(stories) // 4
     for a, b, n in zip(stories, stories[quarter:], rng.integers(1, 13, size=quarter)):
         del a[n:], b[12 - n:]
         rows.append(worked(a) + worked(b))
     rest = (direct(story, 3) for story in stories[2 * quarter:])
-    rows += [a + b for a, b in zip(rest, rest)]
+    rows += [a + b + [(EOS, -100)] * (len(rows[0]) - len(a + b)) for a, b in zip(rest, rest)]
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def tiny(out, seed=0, rows=80_000):
+def asked(rng, stories):
+    """Rows of one direct story with all answers."""
+    return [direct(story, 12) for story in stories]
+
+
+def tiny(out, task="stories", seed=0, rows=80_000):
     """
     Write the embedded corpus, which follows from the seed: data sets OUT/pretrain (rows of two
-    stories) and OUT/task (direct stories of 12 sentences with all answers), OUT/tokenizer,
-    OUT/test.jsonl and OUT/test18.jsonl. --rows: training stories of each data set (80,000).
+    stories) and OUT/task (direct stories of 12 sentences with all answers), OUT/test.jsonl and
+    OUT/test18.jsonl.
     """
-    out, arguments = Path(out), dict(seed=seed, rows=rows)
+    if seed < 0 or rows < 4:
+        raise UserError("--seed: 0 or more, --rows: 4 or more")
+    out, arguments = Path(out), dict(task=task, seed=seed, rows=rows)
     meta = out / "task" / "meta.json"
     if meta.exists() and read_json(meta)["arguments"] == arguments:
         return print(f"{out}: is complete, nothing to do")
     if out.exists():
         raise UserError(f"{out}: holds something else; choose another --out")
+    words, make, unseen, prompt = TASKS[task]
     with whole(out) as new:
-        seen = set()  # how training stories begin, from 6 sentences on
-        for kind, T, prompt in (("pretrain", 52, "so has 7 so"), ("task", 26, PROMPT)):
+        seen = set()  # how training stories begin
+        for kind, make_rows in (("pretrain", pretraining), ("task", asked)):
             shards = {}
             for split, n in (("train", rows), ("val", 1024)):
                 rng = np.random.default_rng([seed, kind == "task", split == "val"])
-                stories = make_stories(rng, n, 12)
-                if kind == "pretrain":
-                    documents = pretraining(rng, stories)
-                else:
-                    documents = [direct(story, 12) for story in stories]
+                stories = make(rng, n, 12)
+                documents = make_rows(rng, stories)
                 if split == "train":
-                    seen |= {tuple(s[:n]) for s in stories for n in range(6, len(s) + 1)}
-                ids, targets = np.concatenate(documents).T
-                shards[split] = [write_shard(f"{new}/{kind}", f"{split}_000000.npy",
-                                             ids.astype(np.uint16), targets.astype(np.int32))]
-            write_json(f"{new}/{kind}/meta.json", dict(
-                vocab_size=17, eos_id=EOS, row=T, shards=shards, arguments=arguments,
-                prompt=prompt))
-        for kind in ("pretrain", "task", "tokenizer"):
-            os.makedirs(f"{new}/{kind}", exist_ok=True)
-            Path(f"{new}/{kind}/tokenizer.model").write_bytes(TOKENIZER_MODEL)
+                    seen |= {tuple(s[:n]) for s in stories for n in range(unseen, len(s) + 1)}
+                tokens = np.concatenate(documents, dtype=np.int32).T.copy()
+                shards[split] = [write_shard(new / kind, f"{split}_000000.npy", tokens)]
+            write_json(new / kind / "meta.json", dict(
+                vocab_size=len(words), eos_id=EOS, row=len(documents[0]), shards=shards,
+                arguments=arguments, prompt=prompt))
+            ids = {word: i for i, word in enumerate(words)}
+            tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+            tokenizer.add_special_tokens(["</s>"])
+            tokenizer.save(f"{new}/{kind}/tokenizer.json")
         for length in (*range(1, 13), 18):
             name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
-            stories = make_stories(np.random.default_rng([seed, 2, length]), 10 * n, length)
+            stories = make(np.random.default_rng([seed, 2, length]), 10 * n, length)
             fresh = [story for story in stories if tuple(story) not in seen]
-            with open(f"{new}/{name}", "a") as file:
+            with open(new / name, "a") as file:
                 for story in fresh[:n]:
-                    question = " ".join(WORDS[i] for sentence in story for i in sentence[:2])
-                    row = dict(question=question, answer=WORDS[story[-1][3]], difficulty=length)
-                    file.write(json.dumps(row) + "\n")
+                    question = " ".join(words[i] for sentence in story for i in sentence[:-2])
+                    row = dict(question=question, answer=words[story[-1][-1]], difficulty=length)
+                    print(json.dumps(row), file=file)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(required=True)
-    options = {tuple: dict(nargs="+", action="extend"), bool: dict(action="store_true"),
-               type: dict(required=True)}  # keys: the default's type, `type` if there is none
-    for command in (prepare, tiny):
-        p = commands.add_parser(command.__name__, description=command.__doc__,
-                                argument_default=argparse.SUPPRESS,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-        p.set_defaults(command=command)
-        for name, flag in inspect.signature(command).parameters.items():
-            kind = type(flag.default)
-            p.add_argument(f"--{name}", **options.get(kind, dict(type=kind)))
-    args = vars(parser.parse_args())
-    args.pop("command")(**args)
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    flag = commands.add_parser("prepare", help="pack files of text into a data set",
+                               description=prepare.__doc__).add_argument
+    flag("--input", nargs="+", action="extend", required=True, help="files of rows or text")
+    flag("--tokenizer", required=True, help="folder with tokenizer.model or tokenizer.json")
+    flag("--out", required=True, help="folder of the data set")
+    flag("--field", default="text",
+         help="one column (text) or several, a,b: text, chat messages, or token ids")
+    flag("--drop", nargs="+", action="extend", default=[],
+         help="COLUMN=TEXT: leave out rows whose COLUMN contains TEXT, in any case; the name of a "
+              "column in another one is a.b, here and in --field")
+    flag("--strip_roles", action="store_true",
+         help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
+    flag("--max_bad", type=float, default=0.01,
+         help="share of documents that may be bad (0.01); they are counted and left out")
+    flag("--val", type=float, default=0.01, help="share of each shard for validation (0.01)")
+    flag("--shard_tokens", type=int, default=10**8, help="tokens a shard, about (10^8)")
+    flag = commands.add_parser("tiny", help="write the embedded corpus",
+                               description=tiny.__doc__).add_argument
+    flag("--out", required=True, help="folder of the corpus")
+    flag("--task", choices=TASKS, default="stories",
+         help="a running count (stories), or products in the group S5")
+    flag("--seed", type=int, default=0, help="decides all of it (0)")
+    flag("--rows", type=int, default=80_000, help="training stories of each data set (80,000)")
+    args = parser.parse_args()
+    if args.command == "prepare":
+        prepare(args)
+    else:
+        tiny(args.out, args.task, args.seed, args.rows)
 
 
 if __name__ == "__main__":

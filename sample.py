@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import Parser, Tokenizer, cli, describe, read_json
+from data import Parser, check_tokenizer, cli, describe, read_json
 from model import Linear, RecurrentLM, UserError
 
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
@@ -478,10 +478,7 @@ def compile_decoding(model):
 def load_model(folder, device="cpu", dtype=None, compile=False):
     """(model, tokenizer) of a checkpoint or run folder. dtype: its name, or None: as stored."""
     model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype)).eval()
-    tokenizer = Tokenizer.load(model.folder)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"{model.folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
-                        f"{model.config.vocab_size}: it is the tokenizer of another model")
+    tokenizer = check_tokenizer(model.config, model.folder)
     if not all(p.sum().isfinite() for p in model.parameters()):
         raise UserError(f"{model.folder}: its weights are not finite: it is damaged, or training "
                         "diverged")

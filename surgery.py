@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data import Parser, Tokenizer, cli, copy_tokenizer, read_json, whole, write_json
+from data import (Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, read_json, whole,
+                  write_json)
 from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
@@ -278,11 +279,7 @@ def open_source(src):
         print("note: the model does not use these tensors:", *sorted(ignored)[:5])
     source = Source(folder, config, kind, files, parts)
     if any(Path(folder).glob("tokenizer.*")):
-        source.tokenizer = Tokenizer.load(folder)
-        ids = source.tokenizer.vocab_size
-        if ids > config.vocab_size:
-            raise UserError(f"{folder}: the tokenizer has {ids} ids, the model "
-                            f"{config.vocab_size}: it is the tokenizer of another model")
+        source.tokenizer = check_tokenizer(config, folder)
     return source
 
 

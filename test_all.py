@@ -8,6 +8,7 @@ LOOPGRAFT_ASSETS names a folder with what is too large or not free to lie here: 
 OLMo 2's tokenizers. What is missing is skipped, and `-rs` says which command brings it.
 """
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib
@@ -48,7 +49,7 @@ import data
 import sample
 import surgery
 import train
-from data import Shards, Tokenizer, read_json, tiny
+from data import Dataset, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
 from model import Config, RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
 from muon import Optimizer
@@ -62,7 +63,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
 HERE = Path(__file__).resolve().parent
 ORACLE = HERE / "assets" / "oracle"
 MATERIAL = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets", "tokenizers").resolve()
-EXTRAS = 'pip install transformers accelerate protobuf pyarrow "lm_eval[math]==0.4.13"'
+EXTRAS = 'pip install transformers accelerate protobuf tiktoken pyarrow "lm_eval[math]==0.4.13"'
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
                                     reason="no C++ compiler for torch.compile")
 
@@ -177,7 +178,7 @@ def small(seed=0, **changes):
 def save(model, folder, corpus):
     """Save a model with the corpus's tokenizer."""
     model.save(folder)
-    data.copy_tokenizer(corpus / "tokenizer", folder)
+    data.copy_tokenizer(corpus / "task", folder)
 
 def convert(src, out, *flags):
     """surgery.py -> the model in OUT"""
@@ -543,39 +544,43 @@ HARD = [
     "\u2028\u00a0\ufeff ﷺ\U0010ffff", "\ufeffx",
     *(" " * n + "x" + "\n" * n for n in range(1, 101))]
 
-HUB = {"llama3": "meta-llama/Llama-3.2-1B original/tokenizer.model",
-       "olmo2": "allenai/OLMo-2-0425-1B tokenizer.json"}
+# How Llama 3 cuts text into words, and its first names, as Meta's llama3/tokenizer.py has them.
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
 
-@pytest.mark.parametrize("name", HUB)
-def test_token_ids_match_tokenizers(name):
+def test_token_ids_match_tiktoken():
     """
-    Ids of byte-level BPE are the tokenizers library's, special names read or not, and decode to the
-    text (a lone surrogate to U+FFFD). Llama 3's tokenizer.json gives what tokenizer.model does.
+    Ids of Llama 3's tokenizer.json are tiktoken's, special names read or not, and decode to the
+    text (a lone surrogate to U+FFFD).
     """
-    tokenizers, slow = need("tokenizers"), need("transformers.convert_slow_tokenizer")
-    files = [*(MATERIAL / name).glob("**/tokenizer.*")]
+    tiktoken, load = need("tiktoken"), need("tiktoken.load")
+    slow = need("transformers.convert_slow_tokenizer")
+    files = [*(MATERIAL / "llama3").glob("**/tokenizer.model")]
     if not files:
-        pytest.skip(f"hf download {HUB[name]} --local-dir {MATERIAL / name}")
-    ours = [Tokenizer.load(files[0].parent)]
-    if name == "olmo2":
-        theirs = tokenizers.Tokenizer.from_file(str(files[0]))
-    else:
-        names = list(ours[0].special)
-        theirs = slow.TikTokenConverter(str(files[0]), extra_special_tokens=names).converted()
-        Path("tokenizer.json").write_text(theirs.to_str())
-        ours.append(Tokenizer.load("."))
-        for tokenizer in ours:
-            ids = tokenizer.encode("Hello world", bos=True)
-            assert ids == [128000, 9906, 1917]  # as published
+        pytest.skip(f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir "
+                    f"{MATERIAL / 'llama3'}")
+    ranks = load.load_tiktoken_bpe(str(files[0]))
+    special = {name: len(ranks) + i for i, name in enumerate(NAMES)}
+    theirs = tiktoken.Encoding("", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
+    converter = slow.TikTokenConverter(str(files[0]), extra_special_tokens=NAMES)
+    converter.converted().save("tokenizer.json")
+    ours = Tokenizer.load(".")
+    assert ours.encode("Hello world", bos=True) == [128000, 9906, 1917]  # as published
+    assert (ours.bos_id, ours.eos_id) == (128000, 128001)
     text = "\n".join((HERE / name).read_text() for name in ("README.md", "LICENSE", "train.py"))
-    long = text * (500_000 // len(text))  # byte-level encode() makes two parts of it
-    for special in (False, True):
-        theirs.encode_special_tokens = not special
-        for text in (*HARD, *text.splitlines(), long):
-            ids = theirs.encode(text, add_special_tokens=False).ids
-            assert all(x.encode(text, special=special) == ids for x in ours), text[:200]
-            assert special or ours[0].decode(ids) == text
-    assert ours[0].decode(ours[0].encode("\udc00x \ud83d\ude00 \ud83d")) == "\ufffdx 😀 \ufffd"
+    for text in (*HARD, *text.splitlines(), text * 20):
+        assert ours.encode(text, special=True) == theirs.encode(text, allowed_special="all")
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, disallowed_special=()), text[:200]
+        assert ours.decode(ids) == text
+    assert ours.decode(ours.encode("\udc00x \ud83d\ude00 \ud83d")) == "\ufffdx 😀 \ufffd"
+
+def test_padding_of_a_vocabulary(corpus, speaker):
+    """Ids that a model has and its tokenizer has not are left out of the text."""
+    for folder in (corpus / "task", speaker):
+        tokenizer = Tokenizer.load(folder)
+        assert tokenizer.decode([9, tokenizer.vocab_size, 5]) == tokenizer.decode([9, 5])
 
 
 # ---------------------------------------------------------------------------------------- prepare
@@ -584,23 +589,25 @@ def documents(n):
     """Write n documents in the embedded corpus's words to a.jsonl."""
     with open("a.jsonl", "w") as f:
         for i in range(n):
-            print(json.dumps({"text": f" {' '.join(str(i))}\n", "by": f"by {i % 50}"}), file=f)
+            row = {"text": f" {' '.join(str(i))}\n", "meta": {"by": f"by {i % 50}"}}
+            print(json.dumps(row), file=f)
 
 def prepare(corpus, source, out, *flags):
     """The arguments of data.py prepare."""
-    return ("prepare", "--input", source, "--tokenizer", corpus / "tokenizer", "--out", out, *flags)
+    return ("prepare", "--input", source, "--tokenizer", corpus / "task", "--out", out, *flags)
 
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_prepare_resumes_byte_identical(source, corpus):
     """
-    prepare, killed at any time, resumes to the same bytes: documents without white space around
-    them, each with EOS, dropped ones left out. Meanwhile no second one writes there.
+    prepare, killed at any time, resumes to the same bytes, wherever its files were moved: documents
+    without white space around them, each with EOS, dropped ones left out. Meanwhile no second one
+    writes there. Nothing else is left.
     """
     documents(4000)
     if source == "a.parquet":
         table = need("pyarrow.json").read_json("a.jsonl")
         need("pyarrow.parquet").write_table(table, source, row_group_size=90)
-    flags = ("--val=0.1", "--shard_tokens=2000", "--procs=2", "--drop=by=BY 7")
+    flags = ("--val=0.1", "--shard_tokens=2000", "--drop=meta.by=BY 7")
     call("data", *prepare(corpus, source, "unbroken", *flags))
     command = prepare(corpus, source, "killed", *flags)
 
@@ -609,24 +616,35 @@ def test_prepare_resumes_byte_identical(source, corpus):
         return found and "another process" in refusal("data", *command)
 
     kill(launch("data.py", *command), second_shard)
-    time.sleep(0.5)  # its workers notice, and let go of the lock
     with pytest.raises(UserError, match="meta.json"):
-        Shards("killed", "train", 8)
+        Dataset("killed", "train", 8)
+    os.makedirs("killed/train_000002.npy.tmp-12345678/half")  # the kill may have left such a one
+    os.mkdir("elsewhere")
+    for name in ("killed", source):
+        os.rename(name, f"elsewhere/{name}")
+    command = prepare(corpus, f"elsewhere/{source}", "elsewhere/killed", *flags)
     for _ in range(2):  # to the end; and nothing more to do
         call("data", *command)
-        assert contents("killed") == contents("unbroken")
+        assert contents("elsewhere/killed") == contents("unbroken")
+    assert not [*Path("elsewhere").glob("**/*.tmp-*")]
     ids = []
     for i in range(len(list(Path("unbroken").glob("train*")))):
         for split in ("train", "val"):
             ids += np.load(f"unbroken/{split}_{i:06d}.npy").tolist()
     kept = [i for i in range(4000) if i % 50 != 7]
-    assert "".join(data.WORDS[i] for i in ids) == "".join(f"{i}</s>" for i in kept)
-    idx, targets, _ = Shards("killed", "train", 16).batch(0, 0, 0, 1, 99)
+    assert Tokenizer.load("unbroken").decode(ids) == " ".join(
+        " ".join(str(i)) + " </s>" for i in kept)
+    there, here = (Dataset(name, "train", 16) for name in ("elsewhere/killed", "unbroken"))
+    assert there.fingerprint() == here.fingerprint()
+    idx, targets, _ = here.batch(0, 0, 0, 1, 99)
     assert targets[:, :-1].equal(idx[:, 1:])
+
+CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
 
 @pytest.mark.parametrize("row, ids", [
     ({"a": " has 1 ", "b": "has 2\n"}, ["has 1 \nhas 2", 1]),
     ({"a": "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"}, ["so\nit\nthe user: is", 1]),
+    ({"a": CHAT}, ["has\nUser's", 1]),
     ({"a": [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]}, ["has\n2", 1])])
 def test_prepare_reads_fields_and_chats(row, ids):
     """Fields and messages are joined, tags and outer blanks removed."""
@@ -635,28 +653,43 @@ def test_prepare_reads_fields_and_chats(row, ids):
 
 def test_prepare_counts_bad_documents(corpus):
     """Up to --max_bad of the documents may be bad; they are left out and counted."""
-    good = '{"text": "has 1"}\n' * 54
-    bad = '{"text": \n[]\n{"text": "\xff"}\n{"text": 3}\n{"text": [17]}\n{"q": "a"}'
+    good = '{"text": "has 1"}\n' * 53
+    bad = '{"text": \n[]\n{"text": "\xff"}\n{"text": 3}\n{"text": [17]}\n{"text": [-1]}\n{"q": "a"}'
     Path("a.jsonl").write_text(good + bad, encoding="latin-1")
     command = prepare(corpus, "a.jsonl", "out")
-    assert "6 of 60 documents" in refusal("data", *command)
-    call("data", *command, "--max_bad=0.1")
-    assert read_json("out/meta.json")["counts"]["bad"] == 6
+    assert "7 of 60 documents" in refusal("data", *command)
+    call("data", *command, "--max_bad=0.2")
+    assert read_json("out/meta.json")["counts"]["bad"] == 7
+
+def test_wrong_field(corpus):
+    """A wrong column ends after 1,000 documents, says which there are, and leaves nothing."""
+    documents(4000)
+    for wrong in ("--field=txt", "--drop=meta.model=x"):
+        line = refusal("data", *prepare(corpus, "a.jsonl", "out", wrong))
+        assert "1000 of 1000" in line and ("only text, meta" in line or "only by" in line)
+        assert os.listdir() == ["a.jsonl"]
+    call("data", *prepare(corpus, "a.jsonl", "out"))
+
+def test_no_locks(monkeypatch, capsys):
+    """A file system without locks is said, and no error."""
+    monkeypatch.setattr(data.fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "none")))
+    data.locked("out").close()
+    assert "cannot be locked" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------- the loader
 
 def test_loader_is_a_pure_function(corpus):
     """2 ranks with batch B see what 1 rank with 2B sees. Each epoch has another order."""
-    shards, again = (Shards(corpus / "task", "val", 26) for _ in range(2))
+    dataset, again = (Dataset(f"{corpus}/task", "val", 26) for _ in range(2))
     halves = [again.batch(7, 3, rank, 2, 4)[0] for rank in (0, 1)]
-    assert torch.cat(halves).equal(shards.batch(7, 3, 0, 1, 8)[0])
-    first, second = (shards.order(7, epoch).tolist() for epoch in (0, 1))
+    assert torch.cat(halves).equal(dataset.batch(7, 3, 0, 1, 8)[0])
+    first, second = (dataset.sets[0].order(7, epoch).tolist() for epoch in (0, 1))
     assert sorted(first) == sorted(second) and first != second
 
 def test_mixture_follows_its_weights(corpus):
     """Exact shares, evenly spread; each set gives its own samples in order, epoch by epoch."""
-    mixture = data.open_data(f"{corpus}/task:5,{corpus}/task,{corpus}/task:2", "val", 26)
+    mixture = Dataset(f"{corpus}/task:5,{corpus}/task,{corpus}/task:2", "val", 26)
     for k, part in enumerate(mixture.sets):
         part.sample = lambda seed, number, k=k: np.array([[k], [number]])
     chosen, numbers, _ = mixture.batch(3, 0, 0, 1, 800)
@@ -668,32 +701,42 @@ def test_mixture_follows_its_weights(corpus):
 
 # ---------------------------------------------------------------------------- the embedded corpus
 
-def solve(story):
+def count(story, _):
     """The answer after every sentence of a story (a list of words): the task, said once more."""
-    answers, count = [], 0
-    for verb, number in zip(story[::2], map(int, story[1::2])):
-        sums = {"gets": count + number, "loses": count - number, "times": count * number}
-        count = sums.get(verb, number) % 10
-        answers.append(str(count))
+    answers, number = [], 0
+    for verb, x in zip(story[::2], map(int, story[1::2])):
+        sums = {"gets": number + x, "loses": number - x, "times": number * x}
+        number = sums.get(verb, x) % 10
+        answers.append(str(number))
     return answers
 
-def test_corpus_tells_the_truth(corpus):
-    """Every story of the task and of the test sets has its true answers."""
-    rows = (corpus / "test.jsonl").read_text() + (corpus / "test18.jsonl").read_text()
-    for row in map(json.loads, rows.splitlines()):
-        answers = solve(row["question"].split())
-        assert (row["answer"], row["difficulty"]) == (answers[-1], len(answers))
-    idx, targets, _ = Shards(corpus / "task", "val", 26).batch(0, 0, 0, 1, 1024)
-    for ids, labels in zip(idx.tolist(), targets.tolist()):
-        *story, answer, end = [data.WORDS[i] for i in ids]
-        answers = solve(story)
-        assert [data.WORDS[i] for i in labels[1:24:2]] == answers
-        assert (answer, end) == (answers[-1], "</s>")
+def multiply(story, known):
+    """The product after every factor, as permutation matrices; known: each factor by itself."""
+    answers, product = [], np.eye(5)
+    for factor in story:
+        product = np.eye(5)[[int(i) - 1 for i in known[factor]]] @ product
+        answers.append("".join(str(row.argmax() + 1) for row in product))
+    return answers
 
-def test_corpus_follows_from_the_seed(corpus):
-    """The corpus depends on the seed alone."""
-    tiny("again", rows=8000)
-    assert contents(corpus) == contents("again")
+@pytest.mark.parametrize("task, solve, words", [("stories", count, 2), ("s5", multiply, 1)])
+def test_corpus_tells_the_truth(task, solve, words):
+    """Every story of the task and of the test sets has its true answers. Only the seed decides."""
+    tiny("out", task, rows=64)
+    tiny("again", task, rows=64)
+    assert contents("out") == contents("again")
+    rows = Path("out/test.jsonl").read_text() + Path("out/test18.jsonl").read_text()
+    rows = [*map(json.loads, rows.splitlines())]
+    known = {row["question"]: row["answer"] for row in rows if row["difficulty"] == 1}
+    for row in rows:
+        answers = solve(row["question"].split(), known)
+        assert (row["answer"], row["difficulty"]) == (answers[-1], len(answers))
+    names = data.TASKS[task][0]
+    idx, targets, _ = Dataset("out/task", "val", 12 * words + 2).batch(0, 0, 0, 1, 1024)
+    for ids, labels in zip(idx.tolist(), targets.tolist()):
+        *story, answer, end = [names[i] for i in ids]
+        answers = solve(story, known)
+        assert [names[i] for i in labels[words - 1:-2:words]] == answers
+        assert (answer, end) == (answers[-1], "</s>")
 
 
 # ---------------------------------------------------------------------------------- the optimizer
@@ -1244,7 +1287,7 @@ def test_eval_only(corpus, base, unbroken):
     call("train", *base, "--eval_only", "--init_from=none", "--out_dir=run")
     assert read_json("run/eval_loss_pretrain.json")["results"][1] == found
     model = RecurrentLM.load(unbroken).double()
-    idx, targets, numbers = Shards(corpus / "pretrain", "val", 52).batch(0, 0, 0, 1, 30)
+    idx, targets, numbers = Dataset(f"{corpus}/pretrain", "val", 52).batch(0, 0, 0, 1, 30)
     state = model.initial_state(30, 52, 0, numbers)
     loss = model(idx, targets, steps=4, state=state)[1]
     assert abs(found["value"] - loss) < 1e-5
@@ -1472,7 +1515,12 @@ surgery {other} out --export hf | another model
 data tiny --out {m} | --out
 data prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} | --out
 data prepare --input none.txt --tokenizer {m} --out out | none.txt
+data prepare --input web/*.parquet --tokenizer {m} --out out | web/*.parquet
 data prepare --input {m}/config.json --tokenizer {m} --out out | config.json: is not
+data prepare --input {corpus}/test.jsonl --tokenizer gpt2 --out out | tokenizer.json
+data prepare --input {corpus}/test.jsonl --tokenizer {m} --out out --val 0 | --val
+data prepare --input {corpus}/test.jsonl --tokenizer {m} --out out --val 1 | --val
+data tiny --out out --rows 0 | --rows
 train {run} --uptades=3 | --updates
 train {run} --steps 4 | --eval_steps
 train {run} --seed=-1 | --seed
@@ -1484,6 +1532,9 @@ train {run} --lr=x | --lr
 train {run} --curriculum=cubic | linear
 train {run} --config=none.toml | none.toml
 train {run} --data=none | none
+train {run} --data={corpus}/test.jsonl | no finished data set
+train {run} --data={corpus}/task:0 | weight
+train {run} --data={corpus}/task:1.5 | weight
 train {run} --context=30 | --context
 train {run} --init_from={foreign} | tokenizer
 train {run} --init_from=none | no such folder

@@ -39,8 +39,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from data import (RANK, WORLD, Parser, cli, copy_tokenizer, locked, natural, open_data, positive,
-                  read_json, say, tiny, tokenizer_bytes, whole, write_json, write_result)
+from data import (RANK, WORLD, Dataset, Parser, check_tokenizer, cli, copy_tokenizer, locked,
+                  natural, positive, read_json, say, tiny, whole, write_json, write_result)
 from model import IGNORE, Config, RecurrentLM, UserError, checkpoints, find_checkpoint, load_config
 from muon import BUFFERS, Optimizer, stacked_parts
 
@@ -228,8 +228,8 @@ def start_processes():
 
 def train(settings, device, store):
     """The run. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
-    dataset = open_data(settings.data, "train", settings.context)
-    val_set = open_data(settings.data, "val", settings.context)
+    dataset = Dataset(settings.data, "train", settings.context)
+    val_set = Dataset(settings.data, "val", settings.context)
     model, optimizer, progress = set_up(settings, dataset, device)
     agree(settings, progress, optimizer, store)
     start = progress["update"]
@@ -369,9 +369,8 @@ def make_model(settings, dataset, folder=None):
     if settings.context > model.config.context:
         raise UserError(f"--context={settings.context}: the model is for at most "
                         f"{model.config.context}")
-    if model.folder and tokenizer_bytes(model.folder) != tokenizer_bytes(dataset.folder):
-        raise UserError(f"{dataset.folder}: its tokenizer is not {model.folder}'s: prepare it with "
-                        "that one")
+    if model.folder:
+        check_tokenizer(model.config, model.folder, dataset.folder)
     return model
 
 
@@ -579,7 +578,7 @@ def evaluate(settings, device):
     folder = [settings.init_from, *found][-1]
     if not folder:
         raise UserError("--eval_only: --out_dir has no checkpoint yet, and there is no --init_from")
-    dataset = open_data(settings.data, "val", settings.context)
+    dataset = Dataset(settings.data, "val", settings.context)
     model = make_model(settings, dataset, folder).to(device, getattr(torch, settings.dtype))
     began = time.time()
     found = validate(settings, model, dataset)

@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.join(HERE, "..", ".."))
 import numpy as np
 import torch
 
-from data import Shards, cli, read_json, write_json
+from data import Dataset, cli, read_json, write_json
 from model import Config, RecurrentLM
 
 
@@ -201,7 +201,7 @@ def trace(folder, data, rows, steps):
     (R, N, 13) int64, right (R, N, 13) bool; 13: after 0 to 12 sentences.
     """
     model, batch = RecurrentLM.load(folder, dtype=torch.float32), []
-    idx, targets, number = Shards(data, "val", 26).batch(0, 0, 0, 1, rows)
+    idx, targets, number = Dataset(data, "val", 26).batch(0, 0, 0, 1, rows)
     for part in torch.arange(rows).split(64):
         labels, state = targets[part] != -100, model.initial_state(len(part), 26, 0, part)
         found = []
