@@ -109,11 +109,11 @@ class Decoder:
 
     def __init__(self, model, r, B, columns, options):
         c, weight = model.config, model.embed.weight
-        self.model, self.r, self.graph, self.views = model, r, None, {}
+        self.model, self.r, self.graphs, self.views = model, r, {}, {}
         self.draft_steps = options.draft_steps if 0 < options.draft_steps < r else r
-        self.lanes = r // self.draft_steps if r else 1
-        if self.lanes * self.draft_steps != r:
+        if r and r % self.draft_steps:
             raise UserError(f"--draft_steps {options.draft_steps}: does not divide r = {r}")
+        self.lanes = r // self.draft_steps if r else 1
         self.slots = min(r, int({"full": r, "last": 1}.get(options.kv, options.kv)))
         # Lanes run ahead of the text, and the last column is never read. A block more than that: a
         # view of all columns would be contiguous, for which torch.compile would compile once more.
@@ -192,6 +192,12 @@ class Decoder:
                 self.finish(self.recur(s, e, tokens, self.r), tokens)
         return idx[self.column[:len(idx)], last], last, T
 
+    def take_off(self, rows, draft_steps):
+        """Begin anew with r / draft_steps lanes -> age, s and e of cycle(), none in flight yet."""
+        self.draft_steps, self.lanes = draft_steps, self.r // draft_steps if self.r else 1
+        s = self.noise.new_zeros(rows, self.lanes, self.noise.shape[-1])
+        return self.column.new_zeros(rows), s, s
+
     def cycle(self, token, position, age, s, e, end):
         """
         Every lane moves on by draft_steps recurrences. The newest starts with token (B,) at
@@ -219,14 +225,16 @@ class Decoder:
         """
         if not (self.model.compiled and state[0].is_cuda):
             return self.cycle(*state, end)
-        if not self.graph or end > self.recorded:
-            self.graph = None
+        recorded, graph = self.graphs.pop(self.lanes, (0, None))
+        if end > recorded:
+            graph = None
             gc.collect()  # the last graph, whose memory torch keeps in a reference cycle
             # That takes a while, so it is not done for every 64 columns.
-            self.recorded = min(-(-end // 256) * 256, self.limit + 1)
-            run = functools.partial(self.cycle, end=self.recorded)
-            self.graph = torch.cuda.make_graphed_callables(run, tuple(t.clone() for t in state))
-        return self.graph(*state)
+            recorded = min(-(-end // 256) * 256, self.limit + 1)
+            run = functools.partial(self.cycle, end=recorded)
+            graph = torch.cuda.make_graphed_callables(run, tuple(t.clone() for t in state))
+        self.graphs[self.lanes] = recorded, graph
+        return graph(*state)
 
     def recur_each(self, s, e, tokens, done):
         """
@@ -245,7 +253,7 @@ class Decoder:
         """Continue with some rows (a tensor of indices) of the batch only."""
         self.cache = {part: [[t[rows] for t in layer] for layer in layers]
                       for part, layers in self.cache.items()}
-        self.last, self.graph, self.views = self.last[rows], None, {}
+        self.last, self.graphs, self.views = self.last[rows], {}, {}
 
 
 # ------------------------------------------------------------------------------------ next tokens
@@ -330,39 +338,51 @@ def wavefront(decoder, prompts, options, rng, live):
     followed it, all goes on. Else the younger lanes are dropped, and the right token starts anew.
 
     What comes out has the distribution of r, by the rule of speculative sampling (arXiv
-    2211.17192). With one lane it is plain decoding.
+    2211.17192). A wrong draft costs more than a right one saves, so while too few are right, the
+    batch is decoded plainly, which is the case of one lane.
     """
-    rows, lanes = list(range(len(prompts))), decoder.lanes
+    rows, waited = list(range(len(prompts))), [0] * len(prompts)
     token, position, end = decoder.prefill(prompts)
-    age, waited = torch.zeros_like(token), [0] * len(prompts)
-    s = e = decoder.noise.new_zeros(len(rows), lanes, decoder.noise.shape[-1])
-    drafts = []  # of the last cycles: token (B,) and its distribution (B, V), oldest first
+    last = [token, position]  # of each text, without drafts
+    draft_steps, hope, pause, alone = decoder.draft_steps, 0.8, 8, 0
+    (age, s, e), drafts = decoder.take_off(len(rows), draft_steps), []
     while live:
-        rows, (token, position, age, s, e, *drafts) = shrink(
-            decoder, rows, live, [token, position, age, s, e, *drafts])
+        rows, (token, position, age, s, e, *rest) = shrink(
+            decoder, rows, live, [token, position, age, s, e, *last, *drafts])
+        last, drafts, lanes = rest[:2], rest[2:], decoder.lanes
         logits, s, e = decoder.step(token, position, age, s, e, end=end)
         full = age == lanes - 1  # the oldest lane is in flight, so there is an answer
         if lanes == 1:
-            restart, draft, answer = full, token, pick(logits[:, -1], options, rng)
+            right, draft, answer = ~full, token, pick(logits[:, -1], options, rng)
         else:
             q, p = distribution(logits, options).unbind(1)
-            draft = draw(q, rng)
-            drafts += [draft, q]
-            right, answer = full, draft
-            if len(drafts) == 2 * lanes:
+            right, draft = full, draw(q, rng)
+            answer, drafts = draft, [*drafts, draft, q]
+            if len(drafts) == 2 * lanes:  # the first of them followed the oldest lane's token
                 right, answer = verify(p, *drafts[:2], rng)
-                del drafts[:2]
-            restart = full & ~right
-        token = draft.where(~restart, answer)
-        position = (position + 1 - (lanes - 1) * restart).clamp(max=decoder.limit)
+                drafts = drafts[2:]
+        place = position - lanes + 2
+        last = [answer.where(full, last[0]), place.where(full, last[1])]
+        restart = full & ~right
+        token = answer.where(restart, draft)
+        position = place.where(restart, position + 1).clamp(max=decoder.limit)
         age = (age + 1).clamp(max=lanes - 1) * ~restart
-        report = torch.stack((full, answer, position), 1).tolist()
+        report = torch.stack((full, right, answer, position), 1).tolist()  # the one wait
         end = max(p for *_, p in report) + 1
-        for row, (found, answer, _) in zip(rows, report):
+        for row, (found, was_right, answer, _) in zip(rows, report):
             waited[row] += decoder.draft_steps
             if found:
                 yield row, answer, waited[row]
                 waited[row] = 0
+                hope += (was_right - hope) / (4 * len(rows))
+        alone -= 1
+        if hope < 0.5 and lanes > 1:
+            alone, pause = pause, min(2 * pause, 64)
+            (age, s, e), drafts = decoder.take_off(len(rows), decoder.r), []
+            token, position = last
+        elif alone == 0:
+            hope = 0.6
+            age, s, e = decoder.take_off(len(rows), draft_steps)
 
 
 def verify(p, draft, q, rng):
