@@ -38,41 +38,37 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main():
+    timed = Parser(add_help=False)
+    flag = timed.add_argument
+    flag("--model", help="a checkpoint folder; default: random weights")
+    flag("--dtype", choices=("float32", "bfloat16"), default="float32")
+    flag("--repeat", type=positive, default=5, help="timed runs of each figure")
+    flag("--no_compile", action="store_true", help="do without torch.compile")
+    flag("--peer", action="store_true", help="time transformers' Llama, too")
+
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-
-    train = commands.add_parser("train", help="time updates")
-    flag = train.add_argument
+    flag = commands.add_parser("train", parents=[timed], help="time updates").add_argument
     flag("--steps", type=n_plus_k, default="0+4,24+8", help="recurrences without + with gradient")
     flag("--batch_size", type=positive, default=4, help="rows of an update")
     flag("--context", type=positive, default=256, help="tokens of a row")
     flag("--optimizer", choices=("muon", "adamw", "adamw*"), default="adamw")
 
-    decode = commands.add_parser("decode", help="time new tokens")
-    flag = decode.add_argument
+    flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
     flag("--steps", type=parse_steps, default="1,2,4,8,16,32", help="recurrences r")
     flag("--batch_size", type=positive, default=1, help="prompts at once")
     flag("--prompt", type=positive, default=32, help="tokens of a prompt")
     flag("--tokens", type=positive, default=64, help="new tokens of a row")
     flag("--ways", type=parse_ways, default="", help="settings of sample.py to compare with plain "
                                                      "decoding, such as 'kv=last;draft_steps=4'")
-    for timed in (train, decode):
-        flag = timed.add_argument
-        flag("--model", help="a checkpoint folder; default: random weights")
-        flag("--dtype", choices=("float32", "bfloat16"), default="float32")
-        flag("--repeat", type=positive, default=5, help="timed runs of each figure")
-        flag("--no_compile", action="store_true", help="do without torch.compile")
-        flag("--peer", action="store_true", help="time transformers' Llama, too")
 
-    drawn = commands.add_parser("plot", help="draw results, or the losses of runs")
-    flag = drawn.add_argument
+    flag = commands.add_parser("plot", help="draw results, or the losses of runs").add_argument
     flag("results", nargs="+", help="result files, or folders of runs")
     flag("--x", choices=AXES, help="default: steps of results, update of runs")
     flag("--labels", help="comma-separated names, one a file; equal ones share a curve")
     flag("--out", help=".png or .svg; default: named after the first input")
 
-    equal = commands.add_parser("equal", help="count the updates that cost a parent as much")
-    flag = equal.add_argument
+    flag = commands.add_parser("equal", help="the updates that cost a parent as much").add_argument
     flag("run", help="a run, with all that was spent on it since surgery")
     flag("parent", help="the model that is to train for as many FLOPs")
 

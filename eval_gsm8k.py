@@ -4,19 +4,20 @@ GSM8K over recurrences: the same questions, answered by one model at several dep
     python eval_gsm8k.py --model out/llama-4-6-4 --data gsm8k/test.jsonl --steps 1,2,4,8,16,32
     torchrun --nproc_per_node=4 eval_gsm8k.py --model out/llama-4-6-4 --data gsm8k/test.jsonl
 
-What is unusual: r is an argument, so every question is answered once per r. All else is what the
-paper does with lm-evaluation-harness (gsm8k_cot_zeroshot with one shot, version 0.4.13): greedy,
-float32, at most 256 new tokens. "flexible" scores the last number of the output, "strict" the one
-after "The answer is". Answers depend a little on --seed, since s_0 is noise. Caches, exits and
-drafts are those of sample.py. A feed-forward model has no r and gets one row.
+Unusual: every question is answered once per r. All else follows the paper, which used
+lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32, at most 256 new
+tokens. "flexible" scores the last number of the output, "strict" the one after "The answer is".
+Answers depend a little on --seed, since s_0 is noise. Caches, exits and drafts are those of
+sample.py. A feed-forward model has no r and gets one row.
 
 Each line of --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty",
 such as the number of sentences, accuracy is broken down by it.
 
-Each batch appends its answers to OUT.jsonl, one line per question and r; the first line holds the
-settings. The same command resumes an evaluation that was killed, on any number of processes. With
-more --steps or a larger --limit it adds to what is there. To start over, delete OUT.jsonl. The
-summary, OUT.json, is written last.
+Each batch appends its answers to OUT.jsonl, one line per question and r. The first line holds the
+settings, and digests of the weights and the questions. The same command resumes an evaluation that
+was killed, on any number of processes, even if the files have moved. More --steps or a larger
+--limit extend an existing file. To start over, delete OUT.jsonl. OUT.json, the summary, is written
+last.
 """
 import json
 import math
@@ -192,7 +193,7 @@ def settings_of(args, model):
     """Everything that decides an answer; the first line of the file of answers."""
     keys = "template", "shots", "max_new_tokens", "dtype"
     settings = {key: getattr(args, key) for key in keys} | decoding(args)
-    # Files are known by what they hold: they may be moved, and a model trained on in its folder.
+    # A file's digest tells more than its path: it may move, and a model train on in its folder.
     return settings | {"questions": digest(args.data),
                        "weights": digest(f"{model.folder}/model.safetensors")}
 

@@ -12,7 +12,9 @@ What is unusual:
 - Text is generated anew for each r, greedily.
 
 Tokens, truncation and scores are those of the harness's own HFLM, with BOS where the tokenizer has
-one. In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
+one. More --steps extend an existing file; other settings need another --out.
+
+In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
 import os
 import random

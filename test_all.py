@@ -1405,7 +1405,7 @@ test_split: test
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: rows.jsonl}}, cache_dir: cache}}
 """)
-    return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", "out.json"
+    return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", f"{name}.json"
 
 @pytest.fixture(scope="session")
 def parent(speaker, tmp_path_factory):
@@ -1436,6 +1436,16 @@ def test_choices_in_one_row(checkpoint):
             likelihood = p[range(len(x)), x].sum().item()
             assert answer == (pytest.approx(likelihood, abs=1e-4), p.argmax(-1).tolist() == x)
 
+def test_more_steps_extend_the_results(checkpoint):
+    """eval_lm.py adds an r to a file of the same settings, and refuses to touch one of others."""
+    harness()
+    ask = "--model", checkpoint, *write_task("choice"), "--steps"
+    call("eval_lm", *ask, "1,4")
+    assert "limit" in refusal("eval_lm", *ask, "2", "--limit", 5)
+    call("eval_lm", *ask, "2")
+    call("eval_lm", *ask, "1,2,4", "--out", "all.json")
+    assert read_json("choice.json")["results"] == read_json("all.json")["results"]
+
 def test_harness_scores_are_its_own_models(parent):
     """
     Likelihoods, texts and scores, those of MATH among them, are HFLM's with transformers.
@@ -1447,7 +1457,7 @@ def test_harness_scores_are_its_own_models(parent):
         call("eval_lm", "--model", folder, *flags, *write_task(name))
         tasks = eval_lm.load_tasks([f"local_{name}"], ".", 0)
         results = eval_lm.evaluate(theirs, tasks)
-        for a, b in zip(read_json("out.json")["results"], results, strict=True):
+        for a, b in zip(read_json(f"{name}.json")["results"], results, strict=True):
             assert b == a | {"value": pytest.approx(a["value"], rel=1e-6 if name == "text" else 0)}
         requests = tasks["tasks"][f"local_{name}"].instances
         wanted = [request.resps[0] for request in requests]
