@@ -23,6 +23,7 @@ The model's text goes to stdout, everything else to stderr.
 import contextlib
 import functools
 import gc
+import math
 import re
 import sys
 import time
@@ -32,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import Parser, check_tokenizer, cli, describe, read_json
+from data import Parser, check_tokenizer, cli, describe, positive, read_json, say
 from model import Linear, RecurrentLM, UserError
 
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
@@ -48,16 +49,28 @@ class Decoding:
     top_p: float = 1.0            # 1: off
     seed: int = 0                 # of the noise and of sampling
     state: str = "noise"          # s_0: noise or zero
-    kv: str = "full"              # full: a slot per recurrence; last or N: 1 or N slots a layer
+    kv: str = "full"              # full: a slot a recurrence; last or N: 1 or N slots a layer
     exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
     exit_threshold: float = 0.001   # in nats
     min_steps: int = 1            # no token stops earlier
     draft_steps: int = 0          # recurrences of drafts, a divisor of r (0: off), see wavefront()
 
     def __post_init__(self):
-        if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
-            raise UserError(f"--kv {self.kv}: must be full, last or a number of slots")
-        assert self.exit in (None, "kl") and self.state in ("noise", "zero"), self
+        fine = {
+            "temperature": self.temperature >= 0,
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "seed": self.seed >= 0,
+            "state": self.state in ("noise", "zero"),
+            "kv": re.fullmatch("full|last|[1-9][0-9]*", self.kv),
+            "exit": self.exit in (None, "kl"),
+            "exit_threshold": self.exit_threshold >= 0,
+            "min_steps": self.min_steps > 0,
+            "draft_steps": self.draft_steps >= 0,
+        }
+        for name, ok in fine.items():
+            if not ok:
+                raise UserError(f"--{name} {getattr(self, name)}: is out of range (--help)")
         if self.draft_steps and (self.exit or self.kv != "full"):
             raise UserError("--draft_steps: cannot be combined with --exit or --kv")
 
@@ -303,8 +316,10 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
     c, options = model.config, Decoding(**options)
     r = sum(model.split_steps(steps)) if c.n_core else 0
     T = max(map(len, prompts))
-    assert all(prompts) and max_new_tokens > 0, "a prompt is empty, or no token is asked for"
-    assert T + max_new_tokens <= c.context, f"{T} + {max_new_tokens} tokens, context {c.context}"
+    if not all(prompts) or max_new_tokens < 1:
+        raise UserError("a prompt is empty, or no token is asked for")
+    if T + max_new_tokens > c.context:
+        raise UserError(f"{T} + {max_new_tokens} tokens are more than the context, {c.context}")
     way = adaptive if r and options.exit else wavefront
     decoder = Decoder(model, r, len(prompts), T + max_new_tokens, options)
     rng = torch.Generator(decoder.column.device).manual_seed(options.seed)
@@ -497,9 +512,13 @@ def compile_decoding(model):
 
 def load_model(folder, device="cpu", dtype=None, compile=False):
     """(model, tokenizer) of a checkpoint or run folder. dtype: its name, or None: as stored."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as e:
+        raise UserError(f"--device {device}: torch does not find it here ({e!r:.100})")
     model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype)).eval()
     tokenizer = check_tokenizer(model.config, model.folder)
-    if not all(p.sum().isfinite() for p in model.parameters()):
+    if not all(torch.linalg.vector_norm(p, math.inf).isfinite() for p in model.parameters()):
         raise UserError(f"{model.folder}: its weights are not finite: it is damaged, or training "
                         "diverged")
     if model.embed.weight.is_cuda:
@@ -551,16 +570,17 @@ def cut(text, stops):
 # ------------------------------------------------------------------------------------ the command
 
 def newest_checkpoint(root="out"):
-    """The newest checkpoint under root, a recurrent one if there is one."""
+    """The newest checkpoint under root: a trained one, and a recurrent one, if there is one."""
     found = []
     for path in Path(root).glob("**/config.json"):
         config = read_json(path)
         if config.get("model_type") == "loopgraft" and ".tmp-" not in str(path):
-            found.append((config["n_core"] > 0, path.stat().st_mtime, path.parent))
+            trained = "-quick" not in str(path)
+            found.append((trained, config["n_core"] > 0, path.stat().st_mtime, path.parent))
     if not found:
         raise UserError(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give "
                         "--model")
-    return max(found)[2]
+    return max(found)[-1]
 
 
 def default_prompt(folder):
@@ -579,7 +599,7 @@ def write(model, tokenizer, args, prompt, r):
     if not ids or room < 1:
         raise UserError(f"the prompt has {len(ids)} tokens, the context {context}: give at least "
                         "one word, and leave room for more")
-    say(f"--- r = {r}")
+    tell(f"--- r = {r}")
     text = tokenizer.decode(ids)
     shown, recurrences, began = len(text), [], time.perf_counter()
     for _, token, took in generate(model, [ids], room, r, **decoding(args)):
@@ -594,29 +614,32 @@ def write(model, tokenizer, args, prompt, r):
             shown = len(text)
     print(text[shown:], flush=True)
     count, seconds = len(recurrences), time.perf_counter() - began
-    say(f"--- {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s, "
+    tell(f"--- {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s, "
         f"{sum(recurrences) / count:.2f} recurrences a token")
 
 
 def interact(model, tokenizer, args, steps):
     """Prompts from the terminal, each on its own. /steps 16 or /steps 1,4,32 turns the dial."""
-    say(f"r = {steps}; a line is a prompt; /steps N sets the recurrences; ctrl-D ends")
+    tell(f"r = {steps}; a line is a prompt; /steps N sets the recurrences; ctrl-D ends")
     while True:
         try:
             line = input("> ")
             if line.startswith("/steps"):
                 steps = parse_steps(line.removeprefix("/steps").strip())
+            elif line.startswith("/"):
+                raise UserError(f"{line}: is unknown; /steps 16 sets the recurrences")
             elif line:
                 for r in steps:
                     write(model, tokenizer, args, line, r)
         except UserError as e:  # a mistake ends a text, not the session
-            say(e)
+            tell(e)
         except EOFError:
             return
 
 
-def say(text):
-    print(text, file=sys.stderr, flush=True)
+def tell(text):
+    """Anything but the model's text."""
+    say(text, file=sys.stderr)
 
 
 def parse_args():
@@ -625,7 +648,7 @@ def parse_args():
     p.add_argument("--steps", help="recurrences r, or several such as 1,4,32")
     p.add_argument("--prompt", help="the text to continue")
     p.add_argument("--interactive", action="store_true", help="ask for prompts")
-    p.add_argument("--tokens", type=int, default=256, help="new tokens at most")
+    p.add_argument("--tokens", type=positive, default=256, help="new tokens at most")
     add_options(
         p,
         temperature="0 (default): greedy",
@@ -642,17 +665,23 @@ def main():
     folder = args.model or newest_checkpoint()
     model, tokenizer = load_model(folder, args.device, args.dtype, args.compile)
     c = model.config
-    say(f"{model.folder}, ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
+    tell(f"{model.folder}, ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
         f"{', '.join(describe(model))}")
     steps = parse_steps(args.steps or str(c.mean_recurrence))
     if not c.n_core:
         if args.steps or args.exit or args.draft_steps:
-            say("a feed-forward model: --steps, --exit and --draft_steps have no effect")
+            tell("a feed-forward model: --steps, --exit and --draft_steps have no effect")
         steps = [0]
+    if not args.temperature and (args.top_k or args.top_p < 1):
+        tell("--top_k and --top_p have no effect without a --temperature")
+    if args.compile:
+        tell("compiling, about a minute")
+        for r in steps:
+            list(generate(model, [[0]], min(4, c.context - 1), r, **decoding(args)))
     if args.interactive:
         return interact(model, tokenizer, args, steps)
     prompt = default_prompt(model.folder) if args.prompt is None else args.prompt
-    say(prompt)
+    tell(prompt)
     for r in steps:
         write(model, tokenizer, args, prompt, r)
 

@@ -1581,6 +1581,12 @@ sample --prompt 3 --model none | no such folder
 sample --prompt 3 --model {other} | another model
 sample --prompt 3 --model {nan} | not finite
 sample --prompt 3 --model {m} --kv=x | --kv
+sample --prompt 3 --model {m} --top_p=0 | --top_p
+sample --prompt 3 --model {m} --temperature=-1 | --temperature
+sample --prompt 3 --model {m} --seed=-1 | --seed
+sample --prompt 3 --model {m} --tokens=0 | --tokens
+sample --prompt 3 --model {m} --steps=6 --draft_steps=4 | does not divide
+sample --prompt 3 --model {m} --device=cuda:99 | --device cuda:99
 sample --prompt 3 --model {m} --steps=-1 | --steps
 sample --prompt 3 --model {m} --draft_steps=2 --exit=kl | --draft_steps
 eval_gsm8k {ask} --data none.jsonl | No such file
