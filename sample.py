@@ -56,21 +56,14 @@ class Decoding:
     draft_steps: int = 0          # recurrences of drafts, a divisor of r (0: off), see wavefront()
 
     def __post_init__(self):
-        fine = {
-            "temperature": self.temperature >= 0,
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "seed": self.seed >= 0,
-            "state": self.state in ("noise", "zero"),
-            "kv": re.fullmatch("full|last|[1-9][0-9]*", self.kv),
-            "exit": self.exit in (None, "kl"),
-            "exit_threshold": self.exit_threshold >= 0,
-            "min_steps": self.min_steps > 0,
-            "draft_steps": self.draft_steps >= 0,
-        }
-        for name, ok in fine.items():
-            if not ok:
-                raise UserError(f"--{name} {getattr(self, name)}: is out of range (--help)")
+        for name in ("temperature", "top_k", "top_p", "seed", "exit_threshold", "draft_steps"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name} {getattr(self, name)}: must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
+        if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
+            raise UserError(f"--kv {self.kv}: must be full, last or a number of slots")
+        assert self.exit in (None, "kl") and self.state in ("noise", "zero"), self
         if self.draft_steps and (self.exit or self.kv != "full"):
             raise UserError("--draft_steps: cannot be combined with --exit or --kv")
 
@@ -122,7 +115,7 @@ class Decoder:
 
     def __init__(self, model, r, B, columns, options):
         c, weight = model.config, model.embed.weight
-        self.model, self.r, self.graphs, self.views = model, r, {}, {}
+        self.model, self.r, self.graph, self.views = model, r, None, {}
         self.draft_steps = options.draft_steps if 0 < options.draft_steps < r else r
         if r and r % self.draft_steps:
             raise UserError(f"--draft_steps {options.draft_steps}: does not divide r = {r}")
@@ -208,6 +201,7 @@ class Decoder:
     def take_off(self, rows, draft_steps):
         """Begin anew with r / draft_steps lanes -> age, s and e of cycle(), none in flight yet."""
         self.draft_steps, self.lanes = draft_steps, self.r // draft_steps if self.r else 1
+        self.graph = None
         s = self.noise.new_zeros(rows, self.lanes, self.noise.shape[-1])
         return self.column.new_zeros(rows), s, s
 
@@ -238,16 +232,14 @@ class Decoder:
         """
         if not (self.model.compiled and state[0].is_cuda):
             return self.cycle(*state, end)
-        recorded, graph = self.graphs.pop(self.lanes, (0, None))
-        if end > recorded:
-            graph = None
+        if not self.graph or end > self.recorded:
+            self.graph = None
             gc.collect()  # the last graph, whose memory torch keeps in a reference cycle
             # That takes a while, so it is not done for every 64 columns.
-            recorded = min(-(-end // 256) * 256, self.limit + 1)
-            run = functools.partial(self.cycle, end=recorded)
-            graph = torch.cuda.make_graphed_callables(run, tuple(t.clone() for t in state))
-        self.graphs[self.lanes] = recorded, graph
-        return graph(*state)
+            self.recorded = min(-(-end // 256) * 256, self.limit + 1)
+            run = functools.partial(self.cycle, end=self.recorded)
+            self.graph = torch.cuda.make_graphed_callables(run, tuple(t.clone() for t in state))
+        return self.graph(*state)
 
     def recur_each(self, s, e, tokens, done):
         """
@@ -266,7 +258,7 @@ class Decoder:
         """Continue with some rows (a tensor of indices) of the batch only."""
         self.cache = {part: [[t[rows] for t in layer] for layer in layers]
                       for part, layers in self.cache.items()}
-        self.last, self.graphs, self.views = self.last[rows], {}, {}
+        self.last, self.graph, self.views = self.last[rows], None, {}
 
 
 # ------------------------------------------------------------------------------------ next tokens
@@ -353,14 +345,13 @@ def wavefront(decoder, prompts, options, rng, live):
     followed it, all goes on. Else the younger lanes are dropped, and the right token starts anew.
 
     What comes out has the distribution of r, by the rule of speculative sampling (arXiv
-    2211.17192). A wrong draft costs more than a right one saves, so while too few are right, the
-    batch is decoded plainly, which is the case of one lane.
+    2211.17192). A wrong draft costs more than a right one saves, so once too few are right, the
+    batch goes on without, which is plain decoding: the case of one lane.
     """
     rows, waited = list(range(len(prompts))), [0] * len(prompts)
     token, position, end = decoder.prefill(prompts)
-    last = [token, position]  # of each text, without drafts
-    draft_steps, hope, pause, alone = decoder.draft_steps, 0.8, 8, 0
-    (age, s, e), drafts = decoder.take_off(len(rows), draft_steps), []
+    last, hope = [token, position], 0.8  # the end of each text; the share of right drafts
+    (age, s, e), drafts = decoder.take_off(len(rows), decoder.draft_steps), []
     while live:
         rows, (token, position, age, s, e, *rest) = shrink(
             decoder, rows, live, [token, position, age, s, e, *last, *drafts])
@@ -389,15 +380,10 @@ def wavefront(decoder, prompts, options, rng, live):
             if found:
                 yield row, answer, waited[row]
                 waited[row] = 0
-                hope += (was_right - hope) / (4 * len(rows))
-        alone -= 1
+                hope += (was_right - hope) / (16 * len(rows))
         if hope < 0.5 and lanes > 1:
-            alone, pause = pause, min(2 * pause, 64)
             (age, s, e), drafts = decoder.take_off(len(rows), decoder.r), []
             token, position = last
-        elif alone == 0:
-            hope = 0.6
-            age, s, e = decoder.take_off(len(rows), draft_steps)
 
 
 def verify(p, draft, q, rng):
