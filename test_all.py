@@ -21,6 +21,7 @@ import os
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -1113,6 +1114,21 @@ def unbroken(base, tmp_path_factory):
     call("train", *base, f"--out_dir={folder}")
     return folder
 
+@pytest.fixture(scope="session")
+def taught(corpus, tmp_path_factory):
+    """A folder out/ with a run tiny/task and its data in tiny/data, as runs/tiny.sh leaves them."""
+    folder = tmp_path_factory.mktemp("taught") / "out"
+    shutil.copytree(corpus, folder / "tiny" / "data")
+    call("train", *RUN, f"--data={folder}/tiny/data/pretrain", f"--out_dir={folder}/tiny/task",
+         "--lr=0.02", "--updates=80", "--cooldown=0.3", "--save_every=80", "--eval_every=80")
+    return folder
+
+def test_training_learns(taught):
+    """80 updates on the corpus, a few seconds, end at less than half of chance's loss."""
+    losses, chance = logged(taught / "tiny" / "task", "val"), math.log(len(data.STORY_WORDS))
+    assert losses[0]["4"] == pytest.approx(chance, abs=0.2)
+    assert losses[80]["4"] < chance / 2
+
 def logged(folder, key):
     """{update: value} of what log.jsonl has under `key` so far."""
     path = Path(folder, "log.jsonl")
@@ -1694,6 +1710,42 @@ def test_sample_takes_the_newest_recurrent_model(checkpoint, corpus, capfd):
     said = call("sample", "--prompt=has 1", "--tokens=3", "--steps=1,4")
     assert len(said.splitlines()) == 2 and "has 1" not in said
     assert "out/task, (1,2,1) layers" in capfd.readouterr().err
+
+def test_readme_does_what_it_says(taught, monkeypatch):
+    """README.md's Python and its commands for no more than a CPU and runs/tiny.sh work as they are."""
+    os.symlink(taught, "out")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # saves half a minute
+    blocks = dict.fromkeys(("sh", "python"), "")
+    for kind, text in re.findall(r"(?s)```(\w+)\n(.*?)```", (HERE / "README.md").read_text()):
+        blocks[kind] += text.replace("\\\n", "")
+    exec(blocks["python"], {})
+    needs_more = re.compile(r"fig|tinyllama|my-model|web/|\*")  # trained models and data sets
+    played = [shlex.split(line, comments=True) for line in blocks["sh"].splitlines()
+              if line.startswith("python") and not needs_more.search(line)]
+    assert len(played) >= 8
+    for _, script, *args in played:
+        call(script.removesuffix(".py"), *args, *["--tokens=4"] * (script == "sample.py"))
+
+def test_interactive(checkpoint, monkeypatch, capfd):
+    """--interactive continues each line, turns the dial by /steps, and survives a mistake."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("has 1\n\n/steps 2,4\n/steps x\nhas 1\n"))
+    said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
+    errors = capfd.readouterr().err
+    assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4"] and "--steps x" in errors
+    assert said.count("\n") == 3
+
+def test_characters_stream_whole(speaker, monkeypatch):
+    """What is printed while decoding never has a part of a character."""
+    text, shown = "naïve 漢字 👍🏽 na e\u0301", []
+    ids = Tokenizer.load(speaker).encode(text)
+    assert len(ids) > 1.5 * len(text)
+    monkeypatch.setattr(sample, "generate", lambda *_, **__: [(0, token, 1) for token in ids])
+    monkeypatch.setattr(sample, "print", lambda text, file=None, **_: file or shown.append(text),
+                        raising=False)
+    call("sample", "--model", speaker, "--prompt=A")
+    assert "".join(shown) == f" {text}" and len(shown) > 9
+    assert not any("\ufffd" in part for part in shown)
 
 # --------------------------------------------------------------------------------- publishing
 
