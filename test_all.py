@@ -40,7 +40,6 @@ import pytest
 import sentencepiece
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
 
@@ -67,9 +66,7 @@ EXTRAS = 'pip install transformers accelerate protobuf tiktoken pyarrow "lm_eval
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
                                     reason="no C++ compiler for torch.compile")
 
-
 # ---------------------------------------------------------------------------- running the scripts
-
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     """Each test runs in an empty folder of its own, and leaves the signals as they were."""
@@ -101,7 +98,6 @@ def refusal(script, *args):
     line, _ = outcome(script, *args)
     assert isinstance(line, str) and "\n" not in line
     return line
-
 
 # Processes for what is killed or has several ranks. Each is a fork of one that imported torch.
 os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"  # where that one looks
@@ -166,9 +162,7 @@ def contents(folder):
             files[str(path.relative_to(folder))] = path.read_bytes()
     return files
 
-
 # ----------------------------------------------------------------------------------------- models
-
 def small(seed=0, **changes):
     """A random model that is cheap to run."""
     c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
@@ -246,9 +240,7 @@ def speaker(tmp_path_factory):
         remove_extra_whitespaces=False)  # as Llama's
     return folder
 
-
 # -------------------------------------------------------------------------------------- the model
-
 FEED_FORWARD, RECURRENT = ("hf_llama", "hf_llama3", "hf_olmo2"), ("raven_llama", "raven_olmo2")
 
 @pytest.mark.parametrize("name", FEED_FORWARD)
@@ -331,9 +323,7 @@ def test_initial_state():
     again = model.initial_state(2, 8, 1, [6, 7])
     assert again.equal(model.initial_state(3, 8, 1, [5, 6, 7])[1:])
 
-
 # ---------------------------------------------------------------------------------------- surgery
-
 def test_surgery_keeps_the_layers_in_a_row():
     """With the identity adapter r = 1 is the kept layers in a row, as transformers runs them."""
     flags, x = "--prelude 0-1 --core 3-5 --coda 6,7", expected("hf_llama")
@@ -372,41 +362,6 @@ def test_verify_sees_a_wrong_weight(llama, monkeypatch):
     monkeypatch.setattr(surgery, "read_all", wrong)
     assert "differs" in refusal("surgery", llama, "wrong", *flags)
 
-def huginn(w, c, ids, s, steps):
-    """Huginn-0125's forward pass in float64: its formulas. Pairs rotate as complex numbers."""
-    w = {name.removeprefix("transformer."): t.double() for name, t in w.items()}
-    C, H = c["n_embd"], c["n_heads"]
-    D, T = C // H, ids.shape[1]
-    frequency = c["rope_base"] ** -(torch.arange(0, D, 2).double() / D)
-    angle = torch.arange(T).double()[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)
-
-    def linear(x, name):
-        return x @ w[f"{name}.weight"].T
-
-    def norm(x, name):
-        return F.rms_norm(x, (C,), w[f"{name}.weight"], c["norm_eps"])
-
-    def rotate(x, bias):
-        pairs = (x + bias).transpose(1, 2).unflatten(-1, (-1, 2))
-        return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
-
-    def block(x, name):
-        qkv = linear(norm(x, f"{name}.norm_1"), f"{name}.attn.Wqkv")
-        q, k, v = qkv.unflatten(-1, (3, H, D)).unbind(2)
-        bias = w[f"{name}.attn.qk_bias"]
-        q, k, v = rotate(q, bias[0]), rotate(k, bias[1]), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = norm(x + linear(y.flatten(2), f"{name}.attn.proj"), f"{name}.norm_2")
-        gate, up = linear(norm(x, f"{name}.norm_3"), f"{name}.mlp.fc").chunk(2, -1)
-        return norm(x + linear(F.silu(gate) * up, f"{name}.mlp.proj"), f"{name}.norm_4")
-
-    e = block(w["wte.weight"][ids] * c["init_values"]["embed_scale"], "prelude.0")
-    for _ in range(steps):
-        s = linear(torch.cat((s, e), -1), "adapter")
-        s = block(block(s, "core_block.0"), "core_block.1")
-    return linear(norm(block(norm(s, "ln_f"), "coda.0"), "ln_f"), "wte")
-
 def test_huginn_is_its_formulas():
     """Logits of Huginn's block style, exported and read again, are its literal formulas'."""
     model = small(norm="sandwich", n_kv_head=4, tie_embeddings=True, embed_scale=32**0.5,
@@ -418,10 +373,10 @@ def test_huginn_is_its_formulas():
     call("surgery", "ours", "hf", "--export", "hf")
     model = convert("hf", "m")
     ids, s = torch.randint(17, (2, 9)), model.initial_state(2, 9, 0, [0, 1])
+    huginn = runpy.run_path(ORACLE / "huginn.py")["huginn"]
     for r in (1, 3):
         wanted = huginn(weights("hf"), read_json("hf/config.json"), ids, s.double(), r)
         assert far(model(ids, steps=r, state=s)[0], wanted) < 1e-4
-
 
 PRESETS = """
 tinyllama-2-4-2     131,072,000 968,976,384    352,354,304  88,088,576 176,177,152  88,088,576
@@ -476,9 +431,7 @@ def test_whole_files_or_none(llama):
         assert "cannot be written" in refusal(*command)
     assert contents(".") == before
 
-
 # ---------------------------------------------------------------------------------------- the hub
-
 CHECKPOINT = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"not wanted",
               "model.safetensors": b"1" * 3_000_000}
 
@@ -536,9 +489,7 @@ def test_download_checks_the_hash(hub):
         surgery.download("some/model")
     assert not list(Path().glob("**/*.safetensors*"))
 
-
 # ------------------------------------------------------------------------------------- tokenizers
-
 HARD = [
     "", " ", "Hello  world", "naïve 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 café", "汉字和かな한국어 Ωмिक\u064e",
     "1234567890 3.14", "a\n\n\n  b\t\tc\r\n", "don't DON'T 'ſ", "e\u0301\u0323\u0308" * 9,
@@ -585,9 +536,7 @@ def test_padding_of_a_vocabulary(corpus, speaker):
         tokenizer = Tokenizer.load(folder)
         assert tokenizer.decode([9, tokenizer.vocab_size, 5]) == tokenizer.decode([9, 5])
 
-
 # ---------------------------------------------------------------------------------------- prepare
-
 def documents(n):
     """Write n documents in the embedded corpus's words to a.jsonl."""
     with open("a.jsonl", "w") as f:
@@ -679,9 +628,7 @@ def test_no_locks(monkeypatch, capsys):
     data.locked("out").close()
     assert "cannot be locked" in capsys.readouterr().out
 
-
 # ------------------------------------------------------------------------------------- the loader
-
 def test_loader_is_a_pure_function(corpus):
     """2 ranks with batch B see what 1 rank with 2B sees. Each epoch has another order."""
     dataset, again = (Dataset(f"{corpus}/task", "val", 26) for _ in range(2))
@@ -701,9 +648,7 @@ def test_mixture_follows_its_weights(corpus):
         assert far(mine.cumsum(0)[:, 0], torch.arange(1, 801) * weight / 8) < 1.5
         assert numbers[mine].tolist() == list(range(100 * weight))
 
-
 # ---------------------------------------------------------------------------- the embedded corpus
-
 def count(story, _):
     """The answer after every sentence of a story (a list of words): the task, said once more."""
     answers, number = [], 0
@@ -741,9 +686,7 @@ def test_corpus_tells_the_truth(task, solve, words):
         assert [names[i] for i in labels[words - 1:-2:words]] == answers
         assert (answer, end) == (answers[-1], "</s>")
 
-
 # ---------------------------------------------------------------------------------- the optimizer
-
 QKV = "prelude.0.attn.qkv.weight"
 SHAPES = {"embed.weight": (30, 8), "prelude.0.norm_1.weight": (8,), "adapter.weight": (8, 16),
           QKV: (24, 8), "core.0.mlp.fc.weight": (40, 8), "core.0.mlp.proj.weight": (8, 20),
@@ -849,9 +792,7 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
         one = load_file("1_0")
         assert max(far(t, one[name]) for name, t in found[0].items()) < 0.01
 
-
 # --------------------------------------------------------------------------------------- decoding
-
 def decode_model(n_core=2, norm="pre", vocab_size=64):
     """A tiny random model whose noise (std 1) and recurrences change what it says."""
     return small(1, vocab_size=vocab_size, n_core=n_core, norm=norm, context=64, state_std=1.0,
@@ -992,9 +933,7 @@ def test_sampling_follows_its_settings():
         share = tokens.bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
 
-
 # --------------------------------------------------------------------------------------- training
-
 def runs_of(pairs):
     """[[value, length], ...] -> the values, one an update"""
     return [value for value, length in pairs for _ in range(length)]
@@ -1034,7 +973,6 @@ def test_flops_are_the_papers():
         flops = train.paper_flops(s, RecurrentLM.empty(config), row["chkpt"])
         off = abs(flops / row["FLOPs"] - 1)  # one file has older edges
         assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
-
 
 HUB = {"TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": surgery.TINYLLAMA,
        "meta-llama/Llama-3.2-1B": surgery.LLAMA,
@@ -1095,7 +1033,6 @@ def test_dry_run():
     said = call("train", f"--config={HERE}/config/fig4.toml", "--dry_run", "--init_from=m")
     for words in ("body 704,708,608", "2.621e+10 tokens", "r: up to 32", "up over 125 updates"):
         assert words in said, said
-
 
 RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=52 --batch_size=16
     --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
@@ -1337,9 +1274,7 @@ def test_eval_only(corpus, base, unbroken):
     loss = model(idx, targets, steps=4, state=state)[1]
     assert abs(found["value"] - loss) < 1e-5
 
-
 # ------------------------------------------------------------------------------------- evaluation
-
 def test_answer_extraction_by_table():
     """Cut, extraction and comparison equal the harness's on every row of the fixture."""
     for line in open(ORACLE / "gsm8k_extract.jsonl"):
@@ -1391,7 +1326,6 @@ def test_killed_evaluation_goes_on(gsm8k, corpus):
     assert "weights" in refusal("eval_gsm8k", *command[1:])
 
 # -------------------------------------------------------------------- lm-evaluation-harness
-
 def harness():
     """eval_lm, if the harness is installed. Its own tasks stay out, as indexing them takes 10 s."""
     need("lm_eval")
@@ -1518,9 +1452,7 @@ def test_harness_scores_are_its_own_models(parent):
     values = [x["value"] for x in read_json("ours.json")["results"]]
     assert sorted(values) == sorted(x["value"] for x in results)
 
-
 # ------------------------------------------------------------------------- measuring and drawing
-
 def test_bench_ends_with_json(checkpoint):
     """bench.py train and decode end in JSON with a row for each measurement."""
     rows = []
@@ -1552,9 +1484,7 @@ def test_plot_results(unbroken):
     said, loss = call("bench", "plot", unbroken), logged(unbroken, "loss")[12]
     assert "validation at r = 4" in said and f"12: {loss:.4f}\n" in said
 
-
 # --------------------------------------------------------------------------------------- mistakes
-
 MISTAKES = """
 surgery {llama} out | --prelude
 surgery {llama} out --preset tinyllama-4-8-4 | --preset
@@ -1657,9 +1587,7 @@ def test_settings_that_count_are_not_zero(names):
         assert f"--{name}" in refusal("train", *names["run"].split(), f"--{name}=0")
     assert not os.listdir()
 
-
 # ------------------------------------------------------------------------- the paper in miniature
-
 def test_tiny_run_end_to_end(monkeypatch):
     """
     `bash runs/tiny.sh --quick --seed 5` plays every stage, from the corpus to scores at every r,
@@ -1748,7 +1676,6 @@ def test_characters_stream_whole(speaker, monkeypatch):
     assert not any("\ufffd" in part for part in shown)
 
 # --------------------------------------------------------------------------------- publishing
-
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 
@@ -1790,9 +1717,7 @@ def test_export_in_the_harness(parent):
     card = Path("out/README.md").read_text()
     assert "layers [[0, 1], [2, 3], [4]] of" in card and f"| {ours[0]['value']:.4g} |" in card
 
-
 # --------------------------------------------------------- every line that a GPU runs, without one
-
 # Where one more update, or one more token of every row, waits for the device, and how often.
 WAITS = {
     "update": {"train.train": 1},
