@@ -247,18 +247,13 @@ def tokenizer_file(folder):
     raise UserError(f"{folder}: is no folder with a tokenizer.model or tokenizer.json")
 
 
-def tokenizer_digest(folder):
-    """What tells a folder's tokenizer from another."""
-    return hashlib.sha256(tokenizer_file(folder).read_bytes()).hexdigest()
-
-
 def check_tokenizer(config, folder, *others):
     """
     The Tokenizer of a model's folder. UserError if it has more ids than the model, or if that of
     another folder, such as a data set's, differs.
     """
     for other in others:
-        if tokenizer_digest(other) != tokenizer_digest(folder):
+        if digest(tokenizer_file(other)) != digest(tokenizer_file(folder)):
             raise UserError(f"{other}: its tokenizer is not {folder}'s: prepare it with that one")
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
@@ -413,9 +408,8 @@ def prepare(args):
     tokenizer, out = Tokenizer.load(args.tokenizer), Path(args.out)
     arguments = vars(args) | {
         "input": [[os.path.basename(path), os.path.getsize(path)] for path in args.input],
-        "tokenizer": tokenizer_digest(args.tokenizer)}
-    for free in ("command", "out", "max_bad"):
-        del arguments[free]
+        "tokenizer": digest(tokenizer_file(args.tokenizer)),
+        "out": None, "max_bad": None}  # may change
     state = dict(arguments=arguments, counts={}, bad=None, shards=dict(train=[], val=[]), row=None,
                  vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, prompt="The")
     meta, progress = out / "meta.json", out / "progress.json"
@@ -492,24 +486,23 @@ class Dataset:
     """
 
     def __init__(self, data, split, T):
-        self.sets, self.weights = [], []
+        self.parts = []  # (Shards, weight)
         for part in data.split(","):
             self.folder, _, weight = part.partition(":")
             if not re.fullmatch(r"([1-9]\d*)?", weight):
                 raise UserError(f"--data: {part}: a weight is a whole number, 1 or more")
-            self.sets.append(Shards(self.folder, split, T))
-            self.weights.append(int(weight or 1))
-        if len({tokenizer_digest(s.folder) for s in self.sets}) > 1:
+            self.parts.append((Shards(self.folder, split, T), int(weight or 1)))
+        if len({digest(tokenizer_file(shards.folder)) for shards, _ in self.parts}) > 1:
             raise UserError("--data: the folders have different tokenizers: prepare them with one")
-        total, pairs = sum(self.weights), list(zip(self.sets, self.weights))
-        self.num_rows = min(s.num_rows * total // weight for s, weight in pairs)
-        self.turns = sorted(((i + 0.5) / weight, k, i) for k, (_, weight) in enumerate(pairs)
+        self.turns = sorted(((i + 0.5) / weight, k, i) for k, (_, weight) in enumerate(self.parts)
                             for i in range(weight))
+        self.num_rows = min(shards.num_rows * len(self.turns) // weight
+                            for shards, weight in self.parts)
 
     def fingerprint(self):
         """What tells these tokens from others, wherever they lie: a digest of their digests."""
-        content = [self.weights, *([s.meta["vocab_size"], s.meta["shards"]] for s in self.sets)]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.parts])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def batch(self, seed, step, rank, world, B):
         """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
@@ -517,139 +510,132 @@ class Dataset:
         for number in numbers:
             cycle, turn = divmod(number, len(self.turns))
             _, k, i = self.turns[turn]
-            samples.append(self.sets[k].sample(seed, cycle * self.weights[k] + i))
+            shards, weight = self.parts[k]
+            samples.append(shards.sample(seed, cycle * weight + i))
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
         return idx, targets, numbers
 
 
 # ---- the embedded corpus ---------------------------------------------------------------------
-# Two tasks. A story is a list of sentences; a sentence the ids of its words, "so", and the answer
-# after it. That needs every sentence in order, so a model that is shallower than the story must
-# reuse its layers.
-EOS, SO = 1, 6
-
-# A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1.
-STORY_WORDS = ["<unk>", "</s>", "has", "gets", "loses", "times", "so", *"0123456789"]  # by id
-
-def make_stories(rng, n, length):
-    """n stories of `length` sentences of a verb and a number."""
-    HAS, GETS, ZERO = 2, 3, 7
-    verbs, numbers = (rng.integers(most, size=(n, length)) for most in (3, 4))
-    stories = []
-    for count, story_verbs, story_numbers in zip(rng.integers(10, size=n), verbs, numbers):
-        story = [(HAS, ZERO + count, SO, ZERO + count)]
-        for verb, x in zip(story_verbs[1:], story_numbers[1:]):
-            x = 2 + x % 2 if verb == 2 else 1 + x
-            count = (count + x, count - x, count * x)[verb] % 10
-            story.append((GETS + verb, ZERO + x, SO, ZERO + count))
-        stories.append(story)
-    return stories
+# Two tasks. Each sentence of a story needs all before it, so a model that is shallower than the
+# story must reuse its layers. A task is a function (state, draw) -> the words of a sentence and the
+# state, or answer, after it. state is None before the first; draw is a random number below 60.
 
 
-# Products in S5, the group of the 120 permutations of five things: a d c -> 24153. It is not
-# solvable, so no shortcut of fixed depth is known (2503.03961). a to d are random elements.
-FACTORS = ("23514", "31542", "52413", "41325")
-S5_WORDS = ["<unk>", "</s>", *"abcd", "so", *map("".join, itertools.permutations("12345"))]
+def count(total, draw):
+    """A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1."""
+    if total is None:
+        return ["has", str(draw % 10)], draw % 10
+    verb, x = divmod(draw % 12, 4)
+    x = 2 + x % 2 if verb == 2 else 1 + x
+    total = (total + x, total - x, total * x)[verb] % 10
+    return [("gets", "loses", "times")[verb], str(x)], total
 
 
-def make_products(rng, n, length):
-    """n stories of `length` sentences of one factor."""
-    stories = []
-    for letters in rng.integers(4, size=(n, length)):
-        story, product = [], "12345"
-        for letter in letters:
-            product = "".join(product[int(i) - 1] for i in FACTORS[letter])
-            story.append((2 + letter, SO, S5_WORDS.index(product)))
-        stories.append(story)
-    return stories
+# Four random elements of S5, the group of the permutations of five things.
+FACTORS = dict(a="23514", b="31542", c="52413", d="41325")
 
 
-TASKS = {  # words; stories; from which length on no test story is in training; a sample prompt
-    "stories": (STORY_WORDS, make_stories, 6, "has 7 loses 4 times 3 gets 2 gets 1 loses 4"),
-    "s5": (S5_WORDS, make_products, 9, "a d c b b a d"),
+def multiply(product, draw):
+    """
+    A product in S5: a d c -> 24153. The group is not solvable, so no shortcut of fixed depth is
+    known (2503.03961).
+    """
+    letter = "abcd"[draw % 4]
+    return [letter], "".join((product or "12345")[int(i) - 1] for i in FACTORS[letter])
+
+
+TASKS = {  # words, function, from which length on no test story is in training, a sample prompt
+    "stories": ("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, 6,
+                "has 7 loses 4 times 3 gets 2 gets 1 loses 4"),
+    "s5": (["so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 9,
+           "a d c b b a d"),
 }
 
 
+def make_stories(task, rng, n, length):
+    """n stories of `length` sentences: tuples such as ("loses", "4", "so", "3")."""
+    stories = []
+    for draws in rng.integers(60, size=(n, length)):
+        state, story = None, []
+        for draw in draws:
+            words, state = task(state, draw)
+            story.append((*words, "so", str(state)))
+        stories.append(story)
+    return stories
+
+
 def worked(story):
-    """A document that says each answer, `so has 3 so 3 loses 4 so 9 EOS`: [(id, target), ...]."""
-    if not story:
-        return [(EOS, -100)] * 2
-    ids = [SO, *itertools.chain(*story), EOS]
-    return list(zip(ids, [*ids[1:], -100]))
+    """`so has 3 so 3 loses 4 so 9 </s>`, a document that says each answer: [(word, target), ...]"""
+    words = ["so", *itertools.chain(*story), "</s>"]
+    return list(zip(words, [*words[1:], None]))
 
 
 def direct(story, labelled):
-    """`has 3 loses 4 ... 9 EOS`; the first `labelled` sentences have their answer as target."""
+    """`has 3 loses 4 ... 9 </s>`; the first `labelled` sentences have their answer as target."""
     document = []
     for i, (*words, _, answer) in enumerate(story):
-        document += [(word, -100) for word in words]
+        document += [(word, None) for word in words]
         if i < labelled:
             document[-1] = words[-1], answer
-    return [*document, (answer, EOS if labelled == 12 else -100), (EOS, -100)]
+    return [*document, (answer, "</s>"), ("</s>", None)]
 
 
-def pretraining(rng, stories):
+def make_rows(kind, stories, rng):
     """
-    Rows of two documents in random order. Half of the stories are worked and cut so that a row has
-    12 sentences; the others are direct, with three targets.
+    For the data set "task" a direct story with all answers a row. For "pretrain" rows of two, in
+    turn worked, and cut to 12 sentences in all, and direct with three answers.
     """
-    rows, quarter = [], len(stories) // 4
-    for a, b, n in zip(stories, stories[quarter:], rng.integers(1, 13, size=quarter)):
-        del a[n:], b[12 - n:]
-        rows.append(worked(a) + worked(b))
-    rest = (direct(story, 3) for story in stories[2 * quarter:])
-    rows += [a + b + [(EOS, -100)] * (len(rows[0]) - len(a + b)) for a, b in zip(rest, rest)]
-    return [rows[i] for i in rng.permutation(len(rows))]
-
-
-def asked(rng, stories):
-    """Rows of one direct story with all answers."""
-    return [direct(story, 12) for story in stories]
+    if kind == "task":
+        return [direct(story, 12) for story in stories]
+    rows = []
+    for i, (a, b) in enumerate(zip(stories[::2], stories[1::2])):
+        n = rng.integers(1, 12)
+        row = direct(a, 3) + direct(b, 3) if i % 2 else worked(a[:n]) + worked(b[:12 - n])
+        rows.append(row + [("</s>", None)] * (4 + 12 * len(a[0]) - len(row)))
+    return rows
 
 
 def tiny(out, task="stories", seed=0, rows=80_000):
     """
-    Write the embedded corpus, which follows from the seed: data sets OUT/pretrain (rows of two
-    stories) and OUT/task (direct stories of 12 sentences with all answers), OUT/test.jsonl and
-    OUT/test18.jsonl.
+    Write the embedded corpus, which follows from the seed: data sets OUT/pretrain and OUT/task, and
+    questions to ask, OUT/test.jsonl (1 to 12 sentences) and OUT/test18.jsonl (18).
     """
-    if seed < 0 or rows < 4:
-        raise UserError("--seed: 0 or more, --rows: 4 or more")
     out, arguments = Path(out), dict(task=task, seed=seed, rows=rows)
     meta = out / "task" / "meta.json"
     if meta.exists() and read_json(meta)["arguments"] == arguments:
         return print(f"{out}: is complete, nothing to do")
     if out.exists():
         raise UserError(f"{out}: holds something else; choose another --out")
-    words, make, unseen, prompt = TASKS[task]
+    words, task, unseen, prompt = TASKS[task]
+    ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["</s>"])
+    rng, seen = np.random.default_rng(seed), set()  # seen: how training stories begin
     with whole(out) as new:
-        seen = set()  # how training stories begin
-        for kind, make_rows in (("pretrain", pretraining), ("task", asked)):
+        for kind in ("pretrain", "task"):
             shards = {}
             for split, n in (("train", rows), ("val", 1024)):
-                rng = np.random.default_rng([seed, kind == "task", split == "val"])
-                stories = make(rng, n, 12)
-                documents = make_rows(rng, stories)
+                stories = make_stories(task, rng, n, 12)
                 if split == "train":
-                    seen |= {tuple(s[:n]) for s in stories for n in range(unseen, len(s) + 1)}
-                tokens = np.concatenate(documents, dtype=np.int32).T.copy()
-                shards[split] = [write_shard(new / kind, f"{split}_000000.npy", tokens)]
+                    seen |= {tuple(s[:n]) for s in stories for n in range(unseen, 13)}
+                made = make_rows(kind, stories, rng)
+                tokens = [[ids.get(word, -100) for word in pair] for row in made for pair in row]
+                shards[split] = [write_shard(new / kind, f"{split}_000000.npy",
+                                             np.array(tokens, np.int32).T.copy())]
             write_json(new / kind / "meta.json", dict(
-                vocab_size=len(words), eos_id=EOS, row=len(documents[0]), shards=shards,
+                vocab_size=len(ids), eos_id=ids["</s>"], row=len(made[0]), shards=shards,
                 arguments=arguments, prompt=prompt))
-            ids = {word: i for i, word in enumerate(words)}
-            tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
-            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-            tokenizer.add_special_tokens(["</s>"])
             tokenizer.save(f"{new}/{kind}/tokenizer.json")
         for length in (*range(1, 13), 18):
             name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
-            stories = make(np.random.default_rng([seed, 2, length]), 10 * n, length)
+            stories = make_stories(task, rng, 10 * n, length)
             fresh = [story for story in stories if tuple(story) not in seen]
             with open(new / name, "a") as file:
                 for story in fresh[:n]:
-                    question = " ".join(words[i] for sentence in story for i in sentence[:-2])
-                    row = dict(question=question, answer=words[story[-1][-1]], difficulty=length)
+                    question = " ".join(word for sentence in story for word in sentence[:-2])
+                    row = dict(question=question, answer=story[-1][-1], difficulty=length)
                     print(json.dumps(row), file=file)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
@@ -672,14 +658,14 @@ def main():
     flag("--max_bad", type=float, default=0.01,
          help="share of documents that may be bad (0.01); they are counted and left out")
     flag("--val", type=float, default=0.01, help="share of each shard for validation (0.01)")
-    flag("--shard_tokens", type=int, default=10**8, help="tokens a shard, about (10^8)")
+    flag("--shard_tokens", type=positive, default=10**8, help="tokens a shard, about (10^8)")
     flag = commands.add_parser("tiny", help="write the embedded corpus",
                                description=tiny.__doc__).add_argument
     flag("--out", required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="stories",
          help="a running count (stories), or products in the group S5")
-    flag("--seed", type=int, default=0, help="decides all of it (0)")
-    flag("--rows", type=int, default=80_000, help="training stories of each data set (80,000)")
+    flag("--seed", type=natural, default=0, help="decides all of it (0)")
+    flag("--rows", type=positive, default=80_000, help="training stories of each data set (80,000)")
     args = parser.parse_args()
     if args.command == "prepare":
         prepare(args)

@@ -634,13 +634,13 @@ def test_loader_is_a_pure_function(corpus):
     dataset, again = (Dataset(f"{corpus}/task", "val", 26) for _ in range(2))
     halves = [again.batch(7, 3, rank, 2, 4)[0] for rank in (0, 1)]
     assert torch.cat(halves).equal(dataset.batch(7, 3, 0, 1, 8)[0])
-    first, second = (dataset.sets[0].order(7, epoch).tolist() for epoch in (0, 1))
+    first, second = (dataset.parts[0][0].order(7, epoch).tolist() for epoch in (0, 1))
     assert sorted(first) == sorted(second) and first != second
 
 def test_mixture_follows_its_weights(corpus):
     """Exact shares, evenly spread; each set gives its own samples in order, epoch by epoch."""
     mixture = Dataset(f"{corpus}/task:5,{corpus}/task,{corpus}/task:2", "val", 26)
-    for k, part in enumerate(mixture.sets):
+    for k, (part, _) in enumerate(mixture.parts):
         part.sample = lambda seed, number, k=k: np.array([[k], [number]])
     chosen, numbers, _ = mixture.batch(3, 0, 0, 1, 800)
     for k, weight in enumerate((5, 1, 2)):
@@ -678,7 +678,7 @@ def test_corpus_tells_the_truth(task, solve, words):
     for row in rows:
         answers = solve(row["question"].split(), known)
         assert (row["answer"], row["difficulty"]) == (answers[-1], len(answers))
-    names = data.TASKS[task][0]
+    names = ["<unk>", "</s>", *data.TASKS[task][0]]
     idx, targets, _ = Dataset("out/task", "val", 12 * words + 2).batch(0, 0, 0, 1, 1024)
     for ids, labels in zip(idx.tolist(), targets.tolist()):
         *story, answer, end = [names[i] for i in ids]
