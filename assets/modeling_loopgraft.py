@@ -33,12 +33,28 @@ class LoopgraftConfig(PretrainedConfig):
     model_type = "huginn_raven"
     attribute_map = {"hidden_size": "n_embd", "num_attention_heads": "n_heads",
                      "tie_word_embeddings": "tie_embeddings"}
-    layer_types = []                  # their number depends on num_steps: a cache grows with use
+    has_no_defaults_at_init = True    # sizes are config.json's
     norm: str = "pre"                 # pre: Llama; post: OLMo-2, with norms on q and k
     rope_scaling: dict | None = None  # the "llama3" scaling
     tie_embeddings: bool = False
     noise_seed: int = 0               # of the initial state
     bos_token_id = eos_token_id = pad_token_id = None
+
+    def slots(self, r):
+        """How many slots a cache has: one for each layer of each recurrence."""
+        return (self.n_layers_in_prelude + r * self.n_layers_in_recurrent_block
+                + self.n_layers_in_coda)
+
+    @property
+    def num_hidden_layers(self):  # where transformers looks for the number of slots
+        return self.slots(self.mean_recurrence)
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, value):
+        pass  # it follows from mean_recurrence, whatever config.json says
+
+    def to_dict(self):
+        return super().to_dict() | {"num_hidden_layers": self.num_hidden_layers}
 
 
 class RMSNorm(nn.RMSNorm):
@@ -83,14 +99,15 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q, config.norm_eps)
             self.k_norm = RMSNorm(kv, config.norm_eps)
 
-    def forward(self, x, rope, mask, past_key_values, slot, **rest):
+    def forward(self, x, rope, mask, past_key_values, slot, columns, **rest):
+        self.layer_idx = slot  # a paged cache looks for it here
         q, k, v = self.Wqkv(x).split(self.split, dim=-1)
         if self.config.norm == "post":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         q, k = apply_rotary_pos_emb(q, k, *(t.type_as(q) for t in rope))
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, slot)
+            k, v = past_key_values.update(k, v, slot, columns)
         kind = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get(kind, eager_attention_forward)
         y, _ = attend(self, q, k, v, mask, scaling=self.head_dim ** -0.5, **rest)
@@ -156,6 +173,7 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value):
         self.transformer["wte"] = value
 
+    @torch.compiler.disable
     def draw_state(self, e, position_ids):
         """s_0 (B, T, C). The noise of a position follows from the seed; training draws it anew."""
         std, edge = self.config.init_values["std"], math.erf(3 / math.sqrt(2))  # cut at 3 std
@@ -168,35 +186,64 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
             row.uniform_(-edge, edge, generator=generator)
         return (noise.erfinv() * (std * math.sqrt(2)))[index].expand_as(e)
 
+    def generate(self, *args, num_steps=None, **kwargs):
+        """
+        As transformers has it. num_steps: r; caches of every kind are made for it. An assistant
+        model keeps its own, config.mean_recurrence.
+        """
+        c, before = self.config, self.config.mean_recurrence
+        c.mean_recurrence = sum(self.split_steps(num_steps))
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            c.mean_recurrence = before
+
+    def split_steps(self, num_steps):
+        """num_steps as forward() takes it -> (n, k)."""
+        steps = self.config.mean_recurrence if num_steps is None else num_steps
+        if torch.is_tensor(steps):
+            steps = steps.squeeze().tolist()
+        if isinstance(steps, int):
+            k = min(steps, self.config.mean_backprop_depth)
+            steps = steps - k, k
+        if min(steps) < 0:
+            raise ValueError(f"{num_steps=}: a number of recurrences is 0 or more")
+        return steps
+
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
                 inputs_embeds=None, labels=None, use_cache=False, logits_to_keep=0, num_steps=None,
-                initial_state=None, **rest):
+                initial_state=None, output_hidden_states=None, **rest):
         """
         As LlamaForCausalLM; the logits (B, T, V) are float32. num_steps: r, of which the last
         config.mean_backprop_depth recurrences carry gradient, or (n, k), n recurrences without and
-        k with gradient. A cache belongs to one r: it has a slot for each layer of each recurrence.
-        initial_state: s_0 (B, T, C), by default that of draw_state().
+        k with gradient; an int, a tuple or a tensor. A cache belongs to one r: it has a slot for
+        each layer of each recurrence. initial_state: s_0 (B, T, C), by default that of
+        draw_state(). hidden_states, if asked for: s_0 and the state after each recurrence, r + 1
+        of (B, T, C).
         """
         c = self.config
-        steps = c.mean_recurrence if num_steps is None else num_steps
-        if isinstance(steps, int):
-            steps = max(steps - c.mean_backprop_depth, 0), min(steps, c.mean_backprop_depth)
-        n, k = steps
+        n, k = self.split_steps(num_steps)
         x = self.transformer["wte"](input_ids) if inputs_embeds is None else inputs_embeds
         x = x.float() * c.init_values["embed_scale"]
+        T, seen = x.shape[1], 0
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        columns = torch.arange(seen, seen + x.shape[1], device=x.device)
-        if position_ids is None and attention_mask is not None:
-            position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, seen:]
+        if past_key_values is not None:
+            seen = past_key_values.get_seq_length()
+            if len(past_key_values) not in (0, c.slots(n + k)):
+                raise ValueError(f"num_steps={n + k} takes a cache of {c.slots(n + k)} slots, and "
+                                 f"this one has {len(past_key_values)}: it was made for another r")
+        columns = torch.arange(T, device=x.device) + seen
+        if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
+            position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -T:]
         elif position_ids is None:
             position_ids = columns[None]
         more = {"cache_position": columns} if NEEDS_COLUMNS else {}
         mask = create_causal_mask(c, x, attention_mask, past_key_values=past_key_values,
                                   position_ids=position_ids, **more)
-        place = {"rope": rope_table(c, position_ids), "mask": mask}
+        place = {"rope": rope_table(c, position_ids), "mask": mask,
+                 "columns": {"cache_position": columns}}
         slots = itertools.count()
 
         def run(part, x):
@@ -206,6 +253,7 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
 
         e = run("prelude", x)
         s = self.draw_state(e, position_ids) if initial_state is None else initial_state
+        states = [s]
         for i in range(n + k):
             with torch.set_grad_enabled(torch.is_grad_enabled() and i >= n):
                 s = s.to(e.device)  # a device_map may have put the core's last layer elsewhere
@@ -214,7 +262,12 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
                 else:
                     x = s + e
                 s = run("core_block", x)
+                states.append(s)
         x = self.transformer["ln_f"](run("coda", s))
-        logits = self.lm_head(x[:, -logits_to_keep:]).float()  # 0 keeps all
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, kept]).float()  # 0 keeps all
         loss = None if labels is None else self.loss_function(logits, labels, c.vocab_size, **rest)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        if output_hidden_states is None:
+            output_hidden_states = c.output_hidden_states
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values,
+                                      hidden_states=tuple(states) if output_hidden_states else None)
