@@ -51,8 +51,8 @@ class Config:
     n_kv_head: int                    # query head i reads kv head i // (n_head / n_kv_head)
     n_ffn: int
     n_prelude: int
-    n_core: int                       # 0: an ordinary feed-forward model
-    n_coda: int
+    n_core: int = 0                   # 0: an ordinary feed-forward model
+    n_coda: int = 0
     head_dim: int = 0                 # 0: n_embd / n_head
     norm: str = "pre"                 # pre: Llama; post: OLMo-2, norms on q and k; sandwich: Huginn
     norm_eps: float = 1e-5

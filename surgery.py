@@ -35,51 +35,62 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from sentencepiece import SentencePieceProcessor
 
-from data import (Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, read_json, whole,
-                  write_json)
+from data import (Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, digest, natural,
+                  positive, read_json, whole, write_json)
 from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
-TINYLLAMA = Config(32000, 2048, 32, 4, 5632, 22, 0, 0)
-LLAMA = Config(128256, 2048, 32, 8, 8192, 16, 0, 0, tie_embeddings=True)
-OLMO2 = Config(100352, 2048, 16, 16, 8192, 16, 0, 0, norm="post")
-PRESETS = {  # the source, and its layers in the three parts (the paper's Table 8, 0-based)
-    "tinyllama-2-4-2": (TINYLLAMA, "0-1 16-19 20-21"),
-    "tinyllama-4-8-4": (TINYLLAMA, "0-3 10-17 18-21"),
-    "tinyllama-6-10-6": (TINYLLAMA, "0-5 6-15 16-21"),
-    "llama-3.2-1b-2-4-2": (LLAMA, "0-1 10-13 14-15"),
-    "llama-3.2-1b-4-6-4": (LLAMA, "0-3 6-11 12-15"),
-    "olmo-2-1b-4-6-4": (OLMO2, "0-3 6-11 12-15"),
+ASSETS = Path(__file__).parent / "assets"
+TINYLLAMA = Config(vocab_size=32000, n_embd=2048, n_head=32, n_kv_head=4, n_ffn=5632,
+                   n_prelude=22)
+LLAMA = Config(vocab_size=128256, n_embd=2048, n_head=32, n_kv_head=8, n_ffn=8192,
+               n_prelude=16, tie_embeddings=True)
+OLMO2 = Config(vocab_size=100352, n_embd=2048, n_head=16, n_kv_head=16, n_ffn=8192,
+               n_prelude=16, norm="post")
+PRESETS = {  # the source and the sizes of the parts (the paper's Table 8)
+    "tinyllama-2-4-2": (TINYLLAMA, (2, 4, 2)),
+    "tinyllama-4-8-4": (TINYLLAMA, (4, 8, 4)),
+    "tinyllama-6-10-6": (TINYLLAMA, (6, 10, 6)),
+    "llama-3.2-1b-2-4-2": (LLAMA, (2, 4, 2)),
+    "llama-3.2-1b-4-6-4": (LLAMA, (4, 6, 4)),
+    "olmo-2-1b-4-6-4": (OLMO2, (4, 6, 4)),
 }
 
 
 # ------------------------------------------------------------------------------------- the layouts
 
-def pairs(text):
-    """'a=b c=d' -> {'a': 'b', 'c': 'd'}"""
-    return dict(pair.split("=") for pair in text.split())
-
-
 # The fields of our Config and their keys in config.json, for import and export. What is None here
 # is null there: where a key is missing, transformers would take a default of its own.
-KEYS = pairs("""
-    vocab_size=vocab_size n_ffn=intermediate_size n_kv_head=num_key_value_heads head_dim=head_dim
-    rope_theta=rope_theta rope_scaling=rope_scaling context=max_position_embeddings
-    bos_token_id=bos_token_id eos_token_id=eos_token_id
-""")
-HF_KEYS = KEYS | pairs("""
-    n_embd=hidden_size n_head=num_attention_heads n_prelude=num_hidden_layers
-    norm_eps=rms_norm_eps tie_embeddings=tie_word_embeddings
-""")
-# Of the released models, and "norm", which theirs lack. std and embed_scale are in init_values.
-RAVEN_KEYS = KEYS | pairs("""
-    n_embd=n_embd n_head=n_heads n_prelude=n_layers_in_prelude n_core=n_layers_in_recurrent_block
-    n_coda=n_layers_in_coda norm=norm norm_eps=norm_eps tie_embeddings=tie_embeddings
-    adapter=injection_type mean_recurrence=mean_recurrence backprop_depth=mean_backprop_depth
-    state_std=std embed_scale=embed_scale
-""")
-ASSETS = Path(__file__).parent / "assets"
+SAME = ("vocab_size", "head_dim", "rope_theta", "rope_scaling", "bos_token_id", "eos_token_id")
+KEYS = dict(zip(SAME, SAME)) | {
+    "n_ffn": "intermediate_size",
+    "n_kv_head": "num_key_value_heads",
+    "context": "max_position_embeddings",
+}
+HF_KEYS = KEYS | {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_prelude": "num_hidden_layers",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+RAVEN_KEYS = KEYS | {  # of the released models, and "norm", which theirs lack
+    "n_embd": "n_embd",
+    "n_head": "n_heads",
+    "n_prelude": "n_layers_in_prelude",
+    "n_core": "n_layers_in_recurrent_block",
+    "n_coda": "n_layers_in_coda",
+    "norm": "norm",
+    "norm_eps": "norm_eps",
+    "tie_embeddings": "tie_embeddings",
+    "adapter": "injection_type",
+    "mean_recurrence": "mean_recurrence",
+    "backprop_depth": "mean_backprop_depth",
+    "state_std": "std",            # in init_values
+    "embed_scale": "embed_scale",  # in init_values
+}
 SUPPORTED = {  # what config.json may say; a missing key means the first
     "model_type": ("llama", "olmo2", "huginn_raven"),
     "rope_type": ("default", "llama3"),
@@ -93,20 +104,28 @@ SUPPORTED = {  # what config.json may say; a missing key means the first
 
 # How our tensors' names begin or end, and what the other layouts have there. Several names: our
 # tensor is their stack.
-HF_NAMES = pairs("embed=model.embed_tokens norm_f=model.norm head=lm_head")
-HF_BLOCK = pairs("""
-    attn.qkv=self_attn.q_proj,self_attn.k_proj,self_attn.v_proj attn.proj=self_attn.o_proj
-    attn.q_norm=self_attn.q_norm attn.k_norm=self_attn.k_norm
-    mlp.fc=mlp.gate_proj,mlp.up_proj mlp.proj=mlp.down_proj
-""")
-HF_NORMS = {  # Llama's, OLMo-2's
-    "pre": pairs("norm_1=input_layernorm norm_2=post_attention_layernorm"),
-    "post": pairs("norm_1=post_attention_layernorm norm_2=post_feedforward_layernorm"),
+HF_NAMES = {"embed": "model.embed_tokens", "norm_f": "model.norm", "head": "lm_head"}
+HF_BLOCK = {
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.proj": ("self_attn.o_proj",),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "mlp.fc": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.proj": ("mlp.down_proj",),
 }
-RAVEN_NAMES = pairs("""
-    embed=transformer.wte prelude=transformer.prelude adapter=transformer.adapter
-    core=transformer.core_block coda=transformer.coda norm_f=transformer.ln_f head=lm_head
-""")
+HF_NORMS = {  # Llama's, OLMo-2's
+    "pre": {"norm_1": ("input_layernorm",), "norm_2": ("post_attention_layernorm",)},
+    "post": {"norm_1": ("post_attention_layernorm",), "norm_2": ("post_feedforward_layernorm",)},
+}
+RAVEN_NAMES = {
+    "embed": "transformer.wte",
+    "prelude": "transformer.prelude",
+    "adapter": "transformer.adapter",
+    "core": "transformer.core_block",
+    "coda": "transformer.coda",
+    "norm_f": "transformer.ln_f",
+    "head": "lm_head",
+}
 
 
 def tensor_names(config, kind):
@@ -123,7 +142,7 @@ def tensor_names(config, kind):
         else:
             layer, _, rest = rest.removesuffix(".weight").partition(".")
             block = HF_BLOCK | HF_NORMS[config.norm]
-            theirs = [f"model.layers.{layer}.{name}.weight" for name in block[rest].split(",")]
+            theirs = [f"model.layers.{layer}.{name}.weight" for name in block[rest]]
         names[ours] = theirs
     return names
 
@@ -131,7 +150,7 @@ def tensor_names(config, kind):
 def read_config(folder, names):
     """
     (model_type, Config) of a folder in any layout. A feed-forward model is all prelude. The names
-    of the tensors tell where the norms are. Exits if config.json asks for what we do not have.
+    of the tensors tell where the norms are. UserError if config.json asks for what we lack.
     """
     path = Path(folder, "config.json")
     raw = {"rms_norm_eps": 1e-6} | read_json(path)  # transformers' default
@@ -157,7 +176,7 @@ def read_config(folder, names):
     fields.setdefault("n_kv_head", fields["n_head"])
     if isinstance(fields.get("eos_token_id"), list):
         fields["eos_token_id"] = fields["eos_token_id"][0]
-    return kind, Config(**{"n_core": 0, "n_coda": 0, "norm": norm} | fields)
+    return kind, Config(**{"norm": norm} | fields)
 
 
 def rotary_order(c, name, t, back=False):
@@ -170,7 +189,7 @@ def rotary_order(c, name, t, back=False):
     if back:
         order = order.argsort()
     if name.endswith("attn.qk_bias"):  # (2, 1, H, D), and only Huginn has it
-        return t.index_select(-1, order)
+        return t[..., order]
     if c.norm == "sandwich" and name.endswith("attn.qkv.weight"):
         heads = t.unflatten(0, (3, c.n_head, -1))  # (3, H, D, C)
         return torch.cat((heads[:2, :, order], heads[2:])).flatten(0, 2)
@@ -201,16 +220,13 @@ def hub_get(path, start=0):
 def fetch(url, path, size, sha256):
     """Download a file from where an earlier try ended, check it, and only then give it its name."""
     part = Path(f"{path}.part")
-    try:
-        with open(part, "ab+") as file:
-            if file.tell() < size:
-                for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
-                    file.write(chunk)
-                    print(f"\r{path}: {file.tell() / size:.1%}", end="")
-            file.seek(0)
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as e:  # a full disk, or one of requests' errors
-        raise UserError(f"{path}: {e}; the same command resumes")
+    with open(part, "ab+") as file:
+        if file.tell() < size:
+            for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
+                file.write(chunk)
+                print(f"\r{path}: {file.tell() / size:.1%}", end="")
+        file.seek(0)
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 not in (None, found):
         part.unlink()
         raise UserError(f"{path}: has another sha256 than the hub states; deleted, try again")
@@ -231,9 +247,9 @@ def download(spec):
     this function puts it, is taken without a request.
     """
     repo, _, revision = spec.partition("@")
-    if repo.count("/") != 1:
-        raise UserError(f"{spec}: is neither a folder here nor org/name or org/name@REVISION on "
-                        "the hub")
+    if repo.count("/") != 1 or Path(repo).parent.exists():
+        raise UserError(f"{spec}: no such folder (on the hub names are org/name or "
+                        "org/name@REVISION)")
     revision = revision or "main"
     cache = HF_HOME / "hub" / f"models--{repo}".replace("/", "--")
     ref, ours = cache / "refs" / revision, HF_HOME / "loopgraft" / spec.replace("/", "--")
@@ -241,14 +257,18 @@ def download(spec):
     for folder in (cache / "snapshots" / commit, ours):
         if complete(folder):
             return str(folder)
-    os.makedirs(ours, exist_ok=True)
-    info = hub_get(f"api/models/{repo}/revision/{revision.replace('/', '%2F')}?blobs=true").json()
-    files = {file["rfilename"]: file for file in info["siblings"]}
-    for name in sorted(files, reverse=True):  # config.json after tokenizer and weights
-        if re.fullmatch(MODEL_FILES, name) and not (ours / name).exists():
-            sha256 = files[name].get("lfs", {}).get("sha256")
-            url = f"{repo}/resolve/{info['sha']}/{name}"
-            fetch(url, ours / name, files[name]["size"], sha256)
+    try:
+        url = f"api/models/{repo}/revision/{revision.replace('/', '%2F')}?blobs=true"
+        info = hub_get(url).json()
+        files = {file["rfilename"]: file for file in info["siblings"]}
+        os.makedirs(ours, exist_ok=True)
+        for name in sorted(files, reverse=True):  # config.json after tokenizer and weights
+            if re.fullmatch(MODEL_FILES, name) and not (ours / name).exists():
+                sha256 = files[name].get("lfs", {}).get("sha256")
+                url = f"{repo}/resolve/{info['sha']}/{name}"
+                fetch(url, ours / name, files[name]["size"], sha256)
+    except OSError as e:  # a full disk, or one of requests' errors
+        raise UserError(f"{spec}: is no folder here, and on the hub: {e}; the same command resumes")
     if not complete(ours):
         raise UserError(f"{spec}: lacks config.json or safetensors; weights that are only "
                         "pickled (.bin, .pth) are never loaded: choose a conversion to "
@@ -357,9 +377,8 @@ def layer_list(text):
 
 
 def shape(text):
-    """'4,8,4' -> (4, 8, 4); '8', for a feed-forward model, -> (8, 0, 0). ValueError for others."""
-    sizes = list(map(int, text.split(",")))
-    P, R, C = sizes if len(sizes) > 1 else [*sizes, 0, 0]
+    """'4,8,4' -> (4, 8, 4); '8', of a feed-forward model, -> (8, 0, 0)."""
+    P, R, C = map(int, (text if "," in text else f"{text},0,0").split(","))
     return P, R, C
 
 
@@ -374,18 +393,17 @@ def choose_layers(args, source):
             if getattr(args, flag):
                 raise UserError(f"--{flag}: SRC is recurrent already: drop the flag")
         return None
-    L, layers = source.config.n_prelude, [None] * 3
-    if args.select and not (args.shape and sum(args.shape) <= L and args.text and source.tokenizer):
-        raise UserError(f"--select: needs a --shape of at most {L} layers, --text FILE and a "
-                        "tokenizer")
+    L, sizes, layers = source.config.n_prelude, args.shape, [None] * 3
     if args.preset:
-        expected, text = PRESETS[args.preset]
+        expected, sizes = PRESETS[args.preset]
         if expected.n_prelude != L:
             raise UserError(f"--preset {args.preset}: is for {expected.n_prelude} layers, SRC "
                             f"has {L}")
-        layers = map(layer_list, text.split())
-    elif args.shape:
-        P, R, C = args.shape
+    if args.select and not (sizes and sum(sizes) <= L and args.text and source.tokenizer):
+        raise UserError(f"--select: needs a --shape of at most {L} layers, --text FILE and a "
+                        "tokenizer")
+    if sizes:
+        P, R, C = sizes
         kept = [*range(P), *range(L - R - C, L)]  # the paper's rule
         if args.select:
             kept = most_influential(args, source, P + R + C)
@@ -408,8 +426,13 @@ def choose_layers(args, source):
 
 def most_influential(args, source, count):
     """The `count` layers that change the hidden state most on --text (ShortGPT, 2403.03853)."""
-    with open(args.text) as f:
-        ids = source.tokenizer.encode(f.read(1_000_000), bos=True)[:16384]
+    try:
+        with open(args.text, encoding="utf-8") as f:
+            ids = source.tokenizer.encode(f.read(1_000_000), bos=True)[:16384]
+    except UnicodeDecodeError as e:
+        raise UserError(f"{args.text}: is not a text in UTF-8 ({e})")
+    if len(ids) < 2:
+        raise UserError(f"{args.text}: has no text")
     T = min(args.window, source.config.context, len(ids))
     influence = block_influence(build(source).float(), torch.tensor(ids).unfold(0, T, T))
     print("block influence:", *(f"{value:.6f}" for value in influence))
@@ -506,11 +529,10 @@ def export(model, folder):
         t = rotary_order(c, ours, tensors[ours], back=True)
         sizes = model.prelude[0].attn.split if len(names) == 3 else len(t) // len(names)
         out |= zip(names, t.split(sizes))
-    folder = Path(folder)
     folder.mkdir()
     save_file(out, folder / "model.safetensors", {"format": "pt"})
-    config["torch_dtype"] = str(t.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config)
+    dtype = str(t.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", config | {"torch_dtype": dtype})
     if "auto_map" in config:
         shutil.copy(ASSETS / "modeling_loopgraft.py", folder)
 
@@ -524,43 +546,70 @@ def export_config(c):
         kind = "olmo2" if c.norm == "post" else "llama"
         return config | {"model_type": kind, "hidden_act": "silu",
                          "architectures": [kind.capitalize() + "ForCausalLM"]}
-    # What the released config.json holds besides; its auto_map names our modeling_loopgraft.py.
-    config = read_json(ASSETS / "released_config.json") | config
-    config["init_values"] |= {key: config.pop(key) for key in ("std", "embed_scale")}
     config |= {
-        "n_layers": c.n_prelude + c.n_core + c.n_coda,
+        "model_type": "huginn_raven",
+        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,  # in a cache
+        "init_values": {key: config.pop(key) for key in ("std", "embed_scale")},
+        # What the paper's code reads besides.
         "padded_vocab_size": c.vocab_size,
+        "block_size": c.context,
         "qk_bias": c.norm == "sandwich",
     }
-    if c.norm == "post":
-        config["initial_state_mode"] = "random"
-    if c.norm == "sandwich":
-        config["rope_base"] = c.rope_theta
-        del config["auto_map"]  # Huginn has code of its own
-    return config
+    if c.norm == "sandwich":  # Huginn has code of its own
+        return config | {"rope_base": config.pop("rope_theta")}
+    return config | {"architectures": ["LoopgraftForCausalLM"], "auto_map": {
+        "AutoConfig": "modeling_loopgraft.LoopgraftConfig",
+        "AutoModelForCausalLM": "modeling_loopgraft.LoopgraftForCausalLM"}}
 
 
 def export_tokenizer(source, folder):
-    """Copy the tokenizer's files. For transformers, describe a Llama's that has no description."""
+    """
+    Copy the tokenizer such that transformers gives the same ids, but takes names of control tokens
+    in a text for them. Its classes for Llama and GPT-2 cut blanks and digits in other ways,
+    whatever tokenizer.json says; PreTrainedTokenizerFast does what it says.
+    """
     copy_tokenizer(source.folder, folder)
-    if any(folder.glob(TOKENIZERS)):
-        return
-    if source.tokenizer and source.tokenizer.bos_id == 1:
-        write_json(folder / "tokenizer_config.json", {
-            "tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True})
-    else:
-        print("note: OUT has no tokenizer that transformers can read (of tokenizer.model files "
-              "without a description, only those like Llama's, with BOS id 1)")
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    if (folder / "tokenizer.model").exists():
+        model = SentencePieceProcessor(f"{folder}/tokenizer.model")
+        write_json(folder / "tokenizer.json", describe(model))
+        config |= {"bos_token": "<s>" if model.bos_id() > 0 else None, "eos_token": "</s>"}
+    if source.tokenizer:
+        write_json(path, config | {"tokenizer_class": "PreTrainedTokenizerFast",
+                                   "model_input_names": ["input_ids", "attention_mask"]})
+
+
+def describe(model):
+    """The tokenizer.json of a SentencePiece model: of merged pieces as Llama's, or of words."""
+    vocab = {model.id_to_piece(i): i for i in range(model.vocab_size())}
+    scores = {piece: model.get_score(i) for piece, i in vocab.items()
+              if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))}
+    merges = {}  # (piece, piece): when they are merged
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            pair = piece[:cut], piece[cut:]
+            if scores.keys() >= set(pair):
+                merges[pair] = -score
+    if any(rank % 1 for rank in merges.values()):
+        raise UserError("tokenizer.model: neither merges pieces nor takes whole words, so "
+                        "transformers cannot have it")
+    spec = read_json(ASSETS / "sentencepiece.json")["merges" if merges else "words"]
+    spec["model"] |= {"vocab": vocab, "merges": sorted(merges, key=merges.get)}
+    spec["added_tokens"] = [spec["added_tokens"][0] | {"id": i, "content": piece}
+                            for piece, i in vocab.items() if model.is_control(i)]
+    if model.bos_id() < 0:
+        spec["post_processor"] = None
+    return spec
 
 
 # -------------------------------------------------------------------------------------- model card
 
-TOKENIZERS = "tokenizer*.json"  # what transformers needs to read one
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [loopgraft, depth-recurrent]
----
+{base}---
 # {name}
 
 A depth-recurrent language model ([arXiv 2511.07384](https://arxiv.org/abs/2511.07384)) of
@@ -569,17 +618,23 @@ runs `num_steps` times (default {c.mean_recurrence}).
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-out = model.generate(ids, num_steps={c.mean_recurrence})  # ids (B, T) int64
-```
-"""
-CARD_IDS = """
-The ids of a text:
 
-```python
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+name = "ORGANISATION/{name}"
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+out = model.generate(**inputs, num_steps={c.mean_recurrence}, max_new_tokens=32)
+print(tokenizer.decode(out[0], skip_special_tokens=True))
 ```
+
+- `from_pretrained(name, trust_remote_code=True, mean_recurrence=8)` sets the default of
+  `num_steps`, which `generate_batch` and an assistant model take.
+- A cache belongs to one `num_steps`: it has keys and values of each layer of each recurrence.
+- `output_hidden_states=True` gives the initial state and the state after each recurrence.
+- LoRA: `target_modules=["Wqkv", "fc", "proj", "adapter"]`.
+- The tokenizer takes names such as `</s>` in a text for control tokens, wherever they come from.
+- The weights are under the licence of the model and the data that they were made from, the code
+  under MIT.
 """
 RECIPE = ("init_from reinit data updates batch_size context optimizer lr mean_recurrence "
           "curriculum backprop_depth dtype seed").split()
@@ -590,37 +645,28 @@ def write_card(folder, source, config):
     The README.md of an export: what the files of surgery, training and evaluation say about the
     checkpoint in the folder `source`, and nothing else.
     """
-    card = CARD + CARD_IDS if any(folder.glob(TOKENIZERS)) else CARD
-    text = card.format(name=folder.name, c=config) + history(source)
+    base, text = history(source)
+    card = CARD.format(name=folder.name, base=base, c=config) + text
     source = Path(source).resolve()
+    weights = digest(source / "model.safetensors")
     for place in (source, *source.parents[:2]):  # the checkpoint, its run, and what is beside it
         for path in sorted(place.glob("eval_*.json")):
-            try:
-                text += score_table(path, source, folder)
-            except (UserError, KeyError, TypeError, ValueError):
-                pass  # another file of that name
-    (folder / "README.md").write_text(text, "utf-8")
+            result = read_json(path)
+            if result["settings"]["weights"] == weights:
+                card += score_table(path, result, folder)
+    (folder / "README.md").write_text(card, "utf-8")
 
 
-def score_table(path, checkpoint, folder):
+def score_table(path, result, folder):
     """
-    The scores of `checkpoint` in an eval_*.json as Markdown, a column for each r, or '' if they are
-    another's. The picture that bench.py plot made of them is copied to `folder`.
+    What eval_*.json at `path` holds, as Markdown. The picture that bench.py plot made of it is
+    copied to `folder`.
     """
-    result = read_json(path)
-    if Path(result["model"]).resolve() != checkpoint:
-        return ""
-    rows = {"": {}, "---": {}}
+    text = f"\n## {path.stem}\n\n| task | metric | dtype | n | r | score |\n" + 6 * "|---" + "|\n"
     for x in result["results"]:
         x = result | x
-        r = f"r = {x['steps']}"
-        rows[""][r] = r
-        rows["---"][r] = "---"
-        name = f"{x['task']}, {x['metric']}, n = {x['n']}, {x['dtype']}"
-        rows.setdefault(name, {})[r] = f"{x['value']:.4g}"
-    text = f"\n## {path.stem}\n\n"
-    for name, row in rows.items():
-        text += f"| {name} | " + " | ".join(row.values()) + " |\n"
+        row = (x["task"], x["metric"], x["dtype"], x["n"], x["steps"], f"{x['value']:.4g}")
+        text += "| " + " | ".join(map(str, row)) + " |\n"
     picture = path.with_suffix(".png")
     if picture.exists():
         shutil.copy(picture, folder)
@@ -629,20 +675,30 @@ def score_table(path, checkpoint, folder):
 
 
 def history(folder):
-    """The surgery and the training runs that led to a checkpoint, as Markdown."""
-    text = ""
-    while Path(folder, "train.json").exists():
+    """
+    The surgery and the training runs that led to a checkpoint, as far as they are still there ->
+    (the model on the hub that it comes from, as a line of the card's head, or ''; Markdown).
+    """
+    base, text, seen = "", "", set()
+    while Path(folder, "train.json").exists() and folder not in seen:
+        seen.add(folder)
         run = read_json(f"{folder}/train.json")
         c = run["config"]
         recipe = ", ".join(f"{key} {c[key]}" for key in RECIPE)
+        recipe = re.sub(r"[^ ,:]*/", "", recipe)  # folders of this machine are no one's business
         text = f"- {recipe}: {run['tokens']:,} tokens and {run['flops']:.3g} FLOPs so far\n{text}"
-        if c["reinit"] or not Path(c["init_from"] or "-").exists():
+        if c["reinit"] or not c["init_from"]:
             break
-        folder = find_checkpoint(c["init_from"])
+        try:
+            folder = find_checkpoint(c["init_from"])
+        except UserError:  # gone
+            break
     if Path(folder, "surgery.json").exists():
         made = read_json(f"{folder}/surgery.json")
         text = f"- layers {made['layers']} of {made['source']} as prelude, core and coda\n{text}"
-    return text and f"\n## Training\n\n{text}"
+        if "/" in made["source"]:
+            base = f"base_model: {made['source'].partition('@')[0]}\n"
+    return base, text and f"\n## Training\n\n{text}"
 
 
 # ------------------------------------------------------------------------------------- the command
@@ -660,18 +716,17 @@ def parse_args():
         add(f"--{part}", type=layer_list, help="layers such as 0-3 or 0,2,5-7; '' for none")
     add("--feed_forward", action="store_true",
         help="a model without recurrent block: all layers, or those of the other flags in a row")
-    add("--layers", dest="prelude", type=layer_list, help="its layers, such as 0-5,12-13")
     add("--untie", action="store_true", help="give a tied feed-forward model a head of its own")
     add("--select", choices=["block-influence"],
         help="keep the layers that change the hidden state most on --text (with --shape)")
     add("--text", help="a file of which --select reads up to 16,384 tokens")
-    add("--window", type=int, default=1024, help="... in windows of so many (%(default)s)")
+    add("--window", type=positive, default=1024, help="... in windows of so many (%(default)s)")
     add("--adapter", choices=["linear", "add"], help="default: linear")
     add("--adapter_init", choices=["identity", "default"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; default: torch's Linear init, as the paper")
-    add("--seed", type=int, default=0, help="of the adapter's default init")
-    add("--mean_recurrence", type=int,
+    add("--seed", type=natural, default=0, help="of the adapter's default init")
+    add("--mean_recurrence", type=positive,
         help="the result's default r (the released models' config.json always says 32)")
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
     add("--verify", action="store_true", help="compare hidden states of SRC and of OUT")
@@ -680,11 +735,13 @@ def parse_args():
     args = parser.parse_args()
     if not args.src and not args.preset:
         raise UserError("give SRC and OUT, or only a --preset to see its sizes")
-    if args.out and args.out.exists():
-        ours = (args.out / "model.safetensors").exists()
-        if not (args.overwrite and ours) or args.out.resolve() == Path(args.src).resolve():
-            raise UserError(f"{args.out}: exists already: choose another OUT (--overwrite "
-                            "replaces a checkpoint that is not SRC)")
+    if args.out:
+        src, out = Path(args.src).resolve(), args.out.resolve()
+        if src == out or src in out.parents or out in src.parents:
+            raise UserError(f"{args.out}: SRC is there, above it or below it: choose another OUT")
+        if out.exists() and not (args.overwrite and (out / "model.safetensors").exists()):
+            raise UserError(f"{args.out}: exists already: choose another OUT (--overwrite replaces "
+                            "a checkpoint)")
     return args
 
 
@@ -714,7 +771,9 @@ def main():
             model.save(folder)
             copy_tokenizer(source.folder, folder)
         if layers and result.config.n_core:
-            write_json(folder / "surgery.json", {"source": args.src, "layers": layers})
+            # A model on the hub has a name for everyone, a folder only here.
+            name = args.src if not Path(args.src).exists() else Path(args.src).resolve().name
+            write_json(folder / "surgery.json", {"source": name, "layers": layers})
         if (folder / "modeling_loopgraft.py").exists():
             write_card(folder, folder if layers else source.folder, result.config)
     print(f"wrote {args.out}")
