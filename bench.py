@@ -2,8 +2,8 @@
 Measure training and decoding, and draw results.
 
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
-    python bench.py train --peer                 # beside transformers' Llama, as deep when unrolled
     python bench.py decode --steps 1,4,32        # tokens/s over r
+    python bench.py decode --peer                # beside transformers' Llama, as deep when unrolled
     python bench.py decode --model out/tiny/task --ways "kv=last;exit=kl,exit_threshold=0.01"
     python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each task
     python bench.py plot out/fig4 out/fig5       # loss curves of runs, from their log.jsonl
@@ -44,7 +44,6 @@ def main():
     flag("--dtype", choices=("float32", "bfloat16"), default="float32")
     flag("--repeat", type=positive, default=5, help="timed runs of each figure")
     flag("--no_compile", action="store_true", help="do without torch.compile")
-    flag("--peer", action="store_true", help="time transformers' Llama, too")
 
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -61,6 +60,7 @@ def main():
     flag("--tokens", type=positive, default=64, help="new tokens of a row")
     flag("--ways", type=parse_ways, default="", help="settings of sample.py to compare with plain "
                                                      "decoding, such as 'kv=last;draft_steps=4'")
+    flag("--peer", action="store_true", help="time transformers' Llama, too")
 
     flag = commands.add_parser("plot", help="draw results, or the losses of runs").add_argument
     flag("results", nargs="+", help="result files, or folders of runs")
@@ -85,7 +85,7 @@ def bench(args):
     update reaches. peak_mib: the most GPU memory in use so far.
     """
     if args.model:
-        model = RecurrentLM.load(args.model, DEVICE, torch.float32)
+        model = RecurrentLM.load(args.model, DEVICE)
     else:
         model = RecurrentLM(Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
                                    n_prelude=2, n_core=4, n_coda=2)).to(DEVICE)
@@ -125,21 +125,6 @@ def measure(run, count, args, **row):
                   "high": count / min(rest), "first_s": first}
 
 
-def llama(c, r):
-    """transformers' Llama with random weights and the depth that r recurrences unroll to."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.n_embd,
-        intermediate_size=c.n_ffn,
-        num_hidden_layers=c.n_prelude + r * c.n_core + c.n_coda,
-        num_attention_heads=c.n_head,
-        num_key_value_heads=c.n_kv_head,
-        head_dim=c.head_dim,
-    )
-    return LlamaForCausalLM(config).to(DEVICE)
-
-
 # ------------------------------------------------------------------------------- training
 
 def bench_train(model, args):
@@ -160,33 +145,13 @@ def bench_train(model, args):
         optimizer.step(1.0, 1.0)
 
     for n, k in args.steps:
-        yield measure(update, idx.numel(), args, name="loopgraft", n=n, k=k)
-        if args.peer:
-            yield train_peer(llama(model.config, n + k), idx, targets, args, n + k)
+        yield measure(update, idx.numel(), args, n=n, k=k)
 
 
 def n_plus_k(text):
     """'0+4,24+8' -> [(0, 4), (24, 8)], recurrences without and with gradient"""
     pairs = (pair.split("+") for pair in text.split(","))
     return [(natural(n), positive(k)) for n, k in pairs]
-
-
-def train_peer(peer, idx, targets, args, r):
-    """
-    Time an update of transformers' model, eager, by torch's fused AdamW. In bfloat16 it keeps
-    float32 weights and runs under autocast, as its users train.
-    """
-    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
-
-    def update():
-        with torch.autocast(DEVICE, torch.bfloat16, args.dtype == "bfloat16"):
-            loss = peer(idx, labels=idx, shift_labels=targets, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return measure(update, idx.numel(), args, name="transformers", n=0, k=r)
 
 
 # ------------------------------------------------------------------------------- decoding
@@ -207,14 +172,14 @@ def bench_decode(model, args):
         for way, options in args.ways.items():
             drafts = options.get("draft_steps")
             if drafts and (drafts >= r or r % drafts):
-                continue
-            events = []
+                continue  # drafts take fewer recurrences, a divisor of r
+            took = []  # recurrences of each token
 
             def run():
-                events[:] = generate(model, idx.tolist(), args.tokens, r, **options)
+                tokens = generate(model, idx.tolist(), args.tokens, r, **options)
+                took[:] = [recurrences for _, _, recurrences in tokens]
 
             row = measure(run, len(idx) * args.tokens, args, r=r, way=way)
-            took = [recurrences for _, _, recurrences in events]
             row["mean_steps"] = statistics.fmean(took)
             if drafts:  # a token whose draft was right follows after as many recurrences
                 row["accepted"] = took.count(drafts) / len(took)
@@ -224,7 +189,7 @@ def bench_decode(model, args):
                 row["of_saving"] = row["tokens_per_s"] / plain * row["mean_steps"] / r
             yield row
         if args.peer:
-            yield decode_peer(llama(model.config, r), idx.to(DEVICE), args, r)
+            yield decode_peer(model.config, idx.to(DEVICE), args, r)
 
 
 def parse_ways(text):
@@ -240,9 +205,22 @@ def parse_ways(text):
     return ways
 
 
-def decode_peer(peer, idx, args, r):
-    """Time transformers' greedy generate() with its own cache."""
-    peer.to(getattr(torch, args.dtype)).eval()
+def decode_peer(c, idx, args, r):
+    """
+    Time transformers' greedy generate() with its own cache: a Llama with random weights and the
+    depth that r recurrences unroll to.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.n_embd,
+        intermediate_size=c.n_ffn,
+        num_hidden_layers=c.n_prelude + r * c.n_core + c.n_coda,
+        num_attention_heads=c.n_head,
+        num_key_value_heads=c.n_kv_head,
+        head_dim=c.head_dim,
+    )
+    peer = LlamaForCausalLM(config).to(DEVICE, getattr(torch, args.dtype)).eval()
     mask = torch.ones_like(idx)  # without it, ids equal to the padding's would be padding
 
     def run():

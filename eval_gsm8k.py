@@ -265,21 +265,22 @@ def print_table(results, config, args):
 
 def parse_args():
     p = Parser(description="GSM8K over recurrences.")
-    p.add_argument("--model", required=True, help="checkpoint or run folder")
-    p.add_argument("--data", required=True, help='.jsonl with "question" and "answer"')
-    p.add_argument("--steps", type=parse_steps, default="1,2,4,8,16,32",
-                   help="recurrences r, comma-separated; default: %(default)s")
-    p.add_argument("--template", choices=("cot", "plain"), default="cot",
-                   help="cot: the paper's prompt (default); plain: the question alone")
-    p.add_argument("--shots", type=int, choices=range(9), default=1,
-                   help="examples in the prompt; default: 1, as in the paper")
-    p.add_argument("--limit", type=positive, help="the first so many questions only")
-    p.add_argument("--batch_size", type=positive, default=32, help="default: %(default)s")
-    p.add_argument("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
-    p.add_argument("--task", help="what tables and pictures call the questions; default: --data")
-    p.add_argument("--difficulty", default="difficulty",
-                   help='what they call "difficulty" in --data, such as sentences')
-    p.add_argument("--out", help="the summary; default: eval_DATA.json in the folder of --model")
+    flag = p.add_argument
+    flag("--model", required=True, help="checkpoint or run folder")
+    flag("--data", required=True, help='.jsonl with "question" and "answer"')
+    flag("--steps", type=parse_steps, default="1,2,4,8,16,32",
+         help="recurrences r, comma-separated; default: %(default)s")
+    flag("--template", choices=("cot", "plain"), default="cot",
+         help="cot: the paper's prompt (default); plain: the question alone")
+    flag("--shots", type=int, choices=range(9), default=1,
+         help="examples in the prompt; default: 1, as in the paper")
+    flag("--limit", type=positive, help="the first so many questions only")
+    flag("--batch_size", type=positive, default=32, help="default: %(default)s")
+    flag("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
+    flag("--task", help="what tables and pictures call the questions; default: --data")
+    flag("--difficulty", default="difficulty",
+         help='what they call "difficulty" in --data, such as sentences')
+    flag("--out", help="the summary; default: eval_DATA.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
     add_decoding_arguments(p)
     args = p.parse_args()

@@ -240,17 +240,18 @@ def print_table(results, config):
 
 def main():
     p = Parser(description="Tasks of lm-evaluation-harness over recurrences.")
-    p.add_argument("--model", required=True, help="checkpoint or run folder")
-    p.add_argument("--tasks", required=True, help="names, comma-separated")
-    p.add_argument("--steps", type=parse_steps, default="1,2,4,8,16,32",
-                   help="recurrences r, comma-separated; default: %(default)s")
-    p.add_argument("--include_path", help="a folder with .yaml files of further tasks")
-    p.add_argument("--num_fewshot", type=natural, help="default: as the task says, or else none")
-    p.add_argument("--limit", type=positive, help="the first so many questions of each task only")
-    p.add_argument("--batch_size", type=positive, default=16, help="contexts, or prompts, at once")
-    p.add_argument("--max_length", type=positive,
-                   help="tokens of a row; default: the model's context")
-    p.add_argument("--out", help="default: eval_TASKS.json in the folder of --model")
+    flag = p.add_argument
+    flag("--model", required=True, help="checkpoint or run folder")
+    flag("--tasks", required=True, help="names, comma-separated")
+    flag("--steps", type=parse_steps, default="1,2,4,8,16,32",
+         help="recurrences r, comma-separated; default: %(default)s")
+    flag("--include_path", help="a folder with .yaml files of further tasks")
+    flag("--num_fewshot", type=natural, help="default: as the task says, or else none")
+    flag("--limit", type=positive, help="the first so many questions of each task only")
+    flag("--batch_size", type=positive, default=16, help="contexts, or prompts, at once")
+    flag("--max_length", type=positive,
+         help="tokens of a row; default: the model's context")
+    flag("--out", help="default: eval_TASKS.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
     args = p.parse_args()
     if TemplateLM is object:

@@ -1463,11 +1463,12 @@ def test_bench_ends_with_json(checkpoint):
     """bench.py train and decode end in JSON with a row for each measurement."""
     rows = []
     for command in ("train --context 8 --steps 1+1", "decode --prompt 4 --tokens 4 --steps 4 "
-                    "--ways exit=kl,exit_threshold=9"):
+                    "--ways draft_steps=2;exit=kl,exit_threshold=9"):
         said = call("bench", *command.split(), "--model", checkpoint, "--repeat", 1, "--no_compile")
         rows += json.loads(said.splitlines()[-1])["rows"]
-    update, plain, exits = rows
+    update, plain, drafts, exits = rows
     assert update["tokens_per_s"] > 0
+    assert drafts["mean_steps"] == 4 - 2 * drafts["accepted"]  # an accepted draft saves 2 of 4
     faster = exits["tokens_per_s"] / plain["tokens_per_s"]
     assert exits["of_saving"] == pytest.approx(faster / 2)  # tokens stop after 2 of 4 recurrences
 
