@@ -1495,7 +1495,7 @@ def mistakes():
 def test_mistakes_end_in_one_line(command, words, names):
     """Each of these mistakes ends in one line with these words, and nothing was written."""
     assert words in refusal(*command.format(**names).split())
-    assert command.startswith("data") or not os.listdir()
+    assert not os.listdir()
 
 # ------------------------------------------------------------------------- the paper in miniature
 def test_tiny_run_end_to_end(monkeypatch):
