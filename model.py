@@ -380,14 +380,18 @@ class RecurrentLM(nn.Module):
 
     # ------------------------------------------------------------------ counting, initialising
 
-    def num_params(self):
+    def num_params(self, trained=False):
         """
         Parameters by part, as the paper's Tables 6 and 7 count them. "embeddings" holds the head
         (once if tied); "body" is all layers, for a feed-forward model with the final norm.
+        trained: count those that carry gradient.
         """
-        n = {"adapter": 0, "total": sum(p.numel() for p in self.parameters())}
+        def count(module):
+            return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
+
+        n = {"adapter": 0, "total": count(self)}
         for name, part in self.named_children():
-            n[name] = sum(p.numel() for p in part.parameters())
+            n[name] = count(part)
         n["body"] = n["prelude"] + n["core"] + n["coda"] + (0 if self.core else n["norm_f"])
         n["embeddings"] = n.pop("embed")
         head = n.pop("head")
@@ -400,11 +404,12 @@ class RecurrentLM(nn.Module):
         Training FLOPs per token by the paper's rule: 6 per parameter that carries gradient and 2
         per one that does not, of the layers alone (a feed-forward model: and the final norm).
         """
-        size = self.num_params()
+        size, trained = self.num_params(), self.num_params(trained=True)
+        cost = {part: 2 * size[part] + 4 * trained[part] for part in size}
         if not self.core:
-            return 6 * size["body"]
+            return cost["body"]
         n, k = self.split_steps(steps)
-        return 6 * (size["prelude"] + size["coda"]) + (2 * n + 6 * k) * size["core"]
+        return cost["prelude"] + cost["coda"] + k * cost["core"] + 2 * n * size["core"]
 
     @torch.no_grad()
     def init_weights(self, seed):

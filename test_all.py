@@ -1128,6 +1128,34 @@ def test_changed_settings_or_data(base):
     tiny("data", seed=1, rows=64)
     assert "has changed" in refusal("train", *base)
 
+def test_train_some_parameters(base, unbroken):
+    """
+    --train: if all names match, it is the run without it. Otherwise the others keep their bits and
+    have neither state nor gradient's FLOPs, and the run goes on alike on any number of processes.
+    """
+    call("train", *base, "--train=.", "--out_dir=all")
+    assert same_end("all", unbroken)
+    some = [*base, "--dtype=bfloat16", "--train=core|adapter", "--keep=4"]
+    call("train", *some, "--out_dir=some")
+    first, last = (load_file(f"some/step_{u:06d}/model.safetensors") for u in (3, 12))
+    for name, t in first.items():
+        frozen = not name.startswith(("core", "adapter"))
+        assert frozen == t.equal(last[name]) == (t.dtype == torch.bfloat16), name
+    state = load_file("some/step_000012/optimizer.safetensors")
+    assert all(name.startswith(("core", "adapter")) for name in state)
+    size = RecurrentLM.load("some").num_params()
+    per_token = [2 * (size["prelude"] + size["coda"]) + (2 * x["n"] + 6 * x["k"]) * size["core"]
+                 for x in entries("some")]
+    assert read_json("some/step_000012/train.json")["flops"] == 16 * 52 * sum(per_token)
+    for world in (1, 2):
+        shutil.copytree("some/step_000006", f"{world}/step_000006")
+        finish("train.py", *some, f"--out_dir={world}", world=world)
+    assert same(weights("1/step_000012"), weights("some/step_000012"))
+    one, two = losses("1"), losses("2")
+    assert all(abs(one[u] - two[u]) < 1e-2 for u in one)
+    assert "--train" in refusal("train", *base, "--train=cores", "--out_dir=none")
+    assert "train=core|adapter, not core" in refusal("train", *some, "--train=core", "--out_dir=1")
+
 def test_a_run_deletes_its_own_checkpoints_alone(base):
     """The older of two checkpoints goes; what only has a name like it stays. Names are numbers."""
     others = ["step_000002_keep", "step_best", "step_notes.txt"]
@@ -1179,8 +1207,10 @@ def test_processes_start_alike():
     """A process that sees other checkpoints or weights than another one says so and exits."""
     store, settings = dist.HashStore(), Settings(out_dir="run")
     for update, weight in ((4, 1.0), (4, 1.0), (8, 1.0), (4, 1.1)):
-        optimizer = SimpleNamespace(masters={"weight": torch.tensor([2.0, weight])})
-        start = settings, {"update": update}, optimizer, store
+        model = torch.nn.Linear(1, 1)
+        model.weight.data.fill_(weight)
+        model.bias.data.fill_(2.0)
+        start = settings, {"update": update}, model, store
         if (update, weight) == (4, 1.0):
             train.agree(*start)
         else:

@@ -102,6 +102,7 @@ class Recipe:
     backprop_depth = 8, "k: gradients flow through the last k recurrences; 0: all", natural
     backprop_warmup = 0.0, "k rises from 2 over this fraction of the updates", fraction
     # optimizer
+    train = "", "parameters whose names match are trained, such as core|adapter; empty: all", str
     optimizer = "muon", "muon has AdamW for embeddings, head and norms", tuple(BUFFERS)
     lr = 0.001, "of Muon, or of AdamW (adamw*: Huginn's variant) for all", rate
     adam_lr = 5e-5, "of AdamW beside Muon", rate
@@ -231,7 +232,7 @@ def train(settings, device, store):
     dataset = Dataset(settings.data, "train", settings.context)
     val_set = Dataset(settings.data, "val", settings.context)
     model, optimizer, progress = set_up(settings, dataset, device)
-    agree(settings, progress, optimizer, store)
+    agree(settings, progress, model, store)
     start = progress["update"]
     if start == settings.updates:
         say(f"{settings.out_dir}: is complete, nothing to do")
@@ -374,6 +375,16 @@ def make_model(settings, dataset, folder=None):
     return model
 
 
+def choose_trained(settings, model):
+    """Only parameters whose names match --train carry gradient. UserError if none does."""
+    trained = False
+    for name, p in model.named_parameters():
+        p.requires_grad = bool(re.search(settings.train, name))
+        trained |= p.requires_grad
+    if not trained:
+        raise UserError(f"--train={settings.train}: matches none of the model's parameters")
+
+
 def set_up(settings, dataset, device):
     """
     Model, optimizer and progress (a dict that train.json keeps), of our newest checkpoint or of the
@@ -390,6 +401,7 @@ def set_up(settings, dataset, device):
         earlier = Path(model.folder or "", "train.json")
         if c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
             progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
+    choose_trained(settings, model)
     plan(settings, model)
     say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
         f"from {model.folder or 'random weights'}")
@@ -398,7 +410,7 @@ def set_up(settings, dataset, device):
     model.to(device, getattr(torch, settings.dtype))
     model.recompute = settings.recompute
     optimizer = Optimizer(
-        model.named_parameters(),
+        ((name, p) for name, p in model.named_parameters() if p.requires_grad),
         lr=settings.lr,
         adam_lr=settings.adam_lr,
         weight_decay=settings.weight_decay,
@@ -417,9 +429,9 @@ def set_up(settings, dataset, device):
     return model, optimizer, progress
 
 
-def agree(settings, progress, optimizer, store):
+def agree(settings, progress, model, store):
     """UserError if another process starts from another update or other weights than this one."""
-    bits = sum(weight.view(torch.int32).sum() for weight in optimizer.masters.values())
+    bits = sum(p.detach().view(torch.int16).sum() for p in model.parameters())
     start = f"update {progress['update']}, weights {bits.item():x}"
     first = store.compare_set("start", "", start).decode()
     if start != first:
@@ -620,8 +632,8 @@ def log(settings, progress, entry):
 
 def save_checkpoint(settings, model, optimizer, dataset, progress):
     """
-    out_dir/step_*: float32 weights, the optimizer's state and where the run is. Old ones go when
-    the new one is whole. Rank 0 writes it: all ranks hold the same.
+    out_dir/step_*: all weights, in float32 those that are trained, the optimizer's state and where
+    the run is. Old ones go when the new one is whole. Rank 0 writes it: all ranks hold the same.
     """
     if RANK > 0:
         return
@@ -629,7 +641,7 @@ def save_checkpoint(settings, model, optimizer, dataset, progress):
         raise UserError(f"{settings.out_dir}: the weights are no longer finite, so nothing was "
                         "saved: lower --lr; the checkpoint that is there stays")
     with whole(Path(settings.out_dir, f"step_{progress['update']:06d}")) as folder:
-        model.save(folder, optimizer.masters)
+        model.save(folder, model.state_dict() | optimizer.masters)
         copy_tokenizer(dataset.folder, folder)
         save_file(optimizer.state, Path(folder, "optimizer.safetensors"))
         write_json(Path(folder, "train.json"), progress | {"config": vars(settings)})
