@@ -489,7 +489,8 @@ def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest step_* checkpoint of a run's folder."""
     folder = str([folder, *checkpoints(folder)][-1])
     if not os.path.exists(os.path.join(folder, "config.json")):
-        raise UserError(f"{folder}: no such folder, or no config.json or step_* in it")
+        raise UserError(f"{folder}: no such folder, or no config.json or step_* in it (config/ has "
+                        "the commands that make models)")
     return folder
 
 

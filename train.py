@@ -31,7 +31,7 @@ import signal
 import sys
 import time
 import tomllib
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -145,9 +145,8 @@ def read_settings(argv):
                     description=__doc__)
     for name, (default, meaning, kind) in TABLE.items():
         option = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-        if kind is yes_or_no:
-            option |= {"nargs": "?", "const": True}
-        parser.add_argument(f"--{name}", default=default, help=f"{meaning} [{default}]", **option)
+        parser.add_argument(f"--{name}", default=default, help=f"{meaning} [{default}]",
+                            nargs="?", const="true", **option)
     config = parser.parse_known_args(argv)[0].config
     if config:
         try:
@@ -183,7 +182,7 @@ def check_sizes(s):
 def main():
     settings = read_settings(sys.argv[1:])
     if settings.dry_run:
-        return plan(settings, RecurrentLM.empty(shape(settings)))
+        return dry_run(settings)
     device, store = start_processes()
     if settings.data.startswith(TINY) and not os.path.exists(TINY) and RANK == 0:
         tiny(TINY)
@@ -249,8 +248,9 @@ def train(settings, device, store):
     saved, skips, began = start, 0, time.time()
 
     for update in range(start, settings.updates):
-        mark, first = time.time(), update * settings.draws + 1
-        draws = [draw_steps(settings, update, first + i) for i in range(settings.draws)]
+        mark = time.time()
+        draws = [draw_steps(settings, update, update * settings.draws + i + 1)
+                 for i in range(settings.draws)]
         sums = add_gradients(settings, model, optimizer, dataset, update, draws, store)
         loss, labels, stop, norm = sums.tolist()  # the one wait for the device
         if stop:  # this update is dropped: some processes have not finished it
@@ -342,17 +342,35 @@ def to_inputs(model, batch, seed):
 # --------------------------------------------------------------------------------- the beginning
 
 def shape(settings):
-    """Config of random weights: of init_from, or of the settings and the data's meta.json."""
+    """Config of random weights: of init_from, or of the settings and the data's vocabulary."""
     if settings.init_from:
-        try:
-            return load_config(find_checkpoint(settings.init_from))
-        except UserError as e:
-            raise UserError(f"{e}: the comment of the run's file in config/ says which command "
-                            "makes it")
-    meta = read_json(Path(re.split("[:,]", settings.data)[0], "meta.json"))
+        if settings.dry_run and not os.path.exists(settings.init_from):
+            say(f"{settings.init_from}: is not there yet, so its shape is what its name says")
+            return planned_shape(settings)
+        return load_config(find_checkpoint(settings.init_from))
+    dataset = Dataset(settings.data, "val", settings.context)
+    meta = read_json(f"{dataset.folder}/meta.json")
     sizes = {name: size for name, size in vars(settings).items() if name.startswith("n_")}
     return Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
                   context=max(2048, settings.context), **sizes)
+
+
+def planned_shape(settings):
+    """
+    Config of an init_from that is not there yet, by its name: of the run that a file of config/
+    describes, of a preset of surgery.py, or of a preset's parent.
+    """
+    from surgery import PRESETS
+    name = Path(settings.init_from).name.removesuffix("-untied")
+    recipe = Path(__file__).parent / "config" / f"{name}.toml"
+    if recipe.exists():
+        return shape(read_settings([f"--config={recipe}", "--dry_run"]))
+    for preset, (parent, (P, R, C)) in PRESETS.items():
+        if name.startswith(preset):
+            return replace(parent, n_prelude=P, n_core=R, n_coda=C, tie_embeddings=False)
+        if preset.startswith(name):
+            return parent
+    raise UserError(f"{settings.init_from}: is not there yet, and no preset has its name")
 
 
 def make_model(settings, dataset, folder=None):
@@ -377,11 +395,13 @@ def make_model(settings, dataset, folder=None):
 
 def choose_trained(settings, model):
     """Only parameters whose names match --train carry gradient. UserError if none does."""
-    trained = False
+    try:
+        trained = re.compile(settings.train).search
+    except re.error as e:
+        raise UserError(f"--train={settings.train}: is no regular expression ({e})")
     for name, p in model.named_parameters():
-        p.requires_grad = bool(re.search(settings.train, name))
-        trained |= p.requires_grad
-    if not trained:
+        p.requires_grad = bool(trained(name))
+    if not model.num_params(trained=True)["total"]:
         raise UserError(f"--train={settings.train}: matches none of the model's parameters")
 
 
@@ -397,6 +417,8 @@ def set_up(settings, dataset, device):
     c.mean_recurrence = settings.mean_recurrence
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
     if not folder:
+        if os.path.realpath(settings.init_from) == os.path.realpath(settings.out_dir):
+            raise UserError(f"--out_dir={settings.out_dir}: is --init_from, which stays as it is")
         progress = dict(update=0, skipped=0, tokens=0, flops=0, log_bytes=0, data=fingerprint)
         earlier = Path(model.folder or "", "train.json")
         if c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
@@ -409,17 +431,7 @@ def set_up(settings, dataset, device):
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, settings.dtype))
     model.recompute = settings.recompute
-    optimizer = Optimizer(
-        ((name, p) for name, p in model.named_parameters() if p.requires_grad),
-        lr=settings.lr,
-        adam_lr=settings.adam_lr,
-        weight_decay=settings.weight_decay,
-        rule=settings.optimizer,
-        masters=masters,
-        parts={} if c.n_core else stacked_parts(model),
-        rank=RANK,
-        world=WORLD,
-    )
+    optimizer = make_optimizer(settings, model, masters)
     if folder:
         state = load_file(folder / "optimizer.safetensors", device=device)
         optimizer.load(state, progress["update"] - progress["skipped"])
@@ -427,6 +439,21 @@ def set_up(settings, dataset, device):
         # SDPA's fused backward on a CPU is slow for short rows: its plain form takes half the time.
         torch.backends.cuda.enable_flash_sdp(False)
     return model, optimizer, progress
+
+
+def make_optimizer(settings, model, masters=None):
+    """The Optimizer of the parameters that are trained."""
+    return Optimizer(
+        ((name, p) for name, p in model.named_parameters() if p.requires_grad),
+        lr=settings.lr,
+        adam_lr=settings.adam_lr,
+        weight_decay=settings.weight_decay,
+        rule=settings.optimizer,
+        masters=masters,
+        parts={} if model.config.n_core else stacked_parts(model),
+        rank=RANK,
+        world=WORLD,
+    )
 
 
 def agree(settings, progress, model, store):
@@ -543,15 +570,56 @@ def plan(settings, model):
     c, updates = model.config, settings.updates
     tokens = updates * settings.batch_size * settings.context
     parts = ", ".join(f"{part} {n:,}" for part, n in model.num_params().items() if n)
-    say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; {parts}")
-    say(f"budget: {updates:,} updates of {settings.batch_size:,} sequences, {tokens:.4g} tokens, "
-        f"{paper_flops(settings, model, updates):.4g} training FLOPs by the paper's rule")
+    say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; {parts}; of these "
+        f"{model.num_params(trained=True)['total']:,} trained")
+    flops = paper_flops(settings, model, updates)
+    say(f"budget: {updates:,} updates of {settings.batch_size:,} rows, {tokens:.4g} tokens, "
+        f"{flops:.4g} training FLOPs by the paper's rule, which a card that makes 1e14 a second "
+        f"makes in {flops / 3.6e17:,.1f} hours, 32 of them in {flops / 32 / 3.6e17:,.1f}")
     if c.n_core:
         say(f"mean r: up to {settings.mean_recurrence} ({settings.curriculum} curriculum, "
             f"{settings.curriculum_warmup * updates:,.0f} updates)")
     say(f"learning rate: {settings.lr:g} ({settings.optimizer}), up over "
         f"{settings.warmup * updates:,.0f} updates, cosine down over the last "
         f"{settings.cooldown * updates:,.0f}")
+
+
+def dry_run(settings):
+    """Say what a run takes. Neither weights nor data are needed, nor what makes them."""
+    model = RecurrentLM.empty(shape(settings)).to(getattr(torch, settings.dtype))
+    choose_trained(settings, model)
+    plan(settings, model)
+    rows = settings.updates * settings.batch_size
+    try:
+        epochs = rows / Dataset(settings.data, "train", settings.context).num_rows
+        say(f"data: {rows:,} rows, {epochs:.3g} epochs of {settings.data}")
+    except UserError as e:
+        say(f"data: {rows:,} rows of {settings.context} tokens; but {e}")
+    optimizer = make_optimizer(settings, model)
+    weights = list(model.parameters())
+    if settings.dtype == "bfloat16":
+        weights += optimizer.masters.values()
+    held = sum(t.nbytes for t in (*weights, optimizer.sums, *optimizer.state.values())) / 1e9
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e9
+    batch = settings.micro_batch * activations(settings, model) / 1e9
+    say(f"memory: {held + gradients + batch:.1f} GB a process, an estimate: {held:.1f} for weights "
+        f"and optimizer, {gradients:.1f} for gradients, {batch:.1f} for --micro_batch="
+        f"{settings.micro_batch} if compiled")
+
+
+def activations(settings, model):
+    """
+    Bytes that the forward pass of a row keeps for the backward pass if it is compiled, as counted
+    at small shapes: a layer keeps its residual stream twice in float32, and what its matrices read
+    and make in the weights' dtype.
+    """
+    c, size = model.config, model.embed.weight.element_size()
+    layer = (8 + 6 * size) * c.n_embd + 3 * size * (c.n_ffn + c.n_kv_head * c.head_dim)
+    k = min(settings.mean_recurrence, backprop_depth(settings, settings.updates))
+    if settings.recompute:
+        k = 1  # the others keep little more than their state
+    prelude = c.n_prelude * model.prelude[0].mlp.fc.weight.requires_grad
+    return settings.context * layer * (prelude + c.n_core * k + c.n_coda)
 
 
 # ------------------------------------------------------------------------- validation and the log
