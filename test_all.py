@@ -1290,38 +1290,21 @@ def harness():
     eval_lm.TaskManager = functools.partial(TaskManager, include_defaults=False)
     return eval_lm
 
-TASKS = {"choice": """
-output_type: multiple_choice
-doc_to_text: "{{query}}"
-doc_to_target: gold
-doc_to_choice: choices
-num_fewshot: 1
-fewshot_split: test
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""", "text": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{query}} {{query * (9 if gold == 0 else 1)}}"
-metric_list: [{metric: byte_perplexity}]
-""", "answer": """
-output_type: generate_until
-doc_to_text: "{{query}}"
-doc_to_target: "{{choices[gold]}}"
-generation_kwargs: {until: ["\\n", "."], max_gen_toks: 16}
-metric_list: [{metric: exact_match}]
-""", "math": """
-include: HARNESS/minerva_math/minerva_math500.yaml
-dataset_name: null
-tag: null
-generation_kwargs: {until: ["Problem:"], max_gen_toks: 16, do_sample: false}
-""", "gsm8k": """
-include: HARNESS/gsm8k/gsm8k-cot-zeroshot.yaml
-dataset_name: null
-training_split: null
-fewshot_split: null
-num_fewshot: 0
-generation_kwargs: {until: ["Q:", "</s>", "<|im_end|>"], max_gen_toks: 32, do_sample: false}
-"""}
+TASKS = {
+    "choice": dict(output_type="multiple_choice", doc_to_text="{{query}}", doc_to_target="gold",
+                   doc_to_choice="choices", num_fewshot=1, fewshot_split="test",
+                   metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}]),
+    "text": dict(output_type="loglikelihood_rolling", doc_to_text="",
+                 doc_to_target="{{query}} {{query * (9 if gold == 0 else 1)}}",
+                 metric_list=[{"metric": "byte_perplexity"}]),
+    "answer": dict(output_type="generate_until", doc_to_text="{{query}}",
+                   doc_to_target="{{choices[gold]}}", metric_list=[{"metric": "exact_match"}],
+                   generation_kwargs=dict(until=["\n", "."], max_gen_toks=16)),
+    "math": dict(include="minerva_math/minerva_math500.yaml", dataset_name=None, tag=None,
+                 generation_kwargs=dict(until=["Problem:"], max_gen_toks=16, do_sample=False)),
+    "gsm8k": dict(include="gsm8k/gsm8k-cot-zeroshot.yaml", dataset_name=None, training_split=None,
+                  fewshot_split=None, num_fewshot=0,
+                  generation_kwargs=dict(until=STOPS, max_gen_toks=32, do_sample=False))}
 
 def write_task(name):
     """Write a task of the harness's kind on 8 questions of the prompt; its flags for eval_lm.py."""
@@ -1333,13 +1316,12 @@ def write_task(name):
                    "question": question, "answer": f"#### {number}",
                    "problem": question, "solution": f"\\boxed{{{number}}}"}
             f.write(json.dumps(row) + "\n")
-    tasks = Path(need("lm_eval").__file__).parent / "tasks"
-    Path("task.yaml").write_text(TASKS[name].replace("HARNESS", str(tasks)) + f"""
-task: local_{name}
-test_split: test
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: rows.jsonl}}, cache_dir: cache}}
-""")
+    task = TASKS[name] | dict(
+        task=f"local_{name}", test_split="test", dataset_path="json",
+        dataset_kwargs=dict(data_files={"test": "rows.jsonl"}, cache_dir="cache"))
+    if "include" in task:  # one of its own
+        task["include"] = str(Path(need("lm_eval").__file__).parent / "tasks" / task["include"])
+    data.write_json("task.yaml", task)  # JSON is YAML, too
     return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", f"{name}.json"
 
 @pytest.fixture(scope="session")
