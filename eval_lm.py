@@ -26,7 +26,7 @@ import torch
 from data import (Parser, check_settings, cli, digest, natural, positive, read_json,
                   write_result)
 from model import UserError
-from sample import add_model_arguments, answer_batch, load_model, parse_steps
+from sample import add_model_arguments, answer_batch, decoding, load_model, parse_steps
 
 try:
     from lm_eval import defaults, evaluator, utils
@@ -259,8 +259,8 @@ def main():
                         f'({missing})')
     lm = Harness(args.model, args.steps, args.batch_size, args.device, args.dtype, args.seed,
                  args.state, args.max_length)
-    keys = "tasks", "num_fewshot", "limit", "max_length", "dtype", "seed", "state"
-    settings = {key: getattr(args, key) for key in keys}
+    keys = "tasks", "num_fewshot", "limit", "max_length", "dtype"
+    settings = {key: getattr(args, key) for key in keys} | decoding(args)
     settings["weights"] = digest(f"{lm.model.folder}/model.safetensors")
     out, earlier = args.out or f"{args.model}/eval_{args.tasks:.100}.json", []
     if os.path.exists(out):

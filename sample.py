@@ -468,8 +468,9 @@ def add_options(p, **helps):
 
 
 def decoding(args):
-    """{name: value} of Decoding's fields among a script's flags."""
-    return {f.name: getattr(args, f.name) for f in fields(Decoding) if f.name in args}
+    """Decoding's {name: value} by a script's flags. UserError for values that make no sense."""
+    given = {f.name: getattr(args, f.name) for f in fields(Decoding) if f.name in args}
+    return vars(Decoding(**given))
 
 
 class FewRows(Linear):

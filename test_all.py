@@ -42,7 +42,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-import bench
 import data
 import sample
 import surgery
@@ -1464,6 +1463,7 @@ sample --prompt 3 --model {m}:
 eval_gsm8k {ask}:
     --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
     --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
+    --max_new_tokens=3 --out=x.json --seed=-1 -> --seed;
 bench decode:
     --ways foo=1 -> foo; --repeat 0;
 bench train:
@@ -1517,7 +1517,6 @@ def test_tiny_run_end_to_end(monkeypatch):
     # Its python asks for its scripts to be run here, which saves half a minute of importing torch.
     (asked, ask), (answer, answered) = os.pipe(), os.pipe()
     Path("python").write_text(f"""#!/bin/bash
-if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
 printf '%s\\t' "$@" >&{ask}
 echo >&{ask}
 read -r size <&{answer}
@@ -1776,7 +1775,9 @@ def simulate(folder):
         train_on(0, 1, "adamw*")
         assert train_on(0, 8, "muon") == train_on(7, 8, "muon") != []
         model, (_, *ways) = decode_model(1).to("gpu", torch.bfloat16), WAITS
-        for way, options in zip(ways, bench.parse_ways(";".join(ways))[1:]):
+        for way in ways:
+            key, value = way.split("=")
+            options = {key: json.loads(value) if value[0].isdigit() else value}
             for row, _, _ in generate(model, [[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options):
                 if row == 0:  # row 1 has left
                     since_last(way)
