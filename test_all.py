@@ -1013,8 +1013,7 @@ def test_training_learns(taught):
     """80 updates on the corpus, a few seconds, end at less than half of chance's loss."""
     losses, meta = logged(taught / "tiny/task", "val"), taught / "tiny/data/pretrain/meta.json"
     chance = math.log(read_json(meta)["vocab_size"])
-    assert losses[0]["4"] == pytest.approx(chance, abs=0.2)
-    assert losses[80]["4"] < chance / 2
+    assert losses[80]["4"] < chance / 2 < chance < losses[0]["4"]
 
 def logged(folder, key):
     """{update: value} of what log.jsonl has under `key` so far."""
