@@ -264,25 +264,25 @@ def plot(args):
     labels = args.labels.split(",") if args.labels else args.results
     if len(labels) != len(args.results):
         raise UserError(f"--labels: {len(labels)} labels for {len(args.results)} files")
-    figures, panels = [], {}
+    ready, figures = [], {}
     for label, path in zip(labels, args.results):
         if os.path.isdir(path):
             points = losses(label, path, args.x or "update")
         else:
             result = read_json(path)
-            figures += result.get("figures", [])
+            ready += result.get("figures", [])
             points = scores(label, result, args.x or "steps")
         for title, x, y, curve, *point in points:
-            panel = panels.setdefault((title, x, y), {
+            figure = figures.setdefault((title, x, y), {
                 "title": title, "x": x, "y": y, "x_log": LOG_BASE.get(x), "curves": {}})
-            panel["curves"].setdefault(curve, []).append(point)
-    for panel in panels.values():
-        if guess := panel["curves"].pop(GUESS, None):
-            panel["curves"][GUESS] = guess[:1]  # once, and last
-    figures += panels.values()
-    if not figures:
+            figure["curves"].setdefault(curve, []).append(point)
+    for figure in figures.values():
+        if guess := figure["curves"].pop(GUESS, None):
+            figure["curves"][GUESS] = guess[:1]  # once, and last
+    ready += figures.values()
+    if not ready:
         raise UserError(f"{args.results[0]}: holds nothing to draw, or nothing over --x {args.x}")
-    draw(figures, args.out or Path(args.results[0]).with_suffix(".png"))
+    draw(ready, args.out or Path(args.results[0]).with_suffix(".png"))
 
 
 def losses(label, folder, axis):
@@ -309,7 +309,8 @@ def scores(label, result, axis):
         r, config = row["steps"], Config(**result["config"])
         known = result | result.get("training", {}) | row
         known["token_flops"] = RecurrentLM.empty(config).flops_per_token((0, r)) // 3
-        words, curve = AXES[axis], label
+        words = AXES[axis]
+        curve = label
         if not config.n_core:
             known["steps"] = None
         elif axis not in ("steps", "token_flops"):
@@ -336,7 +337,8 @@ def draw(figures, out):
     except ImportError:
         return print(f"no picture: pip install matplotlib, then python {shlex.join(sys.argv)}")
     pyplot.switch_backend("agg")
-    rows, columns = math.ceil(len(figures) / 2), min(2, len(figures))
+    rows = math.ceil(len(figures) / 2)
+    columns = min(2, len(figures))
     picture = pyplot.figure(figsize=(7.2 * columns, 3.7 * rows), layout="constrained")
     for i, figure in enumerate(figures, 1):
         draw_panel(picture.add_subplot(rows, columns, i), figure)
@@ -351,7 +353,7 @@ def in_words(point):
 
 
 def draw_panel(panel, figure):
-    """Draw a figure on matplotlib's axes."""
+    """Draw a figure on a panel, matplotlib's axes."""
     lines = []
     for i, (label, points) in enumerate(figure["curves"].items()):
         x, y, error = zip(*points)

@@ -159,13 +159,13 @@ def answer_rest(model, tokenizer, rows, steps, answers, path, args):
     Answer what is missing in `answers`, {(r, index): line}, and add it there and to the file. In
     each round every process answers one batch, and rank 0 writes.
     """
-    # Similar lengths together need little padding. The longest first: out of memory comes at once.
+    # Prompts of one length need no padding. The longest come first: if memory runs out, then soon.
     order = sorted(rows, key=lambda row: -len(row["ids"]))
     todo = []
     for r in steps:
         for first in range(0, len(order), args.batch_size):
             batch = order[first:first + args.batch_size]
-            # If only half is answered, all is, since rounding depends on the rows of a batch.
+            # A batch that was half answered is answered anew: rounding depends on all its rows.
             if any((r, row["index"]) not in answers for row in batch):
                 todo.append((r, batch))
     for first in range(0, len(todo), WORLD):

@@ -56,7 +56,9 @@ class Harness(TemplateLM):
         self.model, self.tokenizer = load_model(folder, device, dtype)
         self.steps = steps if self.model.config.n_core else [0]
         self.r = self.steps[-1]
-        self.batch_size, self.seed, self.state = batch_size, seed, state
+        self.batch_size = batch_size
+        self.seed = seed
+        self.state = state
         self.max_length = max_length or self.model.config.context
         self.answers = {}  # (context, continuation), tuples of ids -> what score() returns for it
         self.tokens = 0    # computed so far
@@ -85,7 +87,9 @@ class Harness(TemplateLM):
         places, targets = [], []
         for b, (context, continuations) in enumerate(rows):
             n = len(context)
-            ids, position, branch = list(context), list(range(n)), [0] * n
+            ids = list(context)
+            position = list(range(n))
+            branch = [0] * n
             for k, x in enumerate(continuations, 1):
                 start, new = b * T + len(ids), len(x) - 1
                 # The end of the context predicts the first token, and the last predicts nothing.

@@ -1392,7 +1392,7 @@ def test_bench_ends_with_json(checkpoint):
     faster = exits["tokens_per_s"] / plain["tokens_per_s"]
     assert exits["of_saving"] == pytest.approx(faster / 2)  # tokens stop after 2 of 4 recurrences
 
-def test_plot_results(unbroken):
+def test_plot_results(unbroken, monkeypatch):
     """plot says every point of results and losses; what has no r, or no error, is said without."""
     for name, n_core, value, level in (("near", 2, 0.5, 12), ("far", 2, 0.25, 18), ("p", 0, 1, 1)):
         rows = [{"steps": r, "metric": "flexible", "value": value, "standard_error": 0.25 * value,
@@ -1407,7 +1407,10 @@ def test_plot_results(unbroken):
         assert words in said
     said = call("bench", "plot", *files, "--x", "difficulty")
     assert "count over sentences" in said and "   18: 0.2500 ± 0.1000\n" in said
-    assert "7: 0.5000 ± 0.1250   7: 0.25" in call("bench", "plot", *files, "--x", "update")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = call("bench", "plot", *files, "--x", "update")
+    assert "7: 0.5000 ± 0.1250   7: 0.25" in said
+    assert "pip install matplotlib, then python bench plot near.json" in said
     said, loss = call("bench", "plot", unbroken), logged(unbroken, "loss")[12]
     assert "validation at r = 4" in said and f"12: {loss:.4f}\n" in said
 
