@@ -965,10 +965,7 @@ def test_recipes_can_be_played(corpus, monkeypatch):
                     shutil.copytree(settings.init_from, settings.out_dir, dirs_exist_ok=True)
 
 def test_dry_run(corpus):
-    """
-    --dry_run says parameters, budget, memory and hours: of a config.json, or of a preset's shape
-    before anything is there. With --train it counts what is trained.
-    """
+    """--dry_run says parameters, budget, memory and hours, before anything is there, too."""
     config = replace(surgery.TINYLLAMA, n_prelude=4, n_core=8, n_coda=4, tie_embeddings=False)
     data.write_json("m/config.json", {"model_type": "loopgraft", **vars(config)})
     two_phase = ("train", f"--config={HERE}/config/fig7_two_phase.toml", "--dry_run")
@@ -1133,10 +1130,7 @@ def test_changed_settings_or_data(base):
     assert "has changed" in refusal("train", *base)
 
 def test_train_some_parameters(base, unbroken):
-    """
-    --train: if all names match, it is the run without it. Otherwise the others keep their bits and
-    have neither state nor gradient's FLOPs, and the run goes on alike on any number of processes.
-    """
+    """--train: other parameters keep their bits and cost no state and FLOPs, on 1 or 2 processes."""
     call("train", *base, "--train=.", "--out_dir=all")
     assert same_end("all", unbroken)
     some = [*base, "--dtype=bfloat16", "--train=core|adapter", "--keep=4"]
@@ -1621,10 +1615,7 @@ def test_transformers_runs_the_export(changes):
     assert [x.generated_tokens for x in sorted(new, key=lambda x: x.request_id)] == wanted
 
 def test_forward_takes_what_others_give(checkpoint):
-    """
-    The export takes and gives what transformers' users are used to, and the state of each
-    recurrence. What would be silently wrong is refused: a cache of another r, a negative r.
-    """
+    """The export takes and gives what transformers' users know; a cache of another r is refused."""
     tf, ids = need("transformers"), torch.arange(12)[None]
     call("surgery", checkpoint, "out", "--export", "hf")
     model = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
@@ -1672,10 +1663,7 @@ def test_export_in_the_harness(parent):
 
 @pytest.mark.parametrize("earlier", ["run", "gone"])
 def test_card_runs_as_pasted(earlier, checkpoint):
-    """
-    The card's code runs; it names the model on the hub, no folder of ours, and the runs that are
-    still there, in a circle, too.
-    """
+    """The card's code runs; it names the parent on the hub and earlier runs, no private folder."""
     need("transformers")
     folder = shutil.copytree(checkpoint, "run/step_000002")
     Path("gone").mkdir()
