@@ -40,6 +40,7 @@ import pytest
 import sentencepiece
 import torch
 import torch.distributed as dist
+import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
 
 import data
@@ -272,23 +273,31 @@ def test_recurrence_is_the_papers_code(name):
         assert wanted is None or (grad - wanted).norm() < 1e-5 * wanted.norm(), ours
 
 def test_bfloat16_is_nearer_than_autocast():
-    """Its gradient is off float32's by < 3/4 of the error of the paper's autocast, at (24, 8)."""
+    """Gradients at (24, 8) are nearer to float32's than the paper's; float32 sums change little."""
     torch.manual_seed(0)
     idx, grads = torch.randint(1000, (2, 65)), {}
-    for way in ("float32", "bfloat16", "autocast"):
+    for way in ("float32", "bfloat16", "float32 sums", "autocast"):
         model = small(vocab_size=1000, n_embd=256, n_kv_head=4, n_ffn=704, n_prelude=2, n_core=4,
                       n_coda=2, mean_recurrence=32)
+        parameters = [*model.parameters()]
         if way == "bfloat16":
             model.bfloat16()
+        if way == "float32 sums":  # each use of a weight has a bfloat16 copy of its own
+            cast = torch.nn.Module()
+            cast.forward = torch.Tensor.bfloat16
+            for module in [m for m in model.modules() if "weight" in m._parameters]:
+                parametrize.register_parametrization(module, "weight", cast, unsafe=True)
         if way == "autocast":  # the stream of core and coda is bfloat16 there, too
             model.run_core = lambda s, e, *place: run_blocks(
                 model.core, model.adapter(torch.cat((s, e), -1)), *place)
         state = model.initial_state(2, 64, 0, range(2))
         with torch.autocast("cpu", torch.bfloat16, way == "autocast", cache_enabled=False):
             model(idx[:, :-1], idx[:, 1:], (24, 8), state)[1].backward()
-        grads[way] = torch.cat([p.grad.flatten().float() for p in model.parameters()])
-    ours, theirs = ((grads[way] - grads["float32"]).norm() for way in ("bfloat16", "autocast"))
-    assert ours < 0.75 * theirs
+        grads[way] = torch.cat([p.grad.flatten().float() for p in parameters])
+    exact = grads.pop("float32")
+    ours, sums, theirs = ((g - exact).norm() / exact.norm() for g in grads.values())
+    print(f"off by {ours:.2%}, with sums in float32 {sums:.2%}, under autocast {theirs:.2%}")
+    assert ours < 0.75 * theirs and abs(ours - sums) < 0.1 * ours
 
 def test_initial_state():
     """Noise is spread and cut as in the paper; a row's follows from its seed and number alone."""
@@ -744,7 +753,9 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
         found = [load_file(f"{world}_{rank}") for rank in range(world)]
         assert all(same(found[0], other) for other in found)
         one = load_file("1_0")
-        assert max(far(t, one[name]) for name, t in found[0].items()) < 0.01
+        off = max(far(t, one[name]) for name, t in found[0].items())
+        print(f"{world} processes are off by {off:.2g}")
+        assert off < 0.01
 
 # --------------------------------------------------------------------------------------- decoding
 def decode_model(n_core=2, norm="pre", vocab_size=64):
