@@ -97,6 +97,7 @@ python bench.py plot $out/eval_{task_test,task_test18,parent_flops_test}.json \
     --out $out/accuracy.png \
     --labels "looped: 1 to 12 sentences,looped: 18 (trained on 12),its parent: 1 to 12 sentences"
 if [[ $quick ]]; then echo "But --quick is too short to learn: its numbers mean nothing."; fi
-echo "An example, of which the right answer is 2, at r = 1, 4 and 32:"
-python sample.py --model $out/task --steps 1,4,32 --tokens 1
+echo "An example, of which the right answer is 8, at r = 1, 4 and 32:"
+python sample.py --model $out/task --steps 1,4,32 --tokens 1 \
+    --prompt "has 7 loses 4 times 3 gets 2 gets 1 loses 4"
 echo "Your own: python sample.py --model $out/task --interactive"
