@@ -57,9 +57,10 @@ class Decoding:
     draft_steps: int = 0          # recurrences of drafts, a divisor of r (0: off), see wavefront()
 
     def __post_init__(self):
-        for name in ("temperature", "top_k", "top_p", "seed", "exit_threshold", "draft_steps"):
-            if getattr(self, name) < 0:
-                raise UserError(f"--{name} {getattr(self, name)}: must not be negative")
+        lowest = dict(temperature=0, top_k=0, seed=0, exit_threshold=0, exit_every=1, draft_steps=0)
+        for name, low in lowest.items():
+            if getattr(self, name) < low:
+                raise UserError(f"--{name} {getattr(self, name)}: must be {low} or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
         if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
