@@ -1503,7 +1503,7 @@ def mistakes():
             mistake, _, words = map(str.strip, mistake.partition("->"))
             yield f"{command} {mistake}", words or re.split("[ =]", mistake)[0]
 
-@pytest.mark.parametrize("command, words", mistakes())
+@pytest.mark.parametrize("command, words", [*mistakes()])
 def test_mistakes_end_in_one_line(command, words, names):
     """Each of these mistakes ends in one line with these words, and nothing was written."""
     assert words in refusal(*command.format(**names).split())
@@ -1672,22 +1672,22 @@ def test_export_in_the_harness(parent):
     card = Path("out/README.md").read_text()
     assert f"| 3 | {ours[0]['value']:.4g} |" in card
 
-@pytest.mark.parametrize("earlier", ["run", "gone"])
-def test_card_runs_as_pasted(earlier, checkpoint):
+def test_card_runs_as_pasted(checkpoint):
     """The card's code runs; it names the parent on the hub and earlier runs, no private folder."""
     need("transformers")
     folder = shutil.copytree(checkpoint, "run/step_000002")
-    Path("gone").mkdir()
-    flags = ["--data=private/web:1,my/b:2", "--out_dir=run", f"--init_from={earlier}"]
-    config = vars(train.read_settings(flags))
-    data.write_json(f"{folder}/train.json", {"config": config, "tokens": 7, "flops": 3e9})
     data.write_json(f"{folder}/surgery.json", {"source": "some/model@main", "layers": [[0]]})
-    call("surgery", "run", "out", "--export", "hf")
-    card = Path("out/README.md").read_text()
-    assert card.count("FLOPs so far") == 1 and "private" not in card
-    assert "base_model: some/model\n" in card
-    code, = re.findall("```python\n(.*?)```", card, re.S)
-    exec(code.replace("ORGANISATION/out", "out"), {})
+    Path("gone").mkdir()
+    for earlier in ("run", "gone"):  # a circle; a folder without a run
+        flags = ["--data=private/web:1,my/b:2", "--out_dir=run", f"--init_from={earlier}"]
+        config = vars(train.read_settings(flags))
+        data.write_json(f"{folder}/train.json", {"config": config, "tokens": 7, "flops": 3e9})
+        call("surgery", "run", f"out/{earlier}", "--export", "hf")
+        card = Path(f"out/{earlier}/README.md").read_text()
+        assert card.count("FLOPs so far") == 1 and "private" not in card
+        assert "base_model: some/model\n" in card
+        code, = re.findall("```python\n(.*?)```", card, re.S)
+        exec(code.replace("ORGANISATION", "out"), {})
 
 # --------------------------------------------------------- every line that a GPU runs, without one
 # Where one more update, or one more token of every row, waits for the device, and how often.
