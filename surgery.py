@@ -309,6 +309,8 @@ def tensor_files(folder):
     for path in Path(folder).glob("model*.safetensors"):
         try:
             with safe_open(path, "pt") as f:
+                if twice := files.keys() & f.keys():
+                    raise UserError(f"{path}: has {min(twice)}, as another file: of two models?")
                 files |= dict.fromkeys(f.keys(), path)
         except SafetensorError as e:
             raise UserError(f"{path}: is truncated or damaged ({e}): fetch it again")
@@ -347,17 +349,17 @@ def build(source, adapter_init="identity", seed=0):
     The Source as a model, its weights as stored. An adapter that it lacks is made, for
     [state, prelude output]: [0 | I] for "identity", torch's Linear init for "default".
     """
-    model, tensors = RecurrentLM.empty(source.config), read_all(source)
-    if hasattr(model, "adapter") and "adapter.weight" not in tensors:
-        C = source.config.n_embd
-        adapter = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I]
-        if adapter_init == "default":
-            torch.manual_seed(seed)
-            adapter = torch.nn.Linear(2 * C, C, bias=False).weight.data
-        tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
+    model, C = RecurrentLM.empty(source.config), source.config.n_embd
     try:
+        tensors = read_all(source)
+        if hasattr(model, "adapter") and "adapter.weight" not in tensors:
+            adapter = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I]
+            if adapter_init == "default":
+                torch.manual_seed(seed)
+                adapter = torch.nn.Linear(2 * C, C, bias=False).weight.data
+            tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
         model.fill(tensors)
-    except RuntimeError as e:
+    except RuntimeError as e:  # shapes
         raise UserError(f"{source.folder}: is not the model of its config.json ({e!r:.300})")
     return model
 
@@ -591,9 +593,13 @@ def describe(model):
             pair = piece[:cut], piece[cut:]
             if scores.keys() >= set(pair):
                 merges[pair] = -score
+    text = " ﬁ  x"  # is not normalised in any way but this by Llama's
+    if merges and model.normalize(text) != "▁" + text.replace(" ", "▁"):
+        raise UserError("tokenizer.model: normalises text as no Llama's does, which an export "
+                        "does not have")
     if any(rank % 1 for rank in merges.values()):
-        raise UserError("tokenizer.model: neither merges pieces nor takes whole words, so "
-                        "transformers cannot have it")
+        raise UserError("tokenizer.model: is neither of merged pieces nor of words (unigram?), "
+                        "which an export does not have")
     spec = read_json(ASSETS / "sentencepiece.json")["merges" if merges else "words"]
     spec["model"] |= {"vocab": vocab, "merges": sorted(merges, key=merges.get)}
     spec["added_tokens"] = [spec["added_tokens"][0] | {"id": i, "content": piece}

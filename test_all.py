@@ -389,7 +389,6 @@ def test_layer_choice(llama, corpus):
     for i in (1, 3):
         model.prelude[i].attn.proj.weight.data.zero_()
         model.prelude[i].mlp.proj.weight.data.zero_()
-    torch.nn.init.normal_(model.norm_f.weight)  # the last layer's output is taken before it
     save(model, "idle", corpus)
     cosines, cosine = [], torch.nn.CosineSimilarity(-1)
     for block in model.prelude:
@@ -1430,7 +1429,8 @@ surgery {llama} out:
     --shape 2 --feed_forward --select block-influence --text /dev/null -> has no text;
 surgery:
     {llama} {m} --feed_forward -> --overwrite; {truncated} out --feed_forward -> damaged;
-    {missing} out --feed_forward -> layers.3.mlp.up_proj;
+    {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
+    {misshapen} out --feed_forward -> not the model of its config.json;
     {other} out --export hf -> another model;
     {llama} {llama}/.. --feed_forward --overwrite -> above it or below it;
     {llama} {llama}/x --feed_forward -> above it or below it;
@@ -1484,12 +1484,15 @@ def names(corpus, llama, checkpoint, tmp_path_factory):
     save(model, folder / "nan", corpus)
     small().save(folder / "foreign")
     (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
-    for name in ("truncated", "missing"):
+    for name in ("truncated", "missing", "mixed", "misshapen"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
     tensors = weights(llama)
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "missing" / "model.safetensors")
+    save_file(tensors, folder / "mixed" / "model-2.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, folder / "misshapen" / "model.safetensors")
     run = f"--data={corpus}/task --context=26 --out_dir=out"
     ask = f"--model {checkpoint} --data {corpus}/test.jsonl --shots 0"
     return {"corpus": corpus, "llama": llama, "m": checkpoint, "run": run, "ask": ask,
@@ -1504,7 +1507,7 @@ def mistakes():
             mistake, _, words = map(str.strip, mistake.partition("->"))
             yield f"{command} {mistake}", words or re.split("[ =]", mistake)[0]
 
-@pytest.mark.parametrize("command, words", [*mistakes()])
+@pytest.mark.parametrize("command, words", mistakes())
 def test_mistakes_end_in_one_line(command, words, names):
     """Each of these mistakes ends in one line with these words, and nothing was written."""
     assert words in refusal(*command.format(**names).split())
@@ -1620,10 +1623,19 @@ def test_transformers_runs_the_export(changes):
         assert new[:, 12:].equal(decode(model, prompts, 8, steps=9))
     assert new[1:].equal(theirs.generate(ids[1:], num_steps=9, eos_token_id=None,
                                          max_new_tokens=8, assistant_model=draft))
+
+def test_continuous_batches_of_an_export(checkpoint):
+    """generate_batch() has a slot for each layer of each recurrence in its pages, too."""
+    tf, prompts = need("transformers"), [[2, 7, 3], list(range(2, 14))]
+    if not hasattr(tf, "ContinuousBatchingConfig"):
+        pytest.skip("transformers 4 batches continuously on GPUs alone")
+    call("surgery", checkpoint, "out", "--export", "hf")
+    theirs = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True,
+                                                     mean_recurrence=6)
     settings = tf.GenerationConfig(max_new_tokens=8, eos_token_id=None, do_sample=False)
     pages = tf.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    new = draft.generate_batch(prompts, settings, pages).values()
-    wanted = decode(model, prompts, 8, steps=2).tolist()
+    new = theirs.generate_batch(prompts, settings, pages).values()
+    wanted = decode(RecurrentLM.load(checkpoint), prompts, 8, steps=6).tolist()
     assert [x.generated_tokens for x in sorted(new, key=lambda x: x.request_id)] == wanted
 
 def test_forward_takes_what_others_give(checkpoint):
@@ -1673,22 +1685,22 @@ def test_export_in_the_harness(parent):
     card = Path("out/README.md").read_text()
     assert f"| 3 | {ours[0]['value']:.4g} |" in card
 
-def test_card_runs_as_pasted(checkpoint):
+@pytest.mark.parametrize("earlier", ["run", "gone"])
+def test_card_runs_as_pasted(earlier, checkpoint):
     """The card's code runs; it names the parent on the hub and earlier runs, no private folder."""
     need("transformers")
     folder = shutil.copytree(checkpoint, "run/step_000002")
-    data.write_json(f"{folder}/surgery.json", {"source": "some/model@main", "layers": [[0]]})
     Path("gone").mkdir()
-    for earlier in ("run", "gone"):  # a circle; a folder without a run
-        flags = ["--data=private/web:1,my/b:2", "--out_dir=run", f"--init_from={earlier}"]
-        config = vars(train.read_settings(flags))
-        data.write_json(f"{folder}/train.json", {"config": config, "tokens": 7, "flops": 3e9})
-        call("surgery", "run", f"out/{earlier}", "--export", "hf")
-        card = Path(f"out/{earlier}/README.md").read_text()
-        assert card.count("FLOPs so far") == 1 and "private" not in card
-        assert "base_model: some/model\n" in card
-        code, = re.findall("```python\n(.*?)```", card, re.S)
-        exec(code.replace("ORGANISATION", "out"), {})
+    flags = ["--data=private/web:1,my/b:2", "--out_dir=run", f"--init_from={earlier}"]
+    config = vars(train.read_settings(flags))
+    data.write_json(f"{folder}/train.json", {"config": config, "tokens": 7, "flops": 3e9})
+    data.write_json(f"{folder}/surgery.json", {"source": "some/model@main", "layers": [[0]]})
+    call("surgery", "run", "out", "--export", "hf")
+    card = Path("out/README.md").read_text()
+    assert card.count("FLOPs so far") == 1 and "private" not in card
+    assert "base_model: some/model\n" in card
+    code, = re.findall("```python\n(.*?)```", card, re.S)
+    exec(code.replace("ORGANISATION/out", "out"), {})
 
 # --------------------------------------------------------- every line that a GPU runs, without one
 # Where one more update, or one more token of every row, waits for the device, and how often.
