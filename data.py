@@ -2,6 +2,7 @@
 Text to tokens to batches: tokenizers, `prepare`, the loader and the embedded corpus.
 
     python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
+    python data.py tiny --task s5 --out out/s5/data    # another: rows of 40 and 14 tokens
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web
     python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out ...
 
