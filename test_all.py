@@ -7,11 +7,8 @@ killed. Other libraries are oracles where they are installed. The environment va
 LOOPGRAFT_ASSETS names a folder with what is too large or not free to lie here: Llama 3's and
 OLMo 2's tokenizers. What is missing is skipped, and `-rs` says which command brings it.
 """
-import contextlib
 import errno
 import functools
-import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -19,18 +16,15 @@ import math
 import multiprocessing
 import os
 import re
-import resource
 import runpy
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -54,18 +48,16 @@ from muon import Optimizer
 from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
 
-# On busy cores two threads that wait for each other make models of this size 50 times slower.
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
-
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE / "assets"))
+from stage import call, contents, finish, full_disk, kill, launch, outcome, refusal, start_hub
+
 ORACLE = HERE / "assets" / "oracle"
 MATERIAL = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets", "tokenizers").resolve()
 EXTRAS = 'pip install transformers accelerate protobuf tiktoken pyarrow "lm_eval[math]==0.4.13"'
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
                                     reason="no C++ compiler for torch.compile")
 
-# ---------------------------------------------------------------------------- running the scripts
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     """Each test runs in an empty folder of its own, and leaves the signals as they were."""
@@ -73,87 +65,6 @@ def own_folder(tmp_path, monkeypatch):
     yield
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-def outcome(script, *args):
-    """Run a script in this process, which saves seconds -> (exit code or line, what it said)."""
-    main, said = importlib.import_module(script).main, io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(sys, "argv", [script, *map(str, args)])
-        with pytest.raises(SystemExit) as end:
-            data.cli(main)
-    return end.value.code or 0, said.getvalue()
-
-def call(script, *args):
-    """A script that ends well -> what it said on stdout."""
-    code, said = outcome(script, *args)
-    assert code == 0
-    return said
-
-def refusal(script, *args):
-    """The one line with which a script refuses these arguments."""
-    line, _ = outcome(script, *args)
-    assert isinstance(line, str) and "\n" not in line
-    return line
-
-# Processes for what is killed or has several ranks. Each is a fork of one that imported torch.
-os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"  # where that one looks
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
-
-def run_forked(folder, env, script, *args):
-    """Run a script in this process as its user does. All output goes to the file "log"."""
-    os.chdir(folder)
-    log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(env)
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    data.RANK, data.WORLD = int(env["RANK"]), int(env["WORLD_SIZE"])
-    sys.argv = [script, *map(str, args)]
-    runpy.run_path(str(HERE / script), run_name="__main__")
-
-def launch(*command, world=1, threads=1):
-    """Start a script on `world` ranks, which meet at a store, as torchrun's do -> processes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-           "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads)}
-    Path("log").write_text("")
-    processes = []
-    for rank in range(world):
-        args = os.getcwd(), env | {"RANK": str(rank)}, *command
-        process = FORKS.Process(target=run_forked, args=args)
-        process.start()
-        process.store = store  # lives as long as they do
-        processes.append(process)
-    return processes
-
-def kill(processes, condition):
-    """Kill the processes by SIGKILL once condition() is true. Until then they must be running."""
-    while not condition():
-        assert all(p.is_alive() for p in processes)
-        time.sleep(0.002)
-    for p in processes:
-        p.kill()
-        p.join()
-
-def finish(*command, **ranks):
-    """Run a script to its end."""
-    for p in launch(*command, **ranks):
-        p.join()
-        assert p.exitcode == 0, Path("log").read_text()
-
-@contextlib.contextmanager
-def full_disk(size):
-    """No file may become longer than `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-def contents(folder):
-    """{path: bytes} of all files in and below a folder, but locks and what a kill left."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).glob("**/*")
-            if path.is_file() and path.name != ".lock" and ".tmp-" not in str(path)}
 
 # ----------------------------------------------------------------------------------------- models
 def small(seed=0, **changes):
@@ -413,36 +324,15 @@ def test_whole_files_or_none(llama):
     assert contents(".") == before
 
 # ---------------------------------------------------------------------------------------- the hub
-CHECKPOINT = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"not wanted",
-              "model.safetensors": b"1" * 3_000_000}
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with `files`. It notes each (name, first byte), and may cut its answers short."""
-    state = SimpleNamespace(files=dict(CHECKPOINT), requests=[], cut=None, wrong=b"")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            name = self.path.rpartition("/")[2]
-            start = int(self.headers["Range"][6:-1])
-            state.requests.append((name, start))
-            listing = []
-            for file, body in state.files.items():
-                sha256 = hashlib.sha256(body + state.wrong).hexdigest()
-                listing.append({"rfilename": file, "size": len(body), "lfs": {"sha256": sha256}})
-            info = json.dumps({"sha": "c0", "siblings": listing}).encode()
-            body = state.files.get(name, info)[start:]
-            self.send_response(206)
-            self.send_header("Content-Length", len(body))
-            self.end_headers()
-            self.wfile.write(body[:state.cut])
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    """A hub that is this machine, and a cache in the test's folder."""
+    hub = start_hub({"config.json": b"{}", "tokenizer.json": b"{}",
+                     "pytorch_model.bin": b"not wanted", "model.safetensors": b"1" * 3_000_000})
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setattr(surgery, "HF_HOME", tmp_path)
-    yield state
-    server.shutdown()
+    yield hub
+    hub.server.shutdown()
 
 def test_download_resumes_and_is_not_repeated(hub):
     """A broken download resumes; nothing is fetched twice; what has a wrong hash is deleted."""

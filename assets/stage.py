@@ -1,0 +1,154 @@
+"""
+What test_all.py plays on: scripts in this process, processes that can be killed, a full disk, and a
+hub on this machine.
+"""
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import resource
+import runpy
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import data
+import eval_gsm8k  # and with it all that the processes below import
+import train
+
+ROOT = Path(__file__).resolve().parents[1]
+# Where processes find the scripts, and this file.
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/assets:{os.environ.get('PYTHONPATH', '')}"
+# On busy cores two threads that wait for each other make models of this size 50 times slower.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
+
+
+def outcome(script, *args):
+    """Run a script in this process, which saves seconds -> (exit code or line, what it said)."""
+    main, said = importlib.import_module(script).main, io.StringIO()
+    with (mock.patch.object(sys, "argv", [script, *map(str, args)]),
+          contextlib.redirect_stdout(said)):
+        try:
+            data.cli(main)
+        except SystemExit as end:
+            return end.code or 0, said.getvalue()
+
+
+def call(script, *args):
+    """A script that ends well -> what it said on stdout."""
+    code, said = outcome(script, *args)
+    assert code == 0, code
+    return said
+
+
+def refusal(script, *args):
+    """The one line with which a script refuses these arguments."""
+    line, _ = outcome(script, *args)
+    assert isinstance(line, str) and "\n" not in line, line
+    return line
+
+
+# Each process is a fork of one that imported torch.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+
+def run_forked(folder, env, script, *args):
+    """Run a script in this process as its user does. All output goes to the file "log"."""
+    os.chdir(folder)
+    log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(env)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    data.RANK, data.WORLD = int(env["RANK"]), int(env["WORLD_SIZE"])
+    sys.argv = [script, *map(str, args)]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def launch(*command, world=1, threads=1):
+    """Start a script on `world` ranks, which meet at a store, as torchrun's do -> processes."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+           "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads)}
+    Path("log").write_text("")
+    processes = []
+    for rank in range(world):
+        args = os.getcwd(), env | {"RANK": str(rank)}, *command
+        process = FORKS.Process(target=run_forked, args=args)
+        process.start()
+        process.store = store  # lives as long as they do
+        processes.append(process)
+    return processes
+
+
+def kill(processes, condition):
+    """Kill the processes by SIGKILL once condition() is true. Until then they must be running."""
+    while not condition():
+        assert all(p.is_alive() for p in processes)
+        time.sleep(0.002)
+    for p in processes:
+        p.kill()
+        p.join()
+
+
+def finish(*command, **ranks):
+    """Run a script to its end."""
+    for p in launch(*command, **ranks):
+        p.join()
+        assert p.exitcode == 0, Path("log").read_text()
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file may become longer than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def contents(folder):
+    """{path: bytes} of all files in and below a folder, but locks and what a kill left."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).glob("**/*")
+            if path.is_file() and path.name != ".lock" and ".tmp-" not in str(path)}
+
+
+def start_hub(files):
+    """
+    A hub with `files` {name: bytes} in every repository. It notes its `requests` (name, first
+    byte), may `cut` its answers short, and states the hashes of the files with `wrong` behind them.
+    """
+    hub = SimpleNamespace(files=dict(files), requests=[], cut=None, wrong=b"")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.rpartition("/")[2]
+            start = int(self.headers["Range"][6:-1])
+            hub.requests.append((name, start))
+            listing = []
+            for file, body in hub.files.items():
+                sha256 = hashlib.sha256(body + hub.wrong).hexdigest()
+                listing.append({"rfilename": file, "size": len(body), "lfs": {"sha256": sha256}})
+            info = json.dumps({"sha": "c0", "siblings": listing}).encode()
+            body = hub.files.get(name, info)[start:]
+            self.send_response(206)
+            self.send_header("Content-Length", len(body))
+            self.end_headers()
+            self.wfile.write(body[:hub.cut])
+
+    hub.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{hub.server.server_port}"
+    threading.Thread(target=hub.server.serve_forever, args=(0.02,), daemon=True).start()
+    return hub
