@@ -544,7 +544,8 @@ def export_config(c):
     keys = RAVEN_KEYS if c.n_core else HF_KEYS
     config = {theirs: getattr(c, ours) for ours, theirs in keys.items()}
     if not c.n_core:
-        assert c.embed_scale == 1, f"embed_scale {c.embed_scale}: there is no layout that has it"
+        if c.embed_scale != 1:
+            raise UserError(f"embed_scale {c.embed_scale}: no feed-forward layout has it")
         kind = "olmo2" if c.norm == "post" else "llama"
         return config | {"model_type": kind, "hidden_act": "silu",
                          "architectures": [kind.capitalize() + "ForCausalLM"]}
@@ -566,8 +567,8 @@ def export_config(c):
 
 def export_tokenizer(source, folder):
     """
-    Copy the tokenizer such that transformers gives the same ids, but takes names of control tokens
-    in a text for them. Its classes for Llama and GPT-2 cut blanks and digits in other ways,
+    Copy the tokenizer, so that transformers gives our ids (but reads the names of control tokens in
+    a text as those). Its classes for Llama and GPT-2 split blanks and digits in ways of their own,
     whatever tokenizer.json says; PreTrainedTokenizerFast does what it says.
     """
     copy_tokenizer(source.folder, folder)
@@ -593,13 +594,11 @@ def describe(model):
             pair = piece[:cut], piece[cut:]
             if scores.keys() >= set(pair):
                 merges[pair] = -score
-    text = " ﬁ  x"  # is not normalised in any way but this by Llama's
-    if merges and model.normalize(text) != "▁" + text.replace(" ", "▁"):
-        raise UserError("tokenizer.model: normalises text as no Llama's does, which an export "
-                        "does not have")
-    if any(rank % 1 for rank in merges.values()):
-        raise UserError("tokenizer.model: is neither of merged pieces nor of words (unigram?), "
-                        "which an export does not have")
+    text = " ﬁ  x"  # Llama's marks blanks, and leaves the rest as it is
+    plain = model.normalize(text) == "▁" + text.replace(" ", "▁")
+    if merges and not (plain and all(rank % 1 == 0 for rank in merges.values())):
+        raise UserError("tokenizer.model: is neither as Llama's nor of words: the export would "
+                        "give other ids")
     spec = read_json(ASSETS / "sentencepiece.json")["merges" if merges else "words"]
     spec["model"] |= {"vocab": vocab, "merges": sorted(merges, key=merges.get)}
     spec["added_tokens"] = [spec["added_tokens"][0] | {"id": i, "content": piece}
@@ -638,7 +637,7 @@ print(tokenizer.decode(out[0], skip_special_tokens=True))
 - A cache belongs to one `num_steps`: it has keys and values of each layer of each recurrence.
 - `output_hidden_states=True` gives the initial state and the state after each recurrence.
 - LoRA: `target_modules=["Wqkv", "fc", "proj", "adapter"]`.
-- The tokenizer takes names such as `</s>` in a text for control tokens, wherever they come from.
+- The tokenizer reads `</s>` and the like in a text as control tokens, whoever wrote the text.
 - The weights are under the licence of the model and the data that they were made from, the code
   under MIT.
 """
@@ -655,10 +654,10 @@ def write_card(folder, source, config):
     card = CARD.format(name=folder.name, base=base, c=config) + text
     source = Path(source).resolve()
     weights = digest(source / "model.safetensors")
-    for place in (source, *source.parents[:2]):  # the checkpoint, its run, and what is beside it
-        for path in sorted(place.glob("eval_*.json")):
+    for where in (source, *source.parents[:2]):  # the checkpoint, its run, and what is beside it
+        for path in sorted(where.glob("eval_*.json")):
             result = read_json(path)
-            if result["settings"]["weights"] == weights:
+            if result.get("settings", {}).get("weights") == weights:
                 card += score_table(path, result, folder)
     (folder / "README.md").write_text(card, "utf-8")
 
@@ -682,8 +681,8 @@ def score_table(path, result, folder):
 
 def history(folder):
     """
-    The surgery and the training runs that led to a checkpoint, as far as they are still there ->
-    (the model on the hub that it comes from, as a line of the card's head, or ''; Markdown).
+    The surgery and the training runs that led to a checkpoint, as far as they are still there, as
+    (the card's line that names the model on the hub they began with, or ''; Markdown).
     """
     base, text, seen = "", "", set()
     while Path(folder, "train.json").exists() and folder not in seen:
@@ -691,7 +690,7 @@ def history(folder):
         run = read_json(f"{folder}/train.json")
         c = run["config"]
         recipe = ", ".join(f"{key} {c[key]}" for key in RECIPE)
-        recipe = re.sub(r"[^ ,:]*/", "", recipe)  # folders of this machine are no one's business
+        recipe = re.sub(r"[^ ,:]*/", "", recipe)  # without the folders of this machine
         text = f"- {recipe}: {run['tokens']:,} tokens and {run['flops']:.3g} FLOPs so far\n{text}"
         if c["reinit"] or not c["init_from"]:
             break

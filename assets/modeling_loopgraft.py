@@ -136,11 +136,11 @@ class Block(GradientCheckpointingLayer):
         self.attn = Attention(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, **place):
+    def forward(self, x, **kwargs):
         if self.norm == "post":
-            x = x + self.norm_1(self.attn(x, **place))
+            x = x + self.norm_1(self.attn(x, **kwargs))
             return x + self.norm_2(self.mlp(x))
-        x = x + self.attn(self.norm_1(x), **place)
+        x = x + self.attn(self.norm_1(x), **kwargs)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -224,6 +224,8 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
         """
         c = self.config
         n, k = self.split_steps(num_steps)
+        if output_hidden_states is None:
+            output_hidden_states = c.output_hidden_states
         x = self.transformer["wte"](input_ids) if inputs_embeds is None else inputs_embeds
         x = x.float() * c.init_values["embed_scale"]
         T, seen = x.shape[1], 0
@@ -242,18 +244,18 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
         more = {"cache_position": columns} if NEEDS_COLUMNS else {}
         mask = create_causal_mask(c, x, attention_mask, past_key_values=past_key_values,
                                   position_ids=position_ids, **more)
-        place = {"rope": rope_table(c, position_ids), "mask": mask,
-                 "columns": {"cache_position": columns}}
+        shared = {"rope": rope_table(c, position_ids), "mask": mask,
+                  "columns": {"cache_position": columns}}  # which a static cache of 4.57 needs
         slots = itertools.count()
 
         def run(part, x):
             for block in self.transformer[part]:
-                x = block(x, past_key_values=past_key_values, slot=next(slots), **place, **rest)
+                x = block(x, past_key_values=past_key_values, slot=next(slots), **shared, **rest)
             return x
 
         e = run("prelude", x)
         s = self.draw_state(e, position_ids) if initial_state is None else initial_state
-        states = [s]
+        states = [s]  # kept if asked for
         for i in range(n + k):
             with torch.set_grad_enabled(torch.is_grad_enabled() and i >= n):
                 s = s.to(e.device)  # a device_map may have put the core's last layer elsewhere
@@ -262,12 +264,11 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
                 else:
                     x = s + e
                 s = run("core_block", x)
+            if output_hidden_states:
                 states.append(s)
         x = self.transformer["ln_f"](run("coda", s))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept]).float()  # 0 keeps all
         loss = None if labels is None else self.loss_function(logits, labels, c.vocab_size, **rest)
-        if output_hidden_states is None:
-            output_hidden_states = c.output_hidden_states
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values,
                                       hidden_states=tuple(states) if output_hidden_states else None)
