@@ -1,0 +1,496 @@
+"""
+Play the study: train its models, measure each, and keep what was measured in a small file.
+
+    bash runs/study/all.sh                    all of it, then tables, pictures and the page
+    bash runs/study/all.sh curriculum exits   some items
+    bash runs/study/all.sh --quick            every run for 4 updates, too short to learn
+    bash runs/study/all.sh --seeds 5          two seeds more
+
+Models go to out/study/TASK/SEED/RUN, what was measured to results/runs/TASK/SEED/RUN.MEASURE.json
+beside this file, with the commands that made the model. Where that file is there, nothing is done,
+not even on a machine that has none of the models. A model that several measurements need is trained
+once, a run that was killed continues from its checkpoint, and one that fails does not keep others.
+"""
+import bisect
+import datetime
+import functools
+import json
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+import torch
+
+from data import Dataset, Parser, cli, positive, read_json, whole, write_json
+from model import IGNORE, RecurrentLM, UserError, find_checkpoint
+from train import draw_steps, read_settings, shape
+
+JOBS = 2  # runs at a time, each on one thread: small matrices gain little from a second one
+
+
+# ---------------------------------------------------------------------------- what is asked
+
+class Run(NamedTuple):
+    """
+    Training by config/tiny_SCRIPT.toml, or "surgery". start: the run whose weights it takes, ""
+    for random ones. flags: of train.py or surgery.py, and two of our own: equal=RUN, as many
+    updates as cost what that run has cost since surgery; state_std, of s_0, for config.json.
+    """
+    name: str
+    script: str
+    start: str
+    flags: dict
+
+
+class Item(NamedTuple):
+    """A question of the study. Validations are compared at recurrence `at`."""
+    task: str      # of data.py tiny
+    table: str     # of study.py
+    measure: str   # of each run, see MEASURES
+    runs: dict     # label: Run; the first is what the others are compared with
+    at: int = 8
+
+
+def task(name, start="heal", **flags):
+    return Run(name, "task", start, flags)
+
+
+def healed(name, **flags):
+    """Another cut of the parent, and its healing."""
+    return (Run(f"cut{name}", "surgery", "pretrain", {"shape": "1,2,1"} | flags),
+            Run(f"heal{name}", "heal", f"cut{name}", {}))
+
+
+UPDATES = {  # where a run's flags do not say
+    "stories": {"pretrain": 350, "heal": 100, "task": 200},
+    "s5": {"pretrain": 700, "heal": 100, "task": 1300},
+}
+LOOPED = {"n_prelude": 1, "n_core": 2, "n_coda": 1}  # from random weights; the parent has 6 layers
+PRETRAIN = Run("pretrain", "pretrain", "", {})
+CUT, HEAL = healed("")
+BEFORE = [
+    PRETRAIN, CUT, HEAL,
+    Run("deep_pretrain", "pretrain", "", {"n_prelude": 18}),  # as deep as the loop is at r = 8
+    *healed("_influence", select="block-influence", text="{corpus}/text.txt", window=52),
+    *healed("_random", select="random"),
+    *healed("_default", adapter_init="default"),
+    *healed("_add", adapter="add"),
+    *healed("_zero", state_std=0),
+    *healed("_loud", state_std=1),
+]
+TASK = task("task")
+PART = task("part", train="core|adapter")
+LOOPS = {f"trained with r = {r}": task(f"r{r}", mean_recurrence=r, updates=350)
+         for r in (4, 8, 16, 32)}
+MEAN_16 = {"curriculum": "none", "mean_recurrence": 16}
+# A mixture's rows are of one length, so each of these has two of the task's stories.
+MIX = {"data": "{corpus}/pretrain:1,{corpus}/pairs:1", "context": 52, "batch_size": 64,
+       "micro_batch": 64}
+RATES = {
+    "muon": (0.005, 0.01, 0.02, 0.04),
+    "adamw": (0.001, 0.002, 0.004, 0.008),
+    "adamw*": (0.001, 0.002, 0.004, 0.008),
+}
+ITEMS = {
+    "pretrained": Item("stories", "curves", "curve", {
+        "pretrained": task("unhealed", "cut", updates=250),
+        "random weights": task("random", "", updates=250, **LOOPED),
+    }),
+    "curriculum": Item("stories", "curves", "curve", {
+        "none": task("fixed", curriculum="none"),
+        "linear, 25%": task("linear25", curriculum_warmup=0.25),
+        "linear, 50%": TASK,
+        "linear, 75%": task("linear75", curriculum_warmup=0.75),
+        "linear, 100%": task("linear100", curriculum_warmup=1),
+        "1-sqrt, 50%": task("sqrt50", curriculum="1-sqrt"),
+        "none; k over 50%": task("depth50", curriculum="none", backprop_warmup=0.5),
+    }),
+    "optimizer": Item("stories", "optimizers", "curve", {
+        f"{model}, {optimizer} {lr}": task(
+            f"{model}_{optimizer.replace('*', 'star')}_{lr}", start,
+            optimizer=optimizer, lr=lr, updates=120)
+        for model, start in (("looped", "heal"), ("parent", "pretrain"))
+        for optimizer, rates in RATES.items() for lr in rates
+    }),
+    "recurrence": Item("stories", "accuracy", "answers", {
+        **LOOPS,
+        "parent, equal tokens": task("parent_tokens", "pretrain", updates=450),
+        "parent, FLOPs of r = 32": task("parent_flops", "pretrain", equal="r32"),
+        "untied parent of 18 layers": task("deep", "deep_pretrain", updates=350),
+    }),
+    "healing": Item("stories", "healing", "losses", {
+        "the parent": PRETRAIN,
+        "cut, not trained": CUT,
+        "healed": HEAL,
+        "healed, then task": TASK,
+        "task at once": task("single", "cut"),
+        "task at once, updates of both": task("single_long", "cut", updates=300),
+        "parent, then task": task("plain", "pretrain"),
+        "healed, then mixture": task("mix", **MIX),
+        "mixture at once": task("single_mix", "cut", **MIX),
+    }),
+    "layers": Item("stories", "curves", "curve", {
+        "the paper's rule": TASK,
+        "block influence": task("influence", "heal_influence"),
+        "random": task("layers_random", "heal_random"),
+        "torch's adapter init": task("default", "heal_default"),
+        "adding adapter": task("add", "heal_add"),
+    }),
+    "deeper": Item("stories", "deeper", "states", LOOPS),
+    "exits": Item("stories", "exits", "exits", {"r = 8": LOOPS["trained with r = 8"]}),
+    "truncation": Item("stories", "curves", "curve", {
+        f"k = {k}" if k else "all": task(
+            f"depth{k}", backprop_depth=k, **MEAN_16,
+            **({"updates": 100} if k == 4 else {"equal": "depth4"}))
+        for k in (1, 2, 4, 8, 16, 0)
+    }, at=16),
+    "parts": Item("stories", "curves", "curve", {
+        "everything": TASK,
+        "core and adapter": PART,
+    }),
+    "s5_parents": Item("s5", "accuracy", "answers", {
+        "trained with r = 8": TASK,
+        "parent, equal tokens": task("s5_tokens", "pretrain", updates=1443),
+        "parent, equal FLOPs": task("s5_flops", "pretrain", equal="task"),
+        "untied parent of 18 layers": task("s5_deep", "deep_pretrain"),
+    }),
+    "s5_adapter": Item("s5", "curves", "curve", {
+        "identity": TASK,
+        "torch's init": task("default", "heal_default"),
+    }, at=16),
+    "s5_truncation": Item("s5", "curves", "curve", {
+        "k = 1": task("k1", backprop_depth=1, equal="task"),
+        "k = 2": task("k2", backprop_depth=2, equal="task"),
+        "k = 4": TASK,
+        "k = 8": task("k8", backprop_depth=8, equal="task"),
+    }, at=16),
+    "s5_start": Item("s5", "curves", "curve", {
+        "noise, std 0.009": TASK,
+        "zero": task("zero", "heal_zero"),
+        "noise, std 1": task("loud", "heal_loud"),
+    }, at=16),
+    "s5_parts": Item("s5", "curves", "curve", {
+        "everything": TASK,
+        "core and adapter": PART,
+    }, at=16),
+}
+RUNS = {run.name: run for item in ITEMS.values() for run in item.runs.values()}
+RUNS |= {run.name: run for run in BEFORE}
+
+
+# ---------------------------------------------------------------------------- how runs are made
+
+class Study:
+    """folder: of the models; results: of the files; quick: whether runs are too short to learn."""
+
+    def __init__(self, quick=False):
+        self.quick = quick
+        self.folder = Path("out/study-quick" if quick else "out/study")
+        self.results = self.folder / "results" if quick else HERE / "results"
+        self.locks, self.made = {}, set()
+        self.dtype = "float32"
+        if "bf16" in Path("/proc/cpuinfo").read_text():
+            self.dtype = "bfloat16"  # of training: a third faster on processors that have it
+
+    def corpus(self, task):
+        return self.folder / task / "data"
+
+    def make_corpus(self, task):
+        """A task's data, and what some runs need beside it."""
+        corpus = self.corpus(task)
+        rows = ["--rows=8000"] if self.quick else []
+        execute(corpus, ["data.py", "tiny", f"--out={corpus}", f"--task={task}", *rows])
+        questions = (corpus / "test.jsonl").read_text().splitlines()
+        text = " ".join(json.loads(line)["question"] for line in questions)
+        (corpus / "text.txt").write_text(text)
+        with whole(corpus / "pairs") as pairs:
+            shutil.copytree(corpus / "task", pairs)
+            meta = read_json(pairs / "meta.json")
+            write_json(pairs / "meta.json", meta | {"row": 2 * meta["row"]})
+
+    def flags(self, task, seed, run):
+        """Those of run.script, but for the folders that it starts from and goes to."""
+        corpus = self.corpus(task)
+        flags = {key: str(value).format(corpus=corpus) for key, value in run.flags.items()}
+        if flags.get("select") == "random":
+            first, *core, last = map(str, sorted(random.Random(seed).sample(range(6), 4)))
+            flags = {"prelude": first, "core": ",".join(core), "coda": last}
+        if "equal" in flags:
+            flags["updates"] = self.equal_updates(task, seed, run, RUNS[flags.pop("equal")])
+        if run.script != "surgery":
+            data = corpus / ("task" if run.script == "task" else "pretrain")
+            flags = {
+                "config": f"config/tiny_{run.script}.toml",
+                "data": data,
+                "context": read_json(data / "meta.json")["row"],
+                "seed": seed,
+                "updates": UPDATES[task][run.script],
+                "eval_every": 25 if task == "stories" else 50,
+                "eval_steps": "1,4,8,16",
+                "log_every": 1,
+            } | flags
+            if self.quick:
+                flags |= {"updates": 4, "eval_every": 2, "compile": "false"}
+        flags.pop("state_std", None)
+        return [f"--{key}={value}" for key, value in flags.items()]
+
+    def cost(self, task, seed, run, **more):
+        """FLOPs of a training, with the very recurrences that it draws. more: settings."""
+        sizes = {} if run.start == "pretrain" else LOOPED
+        flags = {**run.flags, **sizes, **more}
+        flags.pop("equal", None)
+        settings = read_settings(self.flags(task, seed, run._replace(flags=flags)))
+        flops_per_token = functools.cache(RecurrentLM.empty(shape(settings)).flops_per_token)
+        draws = (draw_steps(settings, update, update + 1) for update in range(settings.updates))
+        return settings.batch_size * settings.context * sum(map(flops_per_token, draws))
+
+    def equal_updates(self, task, seed, run, other):
+        """How many updates of a run cost what the run `other` has cost, since surgery if plain."""
+        budget = self.cost(task, seed, other)
+        if run.start == "pretrain":
+            budget += self.cost(task, seed, HEAL)
+
+        def cost(updates):
+            return self.cost(task, seed, run, updates=updates)
+
+        return bisect.bisect(range(1, 5000), budget, key=cost)
+
+    def commands(self, task, seed, run):
+        """[(folder, command), ...] that make a run's model from the corpus, in order."""
+        folder = self.folder / task / str(seed) / run.name
+        steps = self.commands(task, seed, RUNS[run.start]) if run.start else []
+        start = folder.with_name(run.start) if run.start else ""
+        if run.script == "surgery":
+            command = ["surgery.py", start, folder]
+        else:
+            command = ["train.py", f"--init_from={start}", f"--out_dir={folder}"]
+        steps.append((folder, [*command, *self.flags(task, seed, run)]))
+        if "state_std" in run.flags:
+            path = folder / "config.json"
+            steps.append((path, ["-c", SET_STATE_STD, path, run.flags["state_std"]]))
+        return steps
+
+    def make(self, folder, command):
+        """Play a command once in this process. train.py itself knows what is there already."""
+        with self.locks.setdefault(folder, threading.Lock()):
+            if folder not in self.made and not (command[0] == "surgery.py" and folder.exists()):
+                dtype = [f"--dtype={self.dtype}"] if command[0] == "train.py" else []
+                execute(folder, [*command, *dtype])
+            self.made.add(folder)
+
+    def play(self, task, seed, run, measure):
+        """Make a run's model, measure it and write the file, if that is not there. Says which."""
+        path, began = self.result(task, seed, run, measure), time.time()
+        steps = self.commands(task, seed, run)
+        recipe = [shlex.join(["python", *map(str, command)]) for _, command in steps]
+        if path.exists() and read_json(path)["recipe"] == recipe:
+            return f"{path}: is there"
+        for step in steps:
+            self.make(*step)
+        folder, _ = steps[-1]
+        if folder.suffix == ".json":
+            folder = folder.parent
+        found = MEASURES[measure](folder, self.corpus(task))
+        seconds = round(time.time() - began)
+        write_json(path, found | describe(folder) | {
+            "dtype": self.dtype, "seconds": seconds, "recipe": recipe})
+        return f"{path}: {seconds} s"
+
+    def result(self, task, seed, run, measure):
+        return self.results / "runs" / task / str(seed) / f"{run.name}.{measure}.json"
+
+    def measured(self, item, run):
+        """The files of a run's measurements that are there, one a seed."""
+        path = self.result(item.task, "*", run, item.measure)
+        return self.results.glob(str(path.relative_to(self.results)))
+
+
+SET_STATE_STD = """
+import json, sys
+config = json.load(open(sys.argv[1])) | {"state_std": float(sys.argv[2])}
+json.dump(config, open(sys.argv[1], "w"))""".strip()
+
+
+def execute(folder, command):
+    """Run Python. What it prints goes to FOLDER.log, its last line into the UserError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log = Path(f"{folder}.log")
+    with open(log, "ab") as file:
+        command = [sys.executable, *map(str, command)]
+        failed = subprocess.run(command, stdout=file, stderr=file, cwd=ROOT).returncode
+    if failed:
+        raise UserError(f"{log}: {log.read_text().splitlines()[-1]}")
+
+
+def describe(folder):
+    """What stands beside a measurement: version, machine, date, and what the training came to."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    found = {"commit": commit, "torch": torch.__version__, "cpu": cpu and cpu[1],
+             "date": str(datetime.date.today())}
+    folder = Path(find_checkpoint(folder))
+    if (folder / "train.json").exists():
+        progress = read_json(folder / "train.json")
+        found |= {key: progress[key] for key in ("update", "flops", "skipped")}
+        found["state_bytes"] = (folder / "optimizer.safetensors").stat().st_size
+    return found
+
+
+# ---------------------------------------------------------------------------- what is measured
+# Functions of a run's folder and its task's corpus. A plain model's recurrence is 0.
+
+def curve(folder, corpus):
+    """The validations of a training, and the largest norm of a gradient."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {"validations": [line for line in lines if "val" in line],
+            "norm": max(line["norm"] for line in lines if "norm" in line)}
+
+
+def ask(folder, questions, name, *flags):
+    """The results of eval_gsm8k.py."""
+    out = folder / f"{name}.json"
+    execute(folder, ["eval_gsm8k.py", "--model", folder, "--data", questions, "--out", out,
+                     "--template", "plain", "--max_new_tokens", 1, "--batch_size", 200, *flags])
+    return read_json(out)["results"]
+
+
+def answers(folder, corpus):
+    """
+    Shares of right answers over r: to stories of 1 to 12 sentences, to such of 18; at r = 32 by
+    the number of sentences. With the FLOPs of a new token.
+    """
+    steps = "--steps", "1,2,4,8,16,32,64"
+    results = ask(folder, corpus / "test.jsonl", "test", *steps)
+    results_18 = ask(folder, corpus / "test18.jsonl", "test18", *steps)
+    model = RecurrentLM.load(folder)
+    return {
+        "right": {row["steps"]: row["value"] for row in results},
+        "right_18": {row["steps"]: row["value"] for row in results_18},
+        "by_length": {n: score[0] for row in results if row["steps"] in (0, 32)
+                      for n, score in row["by_difficulty"].items()},
+        "token_flops": {row["steps"]: model.flops_per_token((0, row["steps"])) // 3
+                        for row in results},
+    }
+
+
+def losses(folder, corpus):
+    """[loss, accuracy] on the general text and on the task over r."""
+    found = {}
+    for part in ("pretrain", "task"):
+        row = read_json(corpus / part / "meta.json")["row"]
+        execute(folder, ["train.py", "--eval_only", f"--init_from={folder}",
+                         f"--data={corpus / part}", f"--context={row}", "--eval_rows=512",
+                         "--eval_steps=1,8", "--compile=false", "--dtype=float32"])
+        results = read_json(folder / f"eval_loss_{part}.json")["results"]
+        found[part] = {row["steps"]: [row["value"], row["accuracy"]] for row in results}
+    return found
+
+
+def exits(folder, corpus):
+    """
+    Answers of r = 32 whose token exits by its KL divergence, or, as what that has to beat, after a
+    fixed number of recurrences. All ids of a prompt but the last take r = 32.
+    """
+    rules = {f"kl {x}": ["--exit_threshold", x] for x in (0.3, 0.1, 0.01, 0.001)}
+    rules |= {f"fixed {r}": ["--exit_threshold", 1e9, "--min_steps", r] for r in (2, 4, 8, 16)}
+    found = {}
+    for rule, flags in rules.items():
+        (row,) = ask(folder, corpus / "test.jsonl", f"exit_{rule.replace(' ', '_')}",
+                     "--steps", 32, "--exit", "kl", *flags)
+        by_length = {n: score[3] for n, score in row["by_difficulty"].items()}
+        found[rule] = [row["value"], row["mean_steps"], by_length]
+    return {"rules": found}
+
+
+@torch.no_grad()
+def states(folder, corpus):
+    """
+    r up to 256 on 128 validation rows of 12 answers: how many are right; by how much a recurrence
+    moves a state (median); how many states end at a point, which no recurrence moves by more than
+    0.1%, or in a cycle of up to 32 recurrences; after which recurrence they move less than 1%.
+    """
+    far, rows, few = 256, 128, (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    model = RecurrentLM.load(folder, dtype=torch.float32)
+    idx, targets, _ = Dataset(str(corpus / "task"), "val", 26).batch(0, 0, 0, 1, rows)
+    targets[:, -2:] = IGNORE  # not what follows the last answer
+    labels, state = targets != IGNORE, model.initial_state(*idx.shape, 0, range(rows))
+    states, right = [], []
+    for _, s in model.trajectory(idx, range(1, far + 1), state):
+        states.append(s[labels].view(rows, 12, -1))
+        right.append((model.finish(s).argmax(-1) == targets)[labels].view(rows, 12))
+    states, right = torch.stack(states), torch.stack(right).double()  # (far, rows, 12, C)
+    size = states.norm(dim=-1)
+    moved = (states[1:] - states[:-1]).norm(dim=-1) / size[1:]  # by recurrences 2 ... 256
+    back = torch.stack([(states[-1] - states[-1 - p]).norm(dim=-1) for p in range(1, 33)])
+    point = moved[-1] < 1e-3
+    cycle = ~point & (back.amin(0) / size[-1] < 1e-3)
+    recurrence = torch.arange(2, far + 1)[:, None, None]
+    last_move = torch.where(moved < 0.01, 1, recurrence).amax(0).double()
+    return {
+        "right": {r: right[r - 1].mean().item() for r in few},
+        "moved": {r: moved[r - 2].median().item() for r in few[1:]},
+        "point": point.double().mean().item(),
+        "cycle": cycle.double().mean().item(),
+        "right_at_point": right[-1][point].mean().item(),
+        "right_elsewhere": right[-1][~point].mean().item(),
+        "point_by_length": point.double().mean(0).tolist(),
+        "last_move_by_length": last_move.median(0).values.tolist(),
+    }
+
+
+MEASURES = {"curve": curve, "answers": answers, "losses": losses, "exits": exits, "states": states}
+
+
+# ---------------------------------------------------------------------------- the command
+
+def parse_args():
+    parser = Parser(description=__doc__)
+    flag = parser.add_argument
+    flag("items", nargs="*", metavar="ITEM", help=f"default: all, {', '.join(ITEMS)}")
+    flag("--quick", action="store_true", help="4 updates a run, to see that all of it works")
+    flag("--seeds", type=positive, default=3, help="runs of each arm (3)")
+    args = parser.parse_args()
+    if unknown := set(args.items) - set(ITEMS):
+        parser.error(f"no such item: {', '.join(unknown)}")
+    return args
+
+
+def main():
+    args = parse_args()
+    study, began, failed = Study(args.quick), time.time(), 0
+    items = [ITEMS[name] for name in args.items or ITEMS]
+    for name in {item.task for item in items}:
+        study.make_corpus(name)
+    jobs = {(item.task, seed, run.name, item.measure): run for item in items
+            for run in item.runs.values() for seed in range(args.seeds)}
+    pool = ThreadPoolExecutor(JOBS)
+    futures = [pool.submit(study.play, task, seed, run, measure)
+               for (task, seed, _, measure), run in jobs.items()]
+    try:
+        for done, future in enumerate(as_completed(futures), 1):
+            try:
+                said = future.result()
+            except UserError as e:
+                failed += 1
+                said = f"error: {e}"
+            print(f"{done}/{len(jobs)}, {(time.time() - began) / 60:.0f} min: {said}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failed:
+        raise UserError(f"{failed} of {len(jobs)} failed; the same command tries them again")
+
+
+if __name__ == "__main__":
+    cli(main)
