@@ -248,7 +248,7 @@ class Study:
     def cost(self, task, seed, run, **more):
         """FLOPs of a training, with the very recurrences that it draws. more: settings."""
         sizes = {} if run.start == "pretrain" else LOOPED
-        flags = {**run.flags, **sizes, **more}
+        flags = {**run.flags, **sizes, **more, "init_from": ""}
         flags.pop("equal", None)
         settings = read_settings(self.flags(task, seed, run._replace(flags=flags)))
         flops_per_token = functools.cache(RecurrentLM.empty(shape(settings)).flops_per_token)
@@ -358,6 +358,9 @@ def curve(folder, corpus):
             "norm": max(line["norm"] for line in lines if "norm" in line)}
 
 
+STEPS = "1,2,4,8,16,32,64"
+
+
 def ask(folder, questions, name, *flags):
     """The results of eval_gsm8k.py."""
     out = folder / f"{name}.json"
@@ -371,9 +374,8 @@ def answers(folder, corpus):
     Shares of right answers over r: to stories of 1 to 12 sentences, to such of 18; at r = 32 by
     the number of sentences. With the FLOPs of a new token.
     """
-    steps = "--steps", "1,2,4,8,16,32,64"
-    results = ask(folder, corpus / "test.jsonl", "test", *steps)
-    results_18 = ask(folder, corpus / "test18.jsonl", "test18", *steps)
+    results = ask(folder, corpus / "test.jsonl", "test", "--steps", STEPS)
+    results_18 = ask(folder, corpus / "test18.jsonl", "test18", "--steps", STEPS)
     model = RecurrentLM.load(folder)
     return {
         "right": {row["steps"]: row["value"] for row in results},
@@ -411,7 +413,8 @@ def exits(folder, corpus):
                      "--steps", 32, "--exit", "kl", *flags)
         by_length = {n: score[3] for n, score in row["by_difficulty"].items()}
         found[rule] = [row["value"], row["mean_steps"], by_length]
-    return {"rules": found}
+    results = ask(folder, corpus / "test.jsonl", "test", "--steps", STEPS)
+    return {"rules": found, "right": {row["steps"]: row["value"] for row in results}}
 
 
 @torch.no_grad()
@@ -419,7 +422,8 @@ def states(folder, corpus):
     """
     r up to 256 on 128 validation rows of 12 answers: how many are right; by how much a recurrence
     moves a state (median); how many states end at a point, which no recurrence moves by more than
-    0.1%, or in a cycle of up to 32 recurrences; after which recurrence they move less than 1%.
+    0.1%, or in a cycle of up to 32 recurrences; the last recurrence that moves one by 1% (median,
+    by the number of sentences).
     """
     far, rows, few = 256, 128, (1, 2, 4, 8, 16, 32, 64, 128, 256)
     model = RecurrentLM.load(folder, dtype=torch.float32)
@@ -445,8 +449,8 @@ def states(folder, corpus):
         "cycle": cycle.double().mean().item(),
         "right_at_point": right[-1][point].mean().item(),
         "right_elsewhere": right[-1][~point].mean().item(),
-        "point_by_length": point.double().mean(0).tolist(),
-        "last_move_by_length": last_move.median(0).values.tolist(),
+        "point_by_length": dict(enumerate(point.double().mean(0).tolist(), 1)),
+        "last_move": dict(enumerate(last_move.median(0).values.tolist(), 1)),
     }
 
 

@@ -35,17 +35,27 @@ def main():
 
 # ---------------------------------------------------------------------------- numbers in words
 
+def each(runs, *keys):
+    """[run[key][key]..., ...]; a plain model has one recurrence, "0", which stands for any."""
+    for key in keys:
+        runs = [run["0"] if "0" in run else run[key] for run in runs]
+    return runs
+
+
 def mean_se(values):
     """[mean, standard error] of a value a seed; None for the error of one seed."""
-    values = list(values)
     se = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return [statistics.fmean(values), se]
 
 
+def along(xs, runs, *keys):
+    """A curve: [[x, mean, standard error], ...] of run[key]...[x]"""
+    return [[float(x), *mean_se(each(runs, *keys, x))] for x in xs]
+
+
 def cell(values, digits=1, scale=1):
     """A value a seed -> "98.7 ± 0.3", or "-" where a seed has none."""
-    values = list(values)
-    if None in values or not values:
+    if not values or None in values:
         return "-"
     return " ± ".join(f"{scale * x:.{digits}f}" for x in mean_se(values) if x is not None)
 
@@ -63,104 +73,104 @@ def panel(x, y, curves, title="", **more):
 # Functions of an item and its results {label: [a result each seed]}. They return figures and rows,
 # each of them {column: text}.
 
-def at_r(values, r):
-    """The value at recurrence r of {"1": ..., "8": ...}, or of a plain model's {"0": ...}."""
-    return values["0"] if "0" in values else values[str(r)]
+LOSS, UPDATES, FLOPS = "validation loss", "updates", "training FLOPs (the paper's rule)"
+STEPS = "recurrences r at test time"
 
 
-def first(result, key, r, level=0.9):
-    """`key` ("update" or "flops") when accuracy first reached a level, between two validations."""
-    log = result["validations"]
-    for a, b in zip(log, log[1:]):
-        low, high = at_r(a["accuracy"], r), at_r(b["accuracy"], r)
-        if high >= level:
-            return a[key] + (b[key] - a[key]) * max(0, level - low) / ((high - low) or 1)
+def reached(runs, key, r, level=0.9):
+    """`key` of each seed when accuracy first reached a level, between two validations, or None."""
+    found = []
+    for log in each(runs, "validations"):
+        right, at = each(log, "accuracy", r), each(log, key)
+        i = next((i for i, x in enumerate(right) if x >= level), None)
+        if i:
+            part = (level - right[i - 1]) / (right[i] - right[i - 1])
+            found.append(at[i - 1] + part * (at[i] - at[i - 1]))
+        else:
+            found.append(None)
+    return found
 
 
-def compare(runs, base, key, r, digits=0, scale=1):
-    """Cells: `key` until 90% were right, and minus the first arm's, paired by seed."""
-    values, others = ([first(run, key, r) for run in part] for part in (runs, base))
-    apart = []
-    if runs is not base and None not in values + others:
-        apart = [a - b for a, b in zip(values, others)]
-    return cell(values, digits, scale), cell(apart, digits, scale)
+def minus(values, others):
+    """The differences of two arms, paired by seed; none where one has no value."""
+    return [] if None in values + others else [a - b for a, b in zip(values, others)]
 
 
 def curves(item, found):
     """Loss and accuracy over updates and FLOPs; the last ones, and what 90% of answers took."""
-    loss, over_flops, accuracy, rows, r = {}, {}, {}, [], item.at
-    base = next(iter(found.values()))
+    r, figures, rows, base = str(item.at), [], [], None
+    for x, words, key, y in (("update", UPDATES, "val", LOSS), ("flops", FLOPS, "val", LOSS),
+                             ("update", UPDATES, "accuracy", "accuracy")):
+        points = {}
+        for label, runs in found.items():
+            logs = zip(*each(runs, "validations"))
+            points[label] = [[statistics.fmean(each(seeds, x)), *mean_se(each(seeds, key, r))]
+                             for seeds in logs]
+        figures.append(panel(words, y, points, y_log=y == LOSS))
     for label, runs in found.items():
-        for curve, x, y in ((loss, "update", "val"), (over_flops, "flops", "val"),
-                            (accuracy, "update", "accuracy")):
-            together = zip(*(run["validations"] for run in runs))
-            curve[label] = [[statistics.fmean(v[x] for v in seeds),
-                             *mean_se(at_r(v[y], r) for v in seeds)] for seeds in together]
-        ends = [run["validations"][-1] for run in runs]
-        updates, more_updates = compare(runs, base, "update", r)
-        flops, more_flops = compare(runs, base, "flops", r, 2, 1e-12)
+        took = [reached(runs, key, r) for key in ("update", "flops")]
+        base = base or took
+        apart = [minus(*pair) if took is not base else [] for pair in zip(took, base)]
+        losses = each(runs, "validations", -1, "val", r)
         rows.append({
             "arm": label,
-            "updates": cell((end["update"] for end in ends), 0),
-            "training FLOPs": f"{statistics.fmean(end['flops'] for end in ends):.3g}",
-            "validation loss": cell((at_r(end["val"], r) for end in ends), 4),
-            "accuracy, %": percent(at_r(end["accuracy"], r) for end in ends),
-            "updates to 90%": updates,
-            "updates, minus the first arm's": more_updates,
-            "TFLOPs to 90%": flops,
-            "TFLOPs, minus the first arm's": more_flops,
-            "loss of each seed": ", ".join(f"{at_r(end['val'], r):.4f}" for end in ends),
-            "largest gradient norm": cell(run["norm"] for run in runs),
-            "skipped updates": sum(run["skipped"] for run in runs),
-            "optimizer state, MB": cell((run["state_bytes"] for run in runs[:1]), 2, 1e-6),
+            "updates": cell(each(runs, "update"), 0),
+            "training FLOPs": f"{statistics.fmean(each(runs, 'flops')):.3g}",
+            "validation loss": cell(losses, 4),
+            "accuracy, %": percent(each(runs, "validations", -1, "accuracy", r)),
+            "updates to 90%": cell(took[0], 0),
+            "updates, minus the first arm's": cell(apart[0], 0),
+            "TFLOPs to 90%": cell(took[1], 2, 1e-12),
+            "TFLOPs, minus the first arm's": cell(apart[1], 2, 1e-12),
+            "loss of each seed": ", ".join(f"{loss:.4f}" for loss in losses),
+            "largest gradient norm": cell(each(runs, "norm")),
+            "skipped updates": sum(each(runs, "skipped")),
+            "optimizer state, MB": f"{runs[0]['state_bytes'] / 1e6:.2f}",
         })
-    return [panel("updates", "validation loss", loss, y_log=True),
-            panel("training FLOPs (the paper's rule)", "validation loss", over_flops, y_log=True),
-            panel("updates", "accuracy", accuracy)], rows
+    return figures, rows
 
 
 def optimizers(item, found):
     """Losses over the learning rate; of each optimizer, the row of the rate that ended best."""
-    figures, rows = curves(item, found)
-    over_lr, best, shown = {}, {}, {}
+    (over_updates, *_), rows = curves(item, found)
+    grid, best = {}, {}
     for row, (label, runs) in zip(rows, found.items()):
         model, optimizer, lr = re.split(", | ", label)
-        end = mean_se(at_r(run["validations"][-1]["val"], item.at) for run in runs)
-        over_lr.setdefault(model, {}).setdefault(optimizer, []).append([float(lr), *end])
-        if not end[0] >= best.get((model, optimizer), (math.inf,))[0]:
-            best[model, optimizer] = end[0], row
-    for (model, _), (_, row) in best.items():
-        shown.setdefault(model, {})[row["arm"]] = figures[0]["curves"][row["arm"]]
-    return [panel("learning rate", "last validation loss", over_lr[model], model, x_log=10,
-                  y_log=True) for model in over_lr] + [
-            panel("updates", "validation loss", shown[model], f"{model}, the best of each",
-                  y_log=True) for model in shown], [row for _, row in best.values()]
+        loss, se = mean_se(each(runs, "validations", -1, "val", str(item.at)))
+        grid.setdefault(model, {}).setdefault(optimizer, []).append([float(lr), loss, se])
+        if (model, optimizer) not in best or loss < best[model, optimizer][0]:
+            best[model, optimizer] = loss, row
+    best = [row for _, row in best.values()]
+    figures = [panel("learning rate", LOSS, grid[model], model, x_log=10, y_log=True)
+               for model in grid]
+    for model in grid:
+        shown = {row["arm"]: over_updates["curves"][row["arm"]] for row in best
+                 if row["arm"].startswith(model)}
+        figures.append(panel(UPDATES, LOSS, shown, f"{model}, the best of each", y_log=True))
+    return figures, best
 
 
 def accuracy(item, found):
     """Accuracy over test recurrences, by the number of sentences, and over an answer's FLOPs."""
-    over_r, far, over_flops, hard, rows = {}, {}, {}, {}, []
-    steps = 1, 2, 4, 8, 16, 32, 64
+    over_r, over_flops, hard, far, rows = {}, {}, {}, {}, []
+    steps = "1", "2", "4", "8", "16", "32", "64"
     for label, runs in found.items():
-        over_r[label], far[label] = ([[r, *mean_se(at_r(run[key], r) for run in runs)]
-                                      for r in steps] for key in ("right", "right_18"))
-        over_flops[label] = [[flops, *mean_se(run["right"][r] for run in runs)]
+        over_r[label] = along(steps, runs, "right")
+        far[label] = along(steps, runs, "right_18")
+        hard[label] = along(runs[0]["by_length"], runs, "by_length")
+        over_flops[label] = [[flops, *mean_se(each(runs, "right", r))]
                              for r, flops in runs[0]["token_flops"].items()]
-        hard[label] = [[int(n), *mean_se(run["by_length"][n] for run in runs)]
-                       for n in runs[0]["by_length"]]
-        row = {"arm": label, "training FLOPs": f"{statistics.fmean(x['flops'] for x in runs):.3g}"}
-        for r in steps:
-            row[f"r = {r}"] = percent(at_r(run["right"], r) for run in runs)
-            if r > 1 and "0" in runs[0]["right"]:
-                row[f"r = {r}"] = "same"
-        rows.append(row | {"18 sentences, r = 32": percent(
-            at_r(run["right_18"], 32) for run in runs)})
-    r = "recurrences r at test time"
-    return [panel(r, "accuracy", over_r, "1 to 12 sentences", x_log=2),
+        row = {"arm": label, "training FLOPs": f"{statistics.fmean(each(runs, 'flops')):.3g}"}
+        row |= {f"r = {r}": percent(each(runs, "right", r)) for r in steps}
+        if "0" in runs[0]["right"]:
+            row |= {f"r = {r}": "same" for r in steps[1:]}
+        row["18 sentences, r = 32"] = percent(each(runs, "right_18", "32"))
+        rows.append(row)
+    return [panel(STEPS, "accuracy", over_r, "1 to 12 sentences", x_log=2),
             panel("sentences", "accuracy", hard, "r = 32"),
             panel("FLOPs of a new token (the paper's rule)", "accuracy", over_flops,
                   "1 to 12 sentences", x_log=10),
-            panel(r, "accuracy", far, "18 sentences (trained on 12)", x_log=2)], rows
+            panel(STEPS, "accuracy", far, "18 sentences (trained on 12)", x_log=2)], rows
 
 
 def healing(item, found):
@@ -168,55 +178,54 @@ def healing(item, found):
     points, rows = {}, []
     for label, runs in found.items():
         row = {"arm": label}
-        for part, text in (("pretrain", "general text"), ("task", "task")):
-            for r in (1, 8):
-                row[f"{text}: loss at r = {r}"] = cell((at_r(x[part], r)[0] for x in runs), 3)
-            row[f"{text}: accuracy at r = 8, %"] = percent(at_r(x[part], 8)[1] for x in runs)
+        for part, text in (("pretrain", "text"), ("task", "task")):
+            row[f"{text}: loss, r = 1"] = cell(each(runs, part, "1", 0), 3)
+            row[f"{text}: loss, r = 8"] = cell(each(runs, part, "8", 0), 3)
+            row[f"{text}: %, r = 8"] = percent(each(runs, part, "8", 1))
         rows.append(row)
-        learnt, _ = mean_se(at_r(run["task"], 8)[1] for run in runs)
-        points[label] = [[learnt, *mean_se(at_r(run["pretrain"], 8)[0] for run in runs)]]
+        learnt, _ = mean_se(each(runs, "task", "8", 1))
+        points[label] = [[learnt, *mean_se(each(runs, "pretrain", "8", 0))]]
     return [panel("task: accuracy at r = 8", "general text: loss at r = 8", points)], rows
 
 
 def deeper(item, found):
     """r up to 256: accuracy, how far a recurrence moves the state, and where that ends."""
-    over_r, moved, last, rows = {}, {}, {}, []
+    over_r, moved, last_move, rows = {}, {}, {}, []
     for label, runs in found.items():
-        for curve, key in ((over_r, "right"), (moved, "moved")):
-            curve[label] = [[int(r), *mean_se(run[key][r] for run in runs)] for r in runs[0][key]]
-        last[label] = [[n, *mean_se(seeds)] for n, seeds in
-                       enumerate(zip(*(run["last_move_by_length"] for run in runs)), 1)]
-        rows.append({
-            "arm": label,
-            **{f"r = {r}, %": percent(run["right"][str(r)] for run in runs)
-               for r in (8, 32, 64, 256)},
-            "at a point, %": percent(run["point"] for run in runs),
-            "in a cycle, %": percent(run["cycle"] for run in runs),
-            "right when at a point, %": percent(run["right_at_point"] for run in runs),
-            "right elsewhere, %": percent(run["right_elsewhere"] for run in runs),
-            **{f"at a point after {n}, %": percent((run["point_by_length"][n - 1]
-                                                    for run in runs), 0) for n in (1, 4, 8, 12)},
-        })
-    return [panel("recurrences r at test time", "accuracy", over_r, x_log=2),
+        over_r[label] = along(runs[0]["right"], runs, "right")
+        moved[label] = along(runs[0]["moved"], runs, "moved")
+        last_move[label] = along(runs[0]["last_move"], runs, "last_move")
+        row = {"arm": label}
+        row |= {f"r = {r}, %": percent(each(runs, "right", r)) for r in ("8", "32", "64", "256")}
+        row |= {
+            "at a point, %": percent(each(runs, "point")),
+            "in a cycle, %": percent(each(runs, "cycle")),
+            "right when at a point, %": percent(each(runs, "right_at_point")),
+            "right elsewhere, %": percent(each(runs, "right_elsewhere")),
+        }
+        row |= {f"at a point after {n}, %": percent(each(runs, "point_by_length", n), 0)
+                for n in ("1", "4", "8", "12")}
+        rows.append(row)
+    return [panel(STEPS, "accuracy", over_r, x_log=2),
             panel("recurrence", "change of the state, relative (median)", moved, x_log=2,
                   y_log=True),
-            panel("sentences", "recurrences until one moves the state by less than 1%", last)], rows
+            panel("sentences", "the last recurrence that moves it by 1%", last_move)], rows
 
 
 def exits(item, found):
     """Accuracy over mean recurrences of exits, and whether hard questions take longer."""
-    over, hard, rows = {}, {}, []
     (runs,) = found.values()
+    over, hard, rows = {"fixed r of all tokens": along(runs[0]["right"], runs, "right")}, {}, []
     for rule in runs[0]["rules"]:
-        right, took, by_length = zip(*(run["rules"][rule] for run in runs))
+        right, took, by_length = (each(runs, "rules", rule, i) for i in range(3))
         kind = "kl" if rule.startswith("kl") else "fixed r of the last token"
         over.setdefault(kind, []).append([statistics.fmean(took), *mean_se(right)])
-        by_length = {n: [x[n] for x in by_length] for n in by_length[0]}
         if kind == "kl":
-            hard[rule] = [[int(n), *mean_se(x)] for n, x in by_length.items()]
-        rows.append({"rule": rule, "accuracy, %": percent(right),
-                     "mean recurrences": cell(took, 2),
-                     **{f"{n} sentences": cell(by_length[n]) for n in ("1", "4", "8", "12")}})
+            hard[rule] = along(by_length[0], by_length)
+        row = {"rule": rule, "accuracy, %": percent(right), "mean recurrences": cell(took, 2)}
+        row |= {f"{n} sentence{'s' * (n != '1')}": cell(each(by_length, n))
+                for n in ("1", "4", "8", "12")}
+        rows.append(row)
     return [panel("mean recurrences of the last token", "accuracy", over, x_log=2),
             panel("sentences", "mean recurrences", hard)], rows
 
@@ -267,7 +276,10 @@ def write_page(page):
 
 def table(name, *columns):
     """Columns of results/NAME.json as Markdown, and which version measured them."""
-    result = read_json(HERE / "results" / f"{name}.json")
+    path = HERE / "results" / f"{name}.json"
+    if not path.exists():
+        return f"Not measured yet: `bash runs/study/all.sh {name}`\n"
+    result = read_json(path)
     if unknown := set(columns) - set(result["columns"]):
         raise UserError(f"{name}.json: has no column {unknown.pop()!r}")
     places = [result["columns"].index(column) for column in columns]
