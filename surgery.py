@@ -584,7 +584,7 @@ def export_tokenizer(source, folder):
 
 
 def describe(model):
-    """The tokenizer.json of a SentencePiece model: of merged pieces as Llama's, or of words."""
+    """The tokenizer.json of a SentencePiece model of merged pieces, as Llama's is."""
     vocab = {model.id_to_piece(i): i for i in range(model.vocab_size())}
     scores = {piece: model.get_score(i) for piece, i in vocab.items()
               if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))}
@@ -596,10 +596,9 @@ def describe(model):
                 merges[pair] = -score
     text = " ﬁ  x"  # Llama's marks blanks, and leaves the rest as it is
     plain = model.normalize(text) == "▁" + text.replace(" ", "▁")
-    if merges and not (plain and all(rank % 1 == 0 for rank in merges.values())):
-        raise UserError("tokenizer.model: is neither as Llama's nor of words: the export would "
-                        "give other ids")
-    spec = read_json(ASSETS / "sentencepiece.json")["merges" if merges else "words"]
+    if not (plain and all(rank % 1 == 0 for rank in merges.values())):
+        raise UserError("tokenizer.model: is not as Llama's: the export would give other ids")
+    spec = read_json(ASSETS / "sentencepiece.json")
     spec["model"] |= {"vocab": vocab, "merges": sorted(merges, key=merges.get)}
     spec["added_tokens"] = [spec["added_tokens"][0] | {"id": i, "content": piece}
                             for piece, i in vocab.items() if model.is_control(i)]
