@@ -163,11 +163,11 @@ def digest(path):
 
 
 def check_settings(path, earlier, settings):
-    """Results of other settings are not mixed: UserError if the earlier ones in `path` differ."""
+    """What other settings made is not mixed: UserError if those that made `path` differ."""
     for key, value in settings.items():
         if earlier.get(key) != value:
-            raise UserError(f"{path}: has {key} = {earlier.get(key)}, not {value}: name another "
-                            "file with --out")
+            raise UserError(f"{path}: was made with {key} = {earlier.get(key)}, not {value}: "
+                            "choose another name for the new one")
 
 
 def describe(model):

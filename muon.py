@@ -23,7 +23,7 @@ import math
 import torch
 import torch.distributed as dist
 
-MOMENTUM, BETAS = 0.95, (0.9, 0.95)
+MOMENTUM, BETA1, BETA2 = 0.95, 0.9, 0.95
 BUFFERS = {  # what each rule keeps of a parameter
     "muon": ["momentum"],
     "adamw": ["exp_avg", "exp_avg_sq"],
@@ -49,10 +49,13 @@ def newton_schulz(G):
 
 def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
     """Update t (from 1) of AdamW for lists of tensors, in place, by torch's fused kernel."""
-    beta1, beta2 = BETAS
-    t = [torch.full((), float(t), device=weights[0].device)] * len(weights)
-    torch._fused_adamw_(weights, grads, m, v, [], t, lr=lr, beta1=beta1, beta2=beta2,
-                        weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False)
+    t = torch.full((), float(t), device=weights[0].device)
+    torch._fused_adamw_(
+        weights, grads, m, v, [], [t] * len(weights),
+        lr=lr, beta1=BETA1, beta2=BETA2, eps=eps,
+        weight_decay=weight_decay,
+        amsgrad=False,
+        maximize=False)
 
 
 def adamw_star_(w, g, m, v, t, lr, decay):
@@ -64,13 +67,12 @@ def adamw_star_(w, g, m, v, t, lr, decay):
     if t == 1:
         m.copy_(g)
         v.copy_(g.square())
-    beta1, beta2 = BETAS
-    m.lerp_(g, 1 - beta1)
-    v.lerp_(g.square(), 1 - beta2).clamp_(min=1e-12)
+    m.lerp_(g, 1 - BETA1)
+    v.lerp_(g.square(), 1 - BETA2).clamp_(min=1e-12)
     excess = (g.square() / v).mean().sqrt().clamp(min=1)
-    step = lr / (1 - beta1**t) / excess
+    step = lr / (1 - BETA1**t) / excess
     w.mul_(1 - decay)
-    w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - beta2**t)))
+    w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - BETA2**t)))
 
 
 def stacked_parts(model):
@@ -96,14 +98,17 @@ class Optimizer:
     matters to Muon and AdamW*. With world > 1 all ranks of torch.distributed make the same calls.
     """
 
-    def __init__(self, named, *, lr, adam_lr, weight_decay, rule="muon", masters=None, parts=None,
-                 rank=0, world=1):
+    def __init__(
+            self, named, *, lr, adam_lr, weight_decay, rule="muon", masters=None, parts=None,
+            rank=0, world=1):
         # Small ones first: while a large gradient is added to its sum, the others are gone already.
         self.params = dict(sorted(named, key=lambda item: item[1].numel()))
-        self.lr, self.weight_decay = lr, weight_decay
+        self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
         self.eps = 1e-10 if rule == "muon" else 1e-8
-        self.rank, self.world, self.updates = rank, world, 0
+        self.weight_decay = weight_decay
+        self.rank, self.world = rank, world
+        self.updates = 0
 
         params = list(self.params.values())
         sizes = [p.numel() for p in params]
@@ -143,9 +148,10 @@ class Optimizer:
         """
         if self.world > 1:
             dist.all_reduce(self.sums)
-        # Row by row: over 65M weights one float32 sum would be wrong by 1 % (on a CPU).
-        norms = [torch.linalg.vector_norm(g, dim=-1).double().square().sum() for g in self.grads]
-        return torch.stack(norms).sum().sqrt()
+        # Row by row: over 65M weights one float32 sum would be wrong by 1% (on a CPU).
+        squares = [torch.linalg.vector_norm(grad, dim=-1).double().square().sum()
+                   for grad in self.grads]
+        return torch.stack(squares).sum().sqrt()
 
     @torch.no_grad()
     def step(self, lr_factor=1.0, clip=math.inf, labels=1, norm=None):
@@ -161,13 +167,13 @@ class Optimizer:
         if math.isfinite(norm):
             self.updates += 1
             self.sums.mul_(min(1.0, clip / (norm + 1e-6)) / labels)
-            self.muon_step(self.lr * lr_factor)
+            lr, adam_lr = self.lr * lr_factor, self.adam_lr * lr_factor
+            self.muon_step(lr)
             if self.groups["adamw"]:
-                adamw_(*zip(*self.groups["adamw"]), self.updates, self.adam_lr * lr_factor,
-                       self.weight_decay, self.eps)
+                lists = zip(*self.groups["adamw"])
+                adamw_(*lists, self.updates, adam_lr, self.weight_decay, self.eps)
             for tensors in self.groups["adamw*"]:
-                adamw_star_(*tensors, self.updates, self.lr * lr_factor,
-                            self.weight_decay * lr_factor)
+                adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
             for name, p in self.params.items():
                 if p.dtype != torch.float32:
                     p.copy_(self.masters[name])
@@ -181,10 +187,13 @@ class Optimizer:
             owner = i % self.world
             momentum.lerp_(grad, 1 - MOMENTUM)
             if owner == self.rank:
-                update = newton_schulz(grad.lerp_(momentum, MOMENTUM)).contiguous()  # Nesterov
+                nesterov = grad.lerp_(momentum, MOMENTUM)
+                update = newton_schulz(nesterov).contiguous()
             else:
                 update = torch.empty_like(grad, dtype=torch.bfloat16)
-            work = dist.broadcast(update, owner, async_op=True) if self.world > 1 else None
+            work = None
+            if self.world > 1:
+                work = dist.broadcast(update, owner, async_op=True)
             flying.append((weight, update, work))
             if len(flying) > self.world:  # a round ahead: few updates are in memory at a time
                 self.apply(*flying.pop(0), lr)

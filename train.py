@@ -9,9 +9,8 @@ The training loop: pretraining, healing and task training of recurrent and ordin
 
 What is unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed
 distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness
-(rows, recurrences, initial states) is a function of (seed, update). So a run that was killed
-continues with the same command. On as many processes it ends with the same bits, on another number
-with the same numbers to rounding.
+(rows, recurrences, initial states) is a function of (seed, update). So a killed run resumes with
+the same command: bit-identical on as many processes, otherwise equal up to rounding.
 
 The file reads downwards: the settings, the run, then what it calls.
 
@@ -39,8 +38,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from data import (RANK, WORLD, Dataset, Parser, check_tokenizer, cli, copy_tokenizer, locked,
-                  natural, positive, read_json, say, tiny, whole, write_json, write_result)
+from data import (RANK, WORLD, Dataset, Parser, check_settings, check_tokenizer, cli,
+                  copy_tokenizer, locked, natural, positive, read_json, say, tiny, whole,
+                  write_json, write_result)
 from model import IGNORE, Config, RecurrentLM, UserError, checkpoints, find_checkpoint, load_config
 from muon import BUFFERS, Optimizer, stacked_parts
 
@@ -244,7 +244,6 @@ def train(settings, device, store):
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: store.set("stop", ""))  # where all processes see it
     tokens = settings.batch_size * settings.context
-    flops_per_token = functools.cache(model.flops_per_token)
     saved, skips, began = start, 0, time.time()
 
     for update in range(start, settings.updates):
@@ -260,7 +259,7 @@ def train(settings, device, store):
 
         progress["update"] = done = update + 1
         progress["tokens"] += tokens
-        progress["flops"] += tokens * sum(map(flops_per_token, draws)) // len(draws)
+        progress["flops"] += tokens * sum(map(model.flops_per_token, draws)) // len(draws)
         last = done == settings.updates
         skips = 0 if math.isfinite(norm) else skips + 1  # in a row; nothing is saved meanwhile
         progress["skipped"] += skips > 0
@@ -345,7 +344,6 @@ def shape(settings):
     """Config of random weights: of init_from, or of the settings and the data's vocabulary."""
     if settings.init_from:
         if settings.dry_run and not os.path.exists(settings.init_from):
-            say(f"{settings.init_from}: is not there yet, so its shape is what its name says")
             return planned_shape(settings)
         return load_config(find_checkpoint(settings.init_from))
     dataset = Dataset(settings.data, "val", settings.context)
@@ -357,20 +355,21 @@ def shape(settings):
 
 def planned_shape(settings):
     """
-    Config of an init_from that is not there yet, by its name: of the run that a file of config/
-    describes, of a preset of surgery.py, or of a preset's parent.
+    Config of an init_from that is not there yet, by its name: of a run of config/, of a preset of
+    surgery.py or of its parent.
     """
     from surgery import PRESETS
-    name = Path(settings.init_from).name.removesuffix("-untied")
+    say(f"{settings.init_from}: is not there yet, so its shape is what its name says")
+    name = Path(settings.init_from).name
     recipe = Path(__file__).parent / "config" / f"{name}.toml"
     if recipe.exists():
         return shape(read_settings([f"--config={recipe}", "--dry_run"]))
     for preset, (parent, (P, R, C)) in PRESETS.items():
         if name.startswith(preset):
             return replace(parent, n_prelude=P, n_core=R, n_coda=C, tie_embeddings=False)
-        if preset.startswith(name):
+        if preset.startswith(name.removesuffix("-untied")):
             return parent
-    raise UserError(f"{settings.init_from}: is not there yet, and no preset has its name")
+    raise UserError(f"{settings.init_from}: no preset has this name")
 
 
 def make_model(settings, dataset, folder=None):
@@ -410,8 +409,9 @@ def set_up(settings, dataset, device):
     Model, optimizer and progress (a dict that train.json keeps), of our newest checkpoint or of the
     run's beginning. Says what was decided.
     """
-    fingerprint = dataset.fingerprint()
-    folder, progress = find_resume(settings, fingerprint)
+    recipe = {name: value for name, value in vars(settings).items() if hasattr(Recipe, name)}
+    recipe["digest of the data"] = dataset.fingerprint()
+    folder, progress = find_resume(settings, recipe)
     model = make_model(settings, dataset, folder)
     c = model.config
     c.mean_recurrence = settings.mean_recurrence
@@ -419,7 +419,7 @@ def set_up(settings, dataset, device):
     if not folder:
         if os.path.realpath(settings.init_from) == os.path.realpath(settings.out_dir):
             raise UserError(f"--out_dir={settings.out_dir}: is --init_from, which stays as it is")
-        progress = dict(update=0, skipped=0, tokens=0, flops=0, log_bytes=0, data=fingerprint)
+        progress = dict(update=0, skipped=0, tokens=0, flops=0, log_bytes=0, recipe=recipe)
         earlier = Path(model.folder or "", "train.json")
         if c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
             progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
@@ -586,7 +586,7 @@ def plan(settings, model):
 
 def dry_run(settings):
     """Say what a run takes. Neither weights nor data are needed, nor what makes them."""
-    model = RecurrentLM.empty(shape(settings)).to(getattr(torch, settings.dtype))
+    model = RecurrentLM.empty(shape(settings)).bfloat16()
     choose_trained(settings, model)
     plan(settings, model)
     rows = settings.updates * settings.batch_size
@@ -595,26 +595,23 @@ def dry_run(settings):
         say(f"data: {rows:,} rows, {epochs:.3g} epochs of {settings.data}")
     except UserError as e:
         say(f"data: {rows:,} rows of {settings.context} tokens; but {e}")
-    optimizer = make_optimizer(settings, model)
-    weights = list(model.parameters())
-    if settings.dtype == "bfloat16":
-        weights += optimizer.masters.values()
-    held = sum(t.nbytes for t in (*weights, optimizer.sums, *optimizer.state.values())) / 1e9
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e9
+    optimizer, weights = make_optimizer(settings, model), list(model.parameters())
+    held = [*weights, *optimizer.masters.values(), optimizer.sums, *optimizer.state.values()]
+    held = sum(t.nbytes for t in held) / 1e9
+    gradients = sum(p.nbytes for p in weights if p.requires_grad) / 1e9
     batch = settings.micro_batch * activations(settings, model) / 1e9
-    say(f"memory: {held + gradients + batch:.1f} GB a process, an estimate: {held:.1f} for weights "
-        f"and optimizer, {gradients:.1f} for gradients, {batch:.1f} for --micro_batch="
+    say(f"memory: about {held + gradients + batch:.1f} GB a process in bfloat16: {held:.1f} for "
+        f"weights and optimizer, {gradients:.1f} for gradients, {batch:.1f} for --micro_batch="
         f"{settings.micro_batch} if compiled")
 
 
 def activations(settings, model):
     """
-    Bytes that the forward pass of a row keeps for the backward pass if it is compiled, as counted
-    at small shapes: a layer keeps its residual stream twice in float32, and what its matrices read
-    and make in the weights' dtype.
+    Bytes that the forward pass of a row keeps for the backward pass, in bfloat16 and compiled; so
+    many a layer and token were counted on small models.
     """
-    c, size = model.config, model.embed.weight.element_size()
-    layer = (8 + 6 * size) * c.n_embd + 3 * size * (c.n_ffn + c.n_kv_head * c.head_dim)
+    c = model.config
+    layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
     k = min(settings.mean_recurrence, backprop_depth(settings, settings.updates))
     if settings.recompute:
         k = 1  # the others keep little more than their state
@@ -717,21 +714,13 @@ def save_checkpoint(settings, model, optimizer, dataset, progress):
         shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
 
 
-def find_resume(settings, fingerprint):
-    """The newest checkpoint of out_dir and its train.json, or (None, None). Same settings only."""
+def find_resume(settings, recipe):
+    """The newest checkpoint of out_dir and its train.json, or (None, None). Same recipe only."""
     found = checkpoints(settings.out_dir)
     if not found:
         return None, None
     progress = read_json(found[-1] / "train.json")
-    for key, value in vars(settings).items():
-        old = progress["config"].get(key, value)
-        if hasattr(Recipe, key) and old != value:
-            raise UserError(f"{settings.out_dir}: holds a run with {key}={old}, not {value}: to "
-                            f"start from its weights, --init_from={settings.out_dir} "
-                            "--out_dir=NEW")
-    if progress["data"] != fingerprint:
-        raise UserError(f"{settings.data}: has changed since the run in {settings.out_dir} "
-                        "began: restore it, or choose another --out_dir")
+    check_settings(settings.out_dir, progress["recipe"], recipe)
     return found[-1], progress
 
 
