@@ -657,24 +657,17 @@ def write_card(folder, source, config):
         for path in sorted(where.glob("eval_*.json")):
             result = read_json(path)
             if result.get("settings", {}).get("weights") == weights:
-                card += score_table(path, result, folder)
+                card += score_table(path, result)
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def score_table(path, result, folder):
-    """
-    What eval_*.json at `path` holds, as Markdown. The picture that bench.py plot made of it is
-    copied to `folder`.
-    """
+def score_table(path, result):
+    """What eval_*.json at `path` holds, as Markdown."""
     text = f"\n## {path.stem}\n\n| task | metric | dtype | n | r | score |\n" + 6 * "|---" + "|\n"
     for x in result["results"]:
         x = result | x
         row = (x["task"], x["metric"], x["dtype"], x["n"], x["steps"], f"{x['value']:.4g}")
         text += "| " + " | ".join(map(str, row)) + " |\n"
-    picture = path.with_suffix(".png")
-    if picture.exists():
-        shutil.copy(picture, folder)
-        text += f"\n![{path.stem}]({picture.name})\n"
     return text
 
 
