@@ -1458,6 +1458,14 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
         call(script.removesuffix(".py"), *args, *["--tokens=4"] * (script == "sample.py"))
     assert "out/newer" not in capfd.readouterr().err
 
+def test_study_page_is_made_from_its_results(monkeypatch):
+    """No figure in the tables of runs/study/README.md is typed: study.py writes the page as it is."""
+    monkeypatch.syspath_prepend(HERE / "runs" / "study")
+    from study import write_page
+    page = Path(shutil.copy(HERE / "runs/study/README.md", "."))
+    write_page(page)
+    assert page.read_text() == (HERE / "runs/study/README.md").read_text()
+
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, turns the dial by /steps, and survives a mistake."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("has 1\n\n/steps 2,4\n/steps x\nhas 1\n"))
