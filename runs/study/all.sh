@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole study, or some of its items: train, measure, then tables, pictures and the page.
 #
-#   bash runs/study/all.sh [ITEM ...] [--quick] [--seeds N]
+#   bash runs/study/all.sh [ITEM ...] [--quick] [--seeds N] [--jobs N]
 #
 # All of it takes about 5 hours on two idle cores, two runs at a time with one thread each. Stop it
 # with ctrl-C; the same command goes on, on another machine, too, if runs/study/results is there.

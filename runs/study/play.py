@@ -5,6 +5,7 @@ Play the study: train its models, measure each, and keep what was measured in a 
     bash runs/study/all.sh curriculum exits   some items
     bash runs/study/all.sh --quick            every run for 4 updates, too short to learn
     bash runs/study/all.sh --seeds 5          two seeds more
+    bash runs/study/all.sh --jobs 8           on as many cores; two runs at a time otherwise
 
 Models go to out/study/TASK/SEED/RUN, what was measured to results/runs/TASK/SEED/RUN.MEASURE.json
 beside this file, with the commands that made the model. Where that file is there, nothing is done,
@@ -35,8 +36,6 @@ import torch
 from data import Dataset, Parser, cli, positive, read_json, whole, write_json
 from model import IGNORE, RecurrentLM, UserError, find_checkpoint
 from train import draw_steps, read_settings, shape
-
-JOBS = 2  # runs at a time, each on one thread: small matrices gain little from a second one
 
 
 # ---------------------------------------------------------------------------- what is asked
@@ -206,6 +205,9 @@ class Study:
     def corpus(self, task):
         return self.folder / task / "data"
 
+    def model(self, task, seed, name):
+        return self.folder / task / str(seed) / name
+
     def make_corpus(self, task):
         """A task's data, and what some runs need beside it."""
         corpus = self.corpus(task)
@@ -271,9 +273,10 @@ class Study:
 
     def commands(self, task, seed, run):
         """[(folder, command), ...] that make a run's model from the corpus, in order."""
-        folder = self.folder / task / str(seed) / run.name
-        steps = self.commands(task, seed, RUNS[run.start]) if run.start else []
-        start = folder.with_name(run.start) if run.start else ""
+        folder, steps, start = self.model(task, seed, run.name), [], ""
+        if run.start:
+            steps = self.commands(task, seed, RUNS[run.start])
+            start = self.model(task, seed, run.start)
         if run.script == "surgery":
             command = ["surgery.py", start, folder]
         else:
@@ -301,9 +304,7 @@ class Study:
             return f"{path}: is there"
         for step in steps:
             self.make(*step)
-        folder, _ = steps[-1]
-        if folder.suffix == ".json":
-            folder = folder.parent
+        folder = self.model(task, seed, run.name)
         found = MEASURES[measure](folder, self.corpus(task))
         seconds = round(time.time() - began)
         write_json(path, found | describe(folder) | {
@@ -468,6 +469,8 @@ def parse_args():
     flag("items", nargs="*", metavar="ITEM", help=f"default: all, {', '.join(ITEMS)}")
     flag("--quick", action="store_true", help="4 updates a run, to see that all of it works")
     flag("--seeds", type=positive, default=3, help="runs of each arm (3)")
+    # Each on one thread: small matrices gain little from a second one.
+    flag("--jobs", type=positive, default=2, help="runs at a time (2)")
     args = parser.parse_args()
     if unknown := set(args.items) - set(ITEMS):
         parser.error(f"no such item: {', '.join(unknown)}")
@@ -482,7 +485,7 @@ def main():
         study.make_corpus(name)
     jobs = {(item.task, seed, run.name, item.measure): run for item in items
             for run in item.runs.values() for seed in range(args.seeds)}
-    pool = ThreadPoolExecutor(JOBS)
+    pool = ThreadPoolExecutor(args.jobs)
     futures = [pool.submit(study.play, task, seed, run, measure)
                for (task, seed, _, measure), run in jobs.items()]
     try:
