@@ -93,7 +93,7 @@ def say(text, renew=False, file=None):
     if RANK == 0:
         end = "\r" if renew and file.isatty() else "\n"
         width = 79 * file.isatty()  # the blanks cover a longer line
-        print(f"{text:{width}}", end=end, file=file, flush=True)
+        print(f"{text!s:{width}}", end=end, file=file, flush=True)
 
 
 @contextlib.contextmanager
