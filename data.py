@@ -40,7 +40,7 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
-import tokenizers
+import tiktoken
 import torch
 from safetensors import SafetensorError
 
@@ -273,14 +273,46 @@ def read_sentencepiece(path):
 
 
 def read_tokenizer_json(path):
-    """The Tokenizer in a tokenizer.json (Llama 3, OLMo 2)."""
-    model = tokenizers.Tokenizer.from_file(path)
-    model.encode_special_tokens = True  # as text
-    added = model.get_added_tokens_decoder()
-    special = {token.content: i for i, token in added.items() if token.special}
-    return Tokenizer(lambda text: model.encode(text, add_special_tokens=False).ids,
-                     lambda ids: model.decode(ids, skip_special_tokens=False),
-                     max(model.get_vocab().values()) + 1, special)
+    """The Tokenizer in a tokenizer.json: byte-level BPE (Llama 3, OLMo 2), or words."""
+    spec = read_json(path)
+    always, special = ({token["content"]: token["id"] for token in spec["added_tokens"]
+                        if token["special"] == kind} for kind in (False, True))
+    vocab = spec["model"]["vocab"]
+    match spec["pre_tokenizer"]:
+        case {"type": "WhitespaceSplit"}:
+            names, unknown = {i: word for word, i in vocab.items()}, vocab["<unk>"]
+            return Tokenizer(lambda text: [vocab.get(word, unknown) for word in text.split()],
+                             lambda ids: " ".join(names[i] for i in ids if i in names),
+                             len(vocab), special)
+        case {"pretokenizers": [{"pattern": {"Regex": split}}, {"type": "ByteLevel"}]}:
+            return byte_level(split, vocab, special, always)
+    raise UserError("neither words nor byte-level BPE as Llama 3 has it")
+
+
+def byte_level(split, vocab, special, always):
+    """
+    A Tokenizer of byte-level BPE. split: the regex that cuts text into words. vocab: {piece: id};
+    the lower id is merged first, as in every tokenizer that was trained merge by merge. always:
+    {name: id} of names that count in any text.
+    """
+    # A printable byte is written as itself, the n-th of the others as character 256 + n.
+    byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
+    names = special | always
+    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in vocab.items()
+              if text not in names}
+    coder = tiktoken.Encoding("bpe", pat_str=split, mergeable_ranks=pieces, special_tokens=names)
+
+    def encode(text):
+        # The regex gives up on a million blanks in a row, so long text is encoded in parts. A part
+        # ends where a line begins, if it can, since a word begins there anyway.
+        parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
+        return [i for part in parts
+                for i in coder.encode(part, allowed_special=set(always), disallowed_special=())]
+
+    def decode(ids):  # leaves out the padding of a model's vocabulary
+        return coder.decode([i for i in ids if i < coder.n_vocab])
+
+    return Tokenizer(encode, decode, coder.n_vocab, special)
 
 
 # ---- prepare ---------------------------------------------------------------------------------
@@ -610,9 +642,11 @@ def tiny(out, task="stories", seed=0, rows=80_000):
         raise UserError(f"{out}: holds something else; choose another --out")
     words, task, unseen, prompt = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["</s>"])
+    end = dict(id=ids["</s>"], content="</s>", special=True, single_word=False, lstrip=False,
+               rstrip=False, normalized=False)
+    tokenizer = dict(  # what the tokenizers library and transformers read, too
+        version="1.0", added_tokens=[end], pre_tokenizer={"type": "WhitespaceSplit"},
+        model={"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
     rng, seen = np.random.default_rng(seed), set()  # seen: how training stories begin
     with whole(out) as new:
         for kind in ("pretrain", "task"):
@@ -628,7 +662,7 @@ def tiny(out, task="stories", seed=0, rows=80_000):
             write_json(new / kind / "meta.json", dict(
                 vocab_size=len(ids), eos_id=ids["</s>"], row=len(made[0]), shards=shards,
                 arguments=arguments, prompt=prompt))
-            tokenizer.save(f"{new}/{kind}/tokenizer.json")
+            write_json(new / kind / "tokenizer.json", tokenizer)
         for length in (*range(1, 13), 18):
             name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
             stories = make_stories(task, rng, 10 * n, length)
