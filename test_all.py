@@ -1093,19 +1093,25 @@ def test_micro_batches_do_not_change_an_update(draws, sizes, base):
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """Out of memory in the pass at the full depth, before the first update, names the flags."""
-    def no_memory(model, batch, seed, steps):
+    def fail(model, batch, seed, steps):
         assert steps == (1, 2)  # k of the whole run, though the curriculum begins at 1
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        if error:
+            raise error
+        torch.empty(1 << 50)  # on a CPU it is another class
 
-    monkeypatch.setattr(train, "run_batch", no_memory)
-    line = refusal("train", *base, "--out_dir=run")
-    assert "--micro_batch=4" in line and "--recompute" in line
+    monkeypatch.setattr(train, "run_batch", fail)
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), None):
+        line = refusal("train", *base, "--out_dir=run")
+        assert "--micro_batch=4" in line and "--recompute" in line
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal"):
+        call("train", *base, "--out_dir=run")
 
 def test_processes_start_alike():
     """A process that sees other checkpoints or weights than another one says so and exits."""
     def agree(update, weight, settings=Settings(out_dir="run"), store=dist.HashStore()):
-        optimizer = SimpleNamespace(masters={"weight": torch.tensor([2.0, weight])})
-        train.agree(settings, {"update": update}, optimizer, store)
+        model = SimpleNamespace(parameters=lambda: [torch.tensor([2.0, weight])])
+        train.agree(settings, {"update": update}, model, store)
 
     agree(4, 1.0)
     agree(4, 1.0)
