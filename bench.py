@@ -44,6 +44,7 @@ def main():
     flag("--dtype", choices=("float32", "bfloat16"), default="float32")
     flag("--repeat", type=positive, default=5, help="timed runs of each figure")
     flag("--no_compile", action="store_true", help="do without torch.compile")
+    flag("--peer", action="store_true", help="time transformers' Llama of the same depth, too")
 
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -60,7 +61,6 @@ def main():
     flag("--tokens", type=positive, default=64, help="new tokens of a row")
     flag("--ways", type=parse_ways, default="", help="settings of sample.py to compare with plain "
                                                      "decoding, such as 'kv=last;draft_steps=4'")
-    flag("--peer", action="store_true", help="time transformers' Llama, too")
 
     flag = commands.add_parser("plot", help="draw results, or the losses of runs").add_argument
     flag("results", nargs="+", help="result files, or folders of runs")
@@ -125,6 +125,21 @@ def measure(run, count, args, **row):
                   "high": count / min(rest), "first_s": first}
 
 
+def llama(c, r):
+    """transformers' Llama with random weights and the depth that r recurrences unroll to."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.n_embd,
+        intermediate_size=c.n_ffn,
+        num_hidden_layers=c.n_prelude + r * c.n_core + c.n_coda,
+        num_attention_heads=c.n_head,
+        num_key_value_heads=c.n_kv_head,
+        head_dim=c.head_dim,
+    )
+    return LlamaForCausalLM(config).to(DEVICE)
+
+
 # ------------------------------------------------------------------------------- training
 
 def bench_train(model, args):
@@ -146,6 +161,26 @@ def bench_train(model, args):
 
     for n, k in args.steps:
         yield measure(update, idx.numel(), args, n=n, k=k)
+        if args.peer:
+            yield train_peer(llama(model.config, n + k), idx, targets, args, n + k)
+
+
+def train_peer(peer, idx, targets, args, r):
+    """
+    Time an update of transformers' model, eager, by torch's fused AdamW. In bfloat16 it keeps
+    float32 weights and runs under autocast, as its users train.
+    """
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
+
+    def update():
+        with torch.autocast(DEVICE, torch.bfloat16, args.dtype == "bfloat16"):
+            loss = peer(idx, labels=idx, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return measure(update, idx.numel(), args, name="transformers", r=r)
 
 
 def n_plus_k(text):
@@ -189,7 +224,7 @@ def bench_decode(model, args):
                 row["of_saving"] = row["tokens_per_s"] / plain * row["mean_steps"] / r
             yield row
         if args.peer:
-            yield decode_peer(model.config, idx.to(DEVICE), args, r)
+            yield decode_peer(llama(model.config, r), idx.to(DEVICE), args, r)
 
 
 def parse_ways(text):
@@ -205,22 +240,9 @@ def parse_ways(text):
     return ways
 
 
-def decode_peer(c, idx, args, r):
-    """
-    Time transformers' greedy generate() with its own cache: a Llama with random weights and the
-    depth that r recurrences unroll to.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.n_embd,
-        intermediate_size=c.n_ffn,
-        num_hidden_layers=c.n_prelude + r * c.n_core + c.n_coda,
-        num_attention_heads=c.n_head,
-        num_key_value_heads=c.n_kv_head,
-        head_dim=c.head_dim,
-    )
-    peer = LlamaForCausalLM(config).to(DEVICE, getattr(torch, args.dtype)).eval()
+def decode_peer(peer, idx, args, r):
+    """Time transformers' greedy generate() with its own cache."""
+    peer.to(getattr(torch, args.dtype)).eval()
     mask = torch.ones_like(idx)  # without it, ids equal to the padding's would be padding
 
     def run():
