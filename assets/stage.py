@@ -1,6 +1,6 @@
 """
-What test_all.py plays on: scripts in this process, processes that can be killed, a full disk, and a
-hub on this machine.
+What test_all.py plays on: scripts in this process, processes that can be killed, a full disk, a hub
+on this machine, commands in comments, and tasks of lm-evaluation-harness.
 """
 import contextlib
 import hashlib
@@ -9,12 +9,15 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import runpy
+import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -57,6 +60,32 @@ def refusal(script, *args):
     line, _ = outcome(script, *args)
     assert isinstance(line, str) and "\n" not in line, line
     return line
+
+
+def play(command):
+    """
+    Run a shell script of this folder -> its exit code. Its python asks for its scripts to be run in
+    this process, which saves half a minute of importing torch.
+    """
+    (asked, ask), (answer, answered) = os.pipe(), os.pipe()
+    Path("python").write_text(f"""#!/bin/bash
+if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
+printf '%s\\t' "$@" >&{ask}
+echo >&{ask}
+read -r size <&{answer}
+head -c "$size" <&{answer}
+""")
+    os.chmod("python", 0o755)
+    env = os.environ | {"PATH": f"{os.getcwd()}:{os.environ['PATH']}"}
+    process = subprocess.Popen(command.split(), env=env, pass_fds=(ask, answer))
+    os.close(ask)
+    with open(asked) as lines, open(answered, "wb", 0) as answers:
+        for line in lines:
+            script, *args = line.split("\t")[:-1]
+            said = call(script.removesuffix(".py"), *args).encode()
+            answers.write(b"%d\n%s" % (len(said), said))
+    os.close(answer)
+    return process.wait()
 
 
 # Each process is a fork of one that imported torch.
@@ -152,3 +181,51 @@ def start_hub(files):
     hub.url = f"http://127.0.0.1:{hub.server.server_port}"
     threading.Thread(target=hub.server.serve_forever, args=(0.02,), daemon=True).start()
     return hub
+
+
+def recipe(path):
+    """The commands in the comments of a file of config/. `--key=value  words` varies the last."""
+    launch = []
+    for line in re.findall(r"^#   (\S.*)", re.sub(r" \\\n# *", " ", path.read_text()), re.M):
+        words = line.split("  ")[0].split()
+        if "train.py" in words:
+            launch = words
+        yield launch + words if words[0].startswith("--") else words
+
+
+# Tasks of lm-evaluation-harness.
+TASKS = {
+    "choice": dict(output_type="multiple_choice", doc_to_text="{{query}}", doc_to_target="gold",
+                   doc_to_choice="choices", num_fewshot=1, fewshot_split="test",
+                   metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}]),
+    "text": dict(output_type="loglikelihood_rolling", doc_to_text="",
+                 doc_to_target="{{query}} {{query * (9 if gold == 0 else 1)}}",
+                 metric_list=[{"metric": "byte_perplexity"}]),
+    "answer": dict(output_type="generate_until", doc_to_text="{{query}}",
+                   doc_to_target="{{choices[gold]}}", metric_list=[{"metric": "exact_match"}],
+                   generation_kwargs=dict(until=["\n", "."], max_gen_toks=16)),
+    "math": dict(include="minerva_math/minerva_math500.yaml", dataset_name=None, tag=None,
+                 generation_kwargs=dict(until=["Problem:"], max_gen_toks=16, do_sample=False)),
+    "gsm8k": dict(include="gsm8k/gsm8k-cot-zeroshot.yaml", dataset_name=None, training_split=None,
+                  fewshot_split=None, num_fewshot=0,
+                  generation_kwargs=dict(until=eval_gsm8k.STOPS, max_gen_toks=32, do_sample=False))}
+
+
+def write_task(name):
+    """Write a task of the harness's kind on 8 questions of the prompt; its flags for eval_lm.py."""
+    shots = data.read_json(ROOT / "assets/oracle/gsm8k_prompt.json")["8"].split("\n\n")[:8]
+    with open("rows.jsonl", "w") as f:
+        for i, shot in enumerate(shots):
+            question, answer = shot.removeprefix("Q: ").split("\nA: ")
+            number = answer.removesuffix(".").split()[-1]
+            row = {"query": question, "choices": answer.split(". "), "gold": i % 2,
+                   "question": question, "answer": f"#### {number}",
+                   "problem": question, "solution": f"\\boxed{{{number}}}"}
+            f.write(json.dumps(row) + "\n")
+    task = TASKS[name] | dict(
+        task=f"local_{name}", test_split="test", dataset_path="json",
+        dataset_kwargs=dict(data_files={"test": "rows.jsonl"}, cache_dir="cache"))
+    if "include" in task:  # one of its own
+        task["include"] = str(Path(find_spec("lm_eval").origin).parent / "tasks" / task["include"])
+    data.write_json("task.yaml", task)  # JSON is YAML, too
+    return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", f"{name}.json"
