@@ -64,19 +64,17 @@ PRESETS = {  # the source and the sizes of the parts (the paper's Table 8)
 # The fields of our Config and their keys in config.json, for import and export. What is None here
 # is null there: where a key is missing, transformers would take a default of its own.
 SAME = ("vocab_size", "head_dim", "rope_theta", "rope_scaling", "bos_token_id", "eos_token_id")
-KEYS = dict(zip(SAME, SAME)) | {
+HF_KEYS = dict(zip(SAME, SAME)) | {
     "n_ffn": "intermediate_size",
     "n_kv_head": "num_key_value_heads",
     "context": "max_position_embeddings",
-}
-HF_KEYS = KEYS | {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_prelude": "num_hidden_layers",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-RAVEN_KEYS = KEYS | {  # of the released models, and "norm", which theirs lack
+RAVEN_KEYS = HF_KEYS | {  # of the released models, and "norm", which theirs lack
     "n_embd": "n_embd",
     "n_head": "n_heads",
     "n_prelude": "n_layers_in_prelude",
@@ -397,10 +395,9 @@ def choose_layers(args, source):
         return None
     L, sizes, layers = source.config.n_prelude, args.shape, [None] * 3
     if args.preset:
-        expected, sizes = PRESETS[args.preset]
-        if expected.n_prelude != L:
-            raise UserError(f"--preset {args.preset}: is for {expected.n_prelude} layers, SRC "
-                            f"has {L}")
+        config, sizes = PRESETS[args.preset]
+        if config.n_prelude != L:
+            raise UserError(f"--preset {args.preset}: is for {config.n_prelude} layers, SRC has {L}")
     if args.select and not (sizes and sum(sizes) <= L and args.text and source.tokenizer):
         raise UserError(f"--select: needs a --shape of at most {L} layers, --text FILE and a "
                         "tokenizer")
