@@ -397,7 +397,8 @@ def choose_layers(args, source):
     if args.preset:
         config, sizes = PRESETS[args.preset]
         if config.n_prelude != L:
-            raise UserError(f"--preset {args.preset}: is for {config.n_prelude} layers, SRC has {L}")
+            raise UserError(f"--preset {args.preset}: is for {config.n_prelude} layers, SRC has "
+                            f"{L}")
     if args.select and not (sizes and sum(sizes) <= L and args.text and source.tokenizer):
         raise UserError(f"--select: needs a --shape of at most {L} layers, --text FILE and a "
                         "tokenizer")
