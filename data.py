@@ -278,13 +278,14 @@ def read_tokenizer_json(path):
     always, special = ({token["content"]: token["id"] for token in spec["added_tokens"]
                         if token["special"] == kind} for kind in (False, True))
     vocab = spec["model"]["vocab"]
-    match spec["pre_tokenizer"]:
-        case {"type": "WhitespaceSplit"}:
+    match spec.get("normalizer"), spec["pre_tokenizer"]:
+        case None, {"type": "WhitespaceSplit"}:
             names, unknown = {i: word for word, i in vocab.items()}, vocab["<unk>"]
             return Tokenizer(lambda text: [vocab.get(word, unknown) for word in text.split()],
                              lambda ids: " ".join(names[i] for i in ids if i in names),
                              len(vocab), special)
-        case {"pretokenizers": [{"pattern": {"Regex": split}}, {"type": "ByteLevel"}]}:
+        case None, {"pretokenizers": [{"pattern": {"Regex": split}},
+                                      {"type": "ByteLevel", "add_prefix_space": False}]}:
             return byte_level(split, vocab, special, always)
     raise UserError("neither words nor byte-level BPE as Llama 3 has it")
 

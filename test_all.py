@@ -1292,6 +1292,7 @@ data tiny:
 data:
     prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} -> --out;
     prepare --input {corpus}/test.jsonl --tokenizer gpt2 --out out -> tokenizer.json;
+    prepare --input {corpus}/test.jsonl --tokenizer {nfc} --out out -> neither words;
 data prepare --tokenizer {m} --out out:
     --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
     --input {m}/config.json -> config.json: is not; --input {corpus}/test.jsonl --val 0 -> --val;
@@ -1336,6 +1337,8 @@ def names(corpus, llama, checkpoint, tmp_path_factory):
     save(model, folder / "nan", corpus)
     small().save(folder / "foreign")
     (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
+    spec = read_json(corpus / "task" / "tokenizer.json") | {"normalizer": {"type": "NFC"}}
+    data.write_json(folder / "nfc" / "tokenizer.json", spec)
     for name in ("truncated", "missing", "mixed", "misshapen"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
