@@ -42,15 +42,17 @@ import surgery
 import train
 from data import Dataset, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
-from model import Config, RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
+from model import RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
 from muon import Optimizer
 from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE / "assets"))
-from stage import (TASKS, call, contents, finish, full_disk, kill, launch, outcome, play, recipe,
-                   refusal, start_hub, write_task)
+from stage import (QKV, TASKS, answers_of, call, checkpoints, contents, convert, documents,
+                   expected, far, finish, full_disk, kill, launch, logged, noise, outcome,
+                   parameters, play, recipe, refusal, same, same_end, save, small, start_hub,
+                   step_with, weights, write_task)
 
 ORACLE = HERE / "assets" / "oracle"
 MATERIAL = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets", "tokenizers").resolve()
@@ -67,46 +69,9 @@ def own_folder(tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # ----------------------------------------------------------------------------------------- models
-def small(seed=0, **changes):
-    """A random model that is cheap to run."""
-    c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
-               n_coda=1, mean_recurrence=4, eos_token_id=1)
-    model = RecurrentLM(replace(c, head_dim=0, **changes))
-    model.init_weights(seed)
-    return model
-
-def save(model, folder, corpus):
-    """Save a model with the corpus's tokenizer."""
-    model.save(folder)
-    data.copy_tokenizer(corpus / "task", folder)
-
-def convert(src, out, *flags):
-    """surgery.py -> the model in OUT"""
-    call("surgery", src, out, *flags)
-    return RecurrentLM.load(out, dtype=torch.float32)
-
-def expected(name):
-    """{name: tensor} of what others make of a checkpoint in assets/oracle."""
-    return load_file(ORACLE / name / "expected.safetensors")
-
 def need(package):
     """An optional package, without which the test is skipped."""
     return pytest.importorskip(package, reason=EXTRAS)
-
-def far(a, b):
-    """The largest difference."""
-    return (a - b).abs().max()
-
-def weights(folder, prefix=""):
-    """{name: tensor} of all weights in a folder."""
-    tensors = {}
-    for file in Path(folder).glob(f"{prefix}*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
-
-def same(a, b):
-    """Whether two {name: tensor} have the same names and bits. Other types raise."""
-    return a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
@@ -401,13 +366,6 @@ def test_padding_of_a_vocabulary(corpus, speaker):
         assert tokenizer.decode([9, tokenizer.vocab_size, 5]) == tokenizer.decode([9, 5])
 
 # ---------------------------------------------------------------------------------------- prepare
-def documents(n):
-    """Write n documents in the embedded corpus's words to a.jsonl."""
-    with open("a.jsonl", "w") as f:
-        for i in range(n):
-            row = {"text": f" {' '.join(str(i))}\n", "meta": {"by": f"by {i % 50}"}}
-            print(json.dumps(row), file=f)
-
 def prepare(corpus, source, out, *flags):
     """The arguments of data.py prepare."""
     return ("prepare", "--input", source, "--tokenizer", corpus / "task", "--out", out, *flags)
@@ -542,27 +500,6 @@ def test_corpus_tells_the_truth(task, solve, words):
         assert (answer, end) == (answers[-1], "</s>")
 
 # ---------------------------------------------------------------------------------- the optimizer
-QKV = "prelude.0.attn.qkv.weight"
-SHAPES = {"embed.weight": (30, 8), "prelude.0.norm_1.weight": (8,), "adapter.weight": (8, 16),
-          QKV: (24, 8), "core.0.mlp.fc.weight": (40, 8), "core.0.mlp.proj.weight": (8, 20),
-          "norm_f.weight": (8,), "head.weight": (30, 8)}
-
-def noise(*seed, scale=1.0):
-    """{name: random tensor}"""
-    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
-    return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-def parameters(tensors, dtype=torch.float32):
-    return {name: torch.nn.Parameter(t.to(dtype, copy=True)) for name, t in tensors.items()}
-
-def step_with(opt, ps, *grads, **step):
-    """One update from the gradients {name: tensor} of some micro-batches. Returns their norm."""
-    for g in grads:
-        for name, p in ps.items():
-            p.grad = g[name].to(p.dtype, copy=True)
-        opt.accumulate()
-    return opt.step(**step)
-
 def test_muon_is_torchs():
     """Stacked or part by part, a matrix's update is torch.optim.Muon's, to the bit."""
     ours, theirs = parameters(noise()), parameters(noise())
@@ -906,20 +843,6 @@ def test_training_learns(taught):
     chance = math.log(read_json(meta)["vocab_size"])
     assert losses[80]["4"] < chance / 2 < chance < losses[0]["4"]
 
-def logged(folder, key):
-    """{update: value} of what log.jsonl has under `key` so far."""
-    path = Path(folder, "log.jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {x["update"]: x[key] for x in map(json.loads, lines) if key in x}
-
-def checkpoints(folder):
-    return sorted(path.name for path in Path(folder).glob("step_*"))
-
-def same_end(a, b):
-    """Whether two runs ended with the same losses and weights, to the bit."""
-    ends = [weights(Path(folder, checkpoints(folder)[-1])) for folder in (a, b)]
-    return logged(a, "loss") == logged(b, "loss") and same(*ends)
-
 def test_killed_ranks_end_alike(base):
     """Killed ranks continue to the same bits, and one process agrees with two to rounding."""
     base = [*base, "--dtype=bfloat16", "--draws=2"]
@@ -1042,7 +965,8 @@ def test_train_some_parameters(base, unbroken):
         finish("train.py", *some, f"--out_dir={world}", world=world)
     assert same(weights("1/step_000012"), weights("some/step_000012"))
     assert logged("1", "loss") == pytest.approx(logged("2", "loss"), abs=1e-2)
-    assert "train = core|adapter, not core" in refusal("train", *some, "--train=core", "--out_dir=1")
+    line = refusal("train", *some, "--train=core", "--out_dir=1")
+    assert "train = core|adapter, not core" in line
 
 def test_a_run_deletes_its_own_checkpoints_alone(base):
     """The older of two checkpoints goes; what only has a name like it stays. Names are numbers."""
@@ -1137,11 +1061,6 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
             assert extract(text) == row[metric], row["why"]
             for answer in (row["answer"], row["gold"]):
                 assert is_correct(extract(text), answer) == row[f"{metric}_correct"], row["why"]
-
-def answers_of(path):
-    """(r, question, output) of the answers in a file, in order."""
-    settings, *answers = [json.loads(line) for line in open(path)]
-    return sorted((answer["steps"], answer["index"], answer["output"]) for answer in answers)
 
 def test_killed_evaluation_goes_on(checkpoint, corpus):
     """Killed in a line, moved and resumed on two processes, it ends as if unbroken."""
@@ -1410,7 +1329,7 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     assert "out/newer" not in capfd.readouterr().err
 
 def test_study_page_is_made_from_its_results(monkeypatch):
-    """No figure in the tables of runs/study/README.md is typed: study.py writes the page as it is."""
+    """No figure in runs/study/README.md's tables is typed: study.py writes the page as it is."""
     monkeypatch.syspath_prepend(HERE / "runs" / "study")
     from study import write_page
     page = Path(shutil.copy(HERE / "runs/study/README.md", "."))

@@ -1,6 +1,6 @@
 """
 What test_all.py plays on: scripts in this process, processes that can be killed, a full disk, a hub
-on this machine, commands in comments, and tasks of lm-evaluation-harness.
+on this machine, commands in comments, tasks of lm-evaluation-harness, and random models.
 """
 import contextlib
 import hashlib
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,10 +25,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import data
 import eval_gsm8k  # and with it all that the processes below import
 import train
+from model import Config, RecurrentLM
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where processes find the scripts, and this file.
@@ -229,3 +232,106 @@ def write_task(name):
         task["include"] = str(Path(find_spec("lm_eval").origin).parent / "tasks" / task["include"])
     data.write_json("task.yaml", task)  # JSON is YAML, too
     return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", f"{name}.json"
+
+
+# Models and tensors.
+def small(seed=0, **changes):
+    """A random model that is cheap to run."""
+    c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
+               n_coda=1, mean_recurrence=4, eos_token_id=1)
+    model = RecurrentLM(replace(c, head_dim=0, **changes))
+    model.init_weights(seed)
+    return model
+
+
+def save(model, folder, corpus):
+    """Save a model with the corpus's tokenizer."""
+    model.save(folder)
+    data.copy_tokenizer(corpus / "task", folder)
+
+
+def convert(src, out, *flags):
+    """surgery.py -> the model in OUT"""
+    call("surgery", src, out, *flags)
+    return RecurrentLM.load(out, dtype=torch.float32)
+
+
+def expected(name):
+    """{name: tensor} of what others make of a checkpoint in assets/oracle."""
+    return load_file(ROOT / "assets/oracle" / name / "expected.safetensors")
+
+
+def far(a, b):
+    """The largest difference."""
+    return (a - b).abs().max()
+
+
+def weights(folder, prefix=""):
+    """{name: tensor} of all weights in a folder."""
+    tensors = {}
+    for file in Path(folder).glob(f"{prefix}*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def same(a, b):
+    """Whether two {name: tensor} have the same names and bits. Other types raise."""
+    return a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
+
+
+# What scripts read and write.
+def logged(folder, key):
+    """{update: value} of what log.jsonl has under `key` so far."""
+    path = Path(folder, "log.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {x["update"]: x[key] for x in map(json.loads, lines) if key in x}
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in Path(folder).glob("step_*"))
+
+
+def same_end(a, b):
+    """Whether two runs ended with the same losses and weights, to the bit."""
+    ends = [weights(Path(folder, checkpoints(folder)[-1])) for folder in (a, b)]
+    return logged(a, "loss") == logged(b, "loss") and same(*ends)
+
+
+def answers_of(path):
+    """(r, question, output) of the answers in a file, in order."""
+    settings, *answers = [json.loads(line) for line in open(path)]
+    return sorted((answer["steps"], answer["index"], answer["output"]) for answer in answers)
+
+
+def documents(n):
+    """Write n documents in the embedded corpus's words to a.jsonl."""
+    with open("a.jsonl", "w") as f:
+        for i in range(n):
+            row = {"text": f" {' '.join(str(i))}\n", "meta": {"by": f"by {i % 50}"}}
+            print(json.dumps(row), file=f)
+
+
+# What an optimizer updates.
+QKV = "prelude.0.attn.qkv.weight"
+SHAPES = {"embed.weight": (30, 8), "prelude.0.norm_1.weight": (8,), "adapter.weight": (8, 16),
+          QKV: (24, 8), "core.0.mlp.fc.weight": (40, 8), "core.0.mlp.proj.weight": (8, 20),
+          "norm_f.weight": (8,), "head.weight": (30, 8)}
+
+
+def noise(*seed, scale=1.0):
+    """{name: random tensor}"""
+    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def parameters(tensors, dtype=torch.float32):
+    return {name: torch.nn.Parameter(t.to(dtype, copy=True)) for name, t in tensors.items()}
+
+
+def step_with(opt, ps, *grads, **step):
+    """One update from the gradients {name: tensor} of some micro-batches. Returns their norm."""
+    for g in grads:
+        for name, p in ps.items():
+            p.grad = g[name].to(p.dtype, copy=True)
+        opt.accumulate()
+    return opt.step(**step)
