@@ -671,13 +671,15 @@ def test_drafts_keep_the_distribution():
     assert ((found - exact).abs() <= 4.5 * error).all()
     assert ((found - draft).abs() > 10 * error).any()
 
-def test_adaptive_exit():
-    """Threshold 0 is plain decoding; one that is always met is decoding at min_steps."""
+def test_exits_and_few_slots():
+    """Threshold 0 is plain decoding, one always met is min_steps; a cache of r slots is exact."""
     model, prompts = decode_model(), [[5], [9], [33]]
     for threshold, kv, steps in ((0.0, "full", 12), (0.0, "2", 12), (1e9, "full", 4)):
         exits = decode(model, prompts, 20, steps=12, exit="kl", exit_threshold=threshold,
                        min_steps=4, kv=kv)
         assert exits.equal(decode(model, prompts, 20, steps=steps, kv=kv))
+    full, few, last = (decode(model, prompts, 20, steps=6, kv=kv) for kv in ("full", "6", "last"))
+    assert full.equal(few) and not full.equal(last)
 
 def test_rows_exit_in_their_own_time():
     """Rows take different numbers of recurrences; later ones see a token's last keys."""
@@ -690,12 +692,6 @@ def test_rows_exit_in_their_own_time():
     for i in range(3):
         took = [took - 1 for row, _, took in seen if row == i]
         assert d.last[i, :len(took)].tolist() == took
-
-def test_cache_of_few_slots():
-    """With --kv N >= r, a cache of N slots is exact."""
-    model, prompts = decode_model(), [[5, 1, 2], [9]]
-    full, six, last = (decode(model, prompts, 20, steps=6, kv=kv) for kv in ("full", "6", "last"))
-    assert full.equal(six) and not full.equal(last)
 
 @needs_compiler
 def test_every_way_of_decoding_compiles():
