@@ -1,0 +1,254 @@
+"""
+A GPU that is none, on which test_all.py plays every script that uses one.
+
+PyTorch's fake tensors have a shape, a dtype and a device, but no numbers. They are on "cuda" here,
+refuse tensors on two devices and x[mask], whose shape only the device knows, and need no GPU. Card
+adds what else a GPU would refuse, and counts where the host waits for it.
+"""
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import bench
+import model
+import muon
+import sample
+import train
+from model import RecurrentLM
+from stage import ROOT, call, small, write_task
+
+# What torch for CPUs lacks for tensors on "cuda": a current device, and generators.
+DRIVER = """
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/FakeGuardImpl.h>
+namespace at {
+struct Numbers : CPUGeneratorImpl { Numbers(int i) { device_ = Device(kCUDA, i < 0 ? 0 : i); } };
+struct CUDAHooks : CUDAHooksInterface {
+  CUDAHooks(CUDAHooksArgs) {}
+  bool isBuilt() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  Generator getNewGenerator(DeviceIndex i) const override { return make_generator<Numbers>(i); }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<kCUDA>)
+}
+"""
+
+
+def build_driver():
+    """A shared library, to be loaded before torch is: LD_PRELOAD. Returns its path."""
+    Path("driver.cpp").write_text(DRIVER)
+    root = os.path.dirname(torch.__file__)
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", "driver.cpp",
+                    "-o", "driver.so", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10",
+                    "-ltorch_cpu"], check=True)
+    return os.path.abspath("driver.so")
+
+
+class Card(TorchDispatchMode):
+    """
+    Refuses a generator of another device than its tensor's, and a wait in a step that is being
+    recorded. waits: {"file.function": how often it has waited for the device}.
+    """
+    waits, recording = Counter(), False
+    ours = {path.stem for path in ROOT.glob("*.py")}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if generator := kwargs.get("generator"):
+            kwargs["generator"] = None  # fake tensors take none
+        name = op.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "multinomial"):
+            return self.read(args[0])
+        if name == "_pin_memory":
+            out = args[0].clone()
+            out.pinned = True
+            return out
+        out = op(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs, out))
+        on = {t.device.type for t in leaves if isinstance(t, torch.Tensor)}
+        if generator and on != {generator.device.type}:
+            raise RuntimeError(f"{name}: a generator of {generator.device} for tensors on {on}")
+        if len(on) > 1 and not (kwargs.get("non_blocking") and hasattr(args[0], "pinned")):
+            self.wait()  # for a copy from one to the other
+        return out
+
+    def read(self, t, shape=()):
+        """A tensor's numbers in this shape: 1 for what may be a count, else 0."""
+        if t.is_cuda:
+            self.wait()
+        return np.full(shape, not t.is_floating_point(), int).tolist()
+
+    def wait(self):
+        assert not self.recording, "the host waits in a step that is being recorded"
+        frame = sys._getframe()
+        while frame.f_back and frame.f_globals["__name__"] not in self.ours:
+            frame = frame.f_back
+        self.waits[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
+
+    def record(self, step, state):
+        """In place of torch.cuda.make_graphed_callables."""
+        assert state[0].device.index == torch.cuda.current_device(), "recorded on another device"
+        self.recording = True
+        step(*state)
+        self.recording = False
+        return step
+
+
+def without_numbers(card):
+    """A FakeTensorMode, and stand-ins for what it and torch for CPUs cannot do."""
+    def load(path, device="cpu"):
+        with _disable_current_modes():
+            tensors = load_file(path)
+        return {name: torch.empty_like(t, device=device) for name, t in tensors.items()}
+
+    def save(tensors, path, *metadata):
+        with _disable_current_modes():
+            zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+            save_file(zeros, path, *metadata)
+
+    fake_tensor.FakeTensorMode.avoid_device_init = True
+    fake_tensor.CONSTANT_NUMEL_LIMIT = 0  # no exception for tensors of one number
+    fake_tensor.FakeTensor.tolist = lambda t: card.read(t, t.shape)
+    model.load_file = train.load_file = load
+    model.save_file = train.save_file = save
+    RecurrentLM.to = lambda self, *to: self.fill(
+        {name: t.to(*to) for name, t in self.state_dict().items()}) or self
+    RecurrentLM.compile_parts = lambda self, dynamic=None: setattr(self, "compiled", True)
+    for name, value in {"is_available": True, "device_count": 1, "get_device_name": "none",
+                        "synchronize": None, "max_memory_allocated": 0, "set_sync_debug_mode": None,
+                        "get_device_properties": SimpleNamespace(total_memory=8e10)}.items():
+        setattr(torch.cuda, name, lambda *_, value=value: value)
+    torch.cuda.set_device = torch.accelerator.set_device_index
+    torch.cuda.current_device = torch.accelerator.current_device_index
+    torch.cuda.make_graphed_callables = card.record
+    torch._fused_sdp_choice = lambda *_, **__: 1
+    sample.gc = mock.MagicMock()  # half a second for each step that is recorded
+    bench.DEVICE = "cuda"
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def play_training(card, found, corpus):
+    """train.py as the only rank, and as two of eight, whose collectives agree."""
+    def count(*args, log=train.log):
+        if "norm" in args[-1]:
+            found["update"] = dict(card.waits)
+        log(*args)
+        card.waits.clear()
+
+    def rank(rank, world, optimizer):
+        train.RANK, train.WORLD = rank, world
+        train.dist = muon.dist = mock.MagicMock(HashStore=dist.HashStore)
+        train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
+        call("train", "--data", f"{corpus}/task", f"--out_dir={rank}of{world}",
+             f"--optimizer={optimizer}", *"--updates=2 --batch_size=8 --context=26 --n_prelude=1 "
+             "--n_core=1 --n_coda=1 --eval_rows=8 --mean_recurrence=2 --backprop_depth=1 "
+             "--curriculum=none --eval_steps=1 --recurrence_sampler=fixed --compile=false".split())
+        return [str(call) for call in train.dist.mock_calls if "init" not in call[0]]
+
+    train.log = count
+    rank(0, 1, "adamw*")
+    first, last = rank(0, 8, "muon"), rank(7, 8, "muon")
+    assert first == last and "broadcast" in str(first)
+    train.RANK, train.WORLD = 0, 1
+
+
+def play_decoding(card, found):
+    """Every way of decoding, eager and recorded."""
+    llm, sample.COLUMNS = small(1, n_core=1, context=64).to("cuda", torch.bfloat16), 8
+    for llm.compiled in (False, True):
+        for way, options in {"plain": {}, "sampled": {"temperature": 0.8},
+                             "drafted": {"draft_steps": 1}, "exits": {"exit": "kl"}}.items():
+            events = sample.generate(llm, [[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options)
+            for row, _, _ in events:
+                if row == 0:  # row 1 has left
+                    found[way] = dict(card.waits)
+                    card.waits.clear()
+
+
+def play_mistakes():
+    """What has to be refused, or the rest says little. And what is compiled for a GPU."""
+    llm = small().to("cuda")
+    idx = torch.ones(1, 8, dtype=torch.int64, device="cuda")
+    for mistake, words in ((lambda: llm(idx, idx.cpu()), "two devices"),
+                           (lambda: idx.double().normal_(generator=torch.Generator()), "generator"),
+                           (lambda: idx[idx > 0], "nonzero")):
+        try:
+            mistake()
+        except RuntimeError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"not refused: {words}")
+    sample.compile_decoding(llm)
+    with (_disable_current_modes(), torch.no_grad(),
+          mock.patch.object(torch.cuda, "is_available", lambda: False)):
+        counter = CompileCounter()
+        linear = torch.compile(type(llm.head)(8, 8).to("meta"), dynamic=True, backend=counter)
+        for rows in (9, 2):
+            linear(torch.empty(rows, 8, device="meta"))
+    assert counter.frame_count == 1, "as a batch shrinks, all is compiled once more"
+
+
+def play_scripts(corpus, folder):
+    """Every other script that uses a GPU, from its command line."""
+    for command in (
+            "bench train --steps=1+1 --batch_size=1 --context=8 --repeat=1 --no_compile",
+            "bench decode --tokens=4 --steps=2 --repeat=1",
+            f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --device=cuda:1 --compile",
+            f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "
+            "--template=plain --max_new_tokens=3 --out=gsm8k.json",
+            f"train --eval_only --init_from=0of1 --data={corpus}/task --context=26 --eval_rows=8"):
+        call(*command.split())
+    torch.cuda.set_device(0)
+    if find_spec("lm_eval"):
+        import eval_lm
+        eval_lm.TaskManager = functools.partial(eval_lm.TaskManager, include_defaults=False)
+        for task in ("choice", "answer"):
+            call("eval_lm", "--model", folder, "--steps=1,2", *write_task(task))
+
+
+def play_gpu_check(corpus):
+    """runs/gpu_check.py, in which only the wrong numbers may fail."""
+    sys.path.append(str(ROOT / "runs"))
+    os.makedirs("out/gpu_check")
+    import gpu_check as check
+    check.SMALL = check.LARGE = replace(check.SMALL, context=48, n_core=1)
+    check.DEPTHS, check.UPDATES, check.TOKENS = (1, 2), 1, 2
+    check.expected_memory = lambda rows: 10 * rows
+    check.seconds = lambda step, _: [step()] and 1.0
+    check.tiny = lambda out, rows: shutil.copytree(corpus, out)
+    check.run = lambda script, *flags, **_: call(script[:-3], *flags).splitlines()[-1]
+    check.main()
+    errors = [row for row in check.ROWS if row["wanted"] == "no error"]
+    assert not errors, errors
+
+
+def simulate(corpus, folder):
+    """Play everything, and print where updates and tokens wait. Spoils this process."""
+    card, found = Card(), {}
+    with without_numbers(card), card:
+        play_training(card, found, corpus)
+        play_decoding(card, found)
+        play_mistakes()
+        play_scripts(corpus, folder)
+        play_gpu_check(corpus)
+    print(json.dumps(found))
