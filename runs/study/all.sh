@@ -17,6 +17,7 @@ for word; do
     esac
 done
 failed=''
+trap 'exit 130' INT
 python runs/study/play.py "$@" 2>&1 | tee -a $log || failed=1
 python runs/study/study.py tables $quick "${items[@]}"
 if [[ ! $quick ]]; then python runs/study/study.py page; fi
