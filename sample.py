@@ -52,13 +52,15 @@ class Decoding:
     kv: str = "full"              # full: a slot a recurrence; last or N: 1 or N slots a layer
     exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
     exit_threshold: float = 0.001   # in nats
+    exit_every: int = 2           # recurrences between two looks, where that divides r
     min_steps: int = 1            # no token stops earlier
     draft_steps: int = 0          # recurrences of drafts, a divisor of r (0: off), see wavefront()
 
     def __post_init__(self):
-        for name in ("temperature", "top_k", "top_p", "seed", "exit_threshold", "draft_steps"):
-            if getattr(self, name) < 0:
-                raise UserError(f"--{name} {getattr(self, name)}: must not be negative")
+        lowest = dict(temperature=0, top_k=0, seed=0, exit_threshold=0, exit_every=1, draft_steps=0)
+        for name, low in lowest.items():
+            if getattr(self, name) < low:
+                raise UserError(f"--{name} {getattr(self, name)}: must be {low} or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
         if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
@@ -399,10 +401,11 @@ def verify(p, draft, q, rng):
 
 def adaptive(decoder, prompts, options, rng, live):
     """
-    A token stops recurring once its last recurrence changed the distribution over the next token by
-    less than exit_threshold nats, KL(p_i || p_(i-1)) (Geiping et al., arXiv 2502.05171), or at r. A
-    row that is done goes on with its next token at once, beside rows at other recurrences: a batch
-    takes the time of its mean, not of its slowest. All ids of a prompt but the last take r.
+    A token stops recurring once its last exit_every recurrences changed the distribution over the
+    next token by less than exit_threshold nats (KL, Geiping et al., arXiv 2502.05171), or at r. To
+    look costs a pass of coda and head. A row that is done goes on with its next token at once,
+    beside rows at other recurrences: a batch takes the time of its mean, not of its slowest. All
+    ids of a prompt but the last take r.
     """
     rows = list(range(len(prompts)))
     token, position, end = decoder.prefill(prompts)
@@ -410,6 +413,7 @@ def adaptive(decoder, prompts, options, rng, live):
     s = decoder.noise[position[:, None]]
     logp = s.new_zeros(len(rows), decoder.model.config.vocab_size)
     fresh = True  # a row has a new token
+    every = options.exit_every if decoder.r % options.exit_every == 0 else 1
     while live:
         if fresh:
             rows, (token, position, done, s, logp) = shrink(
@@ -417,11 +421,12 @@ def adaptive(decoder, prompts, options, rng, live):
             tokens = decoder.at(position[:, None], end)
             e, first = decoder.encode(token[:, None], position[:, None], tokens)
             s = torch.where((done == 0)[:, None, None], first, s)
-        s, done = decoder.recur_each(s, e, tokens, done), done + 1
+        for _ in range(every):
+            s, done = decoder.recur_each(s, e, tokens, done), done + 1
         logits = decoder.model.head(decoder.finish(s, tokens)).float()[:, -1]
         before, logp = logp, logits.log_softmax(-1)
         kl = F.kl_div(before, logp, reduction="none", log_target=True).sum(-1).clamp(min=0)
-        settled = (kl < options.exit_threshold) & (done >= max(2, options.min_steps))
+        settled = (kl < options.exit_threshold) & (done >= max(2 * every, options.min_steps))
         stops = settled | (done == decoder.r)
         token = torch.where(stops, pick(logits, options, rng), token)
         position = (position + stops).clamp(max=decoder.limit)  # ended rows stay in the cache
@@ -453,7 +458,8 @@ def add_decoding_arguments(p):
     p.add_argument("--exit", choices=("kl",), help="let tokens that have settled stop recurring")
     add_options(
         p,
-        exit_threshold="... once a recurrence changes less than so many nats",
+        exit_threshold="... once recurrences change less than so many nats",
+        exit_every="... of which so many lie between two looks",
         min_steps="... but after so many at the earliest",
         kv="cache slots per layer: full (one a recurrence, exact), last (one), or N",
         draft_steps="draft tokens with so many recurrences, a divisor of r, and verify them",
