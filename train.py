@@ -624,7 +624,7 @@ def activations(settings, model):
 @torch.no_grad()
 def validate(settings, model, dataset):
     """
-    Over eval_rows sequences of the validation split: "val" {r: mean loss} and "accuracy" {r: share
+    Over eval_rows rows of the validation split: "val" {r: mean loss} and "accuracy" {r: share
     of labels that are the most likely token}, for each r of eval_steps.
     """
     steps = sorted(settings.eval_steps) if model.config.n_core else [0]
