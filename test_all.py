@@ -1152,7 +1152,7 @@ def test_bench_ends_with_json(checkpoint):
     """bench.py train and decode end in JSON with a row for each measurement."""
     rows = []
     for command in ("train --context 8 --steps 1+1", "decode --prompt 4 --tokens 4 --steps 4 "
-                    "--ways draft_steps=2;exit=kl,exit_threshold=9"):
+                    "--ways draft_steps=2;exit=kl,exit_threshold=9,exit_every=1"):
         said = call("bench", *command.split(), "--model", checkpoint, "--repeat", 1, "--no_compile")
         rows += json.loads(said.splitlines()[-1])["rows"]
     update, plain, drafts, exits = rows
