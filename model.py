@@ -22,7 +22,7 @@ Paper: arXiv 2511.07384, section 3.
 """
 import json
 import math
-import os
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -102,8 +102,11 @@ def rotate(x, rope):
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
-        q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+        self.n_head = c.n_head
+        self.n_kv_head = c.n_kv_head
+        self.head_dim = c.head_dim
+        q = c.n_head * c.head_dim
+        kv = c.n_kv_head * c.head_dim
         self.split = q, kv, kv
         self.qkv = Linear(c.n_embd, q + 2 * kv)
         self.proj = Linear(q, c.n_embd)
@@ -324,8 +327,7 @@ class RecurrentLM(nn.Module):
             steps = self.config.mean_recurrence
         if isinstance(steps, int):
             k = min(steps, self.config.backprop_depth)
-            steps = steps - k, k
-        assert type(steps) is tuple, f"{steps=} is neither r nor (n, k)"
+            return steps - k, k
         return steps
 
     def initial_state(self, B, T, seed=None, rows=None):
@@ -386,17 +388,15 @@ class RecurrentLM(nn.Module):
         (once if tied); "body" is all layers, for a feed-forward model with the final norm.
         trained: count those that carry gradient.
         """
-        def count(module):
-            return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
-
-        n = {"adapter": 0, "total": count(self)}
-        for name, part in self.named_children():
-            n[name] = count(part)
-        n["body"] = n["prelude"] + n["core"] + n["coda"] + (0 if self.core else n["norm_f"])
-        n["embeddings"] = n.pop("embed")
-        head = n.pop("head")
-        if not self.config.tie_embeddings:
-            n["embeddings"] += head
+        n = Counter()
+        for name, p in self.named_parameters():  # tied weights come once, as "embed.weight"
+            if p.requires_grad or not trained:
+                n[name.split(".")[0]] += p.numel()
+        n["total"] = n.total()
+        n["embeddings"] = n.pop("embed", 0) + n.pop("head", 0)
+        n["body"] = n["prelude"] + n["core"] + n["coda"]
+        if not self.core:
+            n["body"] += n["norm_f"]
         return n
 
     def flops_per_token(self, steps=None):
@@ -404,12 +404,11 @@ class RecurrentLM(nn.Module):
         Training FLOPs per token by the paper's rule: 6 per parameter that carries gradient and 2
         per one that does not, of the layers alone (a feed-forward model: and the final norm).
         """
-        size, trained = self.num_params(), self.num_params(trained=True)
-        cost = {part: 2 * size[part] + 4 * trained[part] for part in size}
-        if not self.core:
-            return cost["body"]
         n, k = self.split_steps(steps)
-        return cost["prelude"] + cost["coda"] + k * cost["core"] + 2 * n * size["core"]
+        size, trained = self.num_params(), self.num_params(trained=True)
+        forward = size["body"] + (n + k - 1) * size["core"]  # the body has the core once
+        backward = trained["body"] + (k - 1) * trained["core"]
+        return 2 * forward + 4 * backward
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -440,28 +439,21 @@ class RecurrentLM(nn.Module):
         """
         folder = find_checkpoint(folder)
         model = cls.empty(load_config(folder))
-        path = os.path.join(folder, "model.safetensors")
+        path = Path(folder, "model.safetensors")
         try:
-            tensors = load_file(path, device=str(device))
-            model.fill({name: t.to(dtype or t.dtype) for name, t in tensors.items()})
+            model.fill(load_file(path))
         except (SafetensorError, RuntimeError) as e:
             raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
         model.folder = folder
-        return model
-
-    def state_shapes(self):
-        """Name -> shape of every tensor that a checkpoint of this model holds on disk."""
-        shapes = {name: t.shape for name, t in self.state_dict().items()}
-        if self.config.tie_embeddings:
-            del shapes["head.weight"]
-        return shapes
+        return model.to(device, dtype)
 
     def fill(self, tensors):
-        """Take {name: tensor}, all those of state_shapes(), as the weights, without a copy."""
-        if self.config.tie_embeddings:
+        """Take {name: tensor}, as a checkpoint holds them, as the weights, without a copy."""
+        tied = self.config.tie_embeddings
+        if tied:
             tensors["head.weight"] = tensors.get("embed.weight")
         self.load_state_dict(tensors, assign=True)
-        if self.config.tie_embeddings:
+        if tied:
             self.head.weight = self.embed.weight
 
     def save(self, folder, weights=None):
@@ -469,14 +461,14 @@ class RecurrentLM(nn.Module):
         Write config.json and model.safetensors. weights: {name: tensor} to write in place of the
         model's own, such as float32 master weights.
         """
-        os.makedirs(folder, exist_ok=True)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         weights = weights or self.state_dict()
-        path = os.path.join(folder, "model.safetensors")
-        tensors = {name: weights[name] for name in self.state_shapes()}
-        save_file(tensors, path + ".tmp", {"format": "pt"})
-        os.replace(path + ".tmp", path)  # our weights may be a view of the old file
-        with open(os.path.join(folder, "config.json"), "w") as f:
-            json.dump({"model_type": "loopgraft", **asdict(self.config)}, f, indent=1)
+        tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
+        save_file(tensors, folder / "new", {"format": "pt"})
+        (folder / "new").rename(folder / "model.safetensors")  # ours may be a view of the old file
+        config = {"model_type": "loopgraft", **asdict(self.config)}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def checkpoints(folder):
@@ -488,7 +480,7 @@ def checkpoints(folder):
 def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest step_* checkpoint of a run's folder."""
     folder = str([folder, *checkpoints(folder)][-1])
-    if not os.path.exists(os.path.join(folder, "config.json")):
+    if not Path(folder, "config.json").exists():
         raise UserError(f"{folder}: no such folder, or no config.json or step_* in it (config/ has "
                         "the commands that make models)")
     return folder
@@ -496,12 +488,10 @@ def find_checkpoint(folder):
 
 def load_config(folder):
     """Config of a loopgraft checkpoint; UserError for that of another kind of model."""
-    path = os.path.join(folder, "config.json")
-    with open(path) as f:
-        raw = json.load(f)
+    path = Path(folder, "config.json")
+    raw = json.loads(path.read_text())
     kind = raw.pop("model_type", None)
     if kind != "loopgraft":
         raise UserError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
                         f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")
-    raw.pop("start", None)  # of checkpoints that an earlier version wrote
     return Config(**raw)

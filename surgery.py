@@ -129,7 +129,7 @@ RAVEN_NAMES = {
 def tensor_names(config, kind):
     """Our tensor name -> the names in the layout of that model_type, in stacking order."""
     names = {}
-    for ours in RecurrentLM.empty(config).state_shapes():
+    for ours, _ in RecurrentLM.empty(config).named_parameters():
         first, _, rest = ours.partition(".")
         if kind == "loopgraft":
             theirs = [ours]
