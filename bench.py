@@ -7,7 +7,6 @@ Measure training and decoding, and draw results.
     python bench.py decode --model out/tiny/task --ways "kv=last;exit=kl,exit_threshold=0.01"
     python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each task
     python bench.py plot out/fig4 out/fig5       # loss curves of runs, from their log.jsonl
-    python bench.py equal out/tiny/task out/tiny/pretrain    # updates that cost the parent as much
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
 weights: the speed of a token does not depend on their values. Each speed is the median of repeated
@@ -19,7 +18,6 @@ do not, of the layers alone. The adapter, the head and attention come on top of 
 """
 import json
 import math
-import os
 import shlex
 import statistics
 import sys
@@ -29,10 +27,9 @@ from pathlib import Path
 import torch
 
 from data import Parser, cli, describe, natural, positive, read_json
-from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
+from model import Config, RecurrentLM, UserError
 from muon import Optimizer
-from sample import (add_decoding_arguments, compile_decoding, decoding, generate,
-                    parse_steps)
+from sample import add_decoding_arguments, compile_decoding, decoding, generate, parse_steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -68,12 +65,11 @@ def main():
     flag("--labels", help="comma-separated names, one a file; equal ones share a curve")
     flag("--out", help=".png or .svg; default: named after the first input")
 
-    flag = commands.add_parser("equal", help="the updates that cost a parent as much").add_argument
-    flag("run", help="a run, with all that was spent on it since surgery")
-    flag("parent", help="the model that is to train for as many FLOPs")
-
     args = parser.parse_args()
-    {"train": bench, "decode": bench, "plot": plot, "equal": equal_flops}[args.command](args)
+    if args.command == "plot":
+        plot(args)
+    else:
+        bench(args)
 
 
 # ------------------------------------------------------------------------------- measuring
@@ -84,15 +80,16 @@ def bench(args):
     matmul_peak is the FLOP/s of a large square matrix product, and mfu the share of it that an
     update reaches. peak_mib: the most GPU memory in use so far.
     """
+    dtype = getattr(torch, args.dtype)
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)
     else:
         model = RecurrentLM(Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
                                    n_prelude=2, n_core=4, n_coda=2)).to(DEVICE)
         model.init_weights(0)
-    model.to(getattr(torch, args.dtype))
+    model.to(dtype)
     n = 8192 if DEVICE == "cuda" else 2048
-    a, b = torch.randn(2, n, n, device=DEVICE, dtype=getattr(torch, args.dtype))
+    a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
     peak = measure(lambda: a @ b, 2 * n**3, args)["tokens_per_s"]
     result = {"device": describe(model)[0], "threads": torch.get_num_threads(),
               "torch": torch.__version__, "dtype": args.dtype, "matmul_peak": peak, "rows": []}
@@ -205,9 +202,6 @@ def bench_decode(model, args):
     idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
     for r in args.steps:
         for way, options in args.ways.items():
-            drafts = options.get("draft_steps")
-            if drafts and (drafts >= r or r % drafts):
-                continue  # drafts take fewer recurrences, a divisor of r
             took = []  # recurrences of each token
 
             def run():
@@ -216,7 +210,7 @@ def bench_decode(model, args):
 
             row = measure(run, len(idx) * args.tokens, args, r=r, way=way)
             row["mean_steps"] = statistics.fmean(took)
-            if drafts:  # a token whose draft was right follows after as many recurrences
+            if drafts := options.get("draft_steps"):  # what a token with a right draft takes
                 row["accepted"] = took.count(drafts) / len(took)
             if not way:
                 plain = row["tokens_per_s"]
@@ -252,19 +246,6 @@ def decode_peer(peer, idx, args, r):
     return measure(run, len(idx) * args.tokens, args, name="transformers", r=r)
 
 
-# ------------------------------------------------------------------------------- equal cost
-
-def equal_flops(args):
-    """
-    Print for how many updates, of as many tokens, a parent trains by the FLOPs that a run has cost
-    since surgery, healing included.
-    """
-    run = read_json(f"{find_checkpoint(args.run)}/train.json")
-    parent = RecurrentLM.empty(load_config(find_checkpoint(args.parent)))
-    tokens = run["config"]["batch_size"] * run["config"]["context"]
-    print(round(run["flops"] / parent.flops_per_token() / tokens))
-
-
 # ------------------------------------------------------------------------------- drawing
 # A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y,
 # error), ...]}}, perhaps with "x_log": base, and "y_log". An x of None stands for a level line. A
@@ -272,13 +253,12 @@ def equal_flops(args):
 
 AXES = {
     "steps": "recurrences r at test time",
-    "difficulty": "difficulty",
     "token_flops": "FLOPs of a new token (the paper's rule)",
     "update": "updates of the training",
     "flops": "training FLOPs (the paper's rule)",
 }
+LOG_BASE = {"steps": 2, "token_flops": 10}
 GUESS = "always the commonest answer"
-LOG_BASE = {AXES["steps"]: 2, AXES["token_flops"]: 10}
 
 
 def plot(args):
@@ -286,31 +266,37 @@ def plot(args):
     labels = args.labels.split(",") if args.labels else args.results
     if len(labels) != len(args.results):
         raise UserError(f"--labels: {len(labels)} labels for {len(args.results)} files")
-    ready, figures = [], {}
+    axis = args.x or ("update" if Path(args.results[0]).is_dir() else "steps")
+    figures, found = [], {}  # {(title, words for y): curves}
     for label, path in zip(labels, args.results):
-        if os.path.isdir(path):
-            points = losses(label, path, args.x or "update")
+        if Path(path).is_dir():
+            points = losses(label, path, axis)
         else:
             result = read_json(path)
-            ready += result.get("figures", [])
-            points = scores(label, result, args.x or "steps")
-        for title, x, y, curve, *point in points:
-            figure = figures.setdefault((title, x, y), {
-                "title": title, "x": x, "y": y, "x_log": LOG_BASE.get(x), "curves": {}})
-            figure["curves"].setdefault(curve, []).append(point)
-    for figure in figures.values():
-        if guess := figure["curves"].pop(GUESS, None):
-            figure["curves"][GUESS] = guess[:1]  # once, and last
-    ready += figures.values()
-    if not ready:
-        raise UserError(f"{args.results[0]}: holds nothing to draw, or nothing over --x {args.x}")
-    draw(ready, args.out or Path(args.results[0]).with_suffix(".png"))
+            figures += result.get("figures", [])
+            points = scores(label, result, axis)
+        for title, y, curve, *point in points:
+            found.setdefault((title, y), {}).setdefault(curve, []).append(point)
+    for (title, y), curves in found.items():
+        if GUESS in curves:
+            curves[GUESS] = curves.pop(GUESS)[:1]  # once, and last
+        figures.append({
+            "title": title,
+            "x": AXES[axis],
+            "y": y,
+            "x_log": LOG_BASE.get(axis),
+            "y_log": y == "loss",
+            "curves": curves,
+        })
+    if not figures:
+        raise UserError(f"{args.results[0]}: holds nothing to draw")
+    draw(figures, args.out or Path(args.results[0]).with_suffix(".png"))
 
 
 def losses(label, folder, axis):
     """
     The losses of a run, of training and of validation at each r. Yields for each the title of its
-    figure, words for x and y, the curve's label, x, y and its error.
+    figure, words for y, the curve's label, x, y and its error.
     """
     if axis not in ("update", "flops"):
         raise UserError(f"--x {axis}: the losses of a run are over its update or flops")
@@ -318,34 +304,26 @@ def losses(label, folder, axis):
         for line in map(json.loads, f):
             found = {f"{label}, validation at r = {r}": x for r, x in line.get("val", {}).items()}
             for curve, loss in (found or {label: line["loss"]}).items():
-                yield "", AXES[axis], "loss", curve, line[axis], loss, None
+                yield "", "loss", curve, line[axis], loss, None
 
 
 def scores(label, result, axis):
     """
     Yields the same for the rows of a result file, a figure for each task and metric. Over the
-    difficulty and over the training, each r is a curve. A feed-forward model is a level line over
-    r, and a model that train.py never touched is one over the training.
+    training, each r is a curve. A feed-forward model is a level line over r, and a model that
+    train.py never touched is one over the training.
     """
     for row in result.get("results", []):
-        r, config = row["steps"], Config(**result["config"])
-        known = result | result.get("training", {}) | row
-        known["token_flops"] = RecurrentLM.empty(config).flops_per_token((0, r)) // 3
-        words = AXES[axis]
-        curve = label
-        if not config.n_core:
-            known["steps"] = None
-        elif axis not in ("steps", "token_flops"):
+        r, config, curve = row["steps"], Config(**result["config"]), label
+        x = result.get("training", {}) | {"steps": r if config.n_core else None}
+        x["token_flops"] = RecurrentLM.empty(config).flops_per_token((0, r)) // 3
+        if config.n_core and axis not in LOG_BASE:
             curve += f", r = {r}"
-        points = [(curve, known.get(axis), row["value"], row.get("standard_error"))]
-        if axis == "difficulty":
-            words, levels = known[axis], row.get("by_difficulty", {})
-            points = [(curve, level, *score[:2]) for level, score in levels.items()]
-        if points and "guess" in result:
-            points.append((GUESS, None, result["guess"], None))
-        title, metric = known.get("task", ""), row["metric"].replace("flexible", "accuracy")
-        for point in points:
-            yield title, words, metric, *point
+        title = row.get("task", result.get("task", ""))
+        metric = row["metric"].replace("flexible", "accuracy")
+        yield title, metric, curve, x.get(axis), row["value"], row.get("standard_error")
+        if "guess" in result:
+            yield title, metric, GUESS, None, result["guess"], None
 
 
 def draw(figures, out):
@@ -370,7 +348,7 @@ def draw(figures, out):
 
 def in_words(point):
     x, y, error = point
-    x = "-" if x is None else f"{x:g}" if isinstance(x, float) else x
+    x = "-" if x is None else f"{x:g}"
     return f"{x}: {y:.4f} ± {error:.4f}" if error else f"{x}: {y:.4f}"
 
 
@@ -380,8 +358,8 @@ def draw_panel(panel, figure):
     for i, (label, points) in enumerate(figure["curves"].items()):
         x, y, error = zip(*points)
         if x[0] is None:
-            color, style = (f"C{i}", "--") if error[0] else ("gray", ":")
-            lines.append(panel.axhline(y[0], color=color, ls=style, label=label))
+            color = "gray" if label == GUESS else f"C{i}"
+            lines.append(panel.axhline(y[0], color=color, ls="--", label=label))
         else:
             # Hollow marks of several shapes: curves that lie on each other can be told apart.
             marker = "os^Dv*PX"[i % 8] if len(x) < 20 else ""
@@ -391,7 +369,7 @@ def draw_panel(panel, figure):
     if figure.get("x_log"):
         panel.set_xscale("log", base=figure["x_log"])
         panel.xaxis.set_major_formatter("{x:g}")
-    if figure.get("y_log") or figure["y"] == "loss" and panel.dataLim.y0 < 0.1:
+    if figure.get("y_log"):
         panel.set_yscale("log")
     if figure["y"] == "accuracy":
         panel.set_ylim(0, 1.03)

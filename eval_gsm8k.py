@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, positive, read_json,
-                  say, whole, write_result)
+from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, positive, say, whole,
+                  write_result)
 from model import UserError
 from sample import (add_decoding_arguments, add_model_arguments, answer_batch, decoding, load_model,
                     parse_steps)
@@ -179,24 +179,12 @@ def answer_rest(model, tokenizer, rows, steps, answers, path, args):
         new = {key: line for key, line in new.items() if key not in answers}
         answers |= new
         if RANK == 0:
-            try:
-                with open(path, "a") as f:
-                    f.writelines(json.dumps(line) + "\n" for line in new.values())
-            except OSError as e:  # a full disk
-                raise UserError(f"{path}: cannot be written ({e}): the same command resumes")
+            with open(path, "a") as f:
+                f.writelines(json.dumps(line) + "\n" for line in new.values())
         say(f"batch {first + 1} of {len(todo)}", renew=True, file=sys.stderr)
 
 
 # ---- the file of answers ----------------------------------------------------------------------
-
-def settings_of(args, model):
-    """Everything that decides an answer; the first line of the file of answers."""
-    keys = "template", "shots", "max_new_tokens", "dtype"
-    settings = {key: getattr(args, key) for key in keys} | decoding(args)
-    # A file's digest tells more than its path: it may move, and a model train on in its folder.
-    return settings | {"questions": digest(args.data),
-                       "weights": digest(f"{model.folder}/model.safetensors")}
-
 
 def read_answers(path, settings):
     """
@@ -206,9 +194,8 @@ def read_answers(path, settings):
     if not os.path.exists(path):
         return {}
     try:
-        with open(path) as f:
-            lines = f.read().split("\n")[:-1]
-        first, *answers = [json.loads(line) for line in lines]
+        lines = Path(path).read_text().split("\n")[:-1]
+        first, *answers = map(json.loads, lines)
         answers = {(line["steps"], line["index"]): line for line in answers}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: is damaged or not a file of answers: name another with --out")
@@ -246,10 +233,7 @@ def summarise(rows, answers, steps, metrics):
 def print_table(results, config, args):
     """A line for each r and metric. On the right stand the accuracies of each difficulty."""
     levels = results[0]["by_difficulty"]
-    heading = args.task
-    if levels:
-        heading += f", on the right by {args.difficulty}"
-    print(f"\n{heading}")
+    print(f"\n{args.task}" + ", on the right by difficulty" * bool(levels))
     print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'mean r':>8}  "
           + "".join(f"{level:>5}" for level in levels))
     for row in results:
@@ -278,8 +262,6 @@ def parse_args():
     flag("--batch_size", type=positive, default=32, help="default: %(default)s")
     flag("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
     flag("--task", help="what tables and pictures call the questions; default: --data")
-    flag("--difficulty", default="difficulty",
-         help='what they call "difficulty" in --data, such as sentences')
     flag("--out", help="the summary; default: eval_DATA.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
     add_decoding_arguments(p)
@@ -308,10 +290,13 @@ def main():
         ids = tokenizer.encode(prompt, bos=True)
         row["ids"] = ids[args.max_new_tokens - config.context:]  # cut as the harness does
 
-    if os.path.exists(args.out) and "results" not in read_json(args.out):
-        raise UserError(f"{args.out}: is no earlier summary: name another file with --out")
     path = args.out.removesuffix(".json") + ".jsonl"
-    settings = settings_of(args, model)
+    # What decides an answer. A digest tells more than a path: a file may move, and a model train
+    # on in its folder.
+    keys = "template", "shots", "max_new_tokens", "dtype"
+    settings = {key: getattr(args, key) for key in keys} | decoding(args)
+    settings["questions"] = digest(args.data)
+    settings["weights"] = digest(f"{model.folder}/model.safetensors")
     answers = read_answers(path, settings)
     if RANK == 0:
         # A process that reads the file only now finds the same answers there.
@@ -328,8 +313,7 @@ def main():
         tokens = sum(answer["tokens"] for answer in answers.values())
         [(_, commonest)] = Counter(normalise(row["answer"]) for row in rows).most_common(1)
         write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
-                     n=len(rows), guess=commonest / len(rows), difficulty=args.difficulty,
-                     settings=settings)
+                     n=len(rows), guess=commonest / len(rows), settings=settings)
         print_table(results, config, args)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 

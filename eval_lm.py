@@ -59,7 +59,10 @@ class Harness(TemplateLM):
         self.batch_size = batch_size
         self.seed = seed
         self.state = state
-        self.max_length = max_length or self.model.config.context
+        context = self.model.config.context
+        self.max_length = max_length or context
+        if self.max_length > context:
+            raise UserError(f"--max_length {max_length}: the model's context is {context}")
         self.answers = {}  # (context, continuation), tuples of ids -> what score() returns for it
         self.tokens = 0    # computed so far
 

@@ -5,8 +5,8 @@
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# It takes 10 to 16 minutes on 2 cores. --quick plays every stage in about a minute, too short to
-# learn. Everything goes to out/tiny, with --quick to out/tiny-quick, with --seed 5 to
+# It takes 4 to 7 minutes on 2 idle cores. --quick plays every stage in about a minute, too short
+# to learn. Everything goes to out/tiny, with --quick to out/tiny-quick, with --seed 5 to
 # out/tiny-seed5. A run that was stopped continues with the same command; `rm -rf out/tiny` starts
 # over. On a machine that is busy with other work, two threads wait for each other, and one is
 # many times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh.
@@ -46,22 +46,22 @@ score() {  # score NAME: what the model in $out/NAME answers at r = 1 to 32
     for test in test test18; do
         python eval_gsm8k.py --model $out/"$1" --data $out/data/$test.jsonl \
             --out $out/eval_"$1"_$test.json --task "a running count, answered in one token" \
-            --difficulty sentences --template plain --max_new_tokens 1 --batch_size 200 \
-            --steps 1,2,4,8,16,32 ${quick:+--limit 120}
+            --template plain --max_new_tokens 1 --batch_size 200 --steps 1,2,4,8,16,32 \
+            ${quick:+--limit 120}
     done
 }
 
 if [[ ! $quick ]]; then
-    echo "10 to 16 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
+    echo "4 to 7 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 
-stage "1. Make the corpus" "10 s" \
+stage "1. Make the corpus" "15 s" \
 "Stories such as 'has 7 loses 4 times 3', in which a count goes up and down. What it ends with, its
 last digit only, is the question. Each sentence needs the one before it."
 python data.py tiny --out $out/data ${quick:+--rows 8000}
 
-stage "2. Pretrain an ordinary Llama of 6 layers" "2 to 4 minutes" \
+stage "2. Pretrain an ordinary Llama of 6 layers" "1 minute" \
 "The parent, which stands for a model that one would download. It reads stories that give the
 answer after every sentence, and stories of which only the first few answers are asked."
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
@@ -71,21 +71,27 @@ stage "3. Surgery" "5 s" \
 [[ -e $out/tiny-1-2-1 ]] ||
     python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 
-stage "4. Heal, then teach the task" "3 to 4 minutes" \
+stage "4. Heal, then teach the task" "1 to 2 minutes" \
 "Pretraining goes on for a moment, to make up for the lost layers. Then the answers are asked
 without a chain of thought, while the mean number of recurrences r rises from 1 to 8."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
 train task task --data=$out/data/task --init_from=$out/heal --updates=$task
 
-stage "5. Teach the same task to the untouched parent" "4 to 7 minutes" \
+stage "5. Teach the same task to the untouched parent" "2 to 3 minutes" \
 "Two baselines of fixed depth. One trains on as many tokens as the looped model since its surgery;
 every update has 3,328, so it takes as many updates. The other trains for as many FLOPs."
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain \
     --updates=$((heal + task))
-train parent parent_flops --data=$out/data/task --init_from=$out/pretrain \
-    --updates="$(python bench.py equal $out/task $out/pretrain)"
+updates=$(python -c "
+import json
+from model import RecurrentLM, find_checkpoint, load_config
+run = json.load(open(find_checkpoint('$out/task') + '/train.json'))
+parent = RecurrentLM.empty(load_config(find_checkpoint('$out/pretrain')))
+tokens = run['config']['batch_size'] * run['config']['context']
+print(round(run['flops'] / tokens / parent.flops_per_token()))")
+train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --updates=$updates
 
-stage "6. Ask all three" "1 to 2 minutes" \
+stage "6. Ask all three" "40 s" \
 "New stories: up to 12 sentences, as in training, and 18, more than ever in training."
 for model in task parent_tokens parent_flops; do score $model; done
 
