@@ -44,7 +44,9 @@ def each(runs, *keys):
 
 def mean_se(values):
     """[mean, standard error] of a value a seed; None for the error of one seed."""
-    se = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    se = None
+    if len(values) > 1:
+        se = statistics.stdev(values) / math.sqrt(len(values))
     return [statistics.fmean(values), se]
 
 
@@ -57,11 +59,18 @@ def cell(values, digits=1, scale=1):
     """A value a seed -> "98.7 ± 0.3", or "-" where a seed has none."""
     if not values or None in values:
         return "-"
-    return " ± ".join(f"{scale * x:.{digits}f}" for x in mean_se(values) if x is not None)
+    mean, se = mean_se(values)
+    text = f"{scale * mean:.{digits}f}"
+    return text if se is None else f"{text} ± {scale * se:.{digits}f}"
 
 
 def percent(values, digits=1):
     return cell(values, digits, 100)
+
+
+def scientific(values):
+    """The mean of a value a seed -> "1.23e+12"."""
+    return f"{statistics.fmean(values):.3g}"
 
 
 def panel(x, y, curves, title="", **more):
@@ -73,21 +82,25 @@ def panel(x, y, curves, title="", **more):
 # Functions of an item and its results {label: [a result each seed]}. They return figures and rows,
 # each of them {column: text}.
 
-LOSS, UPDATES, FLOPS = "validation loss", "updates", "training FLOPs (the paper's rule)"
+LOSS = "validation loss"
+UPDATES = "updates"
+FLOPS = "training FLOPs (the paper's rule)"
 STEPS = "recurrences r at test time"
+LENGTHS = "1", "4", "8", "12"  # sentences of a question
 
 
 def reached(runs, key, r, level=0.9):
     """`key` of each seed when accuracy first reached a level, between two validations, or None."""
     found = []
     for log in each(runs, "validations"):
-        right, at = each(log, "accuracy", r), each(log, key)
-        i = next((i for i, x in enumerate(right) if x >= level), None)
-        if i:
+        right = each(log, "accuracy", r)
+        at = each(log, key)
+        i = next((i for i, x in enumerate(right) if x >= level), 0)
+        if i == 0:
+            found.append(None)
+        else:
             part = (level - right[i - 1]) / (right[i] - right[i - 1])
             found.append(at[i - 1] + part * (at[i] - at[i - 1]))
-        else:
-            found.append(None)
     return found
 
 
@@ -98,9 +111,13 @@ def minus(values, others):
 
 def curves(item, found):
     """Loss and accuracy over updates and FLOPs; the last ones, and what 90% of answers took."""
-    r, figures, rows, base = str(item.at), [], [], None
-    for x, words, key, y in (("update", UPDATES, "val", LOSS), ("flops", FLOPS, "val", LOSS),
-                             ("update", UPDATES, "accuracy", "accuracy")):
+    r = str(item.at)
+    figures, rows, base = [], [], None
+    for x, words, key, y in (
+        ("update", UPDATES, "val", LOSS),
+        ("flops", FLOPS, "val", LOSS),
+        ("update", UPDATES, "accuracy", "accuracy"),
+    ):
         points = {}
         for label, runs in found.items():
             logs = zip(*each(runs, "validations"))
@@ -109,13 +126,15 @@ def curves(item, found):
         figures.append(panel(words, y, points, y_log=y == LOSS))
     for label, runs in found.items():
         took = [reached(runs, key, r) for key in ("update", "flops")]
-        base = base or took
-        apart = [minus(*pair) if took is not base else [] for pair in zip(took, base)]
+        if base is None:
+            base, apart = took, ([], [])
+        else:
+            apart = list(map(minus, took, base))
         losses = each(runs, "validations", -1, "val", r)
         rows.append({
             "arm": label,
             "updates": cell(each(runs, "update"), 0),
-            "training FLOPs": f"{statistics.fmean(each(runs, 'flops')):.3g}",
+            "training FLOPs": scientific(each(runs, "flops")),
             "validation loss": cell(losses, 4),
             "accuracy, %": percent(each(runs, "validations", -1, "accuracy", r)),
             "updates to 90%": cell(took[0], 0),
@@ -132,27 +151,31 @@ def curves(item, found):
 
 def optimizers(item, found):
     """Losses over the learning rate; of each optimizer, the row of the rate that ended best."""
-    (over_updates, *_), rows = curves(item, found)
-    grid, best = {}, {}
+    figures, rows = curves(item, found)
+    over_updates = figures[0]["curves"]
+    grid = {}  # {model: {optimizer: points}}
+    best = {}  # {(model, optimizer): (loss, row)}
     for row, (label, runs) in zip(rows, found.items()):
         model, optimizer, lr = re.split(", | ", label)
         loss, se = mean_se(each(runs, "validations", -1, "val", str(item.at)))
         grid.setdefault(model, {}).setdefault(optimizer, []).append([float(lr), loss, se])
-        if (model, optimizer) not in best or loss < best[model, optimizer][0]:
-            best[model, optimizer] = loss, row
-    best = [row for _, row in best.values()]
-    figures = [panel("learning rate", LOSS, grid[model], model, x_log=10, y_log=True)
-               for model in grid]
+        key = model, optimizer
+        if key not in best or loss < best[key][0]:
+            best[key] = loss, row
+    rows = [row for _, row in best.values()]
+    figures = [panel("learning rate", LOSS, points, model, x_log=10, y_log=True)
+               for model, points in grid.items()]
     for model in grid:
-        shown = {row["arm"]: over_updates["curves"][row["arm"]] for row in best
-                 if row["arm"].startswith(model)}
+        arms = [row["arm"] for row in rows if row["arm"].startswith(model)]
+        shown = {arm: over_updates[arm] for arm in arms}
         figures.append(panel(UPDATES, LOSS, shown, f"{model}, the best of each", y_log=True))
-    return figures, best
+    return figures, rows
 
 
 def accuracy(item, found):
     """Accuracy over test recurrences, by the number of sentences, and over an answer's FLOPs."""
-    over_r, over_flops, hard, far, rows = {}, {}, {}, {}, []
+    over_r, over_flops, hard, far = {}, {}, {}, {}
+    rows = []
     steps = "1", "2", "4", "8", "16", "32", "64"
     for label, runs in found.items():
         over_r[label] = along(steps, runs, "right")
@@ -160,17 +183,20 @@ def accuracy(item, found):
         hard[label] = along(runs[0]["by_length"], runs, "by_length")
         over_flops[label] = [[flops, *mean_se(each(runs, "right", r))]
                              for r, flops in runs[0]["token_flops"].items()]
-        row = {"arm": label, "training FLOPs": f"{statistics.fmean(each(runs, 'flops')):.3g}"}
+        row = {"arm": label, "training FLOPs": scientific(each(runs, "flops"))}
         row |= {f"r = {r}": percent(each(runs, "right", r)) for r in steps}
         if "0" in runs[0]["right"]:
             row |= {f"r = {r}": "same" for r in steps[1:]}
         row["18 sentences, r = 32"] = percent(each(runs, "right_18", "32"))
         rows.append(row)
-    return [panel(STEPS, "accuracy", over_r, "1 to 12 sentences", x_log=2),
-            panel("sentences", "accuracy", hard, "r = 32"),
-            panel("FLOPs of a new token (the paper's rule)", "accuracy", over_flops,
-                  "1 to 12 sentences", x_log=10),
-            panel(STEPS, "accuracy", far, "18 sentences (trained on 12)", x_log=2)], rows
+    token_flops = "FLOPs of a new token (the paper's rule)"
+    figures = [
+        panel(STEPS, "accuracy", over_r, "1 to 12 sentences", x_log=2),
+        panel("sentences", "accuracy", hard, "r = 32"),
+        panel(token_flops, "accuracy", over_flops, "1 to 12 sentences", x_log=10),
+        panel(STEPS, "accuracy", far, "18 sentences (trained on 12)", x_log=2),
+    ]
+    return figures, rows
 
 
 def healing(item, found):
@@ -178,10 +204,10 @@ def healing(item, found):
     points, rows = {}, []
     for label, runs in found.items():
         row = {"arm": label}
-        for part, text in (("pretrain", "text"), ("task", "task")):
-            row[f"{text}: loss, r = 1"] = cell(each(runs, part, "1", 0), 3)
-            row[f"{text}: loss, r = 8"] = cell(each(runs, part, "8", 0), 3)
-            row[f"{text}: %, r = 8"] = percent(each(runs, part, "8", 1))
+        for part, words in (("pretrain", "text"), ("task", "task")):
+            row[f"{words}: loss, r = 1"] = cell(each(runs, part, "1", 0), 3)
+            row[f"{words}: loss, r = 8"] = cell(each(runs, part, "8", 0), 3)
+            row[f"{words}: %, r = 8"] = percent(each(runs, part, "8", 1))
         rows.append(row)
         learnt, _ = mean_se(each(runs, "task", "8", 1))
         points[label] = [[learnt, *mean_se(each(runs, "pretrain", "8", 0))]]
@@ -190,77 +216,97 @@ def healing(item, found):
 
 def deeper(item, found):
     """r up to 256: accuracy, how far a recurrence moves the state, and where that ends."""
-    over_r, moved, last_move, rows = {}, {}, {}, []
+    over_r, moved, last_move = {}, {}, {}
+    rows = []
     for label, runs in found.items():
         over_r[label] = along(runs[0]["right"], runs, "right")
         moved[label] = along(runs[0]["moved"], runs, "moved")
         last_move[label] = along(runs[0]["last_move"], runs, "last_move")
         row = {"arm": label}
-        row |= {f"r = {r}, %": percent(each(runs, "right", r)) for r in ("8", "32", "64", "256")}
-        row |= {
-            "at a point, %": percent(each(runs, "point")),
-            "in a cycle, %": percent(each(runs, "cycle")),
-            "right when at a point, %": percent(each(runs, "right_at_point")),
-            "right elsewhere, %": percent(each(runs, "right_elsewhere")),
-        }
-        row |= {f"at a point after {n}, %": percent(each(runs, "point_by_length", n), 0)
-                for n in ("1", "4", "8", "12")}
+        for r in ("8", "32", "64", "256"):
+            row[f"r = {r}, %"] = percent(each(runs, "right", r))
+        row["at a point, %"] = percent(each(runs, "point"))
+        row["in a cycle, %"] = percent(each(runs, "cycle"))
+        row["right when at a point, %"] = percent(each(runs, "right_at_point"))
+        row["right elsewhere, %"] = percent(each(runs, "right_elsewhere"))
+        for n in LENGTHS:
+            row[f"at a point after {n}, %"] = percent(each(runs, "point_by_length", n), 0)
         rows.append(row)
-    return [panel(STEPS, "accuracy", over_r, x_log=2),
-            panel("recurrence", "change of the state, relative (median)", moved, x_log=2,
-                  y_log=True),
-            panel("sentences", "the last recurrence that moves it by 1%", last_move)], rows
+    change = "change of the state, relative (median)"
+    figures = [
+        panel(STEPS, "accuracy", over_r, x_log=2),
+        panel("recurrence", change, moved, x_log=2, y_log=True),
+        panel("sentences", "the last recurrence that moves it by 1%", last_move),
+    ]
+    return figures, rows
 
 
 def exits(item, found):
     """Accuracy over mean recurrences of exits, and whether hard questions take longer."""
     (runs,) = found.values()
-    over, hard, rows = {"fixed r of all tokens": along(runs[0]["right"], runs, "right")}, {}, []
+    over = {"fixed r of all tokens": along(runs[0]["right"], runs, "right")}
+    hard, rows = {}, []
     for rule in runs[0]["rules"]:
         right, took, by_length = (each(runs, "rules", rule, i) for i in range(3))
-        kind = "kl" if rule.startswith("kl") else "fixed r of the last token"
-        over.setdefault(kind, []).append([statistics.fmean(took), *mean_se(right)])
-        if kind == "kl":
+        kind = "fixed r of the last token"
+        if rule.startswith("kl"):
+            kind = "kl"
             hard[rule] = along(by_length[0], by_length)
+        over.setdefault(kind, []).append([statistics.fmean(took), *mean_se(right)])
         row = {"rule": rule, "accuracy, %": percent(right), "mean recurrences": cell(took, 2)}
-        row |= {f"{n} sentence{'s' * (n != '1')}": cell(each(by_length, n))
-                for n in ("1", "4", "8", "12")}
+        for n in LENGTHS:
+            words = "1 sentence" if n == "1" else f"{n} sentences"
+            row[words] = cell(each(by_length, n))
         rows.append(row)
-    return [panel("mean recurrences of the last token", "accuracy", over, x_log=2),
-            panel("sentences", "mean recurrences", hard)], rows
+    figures = [
+        panel("mean recurrences of the last token", "accuracy", over, x_log=2),
+        panel("sentences", "mean recurrences", hard),
+    ]
+    return figures, rows
 
 
-TABLES = {"curves": curves, "optimizers": optimizers, "accuracy": accuracy, "healing": healing,
-          "deeper": deeper, "exits": exits}
+TABLES = {
+    "curves": curves,
+    "optimizers": optimizers,
+    "accuracy": accuracy,
+    "healing": healing,
+    "deeper": deeper,
+    "exits": exits,
+}
 
 
 def write_tables(name, study):
     """An item's JSON and picture, from the seeds that all of its arms have."""
     item, paths = ITEMS[name], {}
     for label, run in item.runs.items():
-        paths[label] = {path.parent.name: path for path in study.measured(item, run)}
-        if not paths[label]:
+        of_arm = {path.parent.name: path for path in study.measured(item, run)}
+        if of_arm:
+            paths[label] = of_arm
+        else:
             print(f"{name}: nothing is measured of {label}")
-            del paths[label]
     seeds = sorted(set.intersection(*map(set, paths.values()))) if paths else []
     if not seeds:
         return
     found = {label: [read_json(of_arm[seed]) for seed in seeds] for label, of_arm in paths.items()}
     figures, rows = TABLES[item.table](item, found)
-    results = [result for of_arm in found.values() for result in of_arm]
+    results = sum(found.values(), [])
+    about = {key: ", ".join(sorted({result[key] for result in results}))
+             for key in ("commit", "date", "torch", "cpu", "dtype")}
     path = study.results / f"{name}.json"
     write_json(path, {
         "study": name,
         "command": f"bash runs/study/all.sh {name}",
-        **{key: ", ".join(sorted({result[key] for result in results}))
-           for key in ("commit", "date", "torch", "cpu", "dtype")},
+        **about,
         "seeds": len(seeds),
         "minutes": round(sum(result["seconds"] for result in results) / 60),
         "figures": figures,
         "columns": list(rows[0]),
         "rows": [list(row.values()) for row in rows],
     })
-    draw(figures, path.with_suffix(".png") if study.quick else ROOT / f"assets/study_{name}.png")
+    picture = ROOT / f"assets/study_{name}.png"
+    if study.quick:
+        picture = path.with_suffix(".png")
+    draw(figures, picture)
     print(path)
 
 
@@ -268,10 +314,11 @@ def write_tables(name, study):
 
 def write_page(page):
     """Write the table that each comment of a page asks for, up to the line of its command."""
-    text = re.sub(r"(<!-- table: (.*) -->\n)(.*\n)*?(<!-- end -->)",
-                  lambda found: f"{found[1]}{table(*found[2].split(' | '))}{found[4]}",
-                  page.read_text())
-    page.write_text(text)
+    def fill(found):
+        return found[1] + table(*found[2].split(" | ")) + found[3]
+
+    pattern = r"(<!-- table: (.*) -->\n)(?:.*\n)*?(<!-- end -->)"
+    page.write_text(re.sub(pattern, fill, page.read_text()))
 
 
 def table(name, *columns):
@@ -282,12 +329,14 @@ def table(name, *columns):
     result = read_json(path)
     if unknown := set(columns) - set(result["columns"]):
         raise UserError(f"{name}.json: has no column {unknown.pop()!r}")
-    places = [result["columns"].index(column) for column in columns]
-    rows = [columns, ["---"] * len(columns), *([row[i] for i in places] for row in result["rows"])]
-    lines = ["| " + " | ".join(map(str, row)) + " |\n" for row in rows]
+    rows = [columns, ["---"] * len(columns)]
+    for row in result["rows"]:
+        cells = dict(zip(result["columns"], row))
+        rows.append([str(cells[column]) for column in columns])
+    text = "".join("| " + " | ".join(row) + " |\n" for row in rows)
     time = f", {result['minutes']} minutes of one thread" if "minutes" in result else ""
-    return "".join([*lines, f"\n`{result['command']}` at commit {result['commit']}, "
-                            f"{result['date']}{time}\n"])
+    return (f"{text}\n`{result['command']}` at commit {result['commit']}, "
+            f"{result['date']}{time}\n")
 
 
 if __name__ == "__main__":
