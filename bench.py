@@ -210,11 +210,11 @@ def bench_decode(model, args):
 
             row = measure(run, len(idx) * args.tokens, args, r=r, way=way)
             row["mean_steps"] = statistics.fmean(took)
-            if drafts := options.get("draft_steps"):  # what a token with a right draft takes
+            if drafts := options["draft_steps"]:  # what a token with a right draft takes
                 row["accepted"] = took.count(drafts) / len(took)
             if not way:
                 plain = row["tokens_per_s"]
-            if options.get("exit"):
+            if options["exit"]:
                 row["of_saving"] = row["tokens_per_s"] / plain * row["mean_steps"] / r
             yield row
         if args.peer:
@@ -223,13 +223,13 @@ def bench_decode(model, args):
 
 def parse_ways(text):
     """
-    'kv=last;exit=kl,min_steps=2' -> {"": {}, "kv=last": {"kv": "last", ...}, ...}, settings of
+    'kv=last;exit=kl,min_steps=2' -> {"": {...}, "kv=last": {"kv": "last", ...}, ...}, settings of
     sample.py. The first is plain decoding.
     """
-    parser, ways = Parser(), {"": {}}
+    parser, ways = Parser(), {}
     add_decoding_arguments(parser)
-    for way in filter(None, text.split(";")):
-        flags = [f"--{setting}" for setting in way.split(",")]
+    for way in ["", *text.split(";")]:
+        flags = [f"--{setting}" for setting in way.split(",") if setting]
         ways[way] = decoding(parser.parse_args(flags))
     return ways
 

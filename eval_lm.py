@@ -63,7 +63,7 @@ class Harness(TemplateLM):
         self.max_length = max_length or context
         if self.max_length > context:
             raise UserError(f"--max_length {max_length}: the model's context is {context}")
-        self.answers = {}  # (context, continuation), tuples of ids -> what score() returns for it
+        self.answers = {}  # (context, continuation), tuples of ids: {r: (likelihood, is greedy)}
         self.tokens = 0    # computed so far
 
     @property
@@ -86,33 +86,29 @@ class Harness(TemplateLM):
         token of the continuations, the place in (B * T,) that predicts it and the token (N,).
         """
         T = max(map(row_length, rows))
-        table = torch.zeros(3, len(rows), T, dtype=torch.long)  # nothing sees the padding behind it
+        table = torch.zeros(len(rows), T, 3, dtype=torch.long)  # nothing sees the padding behind it
         places, targets = [], []
         for b, (context, continuations) in enumerate(rows):
             n = len(context)
-            ids = list(context)
-            position = list(range(n))
-            branch = [0] * n
-            for k, x in enumerate(continuations, 1):
-                start, new = b * T + len(ids), len(x) - 1
+            row = [(token, position, 0) for position, token in enumerate(context)]
+            for branch, x in enumerate(continuations, 1):
                 # The end of the context predicts the first token, and the last predicts nothing.
-                places += [b * T + n - 1, *range(start, start + new)]
+                start = b * T + len(row)
+                places += [b * T + n - 1, *range(start, start + len(x) - 1)]
                 targets += x
-                ids += x[:-1]
-                position += range(n, n + new)
-                branch += [k] * new
-            table[:, b, :len(ids)] = torch.tensor([ids, position, branch])
-            self.tokens += len(ids)
+                row += [(token, position, branch) for position, token in enumerate(x[:-1], n)]
+            table[b, :len(row)] = torch.tensor(row)
+            self.tokens += len(row)
         device = self.model.embed.weight.device
-        places = torch.tensor(places, device=device)
-        return *table.to(device), places, torch.tensor(targets, device=device)
+        places, targets = torch.tensor([places, targets], device=device)
+        return *table.to(device).unbind(-1), places, targets
 
     @torch.no_grad()
     def score(self, rows):
         """
-        For each continuation, row by row: {r: (log-likelihood, is it the greedy one)}. A token
-        sees earlier tokens of its own branch and of the context. Its position, and with it the
-        noise of its s_0, is the one that it would have in a row without the other continuations.
+        Put into self.answers what each continuation of some rows has at every r. A token sees
+        earlier tokens of its own branch and of the context. Its position, and with it the noise of
+        its s_0, is the one that it would have in a row without the other continuations.
         """
         model = self.model
         idx, position, branch, places, targets = self.pack(rows)
@@ -122,16 +118,16 @@ class Harness(TemplateLM):
         mask = (same | (branch == 0)[:, None, :]).tril()[:, None]           # (B, 1, T, T)
         noise = model.initial_state(S, 1, self.seed, range(S))[:, 0]        # (S, C), as in decoding
         noise *= self.state != "zero"
-        lengths = [len(x) for _, continuations in rows for x in continuations]
+        asked = [(context, x) for context, continuations in rows for x in continuations]
+        lengths = [len(x) for _, x in asked]
 
-        found = [{} for _ in lengths]
         for r, s in model.trajectory(idx, self.steps, noise[position], rope, mask):
             x = model.run_coda(s, rope, mask).flatten(0, 1)[places]         # (N, C)
             losses, right = model.token_losses(x, targets)                  # (N,)
-            parts = zip(losses.double().cpu().split(lengths), right.cpu().split(lengths))
-            for answer, (loss, greedy) in zip(found, parts):
+            parts = losses.double().cpu().split(lengths), right.cpu().split(lengths)
+            for key, loss, greedy in zip(asked, *parts):
+                answer = self.answers.setdefault(key, {})
                 answer[r] = -loss.sum().item(), bool(greedy.all())
-        return found
 
     def _loglikelihood_tokens(self, requests, **kwargs):
         """[(_, context, continuation), ...] -> [(log-likelihood, is it the greedy one), ...]"""
@@ -149,9 +145,7 @@ class Harness(TemplateLM):
         rows.sort(key=row_length, reverse=True)  # similar lengths together; what is too long first
         for i in tqdm(range(0, len(rows), self.batch_size), "batches of contexts",
                       disable=not rows):
-            batch = rows[i:i + self.batch_size]
-            asked = [(context, x) for context, continuations in batch for x in continuations]
-            self.answers.update(zip(asked, self.score(batch)))
+            self.score(rows[i:i + self.batch_size])
         return [self.answers[key][self.r] for key in keys]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -173,7 +167,8 @@ class Harness(TemplateLM):
         for i, request in enumerate(requests):
             context, settings = request.args
             settings = normalize_gen_kwargs(settings)
-            new, stops = settings["max_gen_toks"], tuple(filter(None, settings["until"]))
+            new = settings["max_gen_toks"]
+            stops = tuple(filter(None, settings["until"]))
             if settings["do_sample"] or new >= self.max_length:
                 raise UserError(f"--tasks: one wants {new} tokens, sampled: "
                                 f"{settings['do_sample']}. This model decodes greedily, in a "
@@ -269,7 +264,8 @@ def main():
     keys = "tasks", "num_fewshot", "limit", "max_length", "dtype"
     settings = {key: getattr(args, key) for key in keys} | decoding(args)
     settings["weights"] = digest(f"{lm.model.folder}/model.safetensors")
-    out, earlier = args.out or f"{args.model}/eval_{args.tasks:.100}.json", []
+    out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
+    earlier = []
     if os.path.exists(out):
         earlier = read_json(out)
         check_settings(out, earlier.get("settings", {}), settings)
