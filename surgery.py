@@ -11,8 +11,8 @@ recurrent block and the coda, those in between are dropped, and a fresh adapter 
     python surgery.py SRC OUT --export hf                       ours, back in Hugging Face layout
     python surgery.py --preset tinyllama-4-8-4 --dry_run        the paper's tables, without weights
 
-SRC is a folder, or a hub id (org/name or org/name@REVISION) that is downloaded once. It holds a
-Llama or OLMo-2 in Hugging Face layout, a checkpoint or run of our own, or a released Recurrent-*
+SRC is a folder, or a hub id: org/name or org/name@REVISION (pip install huggingface_hub). It holds
+a Llama or OLMo-2 in Hugging Face layout, a checkpoint or run of our own, or a released Recurrent-*
 model or Huginn-0125, which are recurrent already and take no layer flags. OUT is a loopgraft
 checkpoint. With --export hf it has the Hugging Face layout if it is feed-forward, else that of the
 released models, with code that lets transformers load it (assets/modeling_loopgraft.py) and a model
@@ -30,11 +30,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-from data import (Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, digest, natural,
-                  positive, read_json, whole, write_json)
+from data import (Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, digest, positive,
+                  read_json, whole, write_json)
 from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
@@ -218,71 +218,63 @@ def download(spec):
 
 @dataclass
 class Source:
-    """A checkpoint of any layout, not yet read."""
+    """A checkpoint of any layout. Its tensors are mapped to memory, and read when they are used."""
     folder: str
     config: Config
-    kind: str    # model_type in its config.json
-    files: dict  # tensor name -> path
-    parts: dict  # our tensor name -> the names of the tensors that are stacked to make it
+    kind: str      # model_type in its config.json
+    tensors: dict  # {name: tensor}, as stored
+    parts: dict    # our tensor name -> the names of the tensors that are stacked to make it
     tokenizer: Tokenizer | None = None
 
 
 def open_source(src):
     """The Source of a folder, a run's folder or a hub id."""
     folder = find_checkpoint(src if Path(src).exists() else download(src))
-    files = tensor_files(folder)
-    kind, config = read_config(folder, files)
+    tensors = map_tensors(folder)
+    kind, config = read_config(folder, tensors)
     parts = tensor_names(config, kind)
-    if ignored := files.keys() - sum(parts.values(), []):
+    if ignored := tensors.keys() - sum(parts.values(), []):
         print("note: the model does not use these tensors:", *sorted(ignored)[:5])
-    source = Source(folder, config, kind, files, parts)
+    source = Source(folder, config, kind, tensors, parts)
     if any(Path(folder).glob("tokenizer.*")):
         source.tokenizer = check_tokenizer(config, folder)
     return source
 
 
-def tensor_files(folder):
-    """Tensor name -> path of its safetensors file, of which there may be several."""
-    files = {}
+def map_tensors(folder):
+    """{name: tensor} of a folder's safetensors files, of which there may be several."""
+    tensors = {}
     for path in Path(folder).glob("model*.safetensors"):
         try:
-            with safe_open(path, "pt") as f:
-                if twice := files.keys() & f.keys():
-                    raise UserError(f"{path}: has {min(twice)}, as another file: of two models?")
-                files |= dict.fromkeys(f.keys(), path)
+            more = load_file(path)
         except SafetensorError as e:
             raise UserError(f"{path}: is truncated or damaged ({e}): fetch it again")
-    if not files:
+        if twice := tensors.keys() & more.keys():
+            raise UserError(f"{path}: has {min(twice)}, as another file: of two models?")
+        tensors |= more
+    if not tensors:
         raise UserError(f"{folder}: has no model.safetensors. Pickled weights (.bin, .pt) may "
                         "run any code when they are loaded, so they never are: get a conversion "
                         "to safetensors")
-    return files
-
-
-def read(source, name):
-    """Our tensor `name` of a Source, as stored."""
-    stacked = []
-    for part in source.parts[name]:
-        if part not in source.files:
-            raise UserError(f"{source.folder}: tensor {part} is missing: incomplete, or of "
-                            "another model than config.json says")
-        # Opened for each tensor: pages of an open file would count as memory.
-        with safe_open(source.files[part], "pt") as f:
-            stacked.append(f.get_tensor(part))
-    t = torch.cat(stacked)
-    if source.kind == "huginn_raven":
-        t = rotary_order(source.config, name, t)
-    return t
+    return tensors
 
 
 def read_all(source):
     """{our name: tensor} of a Source, all in the one dtype that holds all of them exactly."""
-    tensors = {name: read(source, name) for name in source.parts}
+    tensors = {}
+    for name, parts in source.parts.items():
+        if missing := set(parts) - source.tensors.keys():
+            raise UserError(f"{source.folder}: tensor {min(missing)} is missing: incomplete, or of "
+                            "another model than config.json says")
+        t = torch.cat([source.tensors[part] for part in parts])
+        if source.kind == "huginn_raven":
+            t = rotary_order(source.config, name, t)
+        tensors[name] = t
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors.values()})
     return {name: t.to(dtype) for name, t in tensors.items()}
 
 
-def build(source, adapter_init="identity", seed=0):
+def build(source, adapter_init="identity"):
     """
     The Source as a model, its weights as stored. An adapter that it lacks is made, for
     [state, prelude output]: [0 | I] for "identity", torch's Linear init for "default".
@@ -293,7 +285,7 @@ def build(source, adapter_init="identity", seed=0):
         if hasattr(model, "adapter") and "adapter.weight" not in tensors:
             adapter = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I]
             if adapter_init == "default":
-                torch.manual_seed(seed)
+                torch.manual_seed(0)
                 adapter = torch.nn.Linear(2 * C, C, bias=False).weight.data
             tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
         model.fill(tensors)
@@ -419,15 +411,13 @@ def retrofit(source, layers, adapter="linear", untie=False):
 
 
 def print_sizes(source, result):
-    """The rows of SRC and OUT in the paper's Tables 6-8: numbers of parameters."""
-    columns = ("embeddings", "body", *PARTS, "adapter", "total")
-    row = "{:10}" + 7 * "{:>15}"
-    print(row.format("parameters", *columns))
+    """The numbers of parameters of SRC and OUT, as the paper's Tables 6-8 have them."""
     # The paper counts the heads of tied sources, as all of its models have one.
     untied = replace(source.config, tie_embeddings=False)
-    for name, config in (("SRC", untied), ("OUT", result.config)):
-        n = RecurrentLM.empty(config).num_params()
-        print(row.format(name, *(f"{n[column]:,}" for column in columns)))
+    src, out = (RecurrentLM.empty(config).num_params() for config in (untied, result.config))
+    print("parameters            SRC            OUT")
+    for part in ("embeddings", "body", *PARTS, "adapter", "total"):
+        print(f"{part:10}{src[part]:15,}{out[part]:15,}")
 
 
 @torch.no_grad()
@@ -551,6 +541,12 @@ print(tokenizer.decode(out[0], skip_special_tokens=True))
 - The weights are under the licence of the model and the data that they were made from, the code
   under MIT.
 """
+SCORES = """
+## Scores
+
+| file | task | metric | dtype | n | r | score |
+|---|---|---|---|---|---|---|
+"""
 RECIPE = ("init_from reinit data updates batch_size context optimizer lr mean_recurrence "
           "curriculum backprop_depth dtype seed").split()
 
@@ -560,26 +556,25 @@ def write_card(folder, source, config):
     The README.md of an export: what the files of surgery, training and evaluation say about the
     checkpoint in the folder `source`, and nothing else.
     """
-    base, text = history(source)
-    card = CARD.format(name=folder.name, base=base, c=config) + text
-    source = Path(source).resolve()
-    weights = digest(source / "model.safetensors")
-    for where in (source, *source.parents[:2]):  # the checkpoint, its run, and what is beside it
-        for path in sorted(where.glob("eval_*.json")):
-            result = read_json(path)
-            if result.get("settings", {}).get("weights") == weights:
-                card += score_table(path, result)
+    base, training = history(source)
+    card = CARD.format(name=folder.name, base=base, c=config) + training + scores(Path(source))
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def score_table(path, result):
-    """What eval_*.json at `path` holds, as Markdown."""
-    text = f"\n## {path.stem}\n\n| task | metric | dtype | n | r | score |\n" + 6 * "|---" + "|\n"
-    for x in result["results"]:
-        x = result | x
-        row = (x["task"], x["metric"], x["dtype"], x["n"], x["steps"], f"{x['value']:.4g}")
-        text += "| " + " | ".join(map(str, row)) + " |\n"
-    return text
+def scores(source):
+    """Markdown: what eval_*.json in a checkpoint's folder, its run's or beside that say of it."""
+    rows, source = "", source.resolve()
+    weights = digest(source / "model.safetensors")
+    folders = source, *source.parents[:2]
+    for path in sorted(path for folder in folders for path in folder.glob("eval_*.json")):
+        result = read_json(path)
+        if result.get("settings", {}).get("weights") != weights:
+            continue
+        for x in result["results"]:
+            x = result | x
+            rows += (f"| {path.stem} | {x['task']} | {x['metric']} | {x['dtype']} | {x['n']} "
+                     f"| {x['steps']} | {x['value']:.4g} |\n")
+    return rows and SCORES + rows
 
 
 def history(folder):
@@ -633,7 +628,6 @@ def parse_args():
     add("--adapter_init", choices=["identity", "default"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; default: torch's Linear init, as the paper")
-    add("--seed", type=natural, default=0, help="of the adapter's default init")
     add("--mean_recurrence", type=positive,
         help="the result's default r (the released models' config.json always says 32)")
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
@@ -669,7 +663,7 @@ def main():
     print_sizes(source, result)
     if args.dry_run or not args.out:
         return
-    model = build(result, args.adapter_init, args.seed)
+    model = build(result, args.adapter_init)
     with whole(args.out) as folder:
         if args.export:
             export(model, folder)
