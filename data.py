@@ -27,6 +27,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -40,7 +41,7 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
-import tiktoken
+import tokenizers
 import torch
 from safetensors import SafetensorError
 
@@ -73,27 +74,28 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def at_least(lowest):
-    """The type of a flag that takes whole numbers from `lowest` on."""
+def between(lowest, highest, kind):
+    """The type of a flag that takes numbers from `lowest` to `highest`."""
     def number(text):
-        if int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text} is less than {lowest}")
-        return int(text)
+        value = kind(text)
+        if not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"{text} is not between {lowest} and {highest}")
+        return value
     return number
 
 
-natural, positive = at_least(0), at_least(1)
+natural = between(0, math.inf, int)
+positive = between(1, math.inf, int)
+rate = between(0, math.inf, float)
+fraction = between(0, 1, float)
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
 
 
-def say(text, renew=False, file=None):
-    """Print a line on rank 0. In a terminal, the next line replaces one that is to be renewed."""
-    file = file or sys.stdout
+def say(text, file=None):
+    """Print a line on rank 0."""
     if RANK == 0:
-        end = "\r" if renew and file.isatty() else "\n"
-        width = 79 * file.isatty()  # the blanks cover a longer line
-        print(f"{text!s:{width}}", end=end, file=file, flush=True)
+        print(text, file=file, flush=True)
 
 
 @contextlib.contextmanager
@@ -166,8 +168,8 @@ def check_settings(path, earlier, settings):
     """What other settings made is not mixed: UserError if those that made `path` differ."""
     for key, value in settings.items():
         if earlier.get(key) != value:
-            raise UserError(f"{path}: was made with {key} = {earlier.get(key)}, not {value}: "
-                            "choose another name for the new one")
+            raise UserError(f"{path}: was made with {key} = {earlier.get(key)!s:.80}, not "
+                            f"{value!s:.80}: choose another name for the new one")
 
 
 def describe(model):
@@ -229,7 +231,6 @@ class Tokenizer:
 
     def encode(self, text, bos=False, special=False):
         """Token ids. "</s>" is four characters, or EOS if special. bos: begin with BOS, if any."""
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # lone surrogates
         names, ids = self.special if special else {}, []
         pattern = "|".join(map(re.escape, names)) or "(?!)"
         for part in re.split(f"({pattern})", text):
@@ -273,47 +274,19 @@ def read_sentencepiece(path):
 
 
 def read_tokenizer_json(path):
-    """The Tokenizer in a tokenizer.json: byte-level BPE (Llama 3, OLMo 2), or words."""
-    spec = read_json(path)
-    always, special = ({token["content"]: token["id"] for token in spec["added_tokens"]
-                        if token["special"] == kind} for kind in (False, True))
-    vocab = spec["model"]["vocab"]
-    match spec.get("normalizer"), spec["pre_tokenizer"]:
-        case None, {"type": "WhitespaceSplit"}:
-            names, unknown = {i: word for word, i in vocab.items()}, vocab["<unk>"]
-            return Tokenizer(lambda text: [vocab.get(word, unknown) for word in text.split()],
-                             lambda ids: " ".join(names[i] for i in ids if i in names),
-                             len(vocab), special)
-        case None, {"pretokenizers": [{"pattern": {"Regex": split}},
-                                      {"type": "ByteLevel", "add_prefix_space": False}]}:
-            return byte_level(split, vocab, special, always)
-    raise UserError("neither words nor byte-level BPE as Llama 3 has it")
+    """The Tokenizer in a tokenizer.json (Llama 3, OLMo 2), by the library that defines the file."""
+    coder = tokenizers.Tokenizer.from_file(path)
+    coder.encode_special_tokens = True  # control tokens in a text are text
+    special = {token.content: i for i, token in coder.get_added_tokens_decoder().items()
+               if token.special}
 
+    def encode(text):  # a batch, since only that lets other threads run
+        return coder.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-def byte_level(split, vocab, special, always):
-    """
-    A Tokenizer of byte-level BPE. split: the regex that cuts text into words. vocab: {piece: id};
-    the lower id is merged first, as in every tokenizer that was trained merge by merge. always:
-    {name: id} of names that count in any text.
-    """
-    # A printable byte is written as itself, the n-th of the others as character 256 + n.
-    byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
-    names = special | always
-    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in vocab.items()
-              if text not in names}
-    coder = tiktoken.Encoding("bpe", pat_str=split, mergeable_ranks=pieces, special_tokens=names)
+    def decode(ids):
+        return coder.decode(ids, skip_special_tokens=False)
 
-    def encode(text):
-        # The regex gives up on a million blanks in a row, so long text is encoded in parts. A part
-        # ends where a line begins, if it can, since a word begins there anyway.
-        parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
-        return [i for part in parts
-                for i in coder.encode(part, allowed_special=set(always), disallowed_special=())]
-
-    def decode(ids):  # leaves out the padding of a model's vocabulary
-        return coder.decode([i for i in ids if i < coder.n_vocab])
-
-    return Tokenizer(encode, decode, coder.n_vocab, special)
+    return Tokenizer(encode, decode, max(coder.get_vocab().values()) + 1, special)
 
 
 # ---- prepare ---------------------------------------------------------------------------------
@@ -327,7 +300,7 @@ ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 def read_rows(path):
     """Yield the rows of a file: dicts, or bytes of JSON."""
     if path.endswith(".txt"):
-        yield {"text": Path(path).read_bytes().decode("utf-8-sig", "replace")}
+        yield {"text": Path(path).read_text("utf-8-sig", "replace")}
     elif path.endswith(".jsonl"):
         with open(path, "rb") as file:
             yield from filter(bytes.strip, file)  # leaves out empty lines
@@ -370,18 +343,18 @@ def document_ids(tokenizer, row, fields, strip_roles):
 
 
 def tokenize(tokenizer, args, row):
-    """The ids of a row; whether it was "kept", "dropped" or "bad"; and why, if it is bad."""
+    """A row -> ("kept", its ids), ("dropped", []) or ("bad", why)."""
     try:
         if isinstance(row, bytes):
             row = json.loads(row)
         for rule in args.drop:
             column, _, text = rule.partition("=")
             if text.lower() in str(find(row, column)).lower():
-                return [], "dropped", None
+                return "dropped", []
         ids = document_ids(tokenizer, row, args.field.split(","), args.strip_roles)
-        return array("I", ids), "kept", None
+        return "kept", array("I", ids)
     except Exception as e:  # not JSON, or a field is missing or of another kind
-        return [], "bad", f"{row!r:.80} ({e!r:.300})"
+        return "bad", f"{row!r:.80} ({e!r:.300})"
 
 
 def write_shard(folder, name, tokens):
@@ -411,21 +384,22 @@ def pack(args, tokenizer, state):
     state["counts"] = counts = Counter(state["counts"])
     rows = itertools.chain.from_iterable(map(read_rows, args.input))
     rows = itertools.islice(rows, counts.total(), None)
-    tokens, work = array("I"), functools.partial(tokenize, tokenizer, args)
+    tokens, why = array("I"), ""
+    work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
         while some := list(itertools.islice(rows, 1000)):
-            for ids, kind, why in pool.map(work, some):
-                tokens.extend(ids)
+            for kind, found in pool.map(work, some):
                 counts[kind] += 1
-                state["bad"] = why or state["bad"]
+                if kind == "bad":
+                    why = found
+                else:
+                    tokens.extend(found)
                 if len(tokens) >= args.shard_tokens:
                     write_shards(args, state, tokens)
                     del tokens[:]
-            if counts["bad"] > max(0.5, args.max_bad) * counts.total():
-                break  # rather than read on: a wrong --field, for example
-    if counts["bad"] > args.max_bad * counts.total():
-        raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents are bad, more "
-                        f"than --max_bad={args.max_bad} allows, such as {state['bad']}")
+            if counts["bad"] > args.max_bad * counts.total():
+                raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
+                                f"are bad, more than --max_bad={args.max_bad}, such as {why}")
     write_shards(args, state, tokens)
     if not state["shards"]["train"]:
         raise UserError(f"{args.out}: all documents are empty or dropped (--field, --drop)")
@@ -444,16 +418,14 @@ def prepare(args):
         "input": [[os.path.basename(path), os.path.getsize(path)] for path in args.input],
         "tokenizer": digest(tokenizer_file(args.tokenizer)),
         "out": None, "max_bad": None}  # may change
-    state = dict(arguments=arguments, counts={}, bad=None, shards=dict(train=[], val=[]), row=None,
+    state = dict(arguments=arguments, counts={}, shards=dict(train=[], val=[]), row=None,
                  vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, prompt="The")
     meta, progress = out / "meta.json", out / "progress.json"
     if meta.exists() or progress.exists():
-        earlier = read_json(meta if meta.exists() else progress)
-        state = earlier if earlier["shards"]["train"] else state
-    elif any(path.name != ".lock" and ".tmp-" not in path.name for path in out.glob("*")):
+        state = read_json(meta if meta.exists() else progress)
+        check_settings(out, state["arguments"], arguments)
+    elif any(out.glob("*.json")):
         raise UserError(f"{out}: holds other files; choose another --out")
-    if state["arguments"] != arguments:
-        raise UserError(f"{out}: was made with other arguments; delete it or change --out")
     if meta.exists():
         return print(f"{out}: is complete, nothing to do")
     with locked(out):
@@ -481,7 +453,8 @@ class Shards:
     def __init__(self, folder, split, T):
         path = f"{folder}/meta.json"
         if not os.path.exists(path):
-            raise UserError(f"{folder}: is no finished data set of data.py: it has no meta.json")
+            raise UserError(f"{folder}: is no finished data set, without meta.json: make it by "
+                            "data.py prepare, or by data.py tiny --out out/tiny/data")
         self.folder, self.T, self.meta = folder, T, read_json(path)
         self.shards, row = [], self.meta["row"]  # tokens and targets of each
         if row not in (None, T):
@@ -516,18 +489,17 @@ class Dataset:
     The rows of a folder, or of several in fixed shares: of "A:1,B:1,C:2" 1/4 is from A, 1/4 from B
     and 1/2 from C. Of sum(weights) samples in a row, counted from 0, exactly weights[k] are of
     folder k, evenly spread; each folder has epochs of its own. .num_rows: samples until the first
-    is through. .folder: the first, whose tokenizer is that of all.
+    is through. .folders: all of them, which have one tokenizer (check_tokenizer() sees to it).
     """
 
     def __init__(self, data, split, T):
         self.parts = []  # (Shards, weight)
         for part in data.split(","):
-            self.folder, _, weight = part.partition(":")
+            folder, _, weight = part.partition(":")
             if not re.fullmatch(r"([1-9]\d*)?", weight):
                 raise UserError(f"--data: {part}: a weight is a whole number, 1 or more")
-            self.parts.append((Shards(self.folder, split, T), int(weight or 1)))
-        if len({digest(tokenizer_file(shards.folder)) for shards, _ in self.parts}) > 1:
-            raise UserError("--data: the folders have different tokenizers: prepare them with one")
+            self.parts.append((Shards(folder, split, T), int(weight or 1)))
+        self.folders = [shards.folder for shards, _ in self.parts]
         self.turns = sorted(((i + 0.5) / weight, k, i) for k, (_, weight) in enumerate(self.parts)
                             for i in range(weight))
         self.num_rows = min(shards.num_rows * len(self.turns) // weight
@@ -636,11 +608,9 @@ def tiny(out, task="stories", seed=0, rows=80_000):
     questions to ask, OUT/test.jsonl (1 to 12 sentences) and OUT/test18.jsonl (18).
     """
     out, arguments = Path(out), dict(task=task, seed=seed, rows=rows)
-    meta = out / "task" / "meta.json"
-    if meta.exists() and read_json(meta)["arguments"] == arguments:
-        return print(f"{out}: is complete, nothing to do")
     if out.exists():
-        raise UserError(f"{out}: holds something else; choose another --out")
+        check_settings(out, read_json(out / "task" / "meta.json")["arguments"], arguments)
+        return print(f"{out}: is complete, nothing to do")
     words, task, unseen, prompt = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     end = dict(id=ids["</s>"], content="</s>", special=True, single_word=False, lstrip=False,
@@ -700,13 +670,12 @@ def main():
     flag("--out", required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="stories",
          help="a running count (stories), or products in the group S5")
-    flag("--seed", type=natural, default=0, help="decides all of it (0)")
     flag("--rows", type=positive, default=80_000, help="training stories of each data set (80,000)")
     args = parser.parse_args()
     if args.command == "prepare":
         prepare(args)
     else:
-        tiny(args.out, args.task, args.seed, args.rows)
+        tiny(args.out, args.task, rows=args.rows)
 
 
 if __name__ == "__main__":

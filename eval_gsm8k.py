@@ -181,7 +181,7 @@ def answer_rest(model, tokenizer, rows, steps, answers, path, args):
         if RANK == 0:
             with open(path, "a") as f:
                 f.writelines(json.dumps(line) + "\n" for line in new.values())
-        say(f"batch {first + 1} of {len(todo)}", renew=True, file=sys.stderr)
+        say(f"batch {first + 1} of {len(todo)}", file=sys.stderr)
 
 
 # ---- the file of answers ----------------------------------------------------------------------

@@ -57,7 +57,7 @@ from stage import (QKV, TASKS, answers_of, call, checkpoints, contents, convert,
 
 ORACLE = HERE / "assets" / "oracle"
 MATERIAL = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets", "tokenizers").resolve()
-EXTRAS = 'pip install transformers accelerate protobuf pyarrow "lm_eval[math]==0.4.13"'
+EXTRAS = 'pip install transformers accelerate protobuf pyarrow tiktoken "lm_eval[math]==0.4.13"'
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
                                     reason="no C++ compiler for torch.compile")
 
@@ -321,8 +321,8 @@ HARD = [
     *(" " * n + "x" + "\n" * n for n in range(1, 101))]
 
 def test_token_ids_match_tokenizers():
-    """Byte-level ids are the tokenizers library's, names read or not, and decode to the text."""
-    tokenizers, slow = need("tokenizers"), need("transformers.convert_slow_tokenizer")
+    """Byte-level ids are tiktoken's, names read or not, and decode to the text."""
+    tiktoken, slow = need("tiktoken"), need("transformers.convert_slow_tokenizer")
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
     for path in MATERIAL.glob("llama3/**/tokenizer.model"):
         converter = slow.TikTokenConverter(str(path), extra_special_tokens=names)
@@ -333,16 +333,22 @@ def test_token_ids_match_tokenizers():
         pytest.skip("hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir "
                     f"{MATERIAL / 'olmo2'}")
     readme = (HERE / "README.md").read_text()
+    # A printable byte is written as itself, the n-th of the others as character 256 + n.
+    byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
     for folder in folders:
-        theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        ours = Tokenizer.load(folder)
+        ours, spec = Tokenizer.load(folder), read_json(folder / "tokenizer.json")
+        added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        ranks = {bytes(byte[ord(c)] for c in text): i
+                 for text, i in spec["model"]["vocab"].items() if text not in added}
+        split = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        theirs = tiktoken.Encoding("", pat_str=split, mergeable_ranks=ranks, special_tokens=added)
         for special in (False, True):
-            theirs.encode_special_tokens = not special
+            read = added if special else added.keys() - ours.special.keys()
             for text in (*HARD, *readme.splitlines(), readme * 40):
                 ids = ours.encode(text, special=special)
-                assert ids == theirs.encode(text, add_special_tokens=False).ids, text[:200]
+                assert ids == theirs.encode(text, allowed_special=set(read),
+                                            disallowed_special=()), text[:200]
                 assert special or ours.decode(ids) == text
-        assert ours.decode(ours.encode("\udc00x \ud83d\ude00 \ud83d")) == "\ufffdx 😀 \ufffd"
         if folder.name == "llama3":
             assert ours.encode("Hello world", bos=True) == [128000, 9906, 1917]  # as published
             assert (ours.bos_id, ours.eos_id) == (128000, 128001)
@@ -784,7 +790,7 @@ def test_dry_run(corpus):
     config = replace(surgery.TINYLLAMA, n_prelude=4, n_core=8, n_coda=4, tie_embeddings=False)
     data.write_json("m/config.json", {"model_type": "loopgraft", **vars(config)})
     two_phase = ("train", f"--config={HERE}/config/fig7_two_phase.toml", "--dry_run")
-    memory = ("12.3 for weights and optimizer, 1.7 for gradients", "25,600,000 rows")
+    memory = ("14.0 for weights, gradients and optimizer", "25,600,000 rows")
     for command in ([*two_phase, "--init_from=m"], two_phase):
         said = call(*command)
         for words in ("body 704,708,608", "2.621e+10 tokens", "r: up to 4", "up over 125 updates",
@@ -964,7 +970,7 @@ def test_a_run_deletes_its_own_checkpoints_alone(base):
     assert find_checkpoint("run") == "run/step_1000000"
 
 def test_updates_that_are_not_finite(base, monkeypatch):
-    """They are skipped; too many in a row, over restarts too, end the run and save nothing."""
+    """They are skipped; too many in a row, over restarts too, end the run."""
     run_batch, bad = train.run_batch, {1, 4}
 
     def poisoned(model, batch, *rest):
@@ -978,7 +984,7 @@ def test_updates_that_are_not_finite(base, monkeypatch):
     bad |= {5, 6, 7}
     for _ in range(2):
         assert "no finite gradient" in refusal("train", *base, "--out_dir=bad")
-        assert checkpoints("bad") == ["step_000003"]
+        assert checkpoints("bad") == ["step_000006"]
 
 @pytest.mark.parametrize("draws, sizes", [(1, (16, 2)), (4, (4, 2, 1))])
 def test_micro_batches_do_not_change_an_update(draws, sizes, base):
@@ -993,17 +999,11 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """Out of memory in the pass at the full depth, before the first update, names the flags."""
     def fail(model, batch, seed, steps):
         assert steps == (1, 2)  # k of the whole run, though the curriculum begins at 1
-        if error:
-            raise error
-        torch.empty(1 << 50)  # on a CPU it is another class
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(train, "run_batch", fail)
-    for error in (torch.OutOfMemoryError("CUDA out of memory"), None):
-        line = refusal("train", *base, "--out_dir=run")
-        assert "--micro_batch=4" in line and "--recompute" in line
-    error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(RuntimeError, match="illegal"):
-        call("train", *base, "--out_dir=run")
+    line = refusal("train", *base, "--out_dir=run")
+    assert "--micro_batch=4" in line and "--recompute" in line
 
 def test_processes_start_alike():
     """A process that sees other checkpoints or weights than another one says so and exits."""
@@ -1017,19 +1017,15 @@ def test_processes_start_alike():
         with pytest.raises(UserError, match=f"update {update}.*another one from update 4"):
             agree(update, weight)
 
-def test_eval_only(corpus, base, unbroken):
-    """--eval_only gives float64's losses of out_dir's newest checkpoint, else of init_from's."""
-    assert "--eval_only" in refusal("train", *base, "--eval_only", "--out_dir=.")
-    call("train", *base, "--eval_only", f"--init_from={unbroken}", "--out_dir=.")
-    found = read_json("eval_loss_pretrain.json")["results"][1]
-    shutil.copytree(unbroken, "run")
-    call("train", *base, "--eval_only", "--init_from=none", "--out_dir=run")
-    assert read_json("run/eval_loss_pretrain.json")["results"][1] == found
+def test_no_updates_only_validate(corpus, base, unbroken):
+    """--updates=0 logs float64's losses of init_from's newest checkpoint, and saves nothing."""
+    call("train", *base, "--updates=0", f"--init_from={unbroken}", "--out_dir=run")
+    assert not checkpoints("run")
     model = RecurrentLM.load(unbroken).double()
     idx, targets, numbers = Dataset(f"{corpus}/pretrain", "val", 52).batch(0, 0, 0, 1, 27)
     state = model.initial_state(27, 52, 0, numbers)
     loss = model(idx, targets, steps=4, state=state)[1]
-    assert abs(found["value"] - loss) < 1e-5
+    assert abs(logged("run", "val")[0]["4"] - loss) < 1e-5
 
 # ------------------------------------------------------------------------------------- evaluation
 def test_gsm8k_is_asked_and_scored_as_in_the_paper():
@@ -1188,25 +1184,23 @@ surgery:
     {llama} {llama} --feed_forward --overwrite -> never SRC;
     ./lama out --feed_forward -> no such folder;
 data tiny:
-    --out {m}; --out out --rows 0 -> --rows;
+    --out {m} -> meta.json; --out out --rows 0 -> --rows;
 data:
     prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} -> --out;
     prepare --input {corpus}/test.jsonl --tokenizer gpt2 --out out -> tokenizer.json;
-    prepare --input {corpus}/test.jsonl --tokenizer {nfc} --out out -> neither words;
 data prepare --tokenizer {m} --out out:
     --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
     --input {m}/config.json -> config.json: is not; --input {corpus}/test.jsonl --val 0 -> --val;
     --input {corpus}/test.jsonl --val 1 -> --val;
 train {run}:
-    --uptades=3 -> --updates; --steps 4 -> --eval_steps; --seed=-1; --warmup=1.5; --draws=3;
+    --uptades=3; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
     --n_head=5; --wandb -> pip install; --lr=x; --curriculum=cubic -> linear;
     --config=none.toml -> none.toml; --data=none -> none;
     --data={corpus}/test.jsonl -> no finished data set; --data={corpus}/task:0 -> weight;
     --data={corpus}/task:1.5 -> weight; --context=30; --init_from={foreign} -> tokenizer;
-    --init_from=none -> no such folder; --updates=0; --batch_size=0; --micro_batch=0; --draws=0;
+    --init_from=none -> no such folder; --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
     --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
-    --log_every=0; --keep=0; --train=cores; --train=*core;
-    --init_from={m} --out_dir={m} -> --init_from;
+    --log_every=0; --keep=0; --train=cores;
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
     --model {nan} -> not finite;
@@ -1237,8 +1231,6 @@ def names(corpus, llama, checkpoint, tmp_path_factory):
     save(model, folder / "nan", corpus)
     small().save(folder / "foreign")
     (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
-    spec = read_json(corpus / "task" / "tokenizer.json") | {"normalizer": {"type": "NFC"}}
-    data.write_json(folder / "nfc" / "tokenizer.json", spec)
     for name in ("truncated", "missing", "mixed", "misshapen"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)

@@ -1,11 +1,12 @@
 """
 The training loop: pretraining, healing and task training of recurrent and ordinary models alike.
 
+    python data.py tiny --out out/tiny/data                                some data
     python train.py --config=config/tiny.toml                              one process
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand
     python train.py --config=config/fig4.toml --dry_run                    what it takes, no weights
-    python train.py --eval_only --init_from=DIR --data=SHARDS --eval_steps=1,4,32     losses only
+    python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     its losses only
 
 What is unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed
 distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness
@@ -18,13 +19,10 @@ Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
 import bisect
 import contextlib
-import difflib
 import functools
 import json
 import math
 import os
-import re
-import resource
 import shutil
 import signal
 import sys
@@ -39,12 +37,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from data import (RANK, WORLD, Dataset, Parser, check_settings, check_tokenizer, cli,
-                  copy_tokenizer, locked, natural, positive, read_json, say, tiny, whole,
-                  write_json, write_result)
+                  copy_tokenizer, fraction, locked, natural, positive, rate, read_json, say, whole,
+                  write_json)
 from model import IGNORE, Config, RecurrentLM, UserError, checkpoints, find_checkpoint, load_config
 from muon import BUFFERS, Optimizer, stacked_parts
 
-TINY = "out/tiny/data"  # the embedded corpus, made when it is missing
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
 SAMPLERS = "poisson-lognormal", "fixed"
 
@@ -59,17 +56,6 @@ def yes_or_no(text):
 def numbers(text):
     """"1,2,4" -> [1, 2, 4]"""
     return [natural(part) for part in text.strip("[]").split(",")]
-
-
-def rate(text, most=math.inf):
-    """A number from 0 to `most`."""
-    if not 0 <= float(text) <= most:
-        raise ValueError
-    return float(text)
-
-
-def fraction(text):
-    return rate(text, 1)
 
 
 class Recipe:
@@ -90,7 +76,7 @@ class Recipe:
     n_core = 0, "layers of the recurrent block", natural
     n_coda = 0, "layers after it", natural
     # budget
-    updates = 25000, "optimizer updates", positive
+    updates = 25000, "optimizer updates; 0: validate, and nothing else", natural
     batch_size = 1024, "rows per update, over all processes", positive
     draws = 1, "draws of r per update, each for an equal share of its rows", positive
     context = 1024, "T, tokens per row", positive
@@ -102,7 +88,7 @@ class Recipe:
     backprop_depth = 8, "k: gradients flow through the last k recurrences; 0: all", natural
     backprop_warmup = 0.0, "k rises from 2 over this fraction of the updates", fraction
     # optimizer
-    train = "", "parameters whose names match are trained, such as core|adapter; empty: all", str
+    train = "", "parts of names: what has one is trained, such as core|adapter; empty: all", str
     optimizer = "muon", "muon has AdamW for embeddings, head and norms", tuple(BUFFERS)
     lr = 0.001, "of Muon, or of AdamW (adamw*: Huginn's variant) for all", rate
     adam_lr = 5e-5, "of AdamW beside Muon", rate
@@ -129,7 +115,6 @@ class Free:
     compile = True, "torch.compile", yes_or_no
     recompute = False, "recompute recurrences in the backward pass: less memory", yes_or_no
     dry_run = False, "print what the run would be, without weights", yes_or_no
-    eval_only = False, "validate out_dir's newest checkpoint, else init_from", yes_or_no
 
 
 TABLE = {name: line for name, line in {**vars(Recipe), **vars(Free)}.items() if name[0] != "_"}
@@ -154,13 +139,8 @@ def read_settings(argv):
         except ValueError as e:
             parser.error(f"{config}: {e}")
         argv = [f"--{name}={value}" for name, value in values.items()] + argv
-    found, unknown = parser.parse_known_args(argv)
-    for flag in unknown:
-        name = flag.partition("=")[0].strip("-")
-        near = difflib.get_close_matches(name, TABLE, 1, 0)[0]
-        parser.error(f"{flag}: no such setting; the nearest is --{near}")
-    settings = Settings(**vars(found))
-    if not (settings.data and (settings.out_dir or settings.eval_only)):
+    settings = Settings(**vars(parser.parse_args(argv)))
+    if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
     check_sizes(settings)
     return settings
@@ -184,20 +164,7 @@ def main():
     if settings.dry_run:
         return dry_run(settings)
     device, store = start_processes()
-    if settings.data.startswith(TINY) and not os.path.exists(TINY) and RANK == 0:
-        tiny(TINY)
-    if WORLD > 1:
-        dist.barrier()
-    if settings.eval_only:
-        code = evaluate(settings, device)
-    else:
-        with locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext():
-            try:
-                code = train(settings, device, store)
-            finally:  # a mistake leaves nothing on the disk
-                if RANK == 0 and os.listdir(settings.out_dir) == [".lock"]:
-                    os.remove(f"{settings.out_dir}/.lock")
-                    os.removedirs(settings.out_dir)
+    code = train(settings, device, store)
     if WORLD > 1:
         dist.barrier()  # torchrun ends all others when one exits: rank 0 may still be saving
         dist.destroy_process_group()
@@ -233,60 +200,58 @@ def train(settings, device, store):
     model, optimizer, progress = set_up(settings, dataset, device)
     agree(settings, progress, model, store)
     start = progress["update"]
-    if start == settings.updates:
+    if 0 < start == settings.updates:
         say(f"{settings.out_dir}: is complete, nothing to do")
         return 0
     if settings.wandb and RANK == 0:
         start_wandb(settings)
-    warm_up(settings, model, dataset.batch(0, 0, 0, 1, settings.micro_batch))
-    if start == 0:
-        log(settings, progress, validate(settings, model, val_set))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: store.set("stop", ""))  # where all processes see it
-    tokens = settings.batch_size * settings.context
-    saved, skips, began = start, 0, time.time()
-
-    for update in range(start, settings.updates):
-        mark = time.time()
-        draws = [draw_steps(settings, update, update * settings.draws + i + 1)
-                 for i in range(settings.draws)]
-        sums = add_gradients(settings, model, optimizer, dataset, update, draws, store)
-        loss, labels, stop, norm = sums.tolist()  # the one wait for the device
-        if stop:  # this update is dropped: some processes have not finished it
-            break
-        scale, labels = lr_scale(settings, update), max(labels, 1)
-        loss, norm = loss / labels, optimizer.step(scale, settings.clip, labels, norm)
-
-        progress["update"] = done = update + 1
-        progress["tokens"] += tokens
-        progress["flops"] += tokens * sum(map(model.flops_per_token, draws)) // len(draws)
-        last = done == settings.updates
-        skips = 0 if math.isfinite(norm) else skips + 1  # in a row; nothing is saved meanwhile
-        progress["skipped"] += skips > 0
-        if last or skips or done % settings.log_every == 0:
-            n, k = draws[-1]
-            speed = round(tokens / (time.time() - mark))
-            left = (time.time() - began) / (done - start) * (settings.updates - done)
-            depth = f"n {n} k {k}  " if model.config.n_core else ""
-            say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}norm {norm:.2f}  "
-                f"{speed:,} tokens/s  {left / 60:.1f} min left at this pace", renew=not last)
-            log(settings, progress, {
-                "loss": loss, "norm": norm, "n": n, "k": k, "skipped": skips > 0,
-                "lr": settings.lr * scale, "tokens_per_s": speed})
-        if skips > MAX_SKIPS or (last and skips):
-            raise UserError(f"the last {skips} updates had no finite gradient and were not "
-                            f"saved: lower --lr={settings.lr} or look at the data")
-        if last or done % settings.eval_every == 0:
+    # Until here nothing is written, so a mistake leaves nothing behind.
+    with locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext():
+        warm_up(settings, model, dataset.batch(0, 0, 0, 1, settings.micro_batch))
+        if start == 0:
             log(settings, progress, validate(settings, model, val_set))
-        if not skips and done % settings.save_every == 0:
-            save_checkpoint(settings, model, optimizer, dataset, progress)
-            saved = done
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: store.set("stop", ""))  # where all processes see it
+        tokens, began = settings.batch_size * settings.context, time.time()
 
-    if not skips and progress["update"] > saved:
-        save_checkpoint(settings, model, optimizer, dataset, progress)
-    if stop:
-        say(f"stopped after update {progress['update']} by a signal: the same command continues")
-        return 128 + signal.SIGTERM
+        for update in range(start, settings.updates):
+            mark = time.time()
+            draws = [draw_steps(settings, update, update * settings.draws + i + 1)
+                     for i in range(settings.draws)]
+            sums = add_gradients(settings, model, optimizer, dataset, update, draws, store)
+            loss, labels, stop, norm = sums.tolist()  # the one wait for the device
+            if stop:  # this update is dropped: some processes have not finished it
+                if update > start:
+                    save_checkpoint(settings, model, optimizer, dataset, progress)
+                say(f"stopped after update {update} by a signal: the same command continues")
+                return 128 + signal.SIGTERM
+            scale, labels = lr_scale(settings, update), max(labels, 1)
+            loss, norm = loss / labels, optimizer.step(scale, settings.clip, labels, norm)
+
+            progress["update"] = done = update + 1
+            progress["tokens"] += tokens
+            progress["flops"] += tokens * sum(map(model.flops_per_token, draws)) // len(draws)
+            skip = not math.isfinite(norm)
+            progress["skipped"] += skip
+            progress["skips"] = skip * (progress["skips"] + 1)  # in a row
+            if progress["skips"] > MAX_SKIPS:
+                raise UserError(f"the last {progress['skips']} updates had no finite gradient: "
+                                f"lower --lr={settings.lr} or look at the data")
+            last = done == settings.updates
+            if last or skip or done % settings.log_every == 0:
+                n, k = draws[-1]
+                speed = round(tokens / (time.time() - mark))
+                left = (time.time() - began) / (done - start) * (settings.updates - done)
+                depth = f"n {n} k {k}  " if model.config.n_core else ""
+                say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}norm "
+                    f"{norm:.2f}  {speed:,} tokens/s  {left / 60:.1f} min left at this pace")
+                log(settings, progress, {
+                    "loss": loss, "norm": norm, "n": n, "k": k, "skipped": skip,
+                    "lr": settings.lr * scale, "tokens_per_s": speed})
+            if last or done % settings.eval_every == 0:
+                log(settings, progress, validate(settings, model, val_set))
+            if last or done % settings.save_every == 0:
+                save_checkpoint(settings, model, optimizer, dataset, progress)
     say(f"done: {settings.out_dir}")
     return 0
 
@@ -346,8 +311,7 @@ def shape(settings):
         if settings.dry_run and not os.path.exists(settings.init_from):
             return planned_shape(settings)
         return load_config(find_checkpoint(settings.init_from))
-    dataset = Dataset(settings.data, "val", settings.context)
-    meta = read_json(f"{dataset.folder}/meta.json")
+    meta = Dataset(settings.data, "val", settings.context).parts[0][0].meta
     sizes = {name: size for name, size in vars(settings).items() if name.startswith("n_")}
     return Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
                   context=max(2048, settings.context), **sizes)
@@ -384,22 +348,14 @@ def make_model(settings, dataset, folder=None):
         config.mean_recurrence = settings.mean_recurrence  # the effective depth of its init
         model = RecurrentLM(config)
         model.init_weights(settings.seed)
-    if settings.context > model.config.context:
-        raise UserError(f"--context={settings.context}: the model is for at most "
-                        f"{model.config.context}")
-    if model.folder:
-        check_tokenizer(model.config, model.folder, dataset.folder)
+    check_tokenizer(model.config, model.folder or dataset.folders[0], *dataset.folders)
     return model
 
 
 def choose_trained(settings, model):
-    """Only parameters whose names match --train carry gradient. UserError if none does."""
-    try:
-        trained = re.compile(settings.train).search
-    except re.error as e:
-        raise UserError(f"--train={settings.train}: is no regular expression ({e})")
+    """Only parameters that --train names carry gradient. UserError if none does."""
     for name, p in model.named_parameters():
-        p.requires_grad = bool(trained(name))
+        p.requires_grad = any(part in name for part in settings.train.split("|"))
     if not model.num_params(trained=True)["total"]:
         raise UserError(f"--train={settings.train}: matches none of the model's parameters")
 
@@ -411,18 +367,18 @@ def set_up(settings, dataset, device):
     """
     recipe = {name: value for name, value in vars(settings).items() if hasattr(Recipe, name)}
     recipe["digest of the data"] = dataset.fingerprint()
-    folder, progress = find_resume(settings, recipe)
-    model = make_model(settings, dataset, folder)
+    progress = dict(update=0, skipped=0, skips=0, tokens=0, flops=0, log_bytes=0, recipe=recipe)
+    found = checkpoints(settings.out_dir)[-1:]
+    for folder in found:
+        progress |= read_json(folder / "train.json")
+        check_settings(settings.out_dir, progress["recipe"], recipe)
+    model = make_model(settings, dataset, *found)
     c = model.config
     c.mean_recurrence = settings.mean_recurrence
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
-    if not folder:
-        if os.path.realpath(settings.init_from) == os.path.realpath(settings.out_dir):
-            raise UserError(f"--out_dir={settings.out_dir}: is --init_from, which stays as it is")
-        progress = dict(update=0, skipped=0, tokens=0, flops=0, log_bytes=0, recipe=recipe)
-        earlier = Path(model.folder or "", "train.json")
-        if c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
-            progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
+    earlier = Path(model.folder or "", "train.json")
+    if not found and c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
+        progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
     choose_trained(settings, model)
     plan(settings, model)
     say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
@@ -432,7 +388,7 @@ def set_up(settings, dataset, device):
     model.to(device, getattr(torch, settings.dtype))
     model.recompute = settings.recompute
     optimizer = make_optimizer(settings, model, masters)
-    if folder:
+    for folder in found:
         state = load_file(folder / "optimizer.safetensors", device=device)
         optimizer.load(state, progress["update"] - progress["skipped"])
     if device == "cpu" and settings.context <= 128:
@@ -470,7 +426,7 @@ def warm_up(settings, model, batch):
     """
     Compile, and make one forward and backward pass at the full backprop depth. So the graphs with
     and without gradient are compiled, and a memory limit is met, now and not when the curriculum
-    has risen. Says how much was needed. Nothing of it stays.
+    has risen. Says how much a GPU needed. Nothing of it stays.
     """
     say("warm-up: one pass at the full depth")
     if settings.compile:
@@ -481,16 +437,13 @@ def warm_up(settings, model, batch):
     k = min(settings.mean_recurrence, backprop_depth(settings, settings.updates))
     try:
         run_batch(model, batch, 0, (1, k)).backward()
-    except RuntimeError as e:  # a CPU has no class of its own for it
-        if not isinstance(e, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(e):
-            raise
+    except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={len(batch[0])} at k = {k}: make that "
                         "smaller, or --context, or try --recompute")
     model.zero_grad()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if model.embed.weight.is_cuda:
         peak = torch.cuda.max_memory_allocated()
-    say(f"warm-up: {peak / 1e9:.2f} GB of memory at the peak")
+        say(f"warm-up: {peak / 1e9:.2f} GB of memory at the peak")
 
 
 # ------------------------------------------------------------ schedules: functions of the update
@@ -595,14 +548,14 @@ def dry_run(settings):
         say(f"data: {rows:,} rows, {epochs:.3g} epochs of {settings.data}")
     except UserError as e:
         say(f"data: {rows:,} rows of {settings.context} tokens; but {e}")
-    optimizer, weights = make_optimizer(settings, model), list(model.parameters())
-    held = [*weights, *optimizer.masters.values(), optimizer.sums, *optimizer.state.values()]
+    optimizer = make_optimizer(settings, model)
+    held = [*model.parameters(), *optimizer.masters.values(), *optimizer.state.values()]
     held = sum(t.nbytes for t in held) / 1e9
-    gradients = sum(p.nbytes for p in weights if p.requires_grad) / 1e9
+    held += 1.5 * optimizer.sums.nbytes / 1e9  # sums of gradients, and half as much for these
     batch = settings.micro_batch * activations(settings, model) / 1e9
-    say(f"memory: about {held + gradients + batch:.1f} GB a process in bfloat16: {held:.1f} for "
-        f"weights and optimizer, {gradients:.1f} for gradients, {batch:.1f} for --micro_batch="
-        f"{settings.micro_batch} if compiled")
+    say(f"memory: about {held + batch:.1f} GB a process in bfloat16: {held:.1f} for weights, "
+        f"gradients and optimizer, {batch:.1f} for --micro_batch={settings.micro_batch} if "
+        "compiled")
 
 
 def activations(settings, model):
@@ -646,27 +599,6 @@ def validate(settings, model, dataset):
     return {"val": dict(zip(steps, losses)), "accuracy": dict(zip(steps, accuracy))}
 
 
-def evaluate(settings, device):
-    """
-    eval_only: losses over recurrences of out_dir's newest checkpoint, else of init_from, also as
-    eval_loss_DATA.json in that folder.
-    """
-    found = checkpoints(settings.out_dir) if settings.out_dir else []
-    folder = [settings.init_from, *found][-1]
-    if not folder:
-        raise UserError("--eval_only: --out_dir has no checkpoint yet, and there is no --init_from")
-    dataset = Dataset(settings.data, "val", settings.context)
-    model = make_model(settings, dataset, folder).to(device, getattr(torch, settings.dtype))
-    began = time.time()
-    found = validate(settings, model, dataset)
-    if RANK == 0:
-        results = [{"steps": r, "metric": "loss", "value": loss, "accuracy": found["accuracy"][r]}
-                   for r, loss in found["val"].items()]
-        path = Path(settings.out_dir or folder, f"eval_loss_{Path(settings.data).name}.json")
-        tokens = min(settings.eval_rows, dataset.num_rows) * settings.context
-        write_result(path, "train", model, settings.data, results, time.time() - began, tokens)
-
-
 def start_wandb(settings):
     try:
         import wandb
@@ -702,26 +634,13 @@ def save_checkpoint(settings, model, optimizer, dataset, progress):
     """
     if RANK > 0:
         return
-    if not all(weight.isfinite().all() for weight in optimizer.masters.values()):
-        raise UserError(f"{settings.out_dir}: the weights are no longer finite, so nothing was "
-                        "saved: lower --lr; the checkpoint that is there stays")
     with whole(Path(settings.out_dir, f"step_{progress['update']:06d}")) as folder:
         model.save(folder, model.state_dict() | optimizer.masters)
-        copy_tokenizer(dataset.folder, folder)
+        copy_tokenizer(dataset.folders[0], folder)
         save_file(optimizer.state, Path(folder, "optimizer.safetensors"))
         write_json(Path(folder, "train.json"), progress | {"config": vars(settings)})
     for path in checkpoints(settings.out_dir)[:-settings.keep]:
         shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
-
-
-def find_resume(settings, recipe):
-    """The newest checkpoint of out_dir and its train.json, or (None, None). Same recipe only."""
-    found = checkpoints(settings.out_dir)
-    if not found:
-        return None, None
-    progress = read_json(found[-1] / "train.json")
-    check_settings(settings.out_dir, progress["recipe"], recipe)
-    return found[-1], progress
 
 
 if __name__ == "__main__":

@@ -216,7 +216,8 @@ def play_scripts(corpus, folder):
             f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --device=cuda:1 --compile",
             f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "
             "--template=plain --max_new_tokens=3 --out=gsm8k.json",
-            f"train --eval_only --init_from=0of1 --data={corpus}/task --context=26 --eval_rows=8"):
+            f"train --updates=0 --init_from=0of1 --data={corpus}/task --context=26 --eval_rows=8 "
+            "--batch_size=8 --out_dir=losses --compile=false"):
         call(*command.split())
     torch.cuda.set_device(0)
     if find_spec("lm_eval"):

@@ -396,11 +396,12 @@ def losses(folder, corpus):
     found = {}
     for part in ("pretrain", "task"):
         row = read_json(corpus / part / "meta.json")["row"]
-        execute(folder, ["train.py", "--eval_only", f"--init_from={folder}",
+        out = folder / f"loss_{part}"
+        execute(folder, ["train.py", "--updates=0", f"--init_from={folder}", f"--out_dir={out}",
                          f"--data={corpus / part}", f"--context={row}", "--eval_rows=512",
                          "--eval_steps=1,8", "--compile=false", "--dtype=float32"])
-        results = read_json(folder / f"eval_loss_{part}.json")["results"]
-        found[part] = {row["steps"]: [row["value"], row["accuracy"]] for row in results}
+        line = json.loads((out / "log.jsonl").read_text())
+        found[part] = {r: [loss, line["accuracy"][r]] for r, loss in line["val"].items()}
     return found
 
 
