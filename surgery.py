@@ -557,13 +557,13 @@ def write_card(folder, source, config):
     checkpoint in the folder `source`, and nothing else.
     """
     base, training = history(source)
-    card = CARD.format(name=folder.name, base=base, c=config) + training + scores(Path(source))
+    card = CARD.format(name=folder.name, base=base, c=config) + training + scores(source)
     (folder / "README.md").write_text(card, "utf-8")
 
 
 def scores(source):
     """Markdown: what eval_*.json in a checkpoint's folder, its run's or beside that say of it."""
-    rows, source = "", source.resolve()
+    rows, source = "", Path(source).resolve()
     weights = digest(source / "model.safetensors")
     folders = source, *source.parents[:2]
     for path in sorted(path for folder in folders for path in folder.glob("eval_*.json")):
