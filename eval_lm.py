@@ -218,13 +218,13 @@ def evaluate(lm, tasks, limit=None):
         for task, values in found["results"].items():
             n = found["n-samples"].get(task, {}).get("effective")
             for key, value in values.items():
-                metric, comma, rule = key.partition(",")
-                if comma and not metric.endswith("_stderr"):
+                metric, _, rule = key.partition(",")
+                if rule and not metric.endswith("_stderr"):
                     error = values.get(f"{metric}_stderr,{rule}")  # "N/A" where there is none
                     results.append({
                         "steps": lm.r,
                         "task": task,
-                        "metric": metric if rule == "none" else key,
+                        "metric": key.removesuffix(",none"),
                         "value": float(value),
                         "standard_error": error if isinstance(error, float) else None,
                         "n": n,

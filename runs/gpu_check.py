@@ -24,10 +24,13 @@ CARDS = torch.cuda.device_count()
 DEVICE = "cuda:0" if GPU else "cpu"
 SMALL = Config(512, 128, 4, 2, 352, 1, 2, 1, context=512, state_std=1.0)
 LARGE = Config(32000, 2048, 32, 4, 5632, 4, 8, 4) if GPU else SMALL  # TinyLlama after surgery
-DEPTHS, UPDATES, TOKENS = (4, 32), 30, 64
+DEPTHS = 4, 32
+UPDATES = 30
+TOKENS = 64
 SCRATCH = tempfile.TemporaryDirectory(dir="out/gpu_check")  # gone at the end
 FOLDER = SCRATCH.name
-ROWS, TABLE = [], []
+ROWS = []
+TABLE = []
 
 
 def add(check, value, wanted="", ok=None):
@@ -86,7 +89,8 @@ def change(device, dtype):
 
 def check_oracles():
     """Logits and an update against the CPU's in float32; in bfloat16 as near as the CPU comes."""
-    exact, (update, norm) = logits("cpu", torch.float32), change("cpu", torch.float32)
+    exact = logits("cpu", torch.float32)
+    update, norm = change("cpu", torch.float32)
 
     def errors(device, dtype):
         changes, its_norm = change(device, dtype)
@@ -94,11 +98,10 @@ def check_oracles():
         yield abs(its_norm - norm) / max(norm, 1e-9)
         yield (1 - F.cosine_similarity(changes, update, 0)).item()
 
-    limits = {torch.float32: [1e-4, 1e-4, 0.02],
-              torch.bfloat16: [1.5 * error + 0.005 for error in errors("cpu", torch.bfloat16)]}
-    for dtype in limits:
-        names = ("logits", "gradient norm", "update")
-        for name, error, limit in zip(names, errors(DEVICE, dtype), limits[dtype]):
+    names = "logits", "gradient norm", "update"
+    near = [1.5 * error + 0.005 for error in errors("cpu", torch.bfloat16)]
+    for dtype, limits in ((torch.float32, [1e-4, 1e-4, 0.02]), (torch.bfloat16, near)):
+        for name, error, limit in zip(names, errors(DEVICE, dtype), limits):
             below(f"{name}, {dtype}, error", error, limit)
         twice = [change(DEVICE, dtype)[0] for _ in range(2)]
         add(f"update, {dtype}, twice the same bits", torch.equal(*twice))
@@ -106,7 +109,8 @@ def check_oracles():
 
 def check_attention():
     """Which kernel SDPA picks where we call it. MATH would store the scores of all pairs."""
-    picked, actual = [], F.scaled_dot_product_attention
+    picked = []
+    actual = F.scaled_dot_product_attention
 
     def spy(q, k, v, mask=None, **flags):
         choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, **flags)
@@ -117,11 +121,12 @@ def check_attention():
         for dtype in (torch.bfloat16, torch.float32):
             model, idx, targets, state = small(DEVICE, dtype)
             mask = torch.ones(4, 1, 128, 128, dtype=torch.bool, device=DEVICE).tril()
-            for use, run in {
-                    "training": lambda: model(idx, targets, (0, 1), state)[1].backward(),
-                    "decoding": lambda: list(generate(model, [[1, 2, 3]], 2, 1)),
-                    "eval_lm.py": lambda: list(model.trajectory(idx, [1], state, mask=mask))
-                    }.items():
+            uses = {
+                "training": lambda: model(idx, targets, (0, 1), state)[1].backward(),
+                "decoding": lambda: list(generate(model, [[1, 2, 3]], 2, 1)),
+                "eval_lm.py": lambda: list(model.trajectory(idx, [1], state, mask=mask)),
+            }
+            for use, run in uses.items():
                 run()
                 kernels = ", ".join(sorted(set(picked)))
                 picked.clear()
@@ -132,26 +137,33 @@ def check_decoding():
     """Every way gives the tokens of the CPU, to the end of the context. One row ends early."""
     prompts = [[*range(1, n)] for n in (5, 20, 40)]
 
-    def tokens(model, **way):
-        ends = lambda row, token: row == 1 and token == 7
-        new = SMALL.context - len(prompts[-1])
-        return sorted(generate(model, prompts, new, 4, ends, **way), key=lambda event: event[0])
+    def ends(row, token):
+        return row == 1 and token == 7
 
-    exact = [token for _, token, _ in tokens(small("cpu", torch.float32)[0])]
+    def tokens(model, **way):
+        rows = [[] for _ in prompts]
+        new = SMALL.context - len(prompts[-1])
+        for row, token, _ in generate(model, prompts, new, 4, ends, **way):
+            rows[row].append(token)
+        return sum(rows, [])
+
+    exact = tokens(small("cpu", torch.float32)[0])
     model = small(DEVICE, torch.float32)[0]
     for how in ("", ", compiled"):
         if how:
             compile_decoding(model)
         for name, way in {"plain": {}, "drafted": {"draft_steps": 2}}.items():
-            same = [token for _, token, _ in tokens(model, **way)] == exact
+            same = tokens(model, **way) == exact
             add(f"{len(exact)} tokens, {name}{how}, are the CPU's", same, True, same)
 
 
 def check_waits():
     """How often the host waits for the GPU, by torch's own count."""
+    if not GPU:
+        return
+    _, update = make_update(DEVICE, torch.bfloat16)
     tokens = generate(small(DEVICE, torch.bfloat16)[0], [[1, 2, 3]], 8, 4)
-    steps = {"update": make_update(DEVICE, torch.bfloat16)[1], "token": lambda: next(tokens)}
-    for name, step in steps.items() if GPU else ():
+    for name, step in (("update", update), ("token", lambda: next(tokens))):
         seconds(step, 1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -184,7 +196,8 @@ def run(*command, signal_after=None):
 
 def train(name, world=1, stop=False):
     """train.py on the embedded corpus, in bfloat16 and compiled -> weights, validation losses."""
-    out, launcher = f"{FOLDER}/{name}", ()
+    out = f"{FOLDER}/{name}"
+    launcher = ()
     if world > 1:
         launcher = "-m", "torch.distributed.run", f"--nproc_per_node={world}"
     shape = "--n_embd=128 --n_head=4 --n_prelude=1 --n_core=1 --n_coda=1 --context=26"
@@ -219,8 +232,11 @@ def check_training():
 # -------------------------------------------------------------------------------- how fast is it?
 
 def bench(command, *flags):
-    model = f"--model={FOLDER}/random"
-    return json.loads(run("bench.py", command, model, "--dtype=bfloat16", "--repeat=2", *flags))
+    """bench.py's results, on a CPU without a minute of compiling."""
+    flags = f"--model={FOLDER}/random", "--dtype=bfloat16", "--repeat=2", *flags
+    if not GPU:
+        flags += ("--no_compile",)
+    return json.loads(run("bench.py", command, *flags))
 
 
 def seconds(step, repeat):
@@ -251,33 +267,34 @@ def expected_memory(rows):
 
 def measure_training():
     """An update of the paper's micro-batch, or of what fits, beside the memory it should take."""
-    rows, context, how = 8, 32, ["--no_compile"]
+    rows, context = 8, 32
     if GPU:
         total = torch.cuda.get_device_properties(0).total_memory / 1e9
         rows = next((n for n in (8, 4, 2) if expected_memory(n) < total), 1)
-        context, how = 1024, []
+        context = 1024
     result = bench("train", "--optimizer=muon", "--steps=24+8", f"--batch_size={rows}",
-                   f"--context={context}", *how)
+                   f"--context={context}")
     row = result["rows"][0]
     add("matmul peak, TFLOP/s", result["matmul_peak"] / 1e12)
     add(f"train, {rows} rows of {context}, n=24 k=8, tokens/s", row["tokens_per_s"])
     add("... share of the matmul peak (MFU)", row["mfu"])
     if GPU:
-        below("... GB of memory, beside the estimate", row["peak_mib"] * 2**20 / 1e9,
-              1.1 * expected_memory(rows))
+        used = row["peak_mib"] * 2**20 / 1e9
+        below("... GB of memory, beside the estimate", used, 1.1 * expected_memory(rows))
 
 
 @torch.inference_mode()
 def measure_decoding():
     """Whole texts; then single steps, against the time that it takes to read the weights."""
-    flags = "--steps=" + ",".join(map(str, DEPTHS)), f"--tokens={TOKENS}"
-    for row in bench("decode", *flags, *(() if GPU else ("--no_compile",)))["rows"]:
+    steps = ",".join(map(str, DEPTHS))
+    for row in bench("decode", f"--steps={steps}", f"--tokens={TOKENS}")["rows"]:
         add(f"decode {TOKENS} tokens, r={row['r']}, tokens/s", row["tokens_per_s"])
     source = torch.ones(1 << (28 if GPU else 24), device=DEVICE)
     bandwidth = 2 * source.nbytes / seconds(source.clone, 10)
     add("bandwidth of a copy, GB/s", bandwidth / 1e9)
-    model, token = RecurrentLM.load(f"{FOLDER}/random", DEVICE), torch.tensor([1], device=DEVICE)
+    model = RecurrentLM.load(f"{FOLDER}/random", DEVICE)
     n = model.num_params()
+    token = torch.tensor([1], device=DEVICE)
     for how in ("plain", "compiled, on a GPU recorded"):
         if how != "plain":
             compile_decoding(model)
@@ -285,22 +302,28 @@ def measure_decoding():
             decoder = Decoder(model, r, 1, 128, Decoding())
             s = torch.zeros(1, 1, LARGE.n_embd, device=DEVICE)
             took = seconds(lambda: decoder.step(token, token, token, s, s, end=8), 20)
-            read = n["prelude"] + n["coda"] + n["embeddings"] / 2 + r * (n["core"] + n["adapter"])
+            read = n["prelude"] + r * (n["adapter"] + n["core"]) + n["coda"] + n["embeddings"] / 2
             add(f"a step, {how}, r={r}, ms", 1e3 * took)
             add("... share of the bandwidth", 2 * read / took / bandwidth)
 
 
 def main():
     began = time.time()
-    for step in (check_oracles, check_attention, check_decoding, check_waits, check_training,
-                 save_random, measure_training, measure_decoding):
+    steps = (check_oracles, check_attention, check_decoding, check_waits, check_training,
+             save_random, measure_training, measure_decoding)
+    for step in steps:
         print(f"\n== {step.__name__} ==  ({time.time() - began:.0f} s)", flush=True)
         try:
             step()
         except Exception as e:  # the others go on
             add(step.__name__, f"{type(e).__name__}: {e}", "no error", False)
-    machine = {"machine": torch.cuda.get_device_name() if GPU else "CPU", "cards": CARDS,
-               "torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    machine = {
+        "machine": torch.cuda.get_device_name() if GPU else "CPU",
+        "cards": CARDS,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
     failed = [row["check"] for row in ROWS if row["ok"] is False]
     print("", machine, *TABLE, "", sep="\n")
     if failed:
