@@ -258,7 +258,6 @@ AXES = {
     "flops": "training FLOPs (the paper's rule)",
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
-GUESS = "always the commonest answer"
 
 
 def plot(args):
@@ -278,8 +277,6 @@ def plot(args):
         for title, y, curve, *point in points:
             found.setdefault((title, y), {}).setdefault(curve, []).append(point)
     for (title, y), curves in found.items():
-        if GUESS in curves:
-            curves[GUESS] = curves.pop(GUESS)[:1]  # once, and last
         figures.append({
             "title": title,
             "x": AXES[axis],
@@ -322,8 +319,6 @@ def scores(label, result, axis):
         title = row.get("task", result.get("task", ""))
         metric = row["metric"].replace("flexible", "accuracy")
         yield title, metric, curve, x.get(axis), row["value"], row.get("standard_error")
-        if "guess" in result:
-            yield title, metric, GUESS, None, result["guess"], None
 
 
 def draw(figures, out):
@@ -358,8 +353,7 @@ def draw_panel(panel, figure):
     for i, (label, points) in enumerate(figure["curves"].items()):
         x, y, error = zip(*points)
         if x[0] is None:
-            color = "gray" if label == GUESS else f"C{i}"
-            lines.append(panel.axhline(y[0], color=color, ls="--", label=label))
+            lines.append(panel.axhline(y[0], color=f"C{i}", ls="--", label=label))
         else:
             # Hollow marks of several shapes: curves that lie on each other can be told apart.
             marker = "os^Dv*PX"[i % 8] if len(x) < 20 else ""

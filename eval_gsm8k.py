@@ -25,7 +25,6 @@ import os
 import re
 import sys
 import time
-from collections import Counter
 from itertools import chain, islice, product
 from pathlib import Path
 
@@ -311,9 +310,8 @@ def main():
         results = summarise(rows, answers, steps, metrics)
         seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
         tokens = sum(answer["tokens"] for answer in answers.values())
-        [(_, commonest)] = Counter(normalise(row["answer"]) for row in rows).most_common(1)
         write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
-                     n=len(rows), guess=commonest / len(rows), settings=settings)
+                     n=len(rows), settings=settings)
         print_table(results, config, args)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 

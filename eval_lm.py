@@ -184,7 +184,7 @@ class Harness(TemplateLM):
                                                 self.r, seed=self.seed, state=self.state)
                 texts.update(zip(indices, found))
                 self.tokens += sum(counts)
-        return [texts[i] for i in range(len(requests))]
+        return [texts[i] for i in sorted(texts)]
 
 
 def load_tasks(names, include_path=None, num_fewshot=None):
@@ -232,12 +232,11 @@ def evaluate(lm, tasks, limit=None):
     return results
 
 
-def print_table(results, config):
-    """A line for each task, metric and r. * is beyond the mean recurrence of training."""
+def print_table(results):
+    """A line for each task, metric and r."""
     for x in sorted(results, key=lambda x: (x["task"], x["metric"], x["steps"])):
-        r = f"{x['steps']}" + "*" * (x["steps"] > config.mean_recurrence)
         error = "" if x["standard_error"] is None else f" ± {x['standard_error']:.2g}"
-        print(f"{x['task']:24} {x['metric']:24} r = {r:5} {x['value']:.4g}{error}")
+        print(f"{x['task']:24} {x['metric']:24} r = {x['steps']:<5} {x['value']:.4g}{error}")
 
 
 def main():
@@ -276,7 +275,7 @@ def main():
     seconds = time.perf_counter() - began
     write_result(out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
                  settings=settings)
-    print_table(results, lm.model.config)
+    print_table(results)
     print(f"{lm.model.folder}: {lm.tokens} tokens in {seconds:.1f} s: {out}")
 
 
