@@ -311,10 +311,11 @@ def scores(label, result, axis):
     train.py never touched is one over the training.
     """
     for row in result.get("results", []):
-        r, config, curve = row["steps"], Config(**result["config"]), label
+        r, curve = row["steps"], label
+        config = Config(**result["config"])
         x = result.get("training", {}) | {"steps": r if config.n_core else None}
         x["token_flops"] = RecurrentLM.empty(config).flops_per_token((0, r)) // 3
-        if config.n_core and axis not in LOG_BASE:
+        if config.n_core and axis in ("update", "flops"):
             curve += f", r = {r}"
         title = row.get("task", result.get("task", ""))
         metric = row["metric"].replace("flexible", "accuracy")
