@@ -365,8 +365,8 @@ def write_shard(folder, name, tokens):
 
 
 def write_shards(args, state, tokens):
-    """Write the next shard, its last share --val apart for validation, then the progress so far."""
-    number, cut = len(state["shards"]["train"]), len(tokens) - int(len(tokens) * args.val)
+    """Write the next shard, its last 1% apart for validation, then the progress so far."""
+    number, cut = len(state["shards"]["train"]), len(tokens) - len(tokens) // 100
     dtype = np.uint16 if state["vocab_size"] <= 65536 else np.uint32
     for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
         if part:
@@ -411,8 +411,6 @@ def prepare(args):
     the same command resumes at the next shard and writes the same bytes. It reads the rows before
     that again, but does not tokenize them.
     """
-    if not 0 < args.val < 1:
-        raise UserError(f"--val={args.val}: is not between 0 and 1")
     tokenizer, out = Tokenizer.load(args.tokenizer), Path(args.out)
     arguments = vars(args) | {
         "input": [[os.path.basename(path), os.path.getsize(path)] for path in args.input],
@@ -661,9 +659,8 @@ def main():
               "column in another one is a.b, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
-    flag("--max_bad", type=float, default=0.01,
+    flag("--max_bad", type=fraction, default=0.01,
          help="share of documents that may be bad (0.01); they are counted and left out")
-    flag("--val", type=float, default=0.01, help="share of each shard for validation (0.01)")
     flag("--shard_tokens", type=positive, default=10**8, help="tokens a shard, about (10^8)")
     flag = commands.add_parser("tiny", help="write the embedded corpus",
                                description=tiny.__doc__).add_argument

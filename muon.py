@@ -107,7 +107,8 @@ class Optimizer:
         self.adam_lr = adam_lr if rule == "muon" else lr
         self.eps = 1e-10 if rule == "muon" else 1e-8
         self.weight_decay = weight_decay
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         self.updates = 0
 
         params = list(self.params.values())
@@ -167,7 +168,8 @@ class Optimizer:
         if math.isfinite(norm):
             self.updates += 1
             self.sums.mul_(min(1.0, clip / (norm + 1e-6)) / labels)
-            lr, adam_lr = self.lr * lr_factor, self.adam_lr * lr_factor
+            lr = self.lr * lr_factor
+            adam_lr = self.adam_lr * lr_factor
             self.muon_step(lr)
             if self.groups["adamw"]:
                 lists = zip(*self.groups["adamw"])

@@ -43,7 +43,6 @@ from model import IGNORE, Config, RecurrentLM, UserError, checkpoints, find_chec
 from muon import BUFFERS, Optimizer, stacked_parts
 
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
-SAMPLERS = "poisson-lognormal", "fixed"
 
 
 # ----------------------------------------------------------------------------------- the settings
@@ -82,7 +81,7 @@ class Recipe:
     context = 1024, "T, tokens per row", positive
     # recurrence
     mean_recurrence = 32, "R, the mean of r (the paper's sampler has mean R + 1)", positive
-    recurrence_sampler = "poisson-lognormal", "fixed: r is its mean every time", SAMPLERS
+    recurrence_sampler = "poisson-lognormal", "fixed: the mean", ("poisson-lognormal", "fixed")
     curriculum = "linear", "how the mean rises from 1 to R", ("linear", "1-sqrt", "none")
     curriculum_warmup = 0.25, "over this fraction of the updates", fraction
     backprop_depth = 8, "k: gradients flow through the last k recurrences; 0: all", natural
@@ -124,10 +123,10 @@ Settings = make_dataclass("Settings", [(name, object, line[0]) for name, line in
 def read_settings(argv):
     """
     The Settings of --config=FILE.toml (flat keys) and of --key=value, which wins. --key alone is
-    true. UserError says which one is wrong.
+    true. UserError says which one is wrong: an update must divide into draws and micro-batches, and
+    the width into heads.
     """
-    parser = Parser(prog="train.py", usage="train.py --config=FILE --key=value ...",
-                    description=__doc__)
+    parser = Parser(usage="train.py --config=FILE --key=value ...", description=__doc__)
     for name, (default, meaning, kind) in TABLE.items():
         option = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
         parser.add_argument(f"--{name}", default=default, help=f"{meaning} [{default}]",
@@ -139,15 +138,9 @@ def read_settings(argv):
         except ValueError as e:
             parser.error(f"{config}: {e}")
         argv = [f"--{name}={value}" for name, value in values.items()] + argv
-    settings = Settings(**vars(parser.parse_args(argv)))
-    if not (settings.data and settings.out_dir):
+    s = Settings(**vars(parser.parse_args(argv)))
+    if not (s.data and s.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
-    check_sizes(settings)
-    return settings
-
-
-def check_sizes(s):
-    """UserError unless an update divides into draws and micro-batches, and the width into heads."""
     s.micro_batch = min(s.micro_batch, math.ceil(s.batch_size / WORLD))
     if s.batch_size % (s.micro_batch * WORLD * s.draws):
         raise UserError(f"--batch_size={s.batch_size}: is not a multiple of {WORLD} processes "
@@ -155,6 +148,7 @@ def check_sizes(s):
     if s.n_embd % (2 * s.n_head) or s.n_head % s.n_kv_head:
         raise UserError(f"--n_embd={s.n_embd}, --n_head={s.n_head}, --n_kv_head={s.n_kv_head}: a "
                         "head's width must be even, and n_kv_head divides n_head")
+    return s
 
 
 # ---------------------------------------------------------------------------------------- the run
@@ -246,8 +240,8 @@ def train(settings, device, store):
                 say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}norm "
                     f"{norm:.2f}  {speed:,} tokens/s  {left / 60:.1f} min left at this pace")
                 log(settings, progress, {
-                    "loss": loss, "norm": norm, "n": n, "k": k, "skipped": skip,
-                    "lr": settings.lr * scale, "tokens_per_s": speed})
+                    "loss": loss, "norm": norm, "n": n, "k": k, "lr": settings.lr * scale,
+                    "tokens_per_s": speed})
             if last or done % settings.eval_every == 0:
                 log(settings, progress, validate(settings, model, val_set))
             if last or done % settings.save_every == 0:
@@ -368,16 +362,16 @@ def set_up(settings, dataset, device):
     recipe = {name: value for name, value in vars(settings).items() if hasattr(Recipe, name)}
     recipe["digest of the data"] = dataset.fingerprint()
     progress = dict(update=0, skipped=0, skips=0, tokens=0, flops=0, log_bytes=0, recipe=recipe)
-    found = checkpoints(settings.out_dir)[-1:]
-    for folder in found:
+    folder = [None, *checkpoints(settings.out_dir)][-1]
+    if folder:
         progress |= read_json(folder / "train.json")
         check_settings(settings.out_dir, progress["recipe"], recipe)
-    model = make_model(settings, dataset, *found)
+    model = make_model(settings, dataset, folder)
     c = model.config
     c.mean_recurrence = settings.mean_recurrence
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
     earlier = Path(model.folder or "", "train.json")
-    if not found and c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
+    if not folder and c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
         progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
     choose_trained(settings, model)
     plan(settings, model)
@@ -388,7 +382,7 @@ def set_up(settings, dataset, device):
     model.to(device, getattr(torch, settings.dtype))
     model.recompute = settings.recompute
     optimizer = make_optimizer(settings, model, masters)
-    for folder in found:
+    if folder:
         state = load_file(folder / "optimizer.safetensors", device=device)
         optimizer.load(state, progress["update"] - progress["skipped"])
     if device == "cpu" and settings.context <= 128:
@@ -434,7 +428,7 @@ def warm_up(settings, model, batch):
             model.compile_parts()
         except UserError as e:
             say(f"{e}: going on without torch.compile")
-    k = min(settings.mean_recurrence, backprop_depth(settings, settings.updates))
+    k = backprop_depth(settings, settings.updates)
     try:
         run_batch(model, batch, 0, (1, k)).backward()
     except torch.OutOfMemoryError:
@@ -460,8 +454,8 @@ def mean_recurrence(settings, update):
 
 
 def backprop_depth(settings, update):
-    """k, where the mean recurrence is not below it; rises from 2 over its warm-up (Figure 16)."""
-    k = settings.backprop_depth or settings.mean_recurrence
+    """k, where r is not below it; rises from 2 over its warm-up (Figure 16)."""
+    k = min(settings.backprop_depth or settings.mean_recurrence, settings.mean_recurrence)
     warmup = math.ceil(settings.backprop_warmup * settings.updates)
     if update < warmup:
         k = min(k, 1 + math.ceil((k - 1) * (update + 1) / warmup))
@@ -552,24 +546,16 @@ def dry_run(settings):
     held = [*model.parameters(), *optimizer.masters.values(), *optimizer.state.values()]
     held = sum(t.nbytes for t in held) / 1e9
     held += 1.5 * optimizer.sums.nbytes / 1e9  # sums of gradients, and half as much for these
-    batch = settings.micro_batch * activations(settings, model) / 1e9
+    # What the forward pass of a row keeps for the backward pass, in bfloat16 and compiled; so many
+    # bytes a layer and token were counted on small models.
+    c = model.config
+    layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
+    k = 1 if settings.recompute else backprop_depth(settings, settings.updates)
+    layers = c.n_prelude * model.prelude[0].mlp.fc.weight.requires_grad + c.n_core * k + c.n_coda
+    batch = settings.micro_batch * settings.context * layer * layers / 1e9
     say(f"memory: about {held + batch:.1f} GB a process in bfloat16: {held:.1f} for weights, "
         f"gradients and optimizer, {batch:.1f} for --micro_batch={settings.micro_batch} if "
         "compiled")
-
-
-def activations(settings, model):
-    """
-    Bytes that the forward pass of a row keeps for the backward pass, in bfloat16 and compiled; so
-    many a layer and token were counted on small models.
-    """
-    c = model.config
-    layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
-    k = min(settings.mean_recurrence, backprop_depth(settings, settings.updates))
-    if settings.recompute:
-        k = 1  # the others keep little more than their state
-    prelude = c.n_prelude * model.prelude[0].mlp.fc.weight.requires_grad
-    return settings.context * layer * (prelude + c.n_core * k + c.n_coda)
 
 
 # ------------------------------------------------------------------------- validation and the log
@@ -612,14 +598,10 @@ def log(settings, progress, entry):
     if RANK > 0:
         return
     entry |= {key: progress[key] for key in ("update", "tokens", "flops")}
-    path = Path(settings.out_dir, "log.jsonl")
-    try:
-        with open(path, "ab") as f:
-            size = min(f.tell(), progress["log_bytes"])
-            f.truncate(size)
-            progress["log_bytes"] = size + f.write(json.dumps(entry).encode() + b"\n")
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written ({e}); the checkpoints are whole")
+    with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
+        size = min(f.tell(), progress["log_bytes"])
+        f.truncate(size)
+        progress["log_bytes"] = size + f.write(json.dumps(entry).encode() + b"\n")
     if settings.wandb:
         import wandb
         wandb.log(entry, step=entry["update"])
@@ -634,11 +616,11 @@ def save_checkpoint(settings, model, optimizer, dataset, progress):
     """
     if RANK > 0:
         return
-    with whole(Path(settings.out_dir, f"step_{progress['update']:06d}")) as folder:
+    with whole(f"{settings.out_dir}/step_{progress['update']:06d}") as folder:
         model.save(folder, model.state_dict() | optimizer.masters)
         copy_tokenizer(dataset.folders[0], folder)
-        save_file(optimizer.state, Path(folder, "optimizer.safetensors"))
-        write_json(Path(folder, "train.json"), progress | {"config": vars(settings)})
+        save_file(optimizer.state, folder / "optimizer.safetensors")
+        write_json(folder / "train.json", progress | {"config": vars(settings)})
     for path in checkpoints(settings.out_dir)[:-settings.keep]:
         shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
 
