@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def between(lowest, highest, kind):
+def between(lowest, highest=math.inf, kind=int):
     """The type of a flag that takes numbers from `lowest` to `highest`."""
     def number(text):
         value = kind(text)
@@ -84,9 +84,9 @@ def between(lowest, highest, kind):
     return number
 
 
-natural = between(0, math.inf, int)
-positive = between(1, math.inf, int)
-rate = between(0, math.inf, float)
+natural = between(0)
+positive = between(1)
+rate = between(0, kind=float)
 fraction = between(0, 1, float)
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
@@ -229,15 +229,10 @@ class Tokenizer:
         except Exception as e:  # the libraries raise no narrower one
             raise UserError(f"{path}: is damaged or of an unknown kind: fetch it again ({e})")
 
-    def encode(self, text, bos=False, special=False):
-        """Token ids. "</s>" is four characters, or EOS if special. bos: begin with BOS, if any."""
-        names, ids = self.special if special else {}, []
-        pattern = "|".join(map(re.escape, names)) or "(?!)"
-        for part in re.split(f"({pattern})", text):
-            ids += [names[part]] if part in names else self.encode_text(part)
-        if bos and self.bos_id not in (None, *ids[:1]):
-            ids.insert(0, self.bos_id)
-        return ids
+    def encode(self, text, bos=False):
+        """Token ids. "</s>" in a text is four characters, not EOS. bos: begin with BOS, if any."""
+        ids = self.encode_text(text)
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
 
 def tokenizer_file(folder):
@@ -384,7 +379,7 @@ def pack(args, tokenizer, state):
     state["counts"] = counts = Counter(state["counts"])
     rows = itertools.chain.from_iterable(map(read_rows, args.input))
     rows = itertools.islice(rows, counts.total(), None)
-    tokens, why = array("I"), ""
+    tokens, why = array("I"), None
     work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
         while some := list(itertools.islice(rows, 1000)):
@@ -401,8 +396,6 @@ def pack(args, tokenizer, state):
                 raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
                                 f"are bad, more than --max_bad={args.max_bad}, such as {why}")
     write_shards(args, state, tokens)
-    if not state["shards"]["train"]:
-        raise UserError(f"{args.out}: all documents are empty or dropped (--field, --drop)")
 
 
 def prepare(args):
@@ -453,7 +446,7 @@ class Shards:
         if not os.path.exists(path):
             raise UserError(f"{folder}: is no finished data set, without meta.json: make it by "
                             "data.py prepare, or by data.py tiny --out out/tiny/data")
-        self.folder, self.T, self.meta = folder, T, read_json(path)
+        self.T, self.meta = T, read_json(path)
         self.shards, row = [], self.meta["row"]  # tokens and targets of each
         if row not in (None, T):
             raise UserError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
@@ -491,13 +484,14 @@ class Dataset:
     """
 
     def __init__(self, data, split, T):
+        self.folders = []
         self.parts = []  # (Shards, weight)
         for part in data.split(","):
             folder, _, weight = part.partition(":")
             if not re.fullmatch(r"([1-9]\d*)?", weight):
                 raise UserError(f"--data: {part}: a weight is a whole number, 1 or more")
+            self.folders.append(folder)
             self.parts.append((Shards(folder, split, T), int(weight or 1)))
-        self.folders = [shards.folder for shards, _ in self.parts]
         self.turns = sorted(((i + 0.5) / weight, k, i) for k, (_, weight) in enumerate(self.parts)
                             for i in range(weight))
         self.num_rows = min(shards.num_rows * len(self.turns) // weight
@@ -572,7 +566,7 @@ def make_stories(task, rng, n, length):
 def worked(story):
     """`so has 3 so 3 loses 4 so 9 </s>`, a document that says each answer: [(word, target), ...]"""
     words = ["so", *itertools.chain(*story), "</s>"]
-    return list(zip(words, [*words[1:], None]))
+    return list(itertools.zip_longest(words, words[1:]))
 
 
 def direct(story, labelled):
@@ -605,9 +599,9 @@ def tiny(out, task="stories", seed=0, rows=80_000):
     Write the embedded corpus, which follows from the seed: data sets OUT/pretrain and OUT/task, and
     questions to ask, OUT/test.jsonl (1 to 12 sentences) and OUT/test18.jsonl (18).
     """
-    out, arguments = Path(out), dict(task=task, seed=seed, rows=rows)
-    if out.exists():
-        check_settings(out, read_json(out / "task" / "meta.json")["arguments"], arguments)
+    arguments = dict(task=task, seed=seed, rows=rows)
+    if os.path.exists(out):
+        check_settings(out, read_json(f"{out}/task/meta.json")["arguments"], arguments)
         return print(f"{out}: is complete, nothing to do")
     words, task, unseen, prompt = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
@@ -647,8 +641,7 @@ def tiny(out, task="stories", seed=0, rows=80_000):
 def main():
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    flag = commands.add_parser("prepare", help="pack files of text into a data set",
-                               description=prepare.__doc__).add_argument
+    flag = commands.add_parser("prepare", description=prepare.__doc__).add_argument
     flag("--input", nargs="+", action="extend", required=True, help="files of rows or text")
     flag("--tokenizer", required=True, help="folder with tokenizer.model or tokenizer.json")
     flag("--out", required=True, help="folder of the data set")
@@ -662,8 +655,7 @@ def main():
     flag("--max_bad", type=fraction, default=0.01,
          help="share of documents that may be bad (0.01); they are counted and left out")
     flag("--shard_tokens", type=positive, default=10**8, help="tokens a shard, about (10^8)")
-    flag = commands.add_parser("tiny", help="write the embedded corpus",
-                               description=tiny.__doc__).add_argument
+    flag = commands.add_parser("tiny", description=tiny.__doc__).add_argument
     flag("--out", required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="stories",
          help="a running count (stories), or products in the group S5")

@@ -77,7 +77,7 @@ class Harness(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
-        return self.tokenizer.encode(string, bos=add_special_tokens is not False, special=True)
+        return self.tokenizer.encode(string, bos=add_special_tokens is not False)
 
     def pack(self, rows):
         """
