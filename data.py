@@ -654,7 +654,7 @@ def main():
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
     flag("--max_bad", type=fraction, default=0.01,
          help="share of documents that may be bad (0.01); they are counted and left out")
-    flag("--shard_tokens", type=positive, default=10**8, help="tokens a shard, about (10^8)")
+    flag("--shard_tokens", type=positive, default=100_000_000, help="tokens a shard, about (10^8)")
     flag = commands.add_parser("tiny", description=tiny.__doc__).add_argument
     flag("--out", required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="stories",
