@@ -10,7 +10,7 @@ Decoding: an exact KV cache for recurrent depth, drafts, exits, and text streame
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r:
-  prelude + r * core + coda slots. --kv last keeps one slot a core layer, whatever r is.
+  prelude + r * core + coda slots. --kv 1 keeps one slot a core layer, whatever r is.
 - The recurrences of a token depend on earlier tokens only. So a cheap draft's recurrences are the
   first ones of the full answer, and nothing is computed twice.
 - All recurrences share their weights, so one pass may take rows of a batch that are at different
@@ -49,7 +49,7 @@ class Decoding:
     top_p: float = 1.0            # 1: off
     seed: int = 0                 # of the noise and of sampling
     state: str = "noise"          # s_0: noise or zero
-    kv: str = "full"              # full: a slot a recurrence; last or N: 1 or N slots a layer
+    kv: int = 0                   # cache slots a layer; 0: one a recurrence
     exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
     exit_threshold: float = 0.001   # in nats
     exit_every: int = 2           # recurrences between two looks, where that divides r
@@ -57,16 +57,12 @@ class Decoding:
     draft_steps: int = 0          # recurrences of drafts, a divisor of r (0: off), see wavefront()
 
     def __post_init__(self):
-        lowest = dict(temperature=0, top_k=0, seed=0, exit_threshold=0, exit_every=1, draft_steps=0)
-        for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise UserError(f"--{name} {getattr(self, name)}: must be {low} or more")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and value < 0:
+                raise UserError(f"--{name} {value}: must not be negative")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
-        if not re.fullmatch("full|last|[1-9][0-9]*", self.kv):
-            raise UserError(f"--kv {self.kv}: must be full, last or a number of slots")
-        assert self.exit in (None, "kl") and self.state in ("noise", "zero"), self
-        if self.draft_steps and (self.exit or self.kv != "full"):
+        if self.draft_steps and (self.exit or self.kv):
             raise UserError("--draft_steps: cannot be combined with --exit or --kv")
 
 
@@ -75,21 +71,19 @@ class Decoding:
 @dataclass
 class LayerCache:
     """
-    What Attention gets of the cache: keys and values of one layer at one recurrence. Indices say
-    where it writes the tokens of this pass and what these attend to (None: all columns).
+    What Attention gets of the cache: keys and values of one layer. Indices say where it writes the
+    tokens of this pass, and what of it these attend to.
     """
-    keys: torch.Tensor    # (rows, columns, n_kv_head, head_dim)
+    keys: torch.Tensor    # (rows, columns, n_kv_head, head_dim), or (rows, slots, columns, ...)
     values: torch.Tensor
     write: tuple
-    read: tuple | None = None
+    read: tuple = ()
 
     def update(self, k, v):
         """k, v (rows, n_kv_head, T, head_dim) of new tokens -> all that these attend to."""
         keys, values = self.keys, self.values
         keys[self.write], values[self.write] = k.transpose(1, 2), v.transpose(1, 2)
-        if self.read is not None:
-            keys, values = keys[self.read], values[self.read]
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        return keys[self.read].transpose(1, 2), values[self.read].transpose(1, 2)
 
 
 @dataclass
@@ -118,11 +112,12 @@ class Decoder:
     def __init__(self, model, r, B, columns, options):
         c, weight = model.config, model.embed.weight
         self.model, self.r, self.graph, self.views = model, r, None, {}
-        self.draft_steps = options.draft_steps if 0 < options.draft_steps < r else r
-        if r and r % self.draft_steps:
+        self.vocab = c.vocab_size * (options.temperature > 0)  # greedily none is looked at
+        self.draft_steps = options.draft_steps or r
+        if r % max(1, self.draft_steps):
             raise UserError(f"--draft_steps {options.draft_steps}: does not divide r = {r}")
         self.lanes = r // self.draft_steps if r else 1
-        self.slots = min(r, int({"full": r, "last": 1}.get(options.kv, options.kv)))
+        self.slots = min(r, options.kv or r)
         # Lanes run ahead of the text, and the last column is never read. A block more than that: a
         # view of all columns would be contiguous, for which torch.compile would compile once more.
         self.limit = columns + self.lanes  # the last position: rows that have ended stay there
@@ -133,7 +128,6 @@ class Decoder:
         self.cache = {part: [[weight.new_zeros(B, slots, *shape) for _ in "kv"]
                              for _ in range(layers)] for part, (layers, slots) in parts.items()}
         self.column = torch.arange(max(columns, B * self.lanes), device=weight.device)
-        self.last = self.column.new_full((B, columns), self.slots - 1)  # last slot of each token
         self.table = [t.to(weight.dtype) for t in model.rope(columns)]
         noise = model.initial_state(columns, 1, options.seed, range(columns))[:, 0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
@@ -200,32 +194,38 @@ class Decoder:
                 self.finish(self.recur(s, e, tokens, self.r), tokens)
         return idx[self.column[:len(idx)], last], last, T
 
-    def take_off(self, rows, draft_steps):
-        """Begin anew with r / draft_steps lanes -> age, s and e of cycle(), none in flight yet."""
+    def take_off(self, token, position, draft_steps):
+        """
+        Begin anew with r / draft_steps lanes. Only the newest is in flight, with token (B,) at
+        position (B,). Returns the arguments of cycle(); then for each lane the token (B, lanes)
+        that followed it, and the probabilities (B, lanes, V) with which that was drawn.
+        """
         self.draft_steps, self.lanes = draft_steps, self.r // draft_steps if self.r else 1
         self.graph = None
-        s = self.noise.new_zeros(rows, self.lanes, self.noise.shape[-1])
-        return self.column.new_zeros(rows), s, s
+        # Lanes 0, 1, 3, 7 and so on, and the oldest.
+        count = (self.lanes - 1).bit_length() + 1
+        self.looks = (2 ** self.column[:count] - 1).clamp(max=self.lanes - 1)
+        lane = self.column[:self.lanes].expand(len(token), -1)
+        s = self.noise.new_zeros(*lane.shape, self.noise.shape[-1])
+        q = s.new_full((*lane.shape, self.vocab), math.inf)
+        position = position[:, None].expand_as(lane)
+        return token, position, lane == 0, s, s, torch.zeros_like(lane), q
 
-    def cycle(self, token, position, age, s, e, end):
+    def cycle(self, token, position, live, s, e, end):
         """
-        Every lane moves on by draft_steps recurrences. The newest starts with token (B,) at
-        position (B,), below `end`; `age` (B,) lanes behind it are in flight. s, e (B, lanes, C):
-        states and prelude outputs after the last cycle. Returns logits (B, 1 or 2, V) float32 of
-        the newest lane, a draft, and of the oldest, the answer; then the new s and e.
+        Every lane moves on by draft_steps recurrences. token (B,): what the newest starts with.
+        position, live (B, lanes): where each lane is, below `end`, and whether it is in flight.
+        s, e (B, lanes, C): states and prelude outputs after the last cycle, when each lane was one
+        younger. Returns logits (B, looks, V) float32 of the lanes `looks`, and the new s and e.
         """
-        lanes = self.column[:self.lanes]
-        positions = (position[:, None] - lanes).clamp(min=0)
-        live = lanes <= age[:, None]
-        newest = self.at(positions[:, :1], end)
-        first_e, first_s = self.encode(token[:, None], positions[:, :1], newest)
+        newest = self.at(position[:, :1], end)
+        first_e, first_s = self.encode(token[:, None], position[:, :1], newest)
         e, s = torch.cat((first_e, e[:, :-1]), 1), torch.cat((first_s, s[:, :-1]), 1)
-        flying = self.at(positions.view(-1, 1), end, live.view(-1, 1))
+        flying = self.at(position.reshape(-1, 1), end, live.reshape(-1, 1))
         s = self.recur(s.view(-1, 1, s.shape[-1]), e.view(-1, 1, s.shape[-1]), flying,
                        self.draft_steps, self.lanes).view_as(s)
-        both = slice(None, None, max(1, self.lanes - 1))
-        tokens = self.at(positions[:, both], end, live[:, both])
-        return self.model.head(self.finish(s[:, both], tokens)).float(), s, e
+        seen = self.at(position[:, self.looks], end, live[:, self.looks])
+        return self.model.head(self.finish(s[:, self.looks], seen)).float(), s, e
 
     def step(self, *state, end):
         """
@@ -245,33 +245,31 @@ class Decoder:
 
     def recur_each(self, s, e, tokens, done):
         """
-        One recurrence of rows that have done (B,) different numbers of them. Once a token has
-        exited, later recurrences see its last keys and values.
+        One recurrence of rows that have done (B,) different numbers of them. What it writes fills
+        the slots of later recurrences, too: once a token exits, these see its last keys and values.
         """
-        slot = done.clamp(max=self.slots - 1)[:, None]
         rows, position = tokens.write
-        self.last[rows, position] = slot
-        seen = torch.minimum(slot, self.last[:, :tokens.width])
-        write, read = (rows, slot, position), (rows, seen, self.column[:tokens.width])
-        caches = [LayerCache(*layer, write, read) for layer in self.cache["core"]]
+        slot = done.clamp(max=self.slots - 1)
+        later = torch.maximum(slot[:, None], self.column[:self.slots])
+        write, read = (rows, later, position), (rows[:, 0], slot)
+        caches = [LayerCache(*(t[:, :, :tokens.width] for t in layer), write, read)
+                  for layer in self.cache["core"]]
         return self.model.run_core(s, e, tokens.rope, tokens.mask, caches)
 
     def keep(self, rows):
         """Continue with some rows (a tensor of indices) of the batch only."""
         self.cache = {part: [[t[rows] for t in layer] for layer in layers]
                       for part, layers in self.cache.items()}
-        self.last, self.graph, self.views = self.last[rows], None, {}
+        self.graph, self.views = None, {}
 
 
 # ------------------------------------------------------------------------------------ next tokens
 
 def distribution(logits, options):
     """
-    Probabilities (..., V) of the next token. Greedy: 1 for the likeliest. Else top-k, then the
+    Probabilities (..., V) of the next token, at a temperature above 0. Top-k comes first, then the
     nucleus: the fewest likely tokens that hold probability top_p (arXiv 1904.09751).
     """
-    if options.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     p = (logits / options.temperature).softmax(-1)
     if options.top_k or options.top_p < 1:
         p, order = p.sort(dim=-1, descending=True, stable=True)
@@ -341,62 +339,68 @@ def wavefront(decoder, prompts, options, rng, live):
     """
     While a token is still at a deep recurrence, the next ones already run at shallow ones (arXiv
     2609.23033): one call of the recurrent block takes a token at recurrence i, the next one at
-    i - draft_steps, and so on. Lane j of a row is at position p - j and has done j * draft_steps
-    recurrences. A cycle moves all lanes on by draft_steps. The newest then drafts the next token,
-    with which the next lane starts, and the oldest has its answer at r. If that is the draft that
-    followed it, all goes on. Else the younger lanes are dropped, and the right token starts anew.
+    i - draft_steps, and so on. A cycle moves all of these lanes on by draft_steps recurrences.
+    The newest lane, 0, drafts the token with which the next one starts. Lanes 1, 3, 7 and so on
+    look at what followed them again. Behind the oldest that no longer agrees, the younger lanes are
+    dropped, and its new token starts. So a wrong draft costs few cycles if it is found early. The
+    last lane has done r, and its token is the answer.
 
-    What comes out has the distribution of r, by the rule of speculative sampling (arXiv
-    2211.17192). A wrong draft costs more than a right one saves, so once too few are right, the
-    batch goes on without, which is plain decoding: the case of one lane.
+    By the rule of speculative sampling (arXiv 2211.17192) each look leaves a token that has the
+    distribution of its depth, so the answers have that of r. Where too many looks disagree, drafts
+    cost more than they save, and the batch goes on without: the case of one lane.
     """
-    rows, waited = list(range(len(prompts))), [0] * len(prompts)
-    token, position, end = decoder.prefill(prompts)
-    last, hope = [token, position], 0.8  # the end of each text; the share of right drafts
-    (age, s, e), drafts = decoder.take_off(len(rows), decoder.draft_steps), []
+    rows, waited, hope = list(range(len(prompts))), [0] * len(prompts), 0.8
+    *text, end = decoder.prefill(prompts)  # the last token of each text, and its position
+    state = decoder.take_off(*text, decoder.draft_steps)
     while live:
-        rows, (token, position, age, s, e, *rest) = shrink(
-            decoder, rows, live, [token, position, age, s, e, *last, *drafts])
-        last, drafts, lanes = rest[:2], rest[2:], decoder.lanes
-        logits, s, e = decoder.step(token, position, age, s, e, end=end)
-        full = age == lanes - 1  # the oldest lane is in flight, so there is an answer
-        if lanes == 1:
-            right, draft, answer = ~full, token, pick(logits[:, -1], options, rng)
-        else:
-            q, p = distribution(logits, options).unbind(1)
-            right, draft = full, draw(q, rng)
-            answer, drafts = draft, [*drafts, draft, q]
-            if len(drafts) == 2 * lanes:  # the first of them followed the oldest lane's token
-                right, answer = verify(p, *drafts[:2], rng)
-                drafts = drafts[2:]
-        place = position - lanes + 2
-        last = [answer.where(full, last[0]), place.where(full, last[1])]
-        restart = full & ~right
-        token = answer.where(restart, draft)
-        position = place.where(restart, position + 1).clamp(max=decoder.limit)
-        age = (age + 1).clamp(max=lanes - 1) * ~restart
-        report = torch.stack((full, right, answer, position), 1).tolist()  # the one wait
-        end = max(p for *_, p in report) + 1
-        for row, (found, was_right, answer, _) in zip(rows, report):
+        rows, (*state, after, q, last, place) = shrink(decoder, rows, live, [*state, *text])
+        position, flying, looks = state[1], state[2], decoder.looks
+        logits, s, e = decoder.step(*state, end=end)
+        looked, drafts = flying[:, looks], after[:, looks]
+        after[:, looks], q[:, looks] = look(logits, drafts, q[:, looks], options, rng)
+        wrong = looked & (after[:, looks] != drafts)
+        wrong[:, 0] = True  # nothing has followed the newest yet
+        # The oldest lane that disagrees: its new token starts, and younger lanes are dropped.
+        lane = looks[(wrong * decoder.column[:len(looks)]).amax(1, keepdim=True)]
+        token, start = after.gather(1, lane)[:, 0], position.gather(1, lane) + 1
+        start = start.clamp(max=decoder.limit)  # rows that have ended stay in the cache
+        found, answer = flying[:, -1], after[:, -1]
+        text = [answer.where(found, last), (position[:, -1] + 1).where(found, place)]
+        report = (found, answer, start[:, 0], looked.sum(1) - 1, wrong.sum(1) - 1)
+        report = torch.stack(report, 1).tolist()  # the one wait
+        # Every lane grows older by one.
+        position = torch.cat((start, position[:, :-1]), 1)
+        flying = flying & (decoder.column[:decoder.lanes] >= lane)
+        flying = torch.cat((start > 0, flying[:, :-1]), 1)
+        q = q.roll(1, 1)
+        q[:, 0] = math.inf
+        state = token, position, flying, s, e, after.roll(1, 1), q
+        _, _, starts, seen, missed = zip(*report)
+        end = max(starts) + 1
+        for row, (found, answer, *_) in zip(rows, report):
             waited[row] += decoder.draft_steps
             if found:
                 yield row, answer, waited[row]
                 waited[row] = 0
-                hope += (was_right - hope) / (16 * len(rows))
-        if hope < 0.5 and lanes > 1:
-            (age, s, e), drafts = decoder.take_off(len(rows), decoder.r), []
-            token, position = last
+        if sum(seen):
+            hope += (1 - sum(missed) / sum(seen) - hope) / 16
+        if hope < 0.5 and decoder.lanes > 1:
+            state = decoder.take_off(*text, decoder.r)
 
 
-def verify(p, draft, q, rng):
+def look(logits, drafts, q, options, rng):
     """
-    Speculative sampling. Probabilities (B, V) of the model, p, and of the draft, q, from which the
-    draft (B,) was drawn -> whether it is accepted (B,), and it or the token (B,) in its place.
+    Speculative sampling. Logits (B, looks, V) of lanes, the drafts (B, looks) that followed them,
+    and q (B, looks, V), with which these were drawn (infinite: there is none). Returns the tokens
+    that follow now, mostly the drafts, and their probabilities. Greedily these are not needed.
     """
-    ratio = (p / q).gather(1, draft[:, None])[:, 0]
+    if options.temperature == 0:
+        return logits.argmax(-1), logits[..., :0]
+    p = distribution(logits, options)
+    ratio = (p / q).gather(-1, drafts[..., None])[..., 0]
     accepted = torch.rand(ratio.shape, device=ratio.device, generator=rng) < ratio
     left = (p - q).clamp(min=1e-30 * p)  # p itself where the two differ by rounding alone
-    return accepted, draft.where(accepted, draw(left, rng))
+    return drafts.where(accepted, draw(left, rng)), p
 
 
 def adaptive(decoder, prompts, options, rng, live):

@@ -665,11 +665,11 @@ def test_drafts_keep_the_distribution():
 def test_exits_and_few_slots():
     """Threshold 0 is plain decoding, one always met is min_steps; a cache of r slots is exact."""
     model, prompts = decode_model(), [[5], [9], [33]]
-    for threshold, kv, steps in ((0.0, "full", 12), (0.0, "2", 12), (1e9, "full", 4)):
+    for threshold, kv, steps in ((0.0, 0, 12), (0.0, 2, 12), (1e9, 0, 4)):
         exits = decode(model, prompts, 20, steps=12, exit="kl", exit_threshold=threshold,
                        min_steps=4, kv=kv)
         assert exits.equal(decode(model, prompts, 20, steps=steps, kv=kv))
-    full, few, last = (decode(model, prompts, 20, steps=6, kv=kv) for kv in ("full", "6", "last"))
+    full, few, last = (decode(model, prompts, 20, steps=6, kv=kv) for kv in (0, 6, 1))
     assert full.equal(few) and not full.equal(last)
 
 def test_rows_exit_in_their_own_time():
@@ -682,7 +682,9 @@ def test_rows_exit_in_their_own_time():
     assert len({took for _, _, took in seen}) > 2
     for i in range(3):
         took = [took - 1 for row, _, took in seen if row == i]
-        assert d.last[i, :len(took)].tolist() == took
+        keys = d.cache["core"][0][0][i, :, :len(took)]  # (slots, columns, ...)
+        later = [keys[t:, column].unique(dim=0) for column, t in enumerate(took)]
+        assert all(len(same) == 1 for same in later)
 
 @needs_compiler
 def test_every_way_of_decoding_compiles():
