@@ -112,11 +112,10 @@ class Decoder:
     def __init__(self, model, r, B, columns, options):
         c, weight = model.config, model.embed.weight
         self.model, self.r, self.graph, self.views = model, r, None, {}
-        self.vocab = c.vocab_size * (options.temperature > 0)  # greedily none is looked at
         self.draft_steps = options.draft_steps or r
         if r % max(1, self.draft_steps):
             raise UserError(f"--draft_steps {options.draft_steps}: does not divide r = {r}")
-        self.lanes = r // self.draft_steps if r else 1
+        self.lanes = r // max(1, self.draft_steps)
         self.slots = min(r, options.kv or r)
         # Lanes run ahead of the text, and the last column is never read. A block more than that: a
         # view of all columns would be contiguous, for which torch.compile would compile once more.
@@ -128,24 +127,27 @@ class Decoder:
         self.cache = {part: [[weight.new_zeros(B, slots, *shape) for _ in "kv"]
                              for _ in range(layers)] for part, (layers, slots) in parts.items()}
         self.column = torch.arange(max(columns, B * self.lanes), device=weight.device)
+        # Lanes 0, 1, 3, 7 and so on, and the oldest: their tokens are looked at.
+        count = (self.lanes - 1).bit_length() + 1
+        self.looks = (2 ** self.column[:count] - 1).clamp(max=self.lanes - 1)
         self.table = [t.to(weight.dtype) for t in model.rope(columns)]
         noise = model.initial_state(columns, 1, options.seed, range(columns))[:, 0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
 
-    def at(self, position, end, live=None):
+    def at(self, position, end):
         """
-        The Pass of tokens at `position` (rows, T), all of them below `end`. Those that are not live
-        (rows, T) are written to a column that nobody reads.
+        The Pass of tokens at `position` (rows, T), all of them below `end`. At -1 there is none:
+        it is written to a column that nobody reads.
         """
         width = -(-(end + 1) // COLUMNS) * COLUMNS
+        written = position.where(position >= 0, width - 1)
+        position = position.clamp(min=0)  # what sees nothing would be NaN
         rope = [t[position].unsqueeze(1) for t in self.table]
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = self.model.config.n_head // self.model.config.n_kv_head
         seen = self.column[:width] <= position[:, :, None]
         mask = seen.repeat(1, groups, 1).unsqueeze(1).to(self.table[0].dtype).log()
-        if live is not None:
-            position = position.where(live, width - 1)
-        return Pass(rope, mask, (self.column[:len(position), None], position), width)
+        return Pass(rope, mask, (self.column[:len(position), None], written), width)
 
     def caches(self, part, tokens, slot=0, lanes=1):
         """
@@ -194,53 +196,44 @@ class Decoder:
                 self.finish(self.recur(s, e, tokens, self.r), tokens)
         return idx[self.column[:len(idx)], last], last, T
 
-    def take_off(self, token, position, draft_steps):
-        """
-        Begin anew with r / draft_steps lanes. Only the newest is in flight, with token (B,) at
-        position (B,). Returns the arguments of cycle(); then for each lane the token (B, lanes)
-        that followed it, and the probabilities (B, lanes, V) with which that was drawn.
-        """
-        self.draft_steps, self.lanes = draft_steps, self.r // draft_steps if self.r else 1
-        self.graph = None
-        # Lanes 0, 1, 3, 7 and so on, and the oldest.
-        count = (self.lanes - 1).bit_length() + 1
-        self.looks = (2 ** self.column[:count] - 1).clamp(max=self.lanes - 1)
-        lane = self.column[:self.lanes].expand(len(token), -1)
-        s = self.noise.new_zeros(*lane.shape, self.noise.shape[-1])
-        q = s.new_full((*lane.shape, self.vocab), math.inf)
-        position = position[:, None].expand_as(lane)
-        return token, position, lane == 0, s, s, torch.zeros_like(lane), q
+    def plain(self, token, position, end):
+        """The next token of each row, at position (B,) below `end` -> logits (B, V) float32."""
+        tokens = self.at(position[:, None], end)
+        e, s = self.encode(token[:, None], position[:, None], tokens)
+        s = self.recur(s, e, tokens, self.r)
+        return self.model.head(self.finish(s, tokens)).float()[:, -1]
 
-    def cycle(self, token, position, live, s, e, end):
+    def cycle(self, token, position, s, e, end):
         """
         Every lane moves on by draft_steps recurrences. token (B,): what the newest starts with.
-        position, live (B, lanes): where each lane is, below `end`, and whether it is in flight.
+        position (B, lanes): where each lane is, below `end`, or -1 if it is not in flight.
         s, e (B, lanes, C): states and prelude outputs after the last cycle, when each lane was one
         younger. Returns logits (B, looks, V) float32 of the lanes `looks`, and the new s and e.
         """
+        C, looks = s.shape[-1], self.looks
         newest = self.at(position[:, :1], end)
         first_e, first_s = self.encode(token[:, None], position[:, :1], newest)
         e, s = torch.cat((first_e, e[:, :-1]), 1), torch.cat((first_s, s[:, :-1]), 1)
-        flying = self.at(position.reshape(-1, 1), end, live.reshape(-1, 1))
-        s = self.recur(s.view(-1, 1, s.shape[-1]), e.view(-1, 1, s.shape[-1]), flying,
-                       self.draft_steps, self.lanes).view_as(s)
-        seen = self.at(position[:, self.looks], end, live[:, self.looks])
-        return self.model.head(self.finish(s[:, self.looks], seen)).float(), s, e
+        flying = self.at(position.view(-1, 1), end)
+        s = self.recur(s.view(-1, 1, C), e.view(-1, 1, C), flying, self.draft_steps, self.lanes)
+        s = s.view_as(e)
+        seen = self.at(position[:, looks], end)
+        return self.model.head(self.finish(s[:, looks], seen)).float(), s, e
 
-    def step(self, *state, end):
+    def run(self, method, *state, end):
         """
-        cycle(), on CUDA and compiled as a CUDA graph: thousands of small kernels are recorded once
-        and launched as one.
+        plain() or cycle(), on CUDA and compiled as a CUDA graph: thousands of small kernels are
+        recorded once and launched as one.
         """
         if not (self.model.compiled and state[0].is_cuda):
-            return self.cycle(*state, end)
+            return method(*state, end=end)
         if not self.graph or end > self.recorded:
             self.graph = None
             gc.collect()  # the last graph, whose memory torch keeps in a reference cycle
             # That takes a while, so it is not done for every 64 columns.
             self.recorded = min(-(-end // 256) * 256, self.limit + 1)
-            run = functools.partial(self.cycle, end=self.recorded)
-            self.graph = torch.cuda.make_graphed_callables(run, tuple(t.clone() for t in state))
+            method = functools.partial(method, end=self.recorded)
+            self.graph = torch.cuda.make_graphed_callables(method, tuple(t.clone() for t in state))
         return self.graph(*state)
 
     def recur_each(self, s, e, tokens, done):
@@ -312,12 +305,17 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
         raise UserError("a prompt is empty, or no token is asked for")
     if T + max_new_tokens > c.context:
         raise UserError(f"{T} + {max_new_tokens} tokens are more than the context, {c.context}")
-    way = adaptive if r and options.exit else wavefront
     decoder = Decoder(model, r, len(prompts), T + max_new_tokens, options)
+    way = plain
+    if r and options.exit:
+        way = adaptive
+    elif decoder.lanes > 1:
+        way = wavefront
     rng = torch.Generator(decoder.column.device).manual_seed(options.seed)
     left = [max_new_tokens] * len(prompts)
     live = set(range(len(prompts)))  # the rows that go on
-    for row, token, took in way(decoder, prompts, options, rng, live):
+    start = list(live), *decoder.prefill(prompts)
+    for row, token, took in way(decoder, *start, options, rng, live):
         if row in live:
             yield row, token, took
             left[row] -= 1
@@ -335,75 +333,86 @@ def shrink(decoder, rows, live, tensors):
     return [rows[i] for i in keep], [t[index] for t in tensors]
 
 
-def wavefront(decoder, prompts, options, rng, live):
+# The ways begin with the last token (B,) of each text, at position (B,) below `end`. While a row is
+# in `live`, they yield (row, token, recurrences).
+
+def plain(decoder, rows, token, position, end, options, rng, live):
+    """One token of every row at a time."""
+    decoder.graph = None
+    while live:
+        rows, (token, position) = shrink(decoder, rows, live, [token, position])
+        token = pick(decoder.run(decoder.plain, token, position, end=end), options, rng)
+        position = (position + 1).clamp(max=decoder.limit)
+        end = min(end + 1, decoder.limit + 1)
+        for row, t in zip(rows, token.tolist()):
+            yield row, t, decoder.r
+
+
+def wavefront(decoder, rows, token, position, end, options, rng, live):
     """
     While a token is still at a deep recurrence, the next ones already run at shallow ones (arXiv
     2609.23033): one call of the recurrent block takes a token at recurrence i, the next one at
     i - draft_steps, and so on. A cycle moves all of these lanes on by draft_steps recurrences.
     The newest lane, 0, drafts the token with which the next one starts. Lanes 1, 3, 7 and so on
-    look at what followed them again. Behind the oldest that no longer agrees, the younger lanes are
+    look again at what followed them. Behind the oldest that no longer agrees, the younger lanes are
     dropped, and its new token starts. So a wrong draft costs few cycles if it is found early. The
     last lane has done r, and its token is the answer.
 
     By the rule of speculative sampling (arXiv 2211.17192) each look leaves a token that has the
-    distribution of its depth, so the answers have that of r. Where too many looks disagree, drafts
-    cost more than they save, and the batch goes on without: the case of one lane.
+    distribution of its depth, so the answers have that of r. Once a token takes half of r or more,
+    drafts cost more than they save, and the batch goes on without.
     """
-    rows, waited, hope = list(range(len(prompts))), [0] * len(prompts), 0.8
-    *text, end = decoder.prefill(prompts)  # the last token of each text, and its position
-    state = decoder.take_off(*text, decoder.draft_steps)
-    while live:
-        rows, (*state, after, q, last, place) = shrink(decoder, rows, live, [*state, *text])
-        position, flying, looks = state[1], state[2], decoder.looks
-        logits, s, e = decoder.step(*state, end=end)
-        looked, drafts = flying[:, looks], after[:, looks]
+    lane, looks = decoder.column[:decoder.lanes], decoder.looks
+    waited, pace = [0] * len(rows), decoder.r / 4  # recurrences since a row's last token; a token
+    text = token, position  # the end of each text
+    position = position[:, None].where(lane == 0, -1)  # of each lane, -1 if it is not in flight
+    s = e = decoder.noise.new_zeros(*position.shape, decoder.noise.shape[-1])
+    after = torch.zeros_like(position)  # the token that followed each lane, and its probabilities
+    q = s.new_zeros(*position.shape, decoder.model.config.vocab_size * (options.temperature > 0))
+    while live and pace < decoder.r / 2:
+        rows, (token, position, s, e, after, q, *text) = shrink(
+            decoder, rows, live, [token, position, s, e, after, q, *text])
+        logits, s, e = decoder.run(decoder.cycle, token, position, s, e, end=end)
+        drafts = after[:, looks]
         after[:, looks], q[:, looks] = look(logits, drafts, q[:, looks], options, rng)
-        wrong = looked & (after[:, looks] != drafts)
-        wrong[:, 0] = True  # nothing has followed the newest yet
-        # The oldest lane that disagrees: its new token starts, and younger lanes are dropped.
-        lane = looks[(wrong * decoder.column[:len(looks)]).amax(1, keepdim=True)]
-        token, start = after.gather(1, lane)[:, 0], position.gather(1, lane) + 1
-        start = start.clamp(max=decoder.limit)  # rows that have ended stay in the cache
-        found, answer = flying[:, -1], after[:, -1]
-        text = [answer.where(found, last), (position[:, -1] + 1).where(found, place)]
-        report = (found, answer, start[:, 0], looked.sum(1) - 1, wrong.sum(1) - 1)
-        report = torch.stack(report, 1).tolist()  # the one wait
-        # Every lane grows older by one.
-        position = torch.cat((start, position[:, :-1]), 1)
-        flying = flying & (decoder.column[:decoder.lanes] >= lane)
-        flying = torch.cat((start > 0, flying[:, :-1]), 1)
-        q = q.roll(1, 1)
-        q[:, 0] = math.inf
-        state = token, position, flying, s, e, after.roll(1, 1), q
-        _, _, starts, seen, missed = zip(*report)
-        end = max(starts) + 1
-        for row, (found, answer, *_) in zip(rows, report):
+        wrong = (position[:, looks] >= 0) & (after[:, looks] != drafts)
+        oldest = (wrong * looks).amax(1, keepdim=True)  # of the lanes that disagree, or lane 0
+        token = after.gather(1, oldest)[:, 0]
+        # Rows that have ended stay within the cache.
+        start = (position.gather(1, oldest) + 1).clamp(max=decoder.limit)
+        found, answer = position[:, -1] >= 0, after[:, -1]
+        text = answer.where(found, text[0]), (position[:, -1] + 1).where(found, text[1])
+        report = torch.stack((found, answer, start[:, 0]), 1).tolist()  # the one wait
+        # Every lane is one older now.
+        position = torch.cat((start, position.masked_fill(lane < oldest, -1)[:, :-1]), 1)
+        after, q = after.roll(1, 1), q.roll(1, 1)
+        end = max(start for *_, start in report) + 1
+        for row, (found, answer, _) in zip(rows, report):
             waited[row] += decoder.draft_steps
             if found:
                 yield row, answer, waited[row]
+                pace += (waited[row] - pace) / (8 * len(rows))
                 waited[row] = 0
-        if sum(seen):
-            hope += (1 - sum(missed) / sum(seen) - hope) / 16
-        if hope < 0.5 and decoder.lanes > 1:
-            state = decoder.take_off(*text, decoder.r)
+    yield from plain(decoder, rows, *text, end, options, rng, live)
 
 
 def look(logits, drafts, q, options, rng):
     """
-    Speculative sampling. Logits (B, looks, V) of lanes, the drafts (B, looks) that followed them,
-    and q (B, looks, V), with which these were drawn (infinite: there is none). Returns the tokens
-    that follow now, mostly the drafts, and their probabilities. Greedily these are not needed.
+    Speculative sampling. Logits (B, looks, V) of lanes, the newest first; the drafts (B, looks)
+    that followed them, and the probabilities q (B, looks, V) with which these were drawn. Returns
+    the tokens that follow now, mostly the drafts, and their probabilities (greedily without).
     """
     if options.temperature == 0:
         return logits.argmax(-1), logits[..., :0]
     p = distribution(logits, options)
+    q[:, 0] = math.inf  # nothing has followed the newest yet: no draft is accepted
     ratio = (p / q).gather(-1, drafts[..., None])[..., 0]
     accepted = torch.rand(ratio.shape, device=ratio.device, generator=rng) < ratio
     left = (p - q).clamp(min=1e-30 * p)  # p itself where the two differ by rounding alone
     return drafts.where(accepted, draw(left, rng)), p
 
 
-def adaptive(decoder, prompts, options, rng, live):
+def adaptive(decoder, rows, token, position, end, options, rng, live):
     """
     A token stops recurring once its last exit_every recurrences changed the distribution over the
     next token by less than exit_threshold nats (KL, Geiping et al., arXiv 2502.05171), or at r. To
@@ -411,13 +420,13 @@ def adaptive(decoder, prompts, options, rng, live):
     beside rows at other recurrences: a batch takes the time of its mean, not of its slowest. All
     ids of a prompt but the last take r.
     """
-    rows = list(range(len(prompts)))
-    token, position, end = decoder.prefill(prompts)
     done = torch.zeros_like(token)  # recurrences of the current token
     s = decoder.noise[position[:, None]]
     logp = s.new_zeros(len(rows), decoder.model.config.vocab_size)
     fresh = True  # a row has a new token
-    every = options.exit_every if decoder.r % options.exit_every == 0 else 1
+    every = max(1, options.exit_every)
+    if decoder.r % every:
+        every = 1
     while live:
         if fresh:
             rows, (token, position, done, s, logp) = shrink(
@@ -515,9 +524,6 @@ def load_model(folder, device="cpu", dtype=None, compile=False):
         raise UserError(f"--device {device}: torch does not find it here ({e!r:.100})")
     model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype)).eval()
     tokenizer = check_tokenizer(model.config, model.folder)
-    if not all(torch.linalg.vector_norm(p, math.inf).isfinite() for p in model.parameters()):
-        raise UserError(f"{model.folder}: its weights are not finite: it is damaged, or training "
-                        "diverged")
     if model.embed.weight.is_cuda:
         torch.cuda.set_device(model.embed.weight.device)  # a step is recorded on the current one
     if compile:
@@ -567,13 +573,12 @@ def cut(text, stops):
 # ------------------------------------------------------------------------------------ the command
 
 def newest_checkpoint(root="out"):
-    """The newest checkpoint under root: a trained one, and a recurrent one, if there is one."""
+    """The newest checkpoint under root; a recurrent one, if there is one."""
     found = []
     for path in Path(root).glob("**/config.json"):
         config = read_json(path)
-        if config.get("model_type") == "loopgraft" and ".tmp-" not in str(path):
-            trained = "-quick" not in str(path)
-            found.append((trained, config["n_core"] > 0, path.stat().st_mtime, path.parent))
+        if config.get("model_type") == "loopgraft":
+            found.append((config["n_core"] > 0, path.stat().st_mtime, path.parent))
     if not found:
         raise UserError(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give "
                         "--model")
@@ -666,8 +671,6 @@ def main():
         f"{', '.join(describe(model))}")
     steps = parse_steps(args.steps or str(c.mean_recurrence))
     if not c.n_core:
-        if args.steps or args.exit or args.draft_steps:
-            tell("a feed-forward model: --steps, --exit and --draft_steps have no effect")
         steps = [0]
     if not args.temperature and (args.top_k or args.top_p < 1):
         tell("--top_k and --top_p have no effect without a --temperature")

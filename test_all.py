@@ -677,7 +677,8 @@ def test_rows_exit_in_their_own_time():
     o = Decoding(exit="kl", exit_threshold=0.2)
     with torch.inference_mode():
         d = Decoder(decode_model(), 12, 3, 60, o)
-        events = adaptive(d, [[5], [9], [33]], o, None, {0, 1, 2})
+        start = [0, 1, 2], *d.prefill([[5], [9], [33]])
+        events = adaptive(d, *start, o, None, {0, 1, 2})
         seen = list(itertools.islice(events, 60))
     assert len({took for _, _, took in seen}) > 2
     for i in range(3):
@@ -1201,7 +1202,6 @@ train {run}:
     --log_every=0; --keep=0; --train=cores;
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
-    --model {nan} -> not finite;
 sample --prompt 3 --model {m}:
     --kv=x; --top_p=0; --temperature=-1; --seed=-1; --tokens=0;
     --steps=6 --draft_steps=4 -> does not divide; --device=cuda:99 -> --device cuda:99;
@@ -1438,8 +1438,8 @@ def test_card_runs_as_pasted(earlier, checkpoint):
 # Where one more update, or one more token of every row, waits for the device, and how often.
 WAITS = {
     "update": {"train.train": 1},
-    "plain": {"sample.wavefront": 1},
-    "sampled": {"sample.wavefront": 1},
+    "plain": {"sample.plain": 1},
+    "sampled": {"sample.plain": 1},
     "drafted": {"sample.wavefront": 1},
     "exits": {"sample.adaptive": 1},
 }
@@ -1466,15 +1466,14 @@ def test_a_step_is_recorded_once_for_its_columns(monkeypatch):
     recorded = []
     monkeypatch.setattr(torch.cuda, "make_graphed_callables",
                         lambda run, inputs: recorded.append(run) or MagicMock())
-    monkeypatch.setattr(Decoder, "cycle", lambda *_: None)
     token, row = MagicMock(is_cuda=True), torch.zeros(1, dtype=torch.int64)
     d = Decoder(decode_model(), 2, 1, 600, Decoding())
     d.model.compiled = True
     for end, count in ((9, 1), (256, 1), (257, 2), (258, 2)):
-        d.step(token, end=end)
+        d.run(d.plain, token, end=end)
         assert len(recorded) == count
     d.keep(row)
-    d.step(token, end=259)
+    d.run(d.plain, token, end=259)
     assert len(recorded) == 3
 
 def test_a_rank_takes_its_device_first(monkeypatch):
