@@ -4,7 +4,7 @@ Measure training and decoding, and draw results.
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
     python bench.py decode --peer                # beside transformers' Llama, as deep when unrolled
-    python bench.py decode --model out/tiny/task --ways "kv=last;exit=kl,exit_threshold=0.01"
+    python bench.py decode --model out/tiny/task --ways "kv=1;exit=kl,exit_threshold=0.01"
     python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each task
     python bench.py plot out/fig4 out/fig5       # loss curves of runs, from their log.jsonl
 
@@ -57,7 +57,7 @@ def main():
     flag("--prompt", type=positive, default=32, help="tokens of a prompt")
     flag("--tokens", type=positive, default=64, help="new tokens of a row")
     flag("--ways", type=parse_ways, default="", help="settings of sample.py to compare with plain "
-                                                     "decoding, such as 'kv=last;draft_steps=4'")
+                                                     "decoding, such as 'kv=1;draft_steps=4'")
 
     flag = commands.add_parser("plot", help="draw results, or the losses of runs").add_argument
     flag("results", nargs="+", help="result files, or folders of runs")
@@ -223,7 +223,7 @@ def bench_decode(model, args):
 
 def parse_ways(text):
     """
-    'kv=last;exit=kl,min_steps=2' -> {"": {...}, "kv=last": {"kv": "last", ...}, ...}, settings of
+    'kv=1;exit=kl,min_steps=2' -> {"": {...}, "kv=1": {"kv": 1, ...}, ...}, settings of
     sample.py. The first is plain decoding.
     """
     parser, ways = Parser(), {}
