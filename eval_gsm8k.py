@@ -34,8 +34,8 @@ import torch.distributed as dist
 from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, positive, say, whole,
                   write_result)
 from model import UserError
-from sample import (add_decoding_arguments, add_model_arguments, answer_batch, decoding, load_model,
-                    parse_steps)
+from sample import (add_decoding_arguments, add_evaluation_arguments, answer_batch, decoding,
+                    load_model)
 
 # The chain-of-thought examples of Wei et al. (arXiv 2201.11903), in the harness's order.
 EXAMPLES = """\
@@ -249,20 +249,14 @@ def print_table(results, config, args):
 def parse_args():
     p = Parser(description="GSM8K over recurrences.")
     flag = p.add_argument
-    flag("--model", required=True, help="checkpoint or run folder")
     flag("--data", required=True, help='.jsonl with "question" and "answer"')
-    flag("--steps", type=parse_steps, default="1,2,4,8,16,32",
-         help="recurrences r, comma-separated; default: %(default)s")
     flag("--template", choices=("cot", "plain"), default="cot",
          help="cot: the paper's prompt (default); plain: the question alone")
     flag("--shots", type=int, choices=range(9), default=1,
          help="examples in the prompt; default: 1, as in the paper")
-    flag("--limit", type=positive, help="the first so many questions only")
-    flag("--batch_size", type=positive, default=32, help="default: %(default)s")
     flag("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
     flag("--task", help="what tables and pictures call the questions; default: --data")
-    flag("--out", help="the summary; default: eval_DATA.json in the folder of --model")
-    add_model_arguments(p, dtype="float32")
+    add_evaluation_arguments(p)
     add_decoding_arguments(p)
     args = p.parse_args()
     args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"

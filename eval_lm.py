@@ -26,7 +26,7 @@ import torch
 from data import (Parser, check_settings, cli, digest, natural, positive, read_json,
                   write_result)
 from model import UserError
-from sample import add_model_arguments, answer_batch, decoding, load_model, parse_steps
+from sample import add_evaluation_arguments, answer_batch, decoding, load_model
 
 try:
     from lm_eval import defaults, evaluator, utils
@@ -242,18 +242,12 @@ def print_table(results):
 def main():
     p = Parser(description="Tasks of lm-evaluation-harness over recurrences.")
     flag = p.add_argument
-    flag("--model", required=True, help="checkpoint or run folder")
     flag("--tasks", required=True, help="names, comma-separated")
-    flag("--steps", type=parse_steps, default="1,2,4,8,16,32",
-         help="recurrences r, comma-separated; default: %(default)s")
     flag("--include_path", help="a folder with .yaml files of further tasks")
     flag("--num_fewshot", type=natural, help="default: as the task says, or else none")
-    flag("--limit", type=positive, help="the first so many questions of each task only")
-    flag("--batch_size", type=positive, default=16, help="contexts, or prompts, at once")
     flag("--max_length", type=positive,
          help="tokens of a row; default: the model's context")
-    flag("--out", help="default: eval_TASKS.json in the folder of --model")
-    add_model_arguments(p, dtype="float32")
+    add_evaluation_arguments(p)
     args = p.parse_args()
     if TemplateLM is object:
         raise UserError('eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate '

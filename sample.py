@@ -464,6 +464,17 @@ def add_model_arguments(p, dtype):
     p.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state")
 
 
+def add_evaluation_arguments(p):
+    """The flags of every script that scores a model."""
+    p.add_argument("--model", required=True, help="checkpoint or run folder")
+    p.add_argument("--steps", type=parse_steps, default="1,2,4,8,16,32",
+                   help="recurrences r, comma-separated; default: %(default)s")
+    p.add_argument("--limit", type=positive, help="the first so many questions of a task only")
+    p.add_argument("--batch_size", type=positive, default=32, help="default: %(default)s")
+    p.add_argument("--out", help="the summary; default: eval_TASK.json in the folder of --model")
+    add_model_arguments(p, dtype="float32")
+
+
 def add_decoding_arguments(p):
     """The flags with which scripts say how to decode; see Decoding."""
     p.add_argument("--compile", action="store_true",
@@ -474,7 +485,7 @@ def add_decoding_arguments(p):
         exit_threshold="... once recurrences change less than so many nats",
         exit_every="... of which so many lie between two looks",
         min_steps="... but after so many at the earliest",
-        kv="cache slots per layer: full (one a recurrence, exact), last (one), or N",
+        kv="cache slots a layer; 0 (default): one a recurrence, which is exact",
         draft_steps="draft tokens with so many recurrences, a divisor of r, and verify them",
     )
 
