@@ -81,9 +81,10 @@ class LayerCache:
 
     def update(self, k, v):
         """k, v (rows, n_kv_head, T, head_dim) of new tokens -> all that these attend to."""
-        keys, values = self.keys, self.values
-        keys[self.write], values[self.write] = k.transpose(1, 2), v.transpose(1, 2)
-        return keys[self.read].transpose(1, 2), values[self.read].transpose(1, 2)
+        self.keys[self.write] = k.transpose(1, 2)
+        self.values[self.write] = v.transpose(1, 2)
+        k, v = self.keys[self.read], self.values[self.read]
+        return k.transpose(1, 2), v.transpose(1, 2)
 
 
 @dataclass
@@ -123,9 +124,10 @@ class Decoder:
         columns = ((self.limit + 2) // COLUMNS + 2) * COLUMNS
         # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
         shape = columns, c.n_kv_head, c.head_dim
-        parts = {"prelude": (c.n_prelude, 1), "core": (c.n_core, self.slots), "coda": (c.n_coda, 1)}
-        self.cache = {part: [[weight.new_zeros(B, slots, *shape) for _ in "kv"]
-                             for _ in range(layers)] for part, (layers, slots) in parts.items()}
+        self.cache = {
+            part: [[weight.new_zeros(B, slots, *shape) for _ in "kv"] for _ in range(layers)]
+            for part, layers, slots in (
+                ("prelude", c.n_prelude, 1), ("core", c.n_core, self.slots), ("coda", c.n_coda, 1))}
         self.column = torch.arange(max(columns, B * self.lanes), device=weight.device)
         # Lanes 0, 1, 3, 7 and so on, and the oldest: their tokens are looked at.
         count = (self.lanes - 1).bit_length() + 1
@@ -176,6 +178,10 @@ class Decoder:
         """State (B, T, C) -> what the head reads."""
         return self.model.run_coda(s, tokens.rope, tokens.mask, self.caches("coda", tokens))
 
+    def logits(self, s, tokens):
+        """State (B, T, C) -> logits (B, T, V) float32."""
+        return self.model.head(self.finish(s, tokens)).float()
+
     def prefill(self, prompts):
         """
         Fill the cache with prompts (lists of ids), but for their last ids. Returns these (B,),
@@ -200,8 +206,7 @@ class Decoder:
         """The next token of each row, at position (B,) below `end` -> logits (B, V) float32."""
         tokens = self.at(position[:, None], end)
         e, s = self.encode(token[:, None], position[:, None], tokens)
-        s = self.recur(s, e, tokens, self.r)
-        return self.model.head(self.finish(s, tokens)).float()[:, -1]
+        return self.logits(self.recur(s, e, tokens, self.r), tokens)[:, -1]
 
     def cycle(self, token, position, s, e, end):
         """
@@ -210,15 +215,15 @@ class Decoder:
         s, e (B, lanes, C): states and prelude outputs after the last cycle, when each lane was one
         younger. Returns logits (B, looks, V) float32 of the lanes `looks`, and the new s and e.
         """
-        C, looks = s.shape[-1], self.looks
         newest = self.at(position[:, :1], end)
         first_e, first_s = self.encode(token[:, None], position[:, :1], newest)
-        e, s = torch.cat((first_e, e[:, :-1]), 1), torch.cat((first_s, s[:, :-1]), 1)
+        e = torch.cat((first_e, e[:, :-1]), 1)
+        s = torch.cat((first_s, s[:, :-1]), 1)
         flying = self.at(position.view(-1, 1), end)
-        s = self.recur(s.view(-1, 1, C), e.view(-1, 1, C), flying, self.draft_steps, self.lanes)
-        s = s.view_as(e)
-        seen = self.at(position[:, looks], end)
-        return self.model.head(self.finish(s[:, looks], seen)).float(), s, e
+        rows = s.flatten(0, 1)[:, None], e.flatten(0, 1)[:, None]
+        s = self.recur(*rows, flying, self.draft_steps, self.lanes).view_as(e)
+        seen = self.at(position[:, self.looks], end)
+        return self.logits(s[:, self.looks], seen), s, e
 
     def run(self, method, *state, end):
         """
@@ -368,7 +373,8 @@ def wavefront(decoder, rows, token, position, end, options, rng, live):
     position = position[:, None].where(lane == 0, -1)  # of each lane, -1 if it is not in flight
     s = e = decoder.noise.new_zeros(*position.shape, decoder.noise.shape[-1])
     after = torch.zeros_like(position)  # the token that followed each lane, and its probabilities
-    q = s.new_zeros(*position.shape, decoder.model.config.vocab_size * (options.temperature > 0))
+    size = decoder.model.config.vocab_size if options.temperature else 0
+    q = s.new_zeros(*position.shape, size)
     while live and pace < decoder.r / 2:
         rows, (token, position, s, e, after, q, *text) = shrink(
             decoder, rows, live, [token, position, s, e, after, q, *text])
@@ -381,10 +387,12 @@ def wavefront(decoder, rows, token, position, end, options, rng, live):
         # Rows that have ended stay within the cache.
         start = (position.gather(1, oldest) + 1).clamp(max=decoder.limit)
         found, answer = position[:, -1] >= 0, after[:, -1]
-        text = answer.where(found, text[0]), (position[:, -1] + 1).where(found, text[1])
+        last, place = text
+        text = answer.where(found, last), (position[:, -1] + 1).where(found, place)
         report = torch.stack((found, answer, start[:, 0]), 1).tolist()  # the one wait
         # Every lane is one older now.
-        position = torch.cat((start, position.masked_fill(lane < oldest, -1)[:, :-1]), 1)
+        position = position.masked_fill(lane < oldest, -1)
+        position = torch.cat((start, position[:, :-1]), 1)
         after, q = after.roll(1, 1), q.roll(1, 1)
         end = max(start for *_, start in report) + 1
         for row, (found, answer, _) in zip(rows, report):
@@ -436,9 +444,10 @@ def adaptive(decoder, rows, token, position, end, options, rng, live):
             s = torch.where((done == 0)[:, None, None], first, s)
         for _ in range(every):
             s, done = decoder.recur_each(s, e, tokens, done), done + 1
-        logits = decoder.model.head(decoder.finish(s, tokens)).float()[:, -1]
+        logits = decoder.logits(s, tokens)[:, -1]
         before, logp = logp, logits.log_softmax(-1)
-        kl = F.kl_div(before, logp, reduction="none", log_target=True).sum(-1).clamp(min=0)
+        kl = F.kl_div(before, logp, reduction="none", log_target=True).sum(-1)
+        kl = kl.clamp(min=0)  # rounding
         settled = (kl < options.exit_threshold) & (done >= max(2 * every, options.min_steps))
         stops = settled | (done == decoder.r)
         token = torch.where(stops, pick(logits, options, rng), token)
