@@ -41,7 +41,7 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
-import tokenizers
+import tiktoken
 import torch
 from safetensors import SafetensorError
 
@@ -210,7 +210,7 @@ class Tokenizer:
     or None.
     """
     encode_text: callable  # text -> ids; names of control tokens are text like any other
-    decode: callable       # list of ids -> text; a model's padding is left out
+    decode_ids: callable   # list of ids, each less than vocab_size -> text
     vocab_size: int        # the highest id + 1
     special: dict          # {name: id} of control tokens
 
@@ -233,6 +233,10 @@ class Tokenizer:
         """Token ids. "</s>" in a text is four characters, not EOS. bos: begin with BOS, if any."""
         ids = self.encode_text(text)
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def decode(self, ids):
+        """The text of a list of ids. A model's padding is left out."""
+        return self.decode_ids([i for i in ids if i < self.vocab_size])
 
 
 def tokenizer_file(folder):
@@ -264,24 +268,40 @@ def read_sentencepiece(path):
     model = sentencepiece.SentencePieceProcessor(model_file=path)
     size = model.vocab_size()
     special = {model.id_to_piece(i): i for i in range(size) if model.is_control(i)}
-    return Tokenizer(model.encode, lambda ids: model.decode([i for i in ids if i < size]), size,
-                     special)
+    return Tokenizer(model.encode, model.decode, size, special)
 
 
 def read_tokenizer_json(path):
-    """The Tokenizer in a tokenizer.json (Llama 3, OLMo 2), by the library that defines the file."""
-    coder = tokenizers.Tokenizer.from_file(path)
-    coder.encode_special_tokens = True  # control tokens in a text are text
-    special = {token.content: i for i, token in coder.get_added_tokens_decoder().items()
-               if token.special}
+    """
+    The Tokenizer in a tokenizer.json: the embedded corpus's words, or byte-level BPE (Llama 3,
+    OLMo 2). Of two pieces the lower id is merged first, as in all that were trained merge by merge.
+    """
+    spec = read_json(path)
+    vocab = spec["model"]["vocab"]  # {piece: id}
+    special, always = {}, {}  # {name: id}; the latter count in any text
+    for token in spec["added_tokens"]:
+        names = special if token["special"] else always
+        names[token["content"]] = token["id"]
+    if spec["model"]["type"] == "WordLevel":
+        words = list(vocab)
+        return Tokenizer(lambda text: [vocab.get(word, vocab["<unk>"]) for word in text.split()],
+                         lambda ids: " ".join(words[i] for i in ids), len(words), special)
+    assert not spec["normalizer"], "text is normalized first"
+    split, _ = spec["pre_tokenizer"]["pretokenizers"]  # into words by a regex, then into bytes
+    # A printable byte is written as itself, the n-th of the others as character 256 + n.
+    byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
+    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in vocab.items()}
+    coder = tiktoken.Encoding("", pat_str=split["pattern"]["Regex"], mergeable_ranks=pieces,
+                              special_tokens=special | always)
 
-    def encode(text):  # a batch, since only that lets other threads run
-        return coder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def encode(text):
+        # The regex gives up on a million blanks in a row, so long text is encoded in parts. A part
+        # ends where a line begins, if it can, since a word begins there anyway.
+        parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
+        return [i for part in parts
+                for i in coder.encode(part, allowed_special=set(always), disallowed_special=())]
 
-    def decode(ids):
-        return coder.decode(ids, skip_special_tokens=False)
-
-    return Tokenizer(encode, decode, max(coder.get_vocab().values()) + 1, special)
+    return Tokenizer(encode, coder.decode, coder.n_vocab, special)
 
 
 # ---- prepare ---------------------------------------------------------------------------------

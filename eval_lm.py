@@ -12,7 +12,8 @@ What is unusual:
 - Text is generated anew for each r, greedily.
 
 Tokens, truncation and scores are those of the harness's own HFLM, with BOS where the tokenizer has
-one. More --steps extend an existing file; other settings need another --out.
+one, but for texts that transformers reads in its own way, as an export's card says: `</s>` and the
+like are text here. More --steps extend an existing file; other settings need another --out.
 
 In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
