@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from data import Parser, check_tokenizer, cli, describe, positive, read_json, say
 from model import Linear, RecurrentLM, UserError
 
+DRAFTS = 12     # drafts of a row before they are verified
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens of a row in one pass
 FEW_ROWS = 4    # up to so many rows plain sums beat a CPU library's products
@@ -54,7 +55,7 @@ class Decoding:
     exit_threshold: float = 0.001   # in nats
     exit_every: int = 2           # recurrences between two looks, where that divides r
     min_steps: int = 1            # no token stops earlier
-    draft_steps: int = 0          # recurrences of drafts, a divisor of r (0: off), see wavefront()
+    draft_steps: int = 0          # recurrences of a draft (0: off), see speculative()
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -98,7 +99,7 @@ class Pass:
 
 class Decoder:
     """
-    B texts in the middle of being decoded at depth r: the cache, and one cycle at a time.
+    B texts in the middle of being decoded at depth r: the cache, and one pass at a time.
 
     The token at position p of a row keeps its keys and values in column p, and no token sees later
     columns. So texts of any lengths share a batch without padding, and to roll back means to
@@ -106,73 +107,56 @@ class Decoder:
 
     cache: for each part its layers' [keys, values], (B, slots, columns, n_kv_head, head_dim). The
     core has a slot for each recurrence, prelude and coda have one.
-
-    A row has `lanes` tokens in flight, see wavefront(); plain decoding is the case of one lane.
     """
 
     def __init__(self, model, r, B, columns, options):
         c, weight = model.config, model.embed.weight
         self.model, self.r, self.graph, self.views = model, r, None, {}
-        self.draft_steps = options.draft_steps or r
-        if r % max(1, self.draft_steps):
-            raise UserError(f"--draft_steps {options.draft_steps}: does not divide r = {r}")
-        self.lanes = r // max(1, self.draft_steps)
         self.slots = min(r, options.kv or r)
-        # Lanes run ahead of the text, and the last column is never read. A block more than that: a
-        # view of all columns would be contiguous, for which torch.compile would compile once more.
-        self.limit = columns + self.lanes  # the last position: rows that have ended stay there
-        columns = ((self.limit + 2) // COLUMNS + 2) * COLUMNS
+        self.limit = columns  # rows that have ended stay at this position
+        # Drafts run ahead of the text. A block more than that: a view of all columns would be
+        # contiguous, for which torch.compile would compile once more.
+        columns = ((columns + DRAFTS) // COLUMNS + 2) * COLUMNS
         # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
         shape = columns, c.n_kv_head, c.head_dim
         self.cache = {
             part: [[weight.new_zeros(B, slots, *shape) for _ in "kv"] for _ in range(layers)]
             for part, layers, slots in (
                 ("prelude", c.n_prelude, 1), ("core", c.n_core, self.slots), ("coda", c.n_coda, 1))}
-        self.column = torch.arange(max(columns, B * self.lanes), device=weight.device)
-        # Lanes 0, 1, 3, 7 and so on, and the oldest: their tokens are looked at.
-        count = (self.lanes - 1).bit_length() + 1
-        self.looks = (2 ** self.column[:count] - 1).clamp(max=self.lanes - 1)
+        self.column = torch.arange(max(columns, B), device=weight.device)
         self.table = [t.to(weight.dtype) for t in model.rope(columns)]
         noise = model.initial_state(columns, 1, options.seed, range(columns))[:, 0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
 
     def at(self, position, end):
-        """
-        The Pass of tokens at `position` (rows, T), all of them below `end`. At -1 there is none:
-        it is written to a column that nobody reads.
-        """
-        width = -(-(end + 1) // COLUMNS) * COLUMNS
-        written = position.where(position >= 0, width - 1)
-        position = position.clamp(min=0)  # what sees nothing would be NaN
+        """The Pass of tokens at `position` (rows, T), all of them below `end`."""
+        width = -(-end // COLUMNS) * COLUMNS
         rope = [t[position].unsqueeze(1) for t in self.table]
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = self.model.config.n_head // self.model.config.n_kv_head
         seen = self.column[:width] <= position[:, :, None]
         mask = seen.repeat(1, groups, 1).unsqueeze(1).to(self.table[0].dtype).log()
-        return Pass(rope, mask, (self.column[:len(position), None], written), width)
+        return Pass(rope, mask, (self.column[:len(position), None], position), width)
 
-    def caches(self, part, tokens, slot=0, lanes=1):
-        """
-        A LayerCache for each layer of a part, where lane j of a row is at recurrence
-        j * draft_steps + slot. Rows and lanes lie in one dimension, without a copy.
-        """
-        key = part, slot, lanes, tokens.width
+    def caches(self, part, tokens, slot=0):
+        """A LayerCache for each layer of a part, at a recurrence's slot."""
+        key = part, slot, tokens.width
         if key not in self.views:
-            self.views[key] = [
-                [t[:, :, :tokens.width].unflatten(1, (lanes, -1))[:, :, slot].flatten(0, 1)
-                 for t in layer] for layer in self.cache[part]]
+            self.views[key] = [[t[:, slot, :tokens.width] for t in layer]
+                               for layer in self.cache[part]]
         return [LayerCache(*layer, tokens.write) for layer in self.views[key]]
 
-    def encode(self, idx, position, tokens):
-        """Ids (B, T) at positions (B, T) -> e and s_0, both (B, T, C)."""
+    def encode(self, idx, tokens):
+        """Ids (B, T) -> e and s_0, both (B, T, C)."""
         x = self.model.embed_idx(idx)
         e = self.model.run_prelude(x, tokens.rope, tokens.mask, self.caches("prelude", tokens))
+        _, position = tokens.write
         return e, self.noise[position].type_as(e) if self.model.config.n_core else e
 
-    def recur(self, s, e, tokens, count, lanes=1):
-        """`count` recurrences of states (rows * lanes, T, C)."""
-        caches = [self.caches("core", tokens, min(i, self.slots - 1), lanes) for i in range(count)]
-        return self.model.recur(s, e, tokens.rope, count, tokens.mask, caches)
+    def recur(self, s, e, tokens, first, last):
+        """The state (B, T, C) after `first` recurrences -> after `last`."""
+        caches = [self.caches("core", tokens, min(i, self.slots - 1)) for i in range(first, last)]
+        return self.model.recur(s, e, tokens.rope, last - first, tokens.mask, caches)
 
     def finish(self, s, tokens):
         """State (B, T, C) -> what the head reads."""
@@ -198,48 +182,30 @@ class Decoder:
                 end = min(start + PREFILL, T - 1)
                 position = self.column[start:end].expand(len(prompts), -1)
                 tokens = self.at(position, end)
-                e, s = self.encode(idx[:, start:end], position, tokens)
-                self.finish(self.recur(s, e, tokens, self.r), tokens)
+                e, s = self.encode(idx[:, start:end], tokens)
+                self.finish(self.recur(s, e, tokens, 0, self.r), tokens)
         return idx[self.column[:len(idx)], last], last, T
 
-    def plain(self, token, position, end):
-        """The next token of each row, at position (B,) below `end` -> logits (B, V) float32."""
-        tokens = self.at(position[:, None], end)
-        e, s = self.encode(token[:, None], position[:, None], tokens)
-        return self.logits(self.recur(s, e, tokens, self.r), tokens)[:, -1]
-
-    def cycle(self, token, position, s, e, end):
+    def step(self, token, position, end):
         """
-        Every lane moves on by draft_steps recurrences. token (B,): what the newest starts with.
-        position (B, lanes): where each lane is, below `end`, or -1 if it is not in flight.
-        s, e (B, lanes, C): states and prelude outputs after the last cycle, when each lane was one
-        younger. Returns logits (B, looks, V) float32 of the lanes `looks`, and the new s and e.
+        The next token of each row, at position (B,) below `end` -> logits (B, V) float32. Compiled
+        on CUDA, thousands of small kernels are recorded once as a graph and launched as one.
         """
-        newest = self.at(position[:, :1], end)
-        first_e, first_s = self.encode(token[:, None], position[:, :1], newest)
-        e = torch.cat((first_e, e[:, :-1]), 1)
-        s = torch.cat((first_s, s[:, :-1]), 1)
-        flying = self.at(position.view(-1, 1), end)
-        rows = s.flatten(0, 1)[:, None], e.flatten(0, 1)[:, None]
-        s = self.recur(*rows, flying, self.draft_steps, self.lanes).view_as(e)
-        seen = self.at(position[:, self.looks], end)
-        return self.logits(s[:, self.looks], seen), s, e
-
-    def run(self, method, *state, end):
-        """
-        plain() or cycle(), on CUDA and compiled as a CUDA graph: thousands of small kernels are
-        recorded once and launched as one.
-        """
-        if not (self.model.compiled and state[0].is_cuda):
-            return method(*state, end=end)
+        if not (self.model.compiled and token.is_cuda):
+            return self.run_step(token, position, end)
         if not self.graph or end > self.recorded:
             self.graph = None
             gc.collect()  # the last graph, whose memory torch keeps in a reference cycle
             # That takes a while, so it is not done for every 64 columns.
             self.recorded = min(-(-end // 256) * 256, self.limit + 1)
-            method = functools.partial(method, end=self.recorded)
-            self.graph = torch.cuda.make_graphed_callables(method, tuple(t.clone() for t in state))
-        return self.graph(*state)
+            run = functools.partial(self.run_step, end=self.recorded)
+            self.graph = torch.cuda.make_graphed_callables(run, (token.clone(), position.clone()))
+        return self.graph(token, position)
+
+    def run_step(self, token, position, end):
+        tokens = self.at(position[:, None], end)
+        e, s = self.encode(token[:, None], tokens)
+        return self.logits(self.recur(s, e, tokens, 0, self.r), tokens)[:, -1]
 
     def recur_each(self, s, e, tokens, done):
         """
@@ -265,9 +231,11 @@ class Decoder:
 
 def distribution(logits, options):
     """
-    Probabilities (..., V) of the next token, at a temperature above 0. Top-k comes first, then the
+    Probabilities (..., V) of the next token. Greedy: 1 for the likeliest. Else top-k, then the
     nucleus: the fewest likely tokens that hold probability top_p (arXiv 1904.09751).
     """
+    if options.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     p = (logits / options.temperature).softmax(-1)
     if options.top_k or options.top_p < 1:
         p, order = p.sort(dim=-1, descending=True, stable=True)
@@ -301,7 +269,7 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
 
     prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
     steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those of
-    Decoding. With drafts, the recurrences are those that ran since the row's last token.
+    Decoding. A draft that was right counts draft_steps recurrences.
     """
     c, options = model.config, Decoding(**options)
     r = sum(model.split_steps(steps)) if c.n_core else 0
@@ -314,8 +282,8 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
     way = plain
     if r and options.exit:
         way = adaptive
-    elif decoder.lanes > 1:
-        way = wavefront
+    elif 0 < options.draft_steps < r:
+        way = speculative
     rng = torch.Generator(decoder.column.device).manual_seed(options.seed)
     left = [max_new_tokens] * len(prompts)
     live = set(range(len(prompts)))  # the rows that go on
@@ -343,81 +311,67 @@ def shrink(decoder, rows, live, tensors):
 
 def plain(decoder, rows, token, position, end, options, rng, live):
     """One token of every row at a time."""
-    decoder.graph = None
     while live:
         rows, (token, position) = shrink(decoder, rows, live, [token, position])
-        token = pick(decoder.run(decoder.plain, token, position, end=end), options, rng)
+        token = pick(decoder.step(token, position, end), options, rng)
         position = (position + 1).clamp(max=decoder.limit)
         end = min(end + 1, decoder.limit + 1)
         for row, t in zip(rows, token.tolist()):
             yield row, t, decoder.r
 
 
-def wavefront(decoder, rows, token, position, end, options, rng, live):
+def speculative(decoder, rows, token, position, end, options, rng, live):
     """
-    While a token is still at a deep recurrence, the next ones already run at shallow ones (arXiv
-    2609.23033): one call of the recurrent block takes a token at recurrence i, the next one at
-    i - draft_steps, and so on. A cycle moves all of these lanes on by draft_steps recurrences.
-    The newest lane, 0, drafts the token with which the next one starts. Lanes 1, 3, 7 and so on
-    look again at what followed them. Behind the oldest that no longer agrees, the younger lanes are
-    dropped, and its new token starts. So a wrong draft costs few cycles if it is found early. The
-    last lane has done r, and its token is the answer.
-
-    By the rule of speculative sampling (arXiv 2211.17192) each look leaves a token that has the
-    distribution of its depth, so the answers have that of r. Once a token takes half of r or more,
-    drafts cost more than they save, and the batch goes on without.
+    Self-speculation. `draft_steps` recurrences draft tokens. One pass then takes the states of all
+    drafts on to r, and the usual rule (Leviathan et al., arXiv 2211.17192) accepts or corrects
+    them, so what comes out has the distribution of r. Nothing is computed twice but the coda.
+    Where too few are right to pay for the others, the batch goes on without.
     """
-    lane, looks = decoder.column[:decoder.lanes], decoder.looks
-    waited, pace = [0] * len(rows), decoder.r / 4  # recurrences since a row's last token; a token
-    text = token, position  # the end of each text
-    position = position[:, None].where(lane == 0, -1)  # of each lane, -1 if it is not in flight
-    s = e = decoder.noise.new_zeros(*position.shape, decoder.noise.shape[-1])
-    after = torch.zeros_like(position)  # the token that followed each lane, and its probabilities
-    size = decoder.model.config.vocab_size if options.temperature else 0
-    q = s.new_zeros(*position.shape, size)
-    while live and pace < decoder.r / 2:
-        rows, (token, position, s, e, after, q, *text) = shrink(
-            decoder, rows, live, [token, position, s, e, after, q, *text])
-        logits, s, e = decoder.run(decoder.cycle, token, position, s, e, end=end)
-        drafts = after[:, looks]
-        after[:, looks], q[:, looks] = look(logits, drafts, q[:, looks], options, rng)
-        wrong = (position[:, looks] >= 0) & (after[:, looks] != drafts)
-        oldest = (wrong * looks).amax(1, keepdim=True)  # of the lanes that disagree, or lane 0
-        token = after.gather(1, oldest)[:, 0]
-        # Rows that have ended stay within the cache.
-        start = (position.gather(1, oldest) + 1).clamp(max=decoder.limit)
-        found, answer = position[:, -1] >= 0, after[:, -1]
-        last, place = text
-        text = answer.where(found, last), (position[:, -1] + 1).where(found, place)
-        report = torch.stack((found, answer, start[:, 0]), 1).tolist()  # the one wait
-        # Every lane is one older now.
-        position = position.masked_fill(lane < oldest, -1)
-        position = torch.cat((start, position[:, :-1]), 1)
-        after, q = after.roll(1, 1), q.roll(1, 1)
-        end = max(start for *_, start in report) + 1
-        for row, (found, answer, _) in zip(rows, report):
-            waited[row] += decoder.draft_steps
-            if found:
-                yield row, answer, waited[row]
-                pace += (waited[row] - pace) / (8 * len(rows))
-                waited[row] = 0
-    yield from plain(decoder, rows, *text, end, options, rng, live)
+    few = DRAFTS / 4
+    right, ahead = few + 1, decoder.column[:DRAFTS + 1]  # right: drafts of a round, a running mean
+    while live and right > few:
+        rows, (token, position) = shrink(decoder, rows, live, [token, position])
+        drafts, q, started = [], [], []
+        for i in range(DRAFTS + 1):  # the last draft gets its e and s, too: all may be right
+            tokens = decoder.at(position[:, None] + i, end + i)
+            e, s = decoder.encode(token[:, None], tokens)
+            s = decoder.recur(s, e, tokens, 0, options.draft_steps)
+            started.append((e, s))
+            if i < DRAFTS:
+                q.append(distribution(decoder.logits(s, tokens)[:, -1], options))
+                token = draw(q[-1], rng)
+                drafts.append(token)
+        tokens = decoder.at(position[:, None] + ahead, end + DRAFTS)
+        e, s = (torch.cat(part, 1) for part in zip(*started))
+        s = decoder.recur(s, e, tokens, options.draft_steps, decoder.r)
+        p = distribution(decoder.logits(s, tokens), options)
+        drafts = torch.stack(drafts, 1)
+        accepted, token = verify(p, torch.stack(q, 1), drafts, rng)
+        # Rows that have ended stay in the cache.
+        position = (position + accepted + 1).clamp(max=decoder.limit)
+        report = torch.column_stack((position, accepted, token, drafts)).tolist()
+        end = max(position for position, *_ in report) + 1
+        for row, (_, count, new, *guesses) in zip(rows, report):
+            for guess in guesses[:count]:
+                yield row, guess, options.draft_steps
+            yield row, new, decoder.r
+            right += (count - right) / (4 * len(rows))
+    yield from plain(decoder, rows, token, position, end, options, rng, live)
 
 
-def look(logits, drafts, q, options, rng):
+def verify(p, q, drafts, rng):
     """
-    Speculative sampling. Logits (B, looks, V) of lanes, the newest first; the drafts (B, looks)
-    that followed them, and the probabilities q (B, looks, V) with which these were drawn. Returns
-    the tokens that follow now, mostly the drafts, and their probabilities (greedily without).
+    Speculative sampling. Probabilities of the model p (B, n + 1, V) and of the drafts q (B, n, V),
+    drafts (B, n) -> how many are accepted (B,), and the token (B,) that follows them.
     """
-    if options.temperature == 0:
-        return logits.argmax(-1), logits[..., :0]
-    p = distribution(logits, options)
-    q[:, 0] = math.inf  # nothing has followed the newest yet: no draft is accepted
-    ratio = (p / q).gather(-1, drafts[..., None])[..., 0]
-    accepted = torch.rand(ratio.shape, device=ratio.device, generator=rng) < ratio
+    index = drafts[:, :, None]
+    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index))[:, :, 0]
+    luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
+    accepted = (luck < ratio).long().cumprod(1).sum(1)
+    wrong = torch.arange(len(p), device=p.device), accepted  # the first, or what follows the last
+    p, q = p[wrong], F.pad(q, (0, 0, 0, 1))[wrong]
     left = (p - q).clamp(min=1e-30 * p)  # p itself where the two differ by rounding alone
-    return drafts.where(accepted, draw(left, rng)), p
+    return accepted, draw(left, rng)
 
 
 def adaptive(decoder, rows, token, position, end, options, rng, live):
@@ -440,7 +394,7 @@ def adaptive(decoder, rows, token, position, end, options, rng, live):
             rows, (token, position, done, s, logp) = shrink(
                 decoder, rows, live, [token, position, done, s, logp])
             tokens = decoder.at(position[:, None], end)
-            e, first = decoder.encode(token[:, None], position[:, None], tokens)
+            e, first = decoder.encode(token[:, None], tokens)
             s = torch.where((done == 0)[:, None, None], first, s)
         for _ in range(every):
             s, done = decoder.recur_each(s, e, tokens, done), done + 1
@@ -495,7 +449,7 @@ def add_decoding_arguments(p):
         exit_every="... of which so many lie between two looks",
         min_steps="... but after so many at the earliest",
         kv="cache slots a layer; 0 (default): one a recurrence, which is exact",
-        draft_steps="draft tokens with so many recurrences, a divisor of r, and verify them",
+        draft_steps="draft tokens with so many recurrences, then verify them",
     )
 
 

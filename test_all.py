@@ -640,8 +640,6 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
     for row, prompt, limit in zip(rows, prompts, limits):
         assert row == decode(model, [prompt], limit, steps=steps)[0].tolist()
     assert took.keys() >= {draft_steps, steps}
-    between = [recurrences for recurrences in took if draft_steps < recurrences < steps]
-    assert between or steps < 4 * draft_steps, "no wrong draft was found early"
 
 @torch.no_grad()
 def test_drafts_keep_the_distribution():
@@ -1201,7 +1199,7 @@ sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
 sample --prompt 3 --model {m}:
     --kv=x; --top_p=0; --temperature=-1; --seed=-1; --tokens=0;
-    --steps=6 --draft_steps=4 -> does not divide; --device=cuda:99 -> --device cuda:99;
+    --device=cuda:99 -> --device cuda:99;
     --steps=-1; --draft_steps=2 --exit=kl;
 eval_gsm8k {ask}:
     --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
@@ -1437,7 +1435,7 @@ WAITS = {
     "update": {"train.train": 1},
     "plain": {"sample.plain": 1},
     "sampled": {"sample.plain": 1},
-    "drafted": {"sample.wavefront": 1},
+    "drafted": {"sample.speculative": 1},
     "exits": {"sample.adaptive": 1},
 }
 
@@ -1466,11 +1464,12 @@ def test_a_step_is_recorded_once_for_its_columns(monkeypatch):
     token, row = MagicMock(is_cuda=True), torch.zeros(1, dtype=torch.int64)
     d = Decoder(decode_model(), 2, 1, 600, Decoding())
     d.model.compiled = True
+    monkeypatch.setattr(Decoder, "run_step", lambda *_: None)
     for end, count in ((9, 1), (256, 1), (257, 2), (258, 2)):
-        d.run(d.plain, token, end=end)
+        d.step(token, token, end)
         assert len(recorded) == count
     d.keep(row)
-    d.run(d.plain, token, end=259)
+    d.step(token, token, 259)
     assert len(recorded) == 3
 
 def test_a_rank_takes_its_device_first(monkeypatch):

@@ -300,7 +300,7 @@ def measure_decoding():
             compile_decoding(model)
         for r in DEPTHS:
             decoder = Decoder(model, r, 1, 128, Decoding())
-            took = seconds(lambda: decoder.run(decoder.plain, token, token, end=8), 20)
+            took = seconds(lambda: decoder.step(token, token, 8), 20)
             read = n["prelude"] + r * (n["adapter"] + n["core"]) + n["coda"] + n["embeddings"] / 2
             add(f"a step, {how}, r={r}, ms", 1e3 * took)
             add("... share of the bandwidth", 2 * read / took / bandwidth)
