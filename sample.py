@@ -327,9 +327,9 @@ def speculative(decoder, rows, token, position, end, options, rng, live):
     them, so what comes out has the distribution of r. Nothing is computed twice but the coda.
     Where too few are right to pay for the others, the batch goes on without.
     """
-    few = DRAFTS / 4
-    right, ahead = few + 1, decoder.column[:DRAFTS + 1]  # right: drafts of a round, a running mean
-    while live and right > few:
+    ahead = decoder.column[:DRAFTS + 1]
+    right = DRAFTS / 2  # of a round, a running mean
+    while live and right > DRAFTS / 6:
         rows, (token, position) = shrink(decoder, rows, live, [token, position])
         drafts, q, started = [], [], []
         for i in range(DRAFTS + 1):  # the last draft gets its e and s, too: all may be right
