@@ -178,7 +178,7 @@ def play_decoding(card, found):
     for llm.compiled in (False, True):
         for way, options in {"plain": {}, "sampled": {"temperature": 0.8},
                              "drafted": {"draft_steps": 1}, "exits": {"exit": "kl"}}.items():
-            events = sample.generate(llm, [[1, 2, 3], [4]], 4, 2, lambda row, _: row, **options)
+            events = sample.generate(llm, [[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options)
             for row, _, _ in events:
                 if row == 0:  # row 1 has left
                     found[way] = dict(card.waits)
