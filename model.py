@@ -254,9 +254,9 @@ class RecurrentLM(nn.Module):
                 s = self.run_core(s, e, rope, mask, caches and caches[i])
         return s
 
-    def encode(self, idx, state, rope, mask=None):
+    def encode(self, idx, state, rope, mask=None, caches=None):
         """Ids (B, T) -> prelude output e and s_0: the given state, or a new draw."""
-        e = self.run_prelude(self.embed_idx(idx), rope, mask)
+        e = self.run_prelude(self.embed_idx(idx), rope, mask, caches)
         if not self.core:
             return e, e
         if state is None:

@@ -23,17 +23,19 @@ The model's text goes to stdout, everything else to stderr.
 import contextlib
 import functools
 import gc
+import itertools
 import math
+import os
 import re
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from data import Parser, check_tokenizer, cli, describe, positive, read_json, say
+from data import Parser, check_tokenizer, cli, describe, natural, positive, rate, read_json, say
 from model import Linear, RecurrentLM, UserError
 
 DRAFTS = 12     # drafts of a row before they are verified
@@ -53,14 +55,11 @@ class Decoding:
     kv: int = 0                   # cache slots a layer; 0: one a recurrence
     exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
     exit_threshold: float = 0.001   # in nats
-    exit_every: int = 2           # recurrences between two looks, where that divides r
+    exit_every: int = 2           # recurrences between two looks, cut to the gcd with r
     min_steps: int = 1            # no token stops earlier
     draft_steps: int = 0          # recurrences of a draft (0: off), see speculative()
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if isinstance(value, int | float) and value < 0:
-                raise UserError(f"--{name} {value}: must not be negative")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
         if self.draft_steps and (self.exit or self.kv):
@@ -91,7 +90,7 @@ class LayerCache:
 @dataclass
 class Pass:
     """The tokens of one pass: where they stand, what they see, where they are written."""
-    rope: list            # cos and sin, (rows, 1, T, head_dim / 2)
+    rope: tuple           # cos and sin, (rows, 1, T, head_dim / 2)
     mask: torch.Tensor    # (rows, 1, groups * T, width): 0 for what is seen, else -inf
     write: tuple          # (rows, columns) of their keys and values
     width: int            # columns of the cache that the pass reads
@@ -111,32 +110,36 @@ class Decoder:
 
     def __init__(self, model, r, B, columns, options):
         c, weight = model.config, model.embed.weight
-        self.model, self.r, self.graph, self.views = model, r, None, {}
+        self.model, self.r = model, r
+        self.graph = None  # see step()
+        self.views = {}    # see caches()
         self.slots = min(r, options.kv or r)
         self.limit = columns  # rows that have ended stay at this position
         # Drafts run ahead of the text. A block more than that: a view of all columns would be
         # contiguous, for which torch.compile would compile once more.
         columns = ((columns + DRAFTS) // COLUMNS + 2) * COLUMNS
         # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
-        shape = columns, c.n_kv_head, c.head_dim
-        self.cache = {
-            part: [[weight.new_zeros(B, slots, *shape) for _ in "kv"] for _ in range(layers)]
-            for part, layers, slots in (
-                ("prelude", c.n_prelude, 1), ("core", c.n_core, self.slots), ("coda", c.n_coda, 1))}
+        self.cache = {}
+        for part, slots in ("prelude", 1), ("core", self.slots), ("coda", 1):
+            shape = B, slots, columns, c.n_kv_head, c.head_dim
+            self.cache[part] = [
+                [weight.new_zeros(shape) for _ in "kv"] for _ in getattr(model, part)]
         self.column = torch.arange(max(columns, B), device=weight.device)
-        self.table = [t.to(weight.dtype) for t in model.rope(columns)]
+        self.rope = torch.stack(model.rope(columns)).to(weight.dtype)  # of each position
         noise = model.initial_state(columns, 1, options.seed, range(columns))[:, 0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
 
     def at(self, position, end):
         """The Pass of tokens at `position` (rows, T), all of them below `end`."""
         width = -(-end // COLUMNS) * COLUMNS
-        rope = [t[position].unsqueeze(1) for t in self.table]
+        rope = self.rope[:, position].unsqueeze(2).unbind()
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = self.model.config.n_head // self.model.config.n_kv_head
         seen = self.column[:width] <= position[:, :, None]
-        mask = seen.repeat(1, groups, 1).unsqueeze(1).to(self.table[0].dtype).log()
-        return Pass(rope, mask, (self.column[:len(position), None], position), width)
+        seen = seen.repeat(1, groups, 1).unsqueeze(1)
+        mask = seen.to(self.rope.dtype).log()
+        rows = self.column[:len(position), None]
+        return Pass(rope, mask, (rows, position), width)
 
     def caches(self, part, tokens, slot=0):
         """A LayerCache for each layer of a part, at a recurrence's slot."""
@@ -148,14 +151,16 @@ class Decoder:
 
     def encode(self, idx, tokens):
         """Ids (B, T) -> e and s_0, both (B, T, C)."""
-        x = self.model.embed_idx(idx)
-        e = self.model.run_prelude(x, tokens.rope, tokens.mask, self.caches("prelude", tokens))
         _, position = tokens.write
-        return e, self.noise[position].type_as(e) if self.model.config.n_core else e
+        caches = self.caches("prelude", tokens)
+        return self.model.encode(idx, self.noise[position], tokens.rope, tokens.mask, caches)
 
     def recur(self, s, e, tokens, first, last):
         """The state (B, T, C) after `first` recurrences -> after `last`."""
-        caches = [self.caches("core", tokens, min(i, self.slots - 1)) for i in range(first, last)]
+        caches = []
+        for i in range(first, last):
+            slot = min(i, self.slots - 1)
+            caches.append(self.caches("core", tokens, slot))
         return self.model.recur(s, e, tokens.rope, last - first, tokens.mask, caches)
 
     def finish(self, s, tokens):
@@ -184,7 +189,7 @@ class Decoder:
                 tokens = self.at(position, end)
                 e, s = self.encode(idx[:, start:end], tokens)
                 self.finish(self.recur(s, e, tokens, 0, self.r), tokens)
-        return idx[self.column[:len(idx)], last], last, T
+        return idx.gather(1, last[:, None])[:, 0], last, T
 
     def step(self, token, position, end):
         """
@@ -216,15 +221,18 @@ class Decoder:
         slot = done.clamp(max=self.slots - 1)
         later = torch.maximum(slot[:, None], self.column[:self.slots])
         write, read = (rows, later, position), (rows[:, 0], slot)
-        caches = [LayerCache(*(t[:, :, :tokens.width] for t in layer), write, read)
-                  for layer in self.cache["core"]]
+        caches = []
+        for layer in self.cache["core"]:
+            k, v = (t[:, :, :tokens.width] for t in layer)
+            caches.append(LayerCache(k, v, write, read))
         return self.model.run_core(s, e, tokens.rope, tokens.mask, caches)
 
     def keep(self, rows):
         """Continue with some rows (a tensor of indices) of the batch only."""
-        self.cache = {part: [[t[rows] for t in layer] for layer in layers]
-                      for part, layers in self.cache.items()}
-        self.graph, self.views = None, {}
+        self.graph = None
+        self.views = {}
+        for layer in itertools.chain(*self.cache.values()):
+            layer[:] = [t[rows] for t in layer]
 
 
 # ------------------------------------------------------------------------------------ next tokens
@@ -241,8 +249,8 @@ def distribution(logits, options):
         p, order = p.sort(dim=-1, descending=True, stable=True)
         if options.top_k:
             p[..., options.top_k:] = 0
-            p = p / p.sum(-1, keepdim=True)
-        p[p.cumsum(-1) - p >= options.top_p] = 0  # keeps the token that crosses top_p
+        enough = options.top_p * p.sum(-1, keepdim=True)
+        p[p.cumsum(-1) - p >= enough] = 0  # keeps the token that crosses top_p
         p = torch.zeros_like(p).scatter_(-1, order, p)
     return p / p.sum(-1, keepdim=True)
 
@@ -277,7 +285,8 @@ def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
     if not all(prompts) or max_new_tokens < 1:
         raise UserError("a prompt is empty, or no token is asked for")
     if T + max_new_tokens > c.context:
-        raise UserError(f"{T} + {max_new_tokens} tokens are more than the context, {c.context}")
+        raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in the "
+                        f"context of {c.context}")
     decoder = Decoder(model, r, len(prompts), T + max_new_tokens, options)
     way = plain
     if r and options.exit:
@@ -385,31 +394,30 @@ def adaptive(decoder, rows, token, position, end, options, rng, live):
     done = torch.zeros_like(token)  # recurrences of the current token
     s = decoder.noise[position[:, None]]
     logp = s.new_zeros(len(rows), decoder.model.config.vocab_size)
-    fresh = True  # a row has a new token
-    every = max(1, options.exit_every)
-    if decoder.r % every:
-        every = 1
+    every = math.gcd(decoder.r, options.exit_every)
+    earliest = max(2 * every, options.min_steps)
     while live:
-        if fresh:
-            rows, (token, position, done, s, logp) = shrink(
-                decoder, rows, live, [token, position, done, s, logp])
-            tokens = decoder.at(position[:, None], end)
-            e, first = decoder.encode(token[:, None], tokens)
-            s = torch.where((done == 0)[:, None, None], first, s)
-        for _ in range(every):
-            s, done = decoder.recur_each(s, e, tokens, done), done + 1
-        logits = decoder.logits(s, tokens)[:, -1]
-        before, logp = logp, logits.log_softmax(-1)
-        kl = F.kl_div(before, logp, reduction="none", log_target=True).sum(-1)
-        kl = kl.clamp(min=0)  # rounding
-        settled = (kl < options.exit_threshold) & (done >= max(2 * every, options.min_steps))
-        stops = settled | (done == decoder.r)
-        token = torch.where(stops, pick(logits, options, rng), token)
-        position = (position + stops).clamp(max=decoder.limit)  # ended rows stay in the cache
-        report = torch.stack((stops, done, token, position), 1).tolist()
+        rows, (token, position, done, s, logp) = shrink(
+            decoder, rows, live, [token, position, done, s, logp])
+        tokens = decoder.at(position[:, None], end)
+        e, first = decoder.encode(token[:, None], tokens)
+        s = first.where((done == 0)[:, None, None], s)
+        stopped = False
+        while not stopped:  # until a row has its next token
+            for _ in range(every):
+                s = decoder.recur_each(s, e, tokens, done)
+                done = done + 1
+            logits = decoder.logits(s, tokens)[:, -1]
+            before, logp = logp, logits.log_softmax(-1)
+            kl = (logp.exp() * (logp - before)).sum(-1).clamp(min=0)  # less by rounding alone
+            settled = (kl < options.exit_threshold) & (done >= earliest)
+            stops = settled | (done == decoder.r)
+            token = pick(logits, options, rng).where(stops, token)
+            position = (position + stops).clamp(max=decoder.limit)  # ended rows stay in the cache
+            report = torch.stack((stops, done, token, position), 1).tolist()
+            stopped = any(stop for stop, *_ in report)
         done = done.masked_fill(stops, 0)
         end = max(p for *_, p in report) + 1
-        fresh = any(stop for stop, *_ in report)
         for row, (stop, took, t, _) in zip(rows, report):
             if stop:
                 yield row, t, took
@@ -457,12 +465,14 @@ def add_options(p, **helps):
     """A flag for each of these fields of Decoding."""
     for name, text in helps.items():
         default = getattr(Decoding, name)
-        p.add_argument(f"--{name}", type=type(default), default=default, help=text)
+        kind = rate if isinstance(default, float) else natural
+        p.add_argument(f"--{name}", type=kind, default=default, help=text)
 
 
 def decoding(args):
     """Decoding's {name: value} by a script's flags. UserError for values that make no sense."""
-    given = {f.name: getattr(args, f.name) for f in fields(Decoding) if f.name in args}
+    known = vars(Decoding())
+    given = {name: value for name, value in vars(args).items() if name in known}
     return vars(Decoding(**given))
 
 
@@ -476,9 +486,11 @@ class FewRows(Linear):
         rows = x.numel() // x.shape[-1]
         if rows > FEW_ROWS or not torch.compiler.is_compiling():
             return super().forward(x)
-        x, weight = x.to(self.weight.dtype), self.weight.float()
-        y = torch.stack([(weight * row.float()).sum(-1) for row in x.view(rows, -1)])
-        return y.type_as(x).view(*x.shape[:-1], -1)
+        weight = self.weight.float()
+        x = x.to(self.weight.dtype)
+        y = [(weight * row.float()).sum(-1) for row in x.view(rows, -1)]
+        y = torch.stack(y).type_as(x)
+        return y.view(*x.shape[:-1], -1)
 
 
 def compile_decoding(model):
@@ -520,7 +532,7 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options)
     Returns three lists: texts, cut at the first stop; tokens generated; recurrences these took.
     """
     new = [[] for _ in prompts]
-    tokens, recurrences = [0] * len(prompts), [0] * len(prompts)
+    recurrences = [0] * len(prompts)
     # A stop of n characters spans at most n tokens, so it is enough to look at the last few.
     tail = max(map(len, stops), default=0)
 
@@ -529,12 +541,13 @@ def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options)
         return token == tokenizer.eos_id or any(stop in end for stop in stops)
 
     for row, token, took in generate(model, prompts, max_new_tokens, r, ends, **options):
-        tokens[row] += 1
+        new[row].append(token)
         recurrences[row] += took
-        if token != tokenizer.eos_id:
-            new[row].append(token)
-    texts = [cut(tokenizer.decode(ids), stops) for ids in new]
-    return texts, tokens, recurrences
+    texts = []
+    for ids in new:
+        text = tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
+        texts.append(cut(text, stops))
+    return texts, list(map(len, new)), recurrences
 
 
 def cut(text, stops):
@@ -547,16 +560,12 @@ def cut(text, stops):
 # ------------------------------------------------------------------------------------ the command
 
 def newest_checkpoint(root="out"):
-    """The newest checkpoint under root; a recurrent one, if there is one."""
-    found = []
-    for path in Path(root).glob("**/config.json"):
-        config = read_json(path)
-        if config.get("model_type") == "loopgraft":
-            found.append((config["n_core"] > 0, path.stat().st_mtime, path.parent))
-    if not found:
-        raise UserError(f"no checkpoint under {root}/: run `bash runs/tiny.sh` first, or give "
-                        "--model")
-    return max(found)[-1]
+    """The newest recurrent checkpoint under root."""
+    paths = [path for path in Path(root).glob("**/config.json") if read_json(path).get("n_core")]
+    if not paths:
+        raise UserError(f"no recurrent checkpoint under {root}/: run `bash runs/tiny.sh` first, or "
+                        "give --model")
+    return max(paths, key=os.path.getmtime).parent
 
 
 def default_prompt(folder):
@@ -570,14 +579,13 @@ def default_prompt(folder):
 
 def write(model, tokenizer, args, prompt, r):
     """Stream what follows prompt at depth r to stdout, and say how fast it went."""
-    ids, context = tokenizer.encode(prompt, bos=True), model.config.context
-    room = min(args.tokens, context - len(ids))
-    if not ids or room < 1:
-        raise UserError(f"the prompt has {len(ids)} tokens, the context {context}: give at least "
-                        "one word, and leave room for more")
+    ids = tokenizer.encode(prompt, bos=True)
+    room = max(1, min(args.tokens, model.config.context - len(ids)))
     tell(f"--- r = {r}")
     text = tokenizer.decode(ids)
-    shown, recurrences, began = len(text), [], time.perf_counter()
+    shown = len(text)
+    recurrences = []
+    began = time.perf_counter()
     for _, token, took in generate(model, [ids], room, r, **decoding(args)):
         recurrences.append(took)
         if token == tokenizer.eos_id:
@@ -589,9 +597,10 @@ def write(model, tokenizer, args, prompt, r):
             print(text[shown:], end="", flush=True)
             shown = len(text)
     print(text[shown:], flush=True)
-    count, seconds = len(recurrences), time.perf_counter() - began
-    tell(f"--- {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s, "
-        f"{sum(recurrences) / count:.2f} recurrences a token")
+    count = len(recurrences)
+    speed = count / (time.perf_counter() - began)
+    mean = sum(recurrences) / count
+    tell(f"--- {count} tokens, {speed:.1f} tokens/s, {mean:.2f} recurrences a token")
 
 
 def interact(model, tokenizer, args, steps):
@@ -621,7 +630,7 @@ def tell(text):
 def parse_args():
     p = Parser(description="Stream text from a model.")
     p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
-    p.add_argument("--steps", help="recurrences r, or several such as 1,4,32")
+    p.add_argument("--steps", type=parse_steps, help="recurrences r, or several such as 1,4,32")
     p.add_argument("--prompt", help="the text to continue")
     p.add_argument("--interactive", action="store_true", help="ask for prompts")
     p.add_argument("--tokens", type=positive, default=256, help="new tokens at most")
@@ -643,7 +652,7 @@ def main():
     c = model.config
     tell(f"{model.folder}, ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
         f"{', '.join(describe(model))}")
-    steps = parse_steps(args.steps or str(c.mean_recurrence))
+    steps = args.steps or [c.mean_recurrence]
     if not c.n_core:
         steps = [0]
     if not args.temperature and (args.top_k or args.top_p < 1):
@@ -651,7 +660,7 @@ def main():
     if args.compile:
         tell("compiling, about a minute")
         for r in steps:
-            list(generate(model, [[0]], min(4, c.context - 1), r, **decoding(args)))
+            list(generate(model, [[0]], 4, r, **decoding(args)))
     if args.interactive:
         return interact(model, tokenizer, args, steps)
     prompt = default_prompt(model.folder) if args.prompt is None else args.prompt
