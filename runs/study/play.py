@@ -298,10 +298,11 @@ class Study:
     def play(self, task, seed, run, measure):
         """Make a run's model, measure it and write the file, if that is not there. Says which."""
         path, began = self.result(task, seed, run, measure), time.time()
+        name = path.relative_to(self.results)
         steps = self.commands(task, seed, run)
         recipe = [shlex.join(["python", *map(str, command)]) for _, command in steps]
         if path.exists() and read_json(path)["recipe"] == recipe:
-            return f"{path}: is there"
+            return f"{name}: is there"
         for step in steps:
             self.make(*step)
         folder = self.model(task, seed, run.name)
@@ -309,7 +310,7 @@ class Study:
         seconds = round(time.time() - began)
         write_json(path, found | describe(folder) | {
             "dtype": self.dtype, "seconds": seconds, "recipe": recipe})
-        return f"{path}: {seconds} s"
+        return f"{name}: {seconds} s"
 
     def result(self, task, seed, run, measure):
         return self.results / "runs" / task / str(seed) / f"{run.name}.{measure}.json"
