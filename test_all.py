@@ -1192,7 +1192,8 @@ train {run}:
     --config=none.toml -> none.toml; --data=none -> none;
     --data={corpus}/test.jsonl -> no finished data set; --data={corpus}/task:0 -> weight;
     --data={corpus}/task:1.5 -> weight; --context=30; --init_from={foreign} -> tokenizer;
-    --init_from=none -> no such folder; --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
+    --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
+    --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
     --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
     --log_every=0; --keep=0; --train=cores;
 sample --prompt 3:

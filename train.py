@@ -141,6 +141,8 @@ def read_settings(argv):
     s = Settings(**vars(parser.parse_args(argv)))
     if not (s.data and s.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
+    if s.init_from and os.path.realpath(s.init_from) == os.path.realpath(s.out_dir):
+        raise UserError(f"--out_dir={s.out_dir}: is --init_from, which stays as it is")
     s.micro_batch = min(s.micro_batch, math.ceil(s.batch_size / WORLD))
     if s.batch_size % (s.micro_batch * WORLD * s.draws):
         raise UserError(f"--batch_size={s.batch_size}: is not a multiple of {WORLD} processes "
