@@ -267,7 +267,7 @@ def pick(logits, options, rng):
     return draw(distribution(logits, options), rng)
 
 
-# --------------------------------------------------------------------------- two ways to decode
+# ------------------------------------------------------------------------- three ways to decode
 
 @torch.inference_mode()
 def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
