@@ -1419,7 +1419,7 @@ def test_card_runs_as_pasted(earlier, checkpoint):
     need("transformers")
     folder = shutil.copytree(checkpoint, "run/step_000002")
     Path("gone").mkdir()
-    flags = ["--data=private/web:1,my/b:2", "--out_dir=run", f"--init_from={earlier}"]
+    flags = ["--data=private/web:1,my/b:2", "--out_dir=renamed", f"--init_from={earlier}"]
     config = vars(train.read_settings(flags))
     data.write_json(f"{folder}/train.json", {"config": config, "tokens": 7, "flops": 3e9})
     data.write_json(f"{folder}/surgery.json", {"source": "some/model@main", "layers": [[0]]})
