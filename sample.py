@@ -337,8 +337,10 @@ def speculative(decoder, rows, token, position, end, options, rng, live):
     Where too few are right to pay for the others, the batch goes on without.
     """
     ahead = decoder.column[:DRAFTS + 1]
-    right = DRAFTS / 2  # of a round, a running mean
-    while live and right > DRAFTS / 6:
+    # At r = 32 a round takes as long as 5 plain tokens on a CPU (runs/README.md), and by its calls
+    # of the block as 2. So it pays from 4 right drafts there, from 1 where rows are free.
+    right, too_few = DRAFTS / 2, 2  # right: of a round, a running mean
+    while live and right > too_few:
         rows, (token, position) = shrink(decoder, rows, live, [token, position])
         drafts, q, started = [], [], []
         for i in range(DRAFTS + 1):  # the last draft gets its e and s, too: all may be right

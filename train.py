@@ -309,8 +309,7 @@ def shape(settings):
         return load_config(find_checkpoint(settings.init_from))
     meta = Dataset(settings.data, "val", settings.context).parts[0][0].meta
     sizes = {name: size for name, size in vars(settings).items() if name.startswith("n_")}
-    return Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
-                  context=max(2048, settings.context), **sizes)
+    return Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"], **sizes)
 
 
 def planned_shape(settings):
@@ -372,6 +371,7 @@ def set_up(settings, dataset, device):
     c = model.config
     c.mean_recurrence = settings.mean_recurrence
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
+    c.context = max(c.context, settings.context)
     earlier = Path(model.folder or "", "train.json")
     if not folder and c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
         progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
