@@ -2,12 +2,15 @@
 Tables, pictures and the page of the study, from what play.py has measured.
 
     python runs/study/study.py tables [ITEM ...]     results/ITEM.json, ../../assets/study_ITEM.png
-    python runs/study/study.py page                  writes the tables into README.md, in place
+    python runs/study/study.py page                  writes the tables into README.md, in place, and
+                                                     into that of the repository
 
 An error is the standard error over the seeds. An item's JSON holds "figures", which `bench.py plot`
-draws, and "columns" and "rows". The page asks for a table by the columns that it shows:
+draws, and "columns" and "rows". A page asks for a table by the columns that it shows, and perhaps
+by the numbers of its rows:
 
     <!-- table: curriculum | arm | training FLOPs | accuracy, % -->
+    <!-- table: curriculum 1 5 6 | arm | accuracy, % -->
 """
 import math
 import re
@@ -28,7 +31,9 @@ def main():
     commands.add_parser("page", help="write the tables into README.md")
     args = parser.parse_args()
     if args.command == "page":
-        return write_page(HERE / "README.md")
+        write_page(HERE / "README.md", source)
+        write_page(ROOT / "README.md", lambda result: "")  # hashes stand in runs/ only
+        return
     for name in args.items or ITEMS:
         write_tables(name, Study(args.quick))
 
@@ -312,31 +317,41 @@ def write_tables(name, study):
 
 # ---------------------------------------------------------------------------- the page
 
-def write_page(page):
-    """Write the table that each comment of a page asks for, up to the line of its command."""
+def write_page(page, source):
+    """
+    Write the table that each comment of a page asks for, and under it what source() says of the
+    item's JSON.
+    """
     def fill(found):
-        return found[1] + table(*found[2].split(" | ")) + found[3]
+        wanted, *columns = found[2].split(" | ")
+        name, *rows = wanted.split()
+        path = HERE / "results" / f"{name}.json"
+        text = f"Not measured yet: `bash runs/study/all.sh {name}`\n"
+        if path.exists():
+            result = read_json(path)
+            text = table(name, result, columns, map(int, rows)) + source(result)
+        return found[1] + text + found[3]
 
     pattern = r"(<!-- table: (.*) -->\n)(?:.*\n)*?(<!-- end -->)"
     page.write_text(re.sub(pattern, fill, page.read_text()))
 
 
-def table(name, *columns):
-    """Columns of results/NAME.json as Markdown, and which version measured them."""
-    path = HERE / "results" / f"{name}.json"
-    if not path.exists():
-        return f"Not measured yet: `bash runs/study/all.sh {name}`\n"
-    result = read_json(path)
+def table(name, result, columns, numbers):
+    """Columns of an item's JSON as Markdown: the rows of these numbers, from 1, or all of them."""
     if unknown := set(columns) - set(result["columns"]):
         raise UserError(f"{name}.json: has no column {unknown.pop()!r}")
+    chosen = [result["rows"][i - 1] for i in numbers] or result["rows"]
     rows = [columns, ["---"] * len(columns)]
-    for row in result["rows"]:
+    for row in chosen:
         cells = dict(zip(result["columns"], row))
         rows.append([str(cells[column]) for column in columns])
-    text = "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def source(result):
+    """The line that says which version measured an item."""
     time = f", {result['minutes']} minutes of one thread" if "minutes" in result else ""
-    return (f"{text}\n`{result['command']}` at commit {result['commit']}, "
-            f"{result['date']}{time}\n")
+    return f"\n`{result['command']}` at commit {result['commit']}, {result['date']}{time}\n"
 
 
 if __name__ == "__main__":
