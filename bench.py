@@ -262,12 +262,13 @@ LOG_BASE = {"steps": 2, "token_flops": 10}
 
 def plot(args):
     """Draw result files, the losses of runs, or a file's own figures."""
-    labels = args.labels.split(",") if args.labels else args.results
-    if len(labels) != len(args.results):
-        raise UserError(f"--labels: {len(labels)} labels for {len(args.results)} files")
-    axis = args.x or ("update" if Path(args.results[0]).is_dir() else "steps")
+    paths = [path for path in args.results if not path.endswith(".png")]  # of an earlier out/fig3*
+    labels = args.labels.split(",") if args.labels else paths
+    if len(labels) != len(paths):
+        raise UserError(f"--labels: {len(labels)} labels for {len(paths)} files")
+    axis = args.x or ("update" if Path(paths[0]).is_dir() else "steps")
     figures, found = [], {}  # {(title, words for y): curves}
-    for label, path in zip(labels, args.results):
+    for label, path in zip(labels, paths):
         if Path(path).is_dir():
             points = losses(label, path, axis)
         else:
@@ -286,8 +287,8 @@ def plot(args):
             "curves": curves,
         })
     if not figures:
-        raise UserError(f"{args.results[0]}: holds nothing to draw")
-    draw(figures, args.out or Path(args.results[0]).with_suffix(".png"))
+        raise UserError(f"{paths[0]}: holds nothing to draw")
+    draw(figures, args.out or paths[0].rstrip("/").removesuffix(".json") + ".png")
 
 
 def losses(label, folder, axis):

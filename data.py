@@ -30,6 +30,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -435,7 +436,7 @@ def prepare(args):
     if meta.exists() or progress.exists():
         state = read_json(meta if meta.exists() else progress)
         check_settings(out, state["arguments"], arguments)
-    elif any(out.glob("*.json")):
+    elif {*out.glob("*")} - {out / ".lock", *out.glob("*.tmp-*")}:  # a kill may leave these
         raise UserError(f"{out}: holds other files; choose another --out")
     if meta.exists():
         return print(f"{out}: is complete, nothing to do")
@@ -466,6 +467,9 @@ class Shards:
         if not os.path.exists(path):
             raise UserError(f"{folder}: is no finished data set, without meta.json: make it by "
                             "data.py prepare, or by data.py tiny --out out/tiny/data")
+        # Each shard stays open, and there may be more than the usual limit of 1,024.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.T, self.meta = T, read_json(path)
         self.shards, row = [], self.meta["row"]  # tokens and targets of each
         if row not in (None, T):

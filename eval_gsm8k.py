@@ -299,6 +299,9 @@ def main():
               f" {path} holds {len(answers)} answers", file=sys.stderr)
     answer_rest(model, tokenizer, rows, steps, answers, path, args)
     if RANK == 0:
+        # Earlier commands may have answered all of these questions at other r.
+        steps = [r for r in sorted({r for r, _ in answers})
+                 if all((r, row["index"]) in answers for row in rows)]
         # Without the paper's prompt nothing asks for "The answer is".
         metrics = METRICS if args.template == "cot" else ["flexible"]
         results = summarise(rows, answers, steps, metrics)

@@ -20,6 +20,7 @@ adapter on. Our gradients are no further from float32's (runs/README.md).
 
 Paper: arXiv 2511.07384, section 3.
 """
+import functools
 import json
 import math
 from collections import Counter
@@ -435,7 +436,7 @@ class RecurrentLM(nn.Module):
     def load(cls, folder, device="cpu", dtype=None):
         """
         Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to it; by
-        default as stored. UserError names a file that is missing, damaged or of another model.
+        default to the one that holds all that is stored. UserError names a file that is missing, damaged or of another model.
         """
         folder = find_checkpoint(folder)
         model = cls.empty(load_config(folder))
@@ -445,7 +446,9 @@ class RecurrentLM(nn.Module):
         except (SafetensorError, RuntimeError) as e:
             raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
         model.folder = folder
-        return model.to(device, dtype)
+        # A run that trained some of its parameters stored these in float32, the others as they were.
+        stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
+        return model.to(device, dtype or stored)
 
     def fill(self, tensors):
         """Take {name: tensor}, as a checkpoint holds them, as the weights, without a copy."""

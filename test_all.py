@@ -67,6 +67,7 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # ----------------------------------------------------------------------------------------- models
@@ -793,6 +794,8 @@ def test_dry_run(corpus):
             assert words in said, said
     said = call(*two_phase, "--train=core|adapter", "--micro_batch=1", "--recompute")
     assert "360,742,912 trained" in said and "7.7 GB a process" in said
+    said = call("train", f"--config={HERE}/config/fig6_parent.toml", "--dry_run")
+    assert "embeddings 525,336,576" in said  # has a head of its own
     small = call("train", "--dry_run", f"--data={corpus}/task", "--context=26", "--out_dir=run")
     assert "3.2e+03 epochs" in small and not os.path.exists("run")
 
@@ -875,10 +878,10 @@ def test_recompute(base, unbroken):
     assert kept[1] < kept[0] / 3
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """After SIGTERM or a full disk the last checkpoint is whole, and continues to the same bits."""
+    """After a hang-up or a full disk the last checkpoint is whole, and continues to the same bits."""
     base = [*base, "--out_dir=run"]
     with monkeypatch.context() as patch:
-        patch.setattr(train, "lr_scale", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or 0.001)
+        patch.setattr(train, "lr_scale", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or 0.001)
         assert outcome("train", *base)[0] == 128 + signal.SIGTERM
     with full_disk(40_000):
         assert "step_000003" in refusal("train", *base)
@@ -941,7 +944,9 @@ def test_train_some_parameters(base, unbroken):
         assert frozen == t.equal(last[name]) == (t.dtype == torch.bfloat16), name
     state = load_file("some/step_000012/optimizer.safetensors")
     assert all(name.startswith(("core", "adapter")) for name in state)
-    size = RecurrentLM.load("some").num_params()
+    model = RecurrentLM.load("some")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    size = model.num_params()
     per_token = [2 * (size["prelude"] + size["coda"]) + (2 * x["n"] + 6 * x["k"]) * size["core"]
                  for x in map(json.loads, open("some/log.jsonl")) if "loss" in x]
     assert read_json("some/step_000012/train.json")["flops"] == 16 * 52 * sum(per_token)
@@ -992,13 +997,19 @@ def test_micro_batches_do_not_change_an_update(draws, sizes, base):
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """Out of memory in the pass at the full depth, before the first update, names the flags."""
+    call("train", *base, "--backprop_depth=0", "--out_dir=all")
+    largest, seen = max(logged("all", "k").values()), []
+
     def fail(model, batch, seed, steps):
-        assert steps == (1, 2)  # k of the whole run, though the curriculum begins at 1
+        seen.append(steps)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(train, "run_batch", fail)
-    line = refusal("train", *base, "--out_dir=run")
-    assert "--micro_batch=4" in line and "--recompute" in line
+    for flag in ("--backprop_depth=2", "--backprop_depth=0"):
+        line = refusal("train", *base, flag, "--out_dir=run")
+        assert "--micro_batch=4" in line and "--recompute" in line
+    # k of the whole run, though the curriculum begins at 1; 0 is all of r, which has no limit
+    assert seen == [(1, 2), (1, largest)] and largest > 3
 
 def test_processes_start_alike():
     """A process that sees other checkpoints or weights than another one says so and exits."""
@@ -1044,6 +1055,7 @@ def test_killed_evaluation_goes_on(checkpoint, corpus):
     gsm8k = ["--model", checkpoint, "--data", "asked.jsonl", "--template", "plain",
              "--max_new_tokens", 3, "--batch_size", 4, "--limit", 60, "--steps", "1,32"]
     call("eval_gsm8k", *gsm8k, "--out", "unbroken.json")
+    call("eval_gsm8k", *gsm8k[:-1], 1, "--out", "unbroken.json")  # r = 32 stays in the summary
     command, path = ("eval_gsm8k.py", *gsm8k, "--out", "killed.json"), Path("killed.jsonl")
     kill(launch(*command), lambda: path.exists() and path.read_bytes().count(b"\n") > 70)
     with open(path, "a") as f:
@@ -1160,7 +1172,7 @@ def test_plot_results(unbroken, monkeypatch):
     said = call("bench", "plot", *files, "--x", "update")
     assert "7: 0.5000 ± 0.1250   7: 0.25" in said
     assert "pip install matplotlib, then python bench plot near.json" in said
-    said, loss = call("bench", "plot", unbroken), logged(unbroken, "loss")[12]
+    said, loss = call("bench", "plot", unbroken, "run.png"), logged(unbroken, "loss")[12]
     assert "validation at r = 4" in said and f"12: {loss:.4f}\n" in said
 
 # --------------------------------------------------------------------------------------- mistakes
@@ -1183,6 +1195,7 @@ data tiny:
 data:
     prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} -> --out;
     prepare --input {corpus}/test.jsonl --tokenizer gpt2 --out out -> tokenizer.json;
+    prepare --input {corpus}/test.jsonl --tokenizer {m} --out {corpus} -> other files;
 data prepare --tokenizer {m} --out out:
     --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
     --input {m}/config.json -> config.json: is not;

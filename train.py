@@ -20,6 +20,7 @@ Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 import bisect
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -206,14 +207,14 @@ def train(settings, device, store):
         warm_up(settings, model, dataset.batch(0, 0, 0, 1, settings.micro_batch))
         if start == 0:
             log(settings, progress, validate(settings, model, val_set))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: store.set("stop", ""))  # where all processes see it
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the last: a lost terminal
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda *_: store.set("stop", ""))  # all processes see it
         tokens, began = settings.batch_size * settings.context, time.time()
 
         for update in range(start, settings.updates):
             mark = time.time()
-            draws = [draw_steps(settings, update, update * settings.draws + i + 1)
-                     for i in range(settings.draws)]
+            draws = draws_of(settings, update)
             sums = add_gradients(settings, model, optimizer, dataset, update, draws, store)
             loss, labels, stop, norm = sums.tolist()  # the one wait for the device
             if stop:  # this update is dropped: some processes have not finished it
@@ -327,7 +328,8 @@ def planned_shape(settings):
         if name.startswith(preset):
             return replace(parent, n_prelude=P, n_core=R, n_coda=C, tie_embeddings=False)
         if preset.startswith(name.removesuffix("-untied")):
-            return parent
+            tied = parent.tie_embeddings and not name.endswith("-untied")
+            return replace(parent, tie_embeddings=tied)
     raise UserError(f"{settings.init_from}: no preset has this name")
 
 
@@ -430,7 +432,7 @@ def warm_up(settings, model, batch):
             model.compile_parts()
         except UserError as e:
             say(f"{e}: going on without torch.compile")
-    k = backprop_depth(settings, settings.updates)
+    k = deepest(settings)
     try:
         run_batch(model, batch, 0, (1, k)).backward()
     except torch.OutOfMemoryError:
@@ -479,6 +481,18 @@ def draw_steps(settings, update, number):
         r = int(torch.poisson(rate, generator=generator)) + 1
     k = min(r, k) if settings.backprop_depth else r
     return r - k, k
+
+
+def draws_of(settings, update):
+    """All draws of an update: [(n, k), ...]"""
+    first = update * settings.draws + 1
+    return [draw_steps(settings, update, first + i) for i in range(settings.draws)]
+
+
+def deepest(settings):
+    """The largest k of the whole run."""
+    draws = (draws_of(settings, update) for update in range(settings.updates))
+    return max((k for _, k in itertools.chain(*draws)), default=0)
 
 
 def lr_scale(settings, update):
@@ -552,7 +566,7 @@ def dry_run(settings):
     # bytes a layer and token were counted on small models.
     c = model.config
     layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
-    k = 1 if settings.recompute else backprop_depth(settings, settings.updates)
+    k = 1 if settings.recompute else deepest(settings)
     layers = c.n_prelude * model.prelude[0].mlp.fc.weight.requires_grad + c.n_core * k + c.n_coda
     batch = settings.micro_batch * settings.context * layer * layers / 1e9
     say(f"memory: about {held + batch:.1f} GB a process in bfloat16: {held:.1f} for weights, "
