@@ -1308,13 +1308,13 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
         call(script.removesuffix(".py"), *args, *["--tokens=4"] * (script == "sample.py"))
     assert "out/newer" not in capfd.readouterr().err
 
-def test_study_page_is_made_from_its_results(monkeypatch):
-    """No figure in runs/study/README.md's tables is typed: study.py writes the page as it is."""
+def test_study_pages_are_made_from_its_results(monkeypatch):
+    """No figure in the tables of the study's pages is typed: study.py writes them as they are."""
     monkeypatch.syspath_prepend(HERE / "runs" / "study")
-    from study import write_page
-    page = Path(shutil.copy(HERE / "runs/study/README.md", "."))
-    write_page(page)
-    assert page.read_text() == (HERE / "runs/study/README.md").read_text()
+    from study import PAGES, write_page
+    for page, note in PAGES.items():
+        write_page(Path(shutil.copy(page, "copy.md")), note)
+        assert Path("copy.md").read_text() == page.read_text()
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, turns the dial by /steps, and survives a mistake."""

@@ -31,8 +31,8 @@ def main():
     commands.add_parser("page", help="write the tables into README.md")
     args = parser.parse_args()
     if args.command == "page":
-        write_page(HERE / "README.md", source)
-        write_page(ROOT / "README.md", lambda result: "")  # hashes stand in runs/ only
+        for page, note in PAGES.items():
+            write_page(page, note)
         return
     for name in args.items or ITEMS:
         write_tables(name, Study(args.quick))
@@ -317,9 +317,9 @@ def write_tables(name, study):
 
 # ---------------------------------------------------------------------------- the page
 
-def write_page(page, source):
+def write_page(page, note):
     """
-    Write the table that each comment of a page asks for, and under it what source() says of the
+    Write the table that each comment of a page asks for, and under it what note() says of the
     item's JSON.
     """
     def fill(found):
@@ -329,7 +329,7 @@ def write_page(page, source):
         text = f"Not measured yet: `bash runs/study/all.sh {name}`\n"
         if path.exists():
             result = read_json(path)
-            text = table(name, result, columns, map(int, rows)) + source(result)
+            text = table(name, result, columns, map(int, rows)) + note(result)
         return found[1] + text + found[3]
 
     pattern = r"(<!-- table: (.*) -->\n)(?:.*\n)*?(<!-- end -->)"
@@ -349,9 +349,11 @@ def table(name, result, columns, numbers):
 
 
 def source(result):
-    """The line that says which version measured an item."""
-    time = f", {result['minutes']} minutes of one thread" if "minutes" in result else ""
-    return f"\n`{result['command']}` at commit {result['commit']}, {result['date']}{time}\n"
+    """The line that says how an item was measured: command, commit, minutes of one thread."""
+    return f"\n`{result['command']}`, {result['commit']}, {result['minutes']} minutes\n"
+
+
+PAGES = {HERE / "README.md": source, ROOT / "README.md": lambda result: ""}
 
 
 if __name__ == "__main__":
