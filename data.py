@@ -561,7 +561,8 @@ FACTORS = dict(a="23514", b="31542", c="52413", d="41325")
 def multiply(product, draw):
     """
     A product in S5: a d c -> 24153. The group is not solvable, so no shortcut of fixed depth is
-    known (2503.03961).
+    known (2503.03961). A row that begins d d looks like d to any model: attention averages equal
+    words. That caps accuracy at about 97%.
     """
     letter = "abcd"[draw % 4]
     return [letter], "".join((product or "12345")[int(i) - 1] for i in FACTORS[letter])
