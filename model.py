@@ -197,7 +197,8 @@ class RecurrentLM(nn.Module):
     """
     See the top of this file. Attributes: config; folder, where it was loaded from, or None;
     recompute, which trades time for memory: activations inside a recurrence are not kept for the
-    backward pass but computed again.
+    backward pass but computed again; rest, the weight of how far the last recurrence still moves
+    the state in the loss (2608.18222, but relative to the state's size).
     """
 
     def __init__(self, config):
@@ -205,6 +206,7 @@ class RecurrentLM(nn.Module):
         self.config = c = config
         self.folder = None
         self.recompute = self.compiled = False
+        self.rest = 0.0
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         if c.n_core and c.adapter == "linear":
@@ -279,8 +281,12 @@ class RecurrentLM(nn.Module):
         e, s = self.encode(idx, state, rope)
         with torch.no_grad():
             s = self.recur(s, e, rope, n)
-        s = self.recur(s, e, rope, k)
+        s = self.recur(s, e, rope, k - 1)
+        before, s = s, self.recur(s, e, rope, min(k, 1))
         out = self.finish(s, targets, rope)
+        if self.rest and targets is not None:
+            moved = (s - before).square().mean() / s.detach().square().mean()
+            out = out + self.rest * moved
         return (out, None) if targets is None else (None, out)
 
     @torch.no_grad()

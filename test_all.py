@@ -995,6 +995,18 @@ def test_micro_batches_do_not_change_an_update(draws, sizes, base):
     first, *others = (logged(str(size), "loss") for size in sizes)
     assert all(abs(first[u] - other[u]) < 2e-5 for u in first for other in others)
 
+def test_rest_counts_the_last_recurrence(base, unbroken):
+    """--rest adds the state's mean squared change in the last recurrence, relative to its size."""
+    model, idx = small(), torch.arange(12).view(2, 6)
+    state = model.initial_state(2, 6, 0, range(2))
+    (_, before), (_, last) = model.trajectory(idx, [3, 4], state)
+    moved = (last - before).norm() ** 2 / last.norm() ** 2
+    usual = model(idx, idx, 4, state)[1]
+    model.rest = 0.5
+    assert model(idx, idx, 4, state)[1].item() == pytest.approx((usual + moved / 2).item(), rel=1e-5)
+    call("train", *base, "--updates=1", "--rest=9", "--out_dir=run")
+    assert logged("run", "loss")[1] > logged(unbroken, "loss")[1] + 0.1
+
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """Out of memory in the pass at the full depth, before the first update, names the flags."""
     call("train", *base, "--backprop_depth=0", "--out_dir=all")

@@ -96,6 +96,7 @@ class Recipe:
     clip = 1.0, "largest gradient norm", rate
     warmup = 0.005, "learning rate: linear over this fraction of the updates,", fraction
     cooldown = 0.9, "then constant, then cosine down over this last fraction", fraction
+    rest = 0.0, "weight of the last recurrence's change of the state: exits come earlier", rate
     dtype = "bfloat16", "of weights and products (masters stay float32)", ("bfloat16", "float32")
 
 
@@ -384,7 +385,7 @@ def set_up(settings, dataset, device):
 
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, settings.dtype))
-    model.recompute = settings.recompute
+    model.recompute, model.rest = settings.recompute, settings.rest
     optimizer = make_optimizer(settings, model, masters)
     if folder:
         state = load_file(folder / "optimizer.safetensors", device=device)

@@ -148,6 +148,10 @@ ITEMS = {
     }),
     "deeper": Item("stories", "deeper", "states", LOOPS),
     "exits": Item("stories", "exits", "exits", {"r = 8": LOOPS["trained with r = 8"]}),
+    "rest": Item("stories", "rests", "exits", {
+        "the usual loss": LOOPS["trained with r = 8"],
+        "and rest": task("rest", mean_recurrence=8, updates=350, rest=1),
+    }),
     "truncation": Item("stories", "curves", "curve", {
         f"k = {k}" if k else "all": task(
             f"depth{k}", backprop_depth=k, **MEAN_16,
@@ -179,6 +183,10 @@ ITEMS = {
         "zero": task("zero", "heal_zero"),
         "noise, std 1": task("loud", "heal_loud"),
     }, at=16),
+    "s5_rest": Item("s5", "rests", "exits", {
+        "the usual loss": TASK,
+        "and rest": task("s5_rest", rest=1),
+    }),
     "s5_parts": Item("s5", "curves", "curve", {
         "everything": TASK,
         "core and adapter": PART,

@@ -270,6 +270,22 @@ def exits(item, found):
     return figures, rows
 
 
+def rests(item, found):
+    """What exits take with each arm's loss, and how well it answers after 4 recurrences."""
+    over, rows = {}, []
+    for label, runs in found.items():
+        row = {"arm": label}
+        for rule in runs[0]["rules"]:
+            right, took = (each(runs, "rules", rule, i) for i in range(2))
+            row[f"{rule}: accuracy, %"] = percent(right, 2)
+            row[f"{rule}: recurrences"] = cell(took, 2)
+            if rule.startswith("kl"):
+                point = [statistics.fmean(took), *mean_se(right)]
+                over.setdefault(label, []).append(point)
+        rows.append(row)
+    return [panel("mean recurrences of the last token", "accuracy", over)], rows
+
+
 TABLES = {
     "curves": curves,
     "optimizers": optimizers,
@@ -277,6 +293,7 @@ TABLES = {
     "healing": healing,
     "deeper": deeper,
     "exits": exits,
+    "rests": rests,
 }
 
 
