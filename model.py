@@ -204,6 +204,7 @@ class RecurrentLM(nn.Module):
         self.config = c = config
         self.folder = None
         self.recompute = self.compiled = False
+        self.rest = self.rest_raw = 0.0
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         if c.n_core and c.adapter == "linear":
@@ -278,8 +279,12 @@ class RecurrentLM(nn.Module):
         e, s = self.encode(idx, state, rope)
         with torch.no_grad():
             s = self.recur(s, e, rope, n)
-        s = self.recur(s, e, rope, k)
+        s = self.recur(s, e, rope, k - 1)
+        before, s = s, self.recur(s, e, rope, min(k, 1))
         out = self.finish(s, targets, rope)
+        if targets is not None and self.core:
+            moved = (s - before).square().mean()
+            out = out + self.rest_raw * moved + self.rest * moved / s.detach().square().mean()
         return (out, None) if targets is None else (None, out)
 
     @torch.no_grad()

@@ -100,6 +100,8 @@ class Recipe:
 
 class Free:
     """Settings that change the result by rounding at most. A run that goes on may change them."""
+    rest = 0.0, "weight of a loss on the state's mean squared change in the last recurrence", rate
+    rest_raw = 0.0, "the same, not divided by the state's mean square", rate
     config = "", "a TOML file of settings; those given beside it win", str
     out_dir = "", "the run's folder: step_* checkpoints and log.jsonl", str
     data = "", "a folder made by data.py, or a mixture: A:1,B:1,C:2", str  # its digest must stay
@@ -383,6 +385,7 @@ def set_up(settings, dataset, device):
     masters = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, settings.dtype))
     model.recompute = settings.recompute
+    model.rest, model.rest_raw = settings.rest, settings.rest_raw
     optimizer = make_optimizer(settings, model, masters)
     if folder:
         state = load_file(folder / "optimizer.safetensors", device=device)
