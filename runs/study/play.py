@@ -187,10 +187,11 @@ ITEMS = {
 REST = {
     "usual loss": LOOPS["trained with r = 8"],
     "and rest": task("rest", mean_recurrence=8, updates=350, rest=1),
-    "and rest, not relative": task("rest_raw", mean_recurrence=8, updates=350, rest_raw=0.05),
 }
+RAW = {"not relative": task("rest_raw", mean_recurrence=8, updates=350, rest_raw=0.05)}
 S5_REST = {"usual loss": TASK, "and rest": task("s5_rest", rest=1)}
 ITEMS["rest"] = Item("stories", "accuracy", "answers", REST)
+ITEMS["rest_raw"] = Item("stories", "accuracy", "answers", RAW)
 ITEMS["rest_exits"] = Item("stories", "exits", "exits", REST)
 ITEMS["s5_rest"] = Item("s5", "accuracy", "answers", S5_REST)
 ITEMS["s5_rest_exits"] = Item("s5", "exits", "exits", S5_REST)
