@@ -27,6 +27,8 @@ def main():
     tables.add_argument("--quick", action="store_true", help="of `all.sh --quick`")
     commands.add_parser("page", help="write the tables into README.md")
     args = parser.parse_args()
+    if args.items == ["rest"]:
+        return write_rest(Study())
     if args.command == "page":
         return write_page(HERE / "README.md")
     for name in args.items or ITEMS:
@@ -308,6 +310,32 @@ def write_tables(name, study):
         picture = path.with_suffix(".png")
     draw(figures, picture)
     print(path)
+
+
+def write_rest(study):
+    """The table of the loss on the state's rest, on both tasks."""
+    rows, seconds = [], 0
+    for words, task, arms in (("stories", "stories", ("r8", "rest")), ("S5", "s5", ("task", "s5_rest"))):
+        for arm, name in zip(("the usual loss", "and the state's rest"), arms):
+            folder = study.results / "runs" / task
+            answers = [read_json(folder / str(seed) / f"{name}.answers.json") for seed in range(3)]
+            exits = [read_json(folder / str(seed) / f"{name}.exits.json") for seed in range(3)]
+            seconds += sum(result["seconds"] for result in answers + exits)
+            rows.append({
+                "arm": f"{words}: {arm}",
+                "r = 8": percent(each(answers, "right", "8")),
+                "r = 64": percent(each(answers, "right", "64")),
+                "18 sentences, r = 16": percent(each(answers, "right_18", "16")),
+                "18 sentences, r = 64": percent(each(answers, "right_18", "64")),
+                "accuracy, exits at 0.001": percent(each(exits, "rules", "kl 0.001", 0)),
+                "recurrences, exits at 0.001": cell(each(exits, "rules", "kl 0.001", 1), 2),
+                "recurrences, exits at 0.1": cell(each(exits, "rules", "kl 0.1", 1), 2),
+            })
+    write_json(study.results / "rest.json", {
+        "study": "rest", "command": "python runs/study/play.py rest rest_exits s5_rest s5_rest_exits",
+        "commit": exits[0]["commit"], "date": exits[0]["date"], "seeds": 3,
+        "minutes": round(seconds / 60), "columns": list(rows[0]),
+        "rows": [list(row.values()) for row in rows]})
 
 
 # ---------------------------------------------------------------------------- the page
