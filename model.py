@@ -205,7 +205,8 @@ class RecurrentLM(nn.Module):
         super().__init__()
         self.config = c = config
         self.folder = None
-        self.recompute = self.compiled = False
+        self.compiled = False
+        self.recompute = False
         self.rest = 0.0
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
@@ -285,8 +286,9 @@ class RecurrentLM(nn.Module):
         before, s = s, self.recur(s, e, rope, min(k, 1))
         out = self.finish(s, targets, rope)
         if self.rest and targets is not None:
-            moved = (s - before).square().mean() / s.detach().square().mean()
-            out = out + self.rest * moved
+            moved = (s - before).square().mean()
+            size = s.detach().square().mean()
+            out = out + self.rest * moved / size
         return (out, None) if targets is None else (None, out)
 
     @torch.no_grad()
@@ -442,7 +444,8 @@ class RecurrentLM(nn.Module):
     def load(cls, folder, device="cpu", dtype=None):
         """
         Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to it; by
-        default to the one that holds all that is stored. UserError names a file that is missing, damaged or of another model.
+        default to the one that holds all that is stored. UserError names a file that is missing,
+        damaged or of another model.
         """
         folder = find_checkpoint(folder)
         model = cls.empty(load_config(folder))
@@ -452,7 +455,8 @@ class RecurrentLM(nn.Module):
         except (SafetensorError, RuntimeError) as e:
             raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
         model.folder = folder
-        # A run that trained some of its parameters stored these in float32, the others as they were.
+        # A run that trained some of the parameters stored these in float32, the others as they
+        # were.
         stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
         return model.to(device, dtype or stored)
 

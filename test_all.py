@@ -878,7 +878,7 @@ def test_recompute(base, unbroken):
     assert kept[1] < kept[0] / 3
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """After a hang-up or a full disk the last checkpoint is whole, and continues to the same bits."""
+    """After SIGHUP or a full disk the last checkpoint is whole, and continues to the same bits."""
     base = [*base, "--out_dir=run"]
     with monkeypatch.context() as patch:
         patch.setattr(train, "lr_scale", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or 0.001)
@@ -1001,9 +1001,9 @@ def test_rest_counts_the_last_recurrence(base, unbroken):
     state = model.initial_state(2, 6, 0, range(2))
     (_, before), (_, last) = model.trajectory(idx, [3, 4], state)
     moved = (last - before).norm() ** 2 / last.norm() ** 2
-    usual = model(idx, idx, 4, state)[1]
+    wanted = model(idx, idx, 4, state)[1] + moved / 2
     model.rest = 0.5
-    assert model(idx, idx, 4, state)[1].item() == pytest.approx((usual + moved / 2).item(), rel=1e-5)
+    assert model(idx, idx, 4, state)[1].item() == pytest.approx(wanted.item(), rel=1e-5)
     call("train", *base, "--updates=1", "--rest=9", "--out_dir=run")
     assert logged("run", "loss")[1] > logged(unbroken, "loss")[1] + 0.1
 
