@@ -214,7 +214,7 @@ def bench_decode(model, args):
                 row["accepted"] = took.count(drafts) / len(took)
             if not way:
                 plain = row["tokens_per_s"]
-            if options["exit"]:
+            if options["exit"] and r:
                 row["of_saving"] = row["tokens_per_s"] / plain * row["mean_steps"] / r
             yield row
         if args.peer:
@@ -353,7 +353,8 @@ def draw_panel(panel, figure):
     """Draw a figure on a panel, matplotlib's axes."""
     lines = []
     for i, (label, points) in enumerate(figure["curves"].items()):
-        x, y, error = zip(*points)
+        known = [point for point in points if point[0] is not None]
+        x, y, error = zip(*(known or points))
         if x[0] is None:
             lines.append(panel.axhline(y[0], color=f"C{i}", ls="--", label=label))
         else:

@@ -287,8 +287,8 @@ class RecurrentLM(nn.Module):
         out = self.finish(s, targets, rope)
         if self.rest and targets is not None:
             moved = (s - before).square().mean()
-            size = s.detach().square().mean()
-            out = out + self.rest * moved / size
+            rest = self.rest * moved / s.detach().square().mean()
+            out = out + (rest - rest.detach())  # a gradient: the value stays the cross-entropy
         return (out, None) if targets is None else (None, out)
 
     @torch.no_grad()

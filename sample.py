@@ -124,7 +124,7 @@ class Decoder:
             shape = B, slots, columns, c.n_kv_head, c.head_dim
             self.cache[part] = [
                 [weight.new_zeros(shape) for _ in "kv"] for _ in getattr(model, part)]
-        self.column = torch.arange(max(columns, B), device=weight.device)
+        self.column = torch.arange(max(columns, B, self.slots), device=weight.device)
         self.rope = torch.stack(model.rope(columns)).to(weight.dtype)  # of each position
         noise = model.initial_state(columns, 1, options.seed, range(columns))[:, 0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
@@ -563,7 +563,8 @@ def cut(text, stops):
 
 def newest_checkpoint(root="out"):
     """The newest recurrent checkpoint under root."""
-    paths = [path for path in Path(root).glob("**/config.json") if read_json(path).get("n_core")]
+    paths = [path for path in Path(root).glob("**/config.json")
+             if ".tmp-" not in str(path) and read_json(path).get("n_core")]  # whole() writes there
     if not paths:
         raise UserError(f"no recurrent checkpoint under {root}/: run `bash runs/tiny.sh` first, or "
                         "give --model")

@@ -995,17 +995,26 @@ def test_micro_batches_do_not_change_an_update(draws, sizes, base):
     first, *others = (logged(str(size), "loss") for size in sizes)
     assert all(abs(first[u] - other[u]) < 2e-5 for u in first for other in others)
 
-def test_rest_counts_the_last_recurrence(base, unbroken):
-    """--rest adds the state's mean squared change in the last recurrence, relative to its size."""
+def test_rest_counts_the_last_recurrence(base):
+    """--rest: the gradient of the state's relative change in the last recurrence, no other loss."""
     model, idx = small(), torch.arange(12).view(2, 6)
-    state = model.initial_state(2, 6, 0, range(2))
-    (_, before), (_, last) = model.trajectory(idx, [3, 4], state)
-    moved = (last - before).norm() ** 2 / last.norm() ** 2
-    wanted = model(idx, idx, 4, state)[1] + moved / 2
-    model.rest = 0.5
-    assert model(idx, idx, 4, state)[1].item() == pytest.approx(wanted.item(), rel=1e-5)
-    call("train", *base, "--updates=1", "--rest=9", "--out_dir=run")
-    assert logged("run", "loss")[1] > logged(unbroken, "loss")[1] + 0.1
+    state, p = model.initial_state(2, 6, 0, range(2)), model.core[0].mlp.proj.weight
+    grads = []
+    for model.rest in (0, 0.5):
+        loss = model(idx, idx, 4, state)[1]
+        grads.append(torch.autograd.grad(loss, p)[0])
+    way = 0.001 * (grads[1] - grads[0]) / far(*grads)
+    changes = []
+    for sign in (1, -2, 1):  # a step ahead, one back, and where it was
+        p.data += sign * way
+        (_, before), (_, last) = model.trajectory(idx, [3, 4], state)
+        changes.append((last - before).double().square().sum())
+    slope = 0.5 * (changes[0] - changes[1]) / 2 / last.square().sum()
+    assert ((grads[1] - grads[0]) * way).sum().item() == pytest.approx(slope.item(), rel=0.01)
+    for rest in ("0", "9"):
+        call("train", *base, "--updates=1", f"--rest={rest}", f"--out_dir={rest}")
+    assert logged("0", "loss") == logged("9", "loss")
+    assert not same(weights("0/step_000001"), weights("9/step_000001"))
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """Out of memory in the pass at the full depth, before the first update, names the flags."""
@@ -1037,7 +1046,7 @@ def test_processes_start_alike():
 
 def test_no_updates_only_validate(corpus, base, unbroken):
     """--updates=0 logs float64's losses of init_from's newest checkpoint, and saves nothing."""
-    call("train", *base, "--updates=0", f"--init_from={unbroken}", "--out_dir=run")
+    call("train", *base, "--updates=0", "--train=core", f"--init_from={unbroken}", "--out_dir=run")
     assert not checkpoints("run")
     model = RecurrentLM.load(unbroken).double()
     idx, targets, numbers = Dataset(f"{corpus}/pretrain", "val", 52).batch(0, 0, 0, 1, 27)

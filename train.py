@@ -376,8 +376,10 @@ def set_up(settings, dataset, device):
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
     c.context = max(c.context, settings.context)
     earlier = Path(model.folder or "", "train.json")
-    if not folder and c.n_core and earlier.exists():  # tokens and FLOPs count from surgery on
-        progress |= {key: read_json(earlier)[key] for key in ("tokens", "flops")}
+    if not folder and earlier.exists():
+        earlier = read_json(earlier)
+        if c.n_core or earlier["config"]["init_from"]:  # they count from surgery on
+            progress |= {key: earlier[key] for key in ("tokens", "flops")}
     choose_trained(settings, model)
     plan(settings, model)
     say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
@@ -491,9 +493,9 @@ def draws_of(settings, update):
 
 
 def deepest(settings):
-    """The largest k of the whole run."""
+    """The largest k of the whole run, at least 1."""
     draws = (draws_of(settings, update) for update in range(settings.updates))
-    return max((k for _, k in itertools.chain(*draws)), default=0)
+    return max((k for _, k in itertools.chain(*draws)), default=1)
 
 
 def lr_scale(settings, update):
@@ -568,7 +570,8 @@ def dry_run(settings):
     c = model.config
     layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
     k = 1 if settings.recompute else deepest(settings)
-    layers = c.n_prelude * model.prelude[0].mlp.fc.weight.requires_grad + c.n_core * k + c.n_coda
+    prelude = c.n_prelude * any(p.requires_grad for p in model.prelude.parameters())
+    layers = prelude + c.n_core * k + c.n_coda
     batch = settings.micro_batch * settings.context * layer * layers / 1e9
     say(f"memory: about {held + batch:.1f} GB a process in bfloat16: {held:.1f} for weights, "
         f"gradients and optimizer, {batch:.1f} for --micro_batch={settings.micro_batch} if "
