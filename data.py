@@ -333,6 +333,8 @@ def read_rows(path):
 def find(row, column):
     """The value in a column of a row. "a.b" is the column b of dicts that stand in column a."""
     for name in column.split("."):
+        if row is None:
+            return None
         if name not in row:
             raise KeyError(f"there is no {column}, only {', '.join(row)}")
         row = row[name]
@@ -417,6 +419,8 @@ def pack(args, tokenizer, state):
                 raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
                                 f"are bad, more than --max_bad={args.max_bad}, such as {why}")
     write_shards(args, state, tokens)
+    if not state["shards"]["train"]:
+        raise UserError(f"{args.out}: no text is left of these documents: {dict(counts)}")
 
 
 def prepare(args):
@@ -425,6 +429,8 @@ def prepare(args):
     the same command resumes at the next shard and writes the same bytes. It reads the rows before
     that again, but does not tokenize them.
     """
+    if not all(rule.partition("=")[2] for rule in args.drop):
+        raise UserError("--drop: each rule is COLUMN=TEXT")
     tokenizer, out = Tokenizer.load(args.tokenizer), Path(args.out)
     arguments = vars(args) | {
         "input": [[os.path.basename(path), os.path.getsize(path)] for path in args.input],
@@ -445,8 +451,11 @@ def prepare(args):
             write_json(progress, state)
             pack(args, tokenizer, state)
         except BaseException:
-            if not state["shards"]["train"]:
-                shutil.rmtree(out)  # it holds nothing that the next try could use
+            if not state["shards"]["train"]:  # nothing that the next try could use
+                progress.unlink(missing_ok=True)
+                (out / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # other files stay
+                    out.rmdir()
             raise
         copy_tokenizer(args.tokenizer, out)
         progress.rename(meta)

@@ -564,11 +564,16 @@ def write_card(folder, source, config):
 def scores(source):
     """Markdown: what eval_*.json in a checkpoint's folder, its run's or beside that say of it."""
     rows, source = "", Path(source).resolve()
-    weights = digest(source / "model.safetensors")
-    folders = source, *source.parents[:2]
+    weights = source / "model.safetensors"
+    if not weights.exists():  # of several files, so not ours
+        return ""
+    weights, folders = digest(weights), (source, *source.parents[:2])
     for path in sorted(path for folder in folders for path in folder.glob("eval_*.json")):
-        result = read_json(path)
-        if result.get("settings", {}).get("weights") != weights:
+        try:
+            result = read_json(path)
+            if result["settings"]["weights"] != weights:
+                continue
+        except (UserError, KeyError, TypeError):  # somebody else's file
             continue
         for x in result["results"]:
             x = result | x
@@ -640,9 +645,10 @@ def parse_args():
     if args.out and args.out.exists():
         src, out = Path(args.src).resolve(), args.out.resolve()
         replaceable = (out / "model.safetensors").exists() and out not in (src, *src.parents)
-        if not (args.overwrite and replaceable):
+        folders = any(out.glob("*/"))  # such as .git: surgery makes none
+        if not (args.overwrite and replaceable) or folders:
             raise UserError(f"{args.out}: exists already: choose another OUT (--overwrite replaces "
-                            "a checkpoint, but never SRC)")
+                            "a checkpoint, but never SRC or folders in it)")
     return args
 
 

@@ -283,13 +283,15 @@ def test_layer_choice(llama, corpus):
         assert f"coda: {layers}" in call("surgery", "idle", *f"{flags} {select}".split())
 
 def test_whole_files_or_none(llama):
-    """On a full disk a folder stays as it was."""
+    """On a full disk a folder stays as it was, and with --overwrite one that holds others."""
     command = ("surgery", llama, "m", "--feed_forward", "--overwrite")
     call(*command)
     before = contents(".")
     with full_disk(20_000):
         assert "cannot be written" in refusal(*command)
     assert contents(".") == before
+    os.mkdir("m/.git")
+    assert "folders in it" in refusal(*command)
 
 # ---------------------------------------------------------------------------------------- the hub
 def test_download(llama, monkeypatch):
@@ -1218,6 +1220,8 @@ data:
     prepare --input {corpus}/test.jsonl --tokenizer gpt2 --out out -> tokenizer.json;
     prepare --input {corpus}/test.jsonl --tokenizer {m} --out {corpus} -> other files;
 data prepare --tokenizer {m} --out out:
+    --input {corpus}/test.jsonl --field question --drop question -> COLUMN=TEXT;
+    --input {corpus}/test.jsonl --field question --drop question=has -> no text is left;
     --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
     --input {m}/config.json -> config.json: is not;
 train {run}:
@@ -1439,6 +1443,7 @@ def test_export_in_the_harness(parent):
     flags, eval_lm = "--shape 2,2,1 --adapter_init default --mean_recurrence 3", harness()
     call("surgery", parent[0], "m", *flags.split())
     call("eval_lm", "--model", "m", "--steps", 3, *write_task("choice"), "--out", "m/eval_a.json")
+    data.write_json("eval_questions.json", [1])  # not ours
     call("surgery", "m", "out", "--export", "hf")
     theirs = type(parent[1])("out", trust_remote_code=True, device="cpu")
     theirs.steps = [3]
