@@ -262,7 +262,8 @@ LOG_BASE = {"steps": 2, "token_flops": 10}
 
 def plot(args):
     """Draw result files, the losses of runs, or a file's own figures."""
-    paths = [path for path in args.results if not path.endswith(".png")]  # of an earlier out/fig3*
+    # out/fig3* has an earlier picture of itself, too.
+    paths = [path for path in args.results if not path.endswith(".png")] or args.results
     labels = args.labels.split(",") if args.labels else paths
     if len(labels) != len(paths):
         raise UserError(f"--labels: {len(labels)} labels for {len(paths)} files")

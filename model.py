@@ -197,8 +197,8 @@ class RecurrentLM(nn.Module):
     """
     See the top of this file. Attributes: config; folder, where it was loaded from, or None;
     recompute, which trades time for memory: activations inside a recurrence are not kept for the
-    backward pass but computed again; rest, the weight of how far the last recurrence still moves
-    the state in the loss (2608.18222, but relative to the state's size).
+    backward pass but computed again; rest, the weight in the gradient of how far the last
+    recurrence still moves the state (2608.18222, but relative to the state's size).
     """
 
     def __init__(self, config):
@@ -282,7 +282,7 @@ class RecurrentLM(nn.Module):
         e, s = self.encode(idx, state, rope)
         with torch.no_grad():
             s = self.recur(s, e, rope, n)
-        s = self.recur(s, e, rope, k - 1)
+        s = self.recur(s, e, rope, k - 1)  # the last one apart, for `rest`
         before, s = s, self.recur(s, e, rope, min(k, 1))
         out = self.finish(s, targets, rope)
         if self.rest and targets is not None:
