@@ -117,7 +117,7 @@ class Harness(TemplateLM):
         rope = [table[position][:, None] for table in model.rope(S)]        # (B, 1, T, D/2)
         same = branch[:, None, :] == branch[:, :, None]                     # (B, T, T)
         mask = (same | (branch == 0)[:, None, :]).tril()[:, None]           # (B, 1, T, T)
-        noise = model.initial_state(S, 1, self.seed, range(S))[:, 0]        # (S, C), as in decoding
+        noise = model.initial_state(1, S, self.seed)[0]        # (S, C), as in decoding
         noise *= self.state != "zero"
         asked = [(context, x) for context, continuations in rows for x in continuations]
         lengths = [len(x) for _, x in asked]

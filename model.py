@@ -73,6 +73,36 @@ class Config:
         self.head_dim = self.head_dim or self.n_embd // self.n_head
 
 
+# -------------------------------------------------------------------------------- the noise
+
+def mix(x):
+    """
+    A hash of 32-bit numbers (splitmix32) for an int or a tensor of int64, where no product
+    overflows: the same bits on every device, compiled or not.
+    """
+    x = x + 0x9E3779B9
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= 0xFFFFFFFF
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x &= 0xFFFFFFFF
+    x ^= x >> 15
+    return x
+
+
+def normal(seed, row, position, C):
+    """
+    Normal numbers (..., C) float32, cut at 3 std, a function of (seed, row, position, channel)
+    alone. row and position: tensors of int64 (...).
+    """
+    key = mix(mix(mix(seed) + row) + position)
+    bits = mix(key[..., None] + torch.arange(C, device=key.device))
+    edge = math.erf(3 / math.sqrt(2))  # within 3 std
+    uniform = ((bits >> 8) - 2**23).float() * (edge / 2**23)  # 24 bits, exact in float32
+    return uniform.erfinv_().mul_(math.sqrt(2))
+
+
 # ------------------------------------------------------------------------------- the layers
 
 class RMSNorm(nn.RMSNorm):
@@ -339,25 +369,21 @@ class RecurrentLM(nn.Module):
             return steps - k, k
         return steps
 
-    def initial_state(self, B, T, seed=None, rows=None):
+    def initial_state(self, B, T, seed=None, row=0):
         """
-        s_0 (B, T, C) float32: a normal distribution, cut at 3 std.
-        With a seed, row i follows from (seed, rows[i]) alone, whatever else is in the batch. The
-        noise of positions 0..T-1 in decoding is initial_state(T, 1, seed, range(T)).
+        s_0 (B, T, C) float32: a normal distribution, cut at 3 std, drawn anew without a seed. With
+        one it is a function of (seed, number of the row, position, channel), where the rows have
+        the numbers row, row + 1, ... Decoding takes row 0 for every text.
         """
-        s = torch.empty(B, T, self.config.n_embd, device=self.embed.weight.device)
-        std = self.config.state_std
-        if self.config.norm == "sandwich":
-            std *= self.config.embed_scale  # Huginn scales its state, too
-        edge = math.erf(3 / math.sqrt(2))  # torch's trunc_normal_ would wait for a GPU
+        c, device = self.config, self.embed.weight.device
         if seed is None:
-            s.uniform_(-edge, edge)
-        else:
-            generator = torch.Generator(s.device)
-            for part, row in zip(s, rows):
-                generator.manual_seed(1_000_003 * seed + int(row))
-                part.uniform_(-edge, edge, generator=generator)
-        return s.erfinv_().mul_(std * math.sqrt(2))
+            seed = torch.randint(2**31, ()).item()
+        rows = torch.arange(row, row + B, device=device)
+        position = torch.arange(T, device=device)
+        std = c.state_std
+        if c.norm == "sandwich":
+            std *= c.embed_scale  # Huginn scales its state, too
+        return std * normal(seed, rows[:, None], position, c.n_embd)
 
     def rope(self, T):
         """cos and sin, each (T, head_dim/2) float32, of positions 0..T-1."""

@@ -126,7 +126,7 @@ class Decoder:
                 [weight.new_zeros(shape) for _ in "kv"] for _ in getattr(model, part)]
         self.column = torch.arange(max(columns, B, self.slots), device=weight.device)
         self.rope = torch.stack(model.rope(columns)).to(weight.dtype)  # of each position
-        noise = model.initial_state(columns, 1, options.seed, range(columns))[:, 0]
+        noise = model.initial_state(1, columns, options.seed)[0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
 
     def at(self, position, end):

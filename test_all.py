@@ -43,7 +43,7 @@ import surgery
 import train
 from data import Dataset, Tokenizer, read_json, tiny
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
-from model import RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
+from model import STATE_STD, RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
 from muon import Optimizer
 from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
@@ -168,7 +168,7 @@ def test_bfloat16_is_nearer_than_autocast():
         if way == "autocast":  # the stream of core and coda is bfloat16 there, too
             model.run_core = lambda s, e, *place: run_blocks(
                 model.core, model.adapter(torch.cat((s, e), -1)), *place)
-        state = model.initial_state(2, 64, 0, range(2))
+        state = model.initial_state(2, 64, 0)
         with torch.autocast("cpu", torch.bfloat16, way == "autocast", cache_enabled=False):
             model(idx[:, :-1], idx[:, 1:], (24, 8), state)[1].backward()
         grads[way] = torch.cat([p.grad.flatten().float() for p in parameters])
@@ -178,13 +178,20 @@ def test_bfloat16_is_nearer_than_autocast():
     assert ours < 0.75 * theirs and abs(ours - sums) < 0.1 * ours
 
 def test_initial_state():
-    """Noise is spread and cut as in the paper; a row's follows from its seed and number alone."""
-    model = small(n_embd=64)
-    s, wanted = model.initial_state(64, 128), read_json(ORACLE / "initial_state.json")
-    assert s.std() == pytest.approx(wanted["raven_llama"]["sample_std"], rel=0.005)
-    assert s.abs().max() <= 3 * model.config.state_std
-    again = model.initial_state(2, 8, 1, [6, 7])
-    assert again.equal(model.initial_state(3, 8, 1, [5, 6, 7])[1:])
+    """Noise is cut as in the paper, without correlations; a number in it follows from its place."""
+    model, wanted = small(n_embd=64, state_std=1.0), read_json(ORACLE / "initial_state.json")
+    s = model.initial_state(128, 128, 5)
+    assert abs(s.std() / 0.98658 - 1) < 0.003 and s.abs().max() < 3.00001
+    assert wanted["raven_llama"]["sample_std"] == pytest.approx(0.98658 * STATE_STD, rel=0.005)
+    for power, moment in (1, 0), (2, 0.97334), (3, 0), (4, 2.68004):  # of the cut distribution
+        assert abs((s**power).mean() - moment) < 0.006 * power
+    neighbours = [model.initial_state(128, 128, 6)]
+    neighbours += [torch.roll(s, 1, dim) for dim in range(3)]
+    for other in neighbours:
+        assert abs((s * other).mean()) < 0.004  # 4 standard errors
+    assert model.initial_state(2, 9, 5, row=6).equal(s[6:8, :9])
+    if shutil.which("g++"):
+        assert far(torch.compile(model.initial_state)(2, 9, 5, 6), s[6:8, :9]) < 3e-6
 
 # ---------------------------------------------------------------------------------------- surgery
 def test_surgery_keeps_the_layers_in_a_row():
@@ -237,7 +244,7 @@ def test_huginn_is_its_formulas():
     model.save("ours")
     call("surgery", "ours", "hf", "--export", "hf")
     model = convert("hf", "m")
-    ids, s = torch.randint(17, (2, 9)), model.initial_state(2, 9, 0, [0, 1])
+    ids, s = torch.randint(17, (2, 9)), model.initial_state(2, 9, 0)
     huginn = runpy.run_path(ORACLE / "huginn.py")["huginn"]
     for r in (1, 3):
         wanted = huginn(weights("hf"), read_json("hf/config.json"), ids, s.double(), r)
@@ -607,7 +614,7 @@ def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch
     monkeypatch.setattr(sample, "PREFILL", chunk)
     model, prompts = decode_model(n_core, norm), torch.randint(64, (3, 7))
     text = torch.cat((prompts, decode(model, prompts.tolist(), 12, steps=steps, seed=5)), 1)
-    state = model.initial_state(19, 1, 5, range(19))[:, 0].expand(3, -1, -1)
+    state = model.initial_state(1, 19, 5).expand(3, -1, -1)
     logits = model(text, steps=steps, state=state)[0]
     assert text[:, 7:].equal(logits[:, 6:-1].argmax(-1))
 
@@ -648,7 +655,7 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
 def test_drafts_keep_the_distribution():
     """Sampled pairs come as often as the model at r says, though drafts have other chances."""
     model, rows, o = decode_model(vocab_size=6), 8000, dict(temperature=0.7, top_k=5)
-    state = model.initial_state(2, 1, 1, range(2))[:, 0].expand(6, -1, -1)
+    state = model.initial_state(1, 2, 1).expand(6, -1, -1)
     texts = torch.tensor([[2, i] for i in range(6)])
     exact, draft = (distribution(model(texts, steps=r, state=state)[0], Decoding(**o))
                     for r in (4, 1))
@@ -1000,7 +1007,7 @@ def test_micro_batches_do_not_change_an_update(draws, sizes, base):
 def test_rest_counts_the_last_recurrence(base):
     """--rest: the gradient of the state's relative change in the last recurrence, no other loss."""
     model, idx = small(), torch.arange(12).view(2, 6)
-    state, p = model.initial_state(2, 6, 0, range(2)), model.core[0].mlp.proj.weight
+    state, p = model.initial_state(2, 6, 0), model.core[0].mlp.proj.weight
     grads = []
     for model.rest in (0, 0.5):
         loss = model(idx, idx, 4, state)[1]
@@ -1051,8 +1058,8 @@ def test_no_updates_only_validate(corpus, base, unbroken):
     call("train", *base, "--updates=0", "--train=core", f"--init_from={unbroken}", "--out_dir=run")
     assert not checkpoints("run")
     model = RecurrentLM.load(unbroken).double()
-    idx, targets, numbers = Dataset(f"{corpus}/pretrain", "val", 52).batch(0, 0, 0, 1, 27)
-    state = model.initial_state(27, 52, 0, numbers)
+    idx, targets, _ = Dataset(f"{corpus}/pretrain", "val", 52).batch(0, 0, 0, 1, 27)
+    state = model.initial_state(27, 52, 0)
     loss = model(idx, targets, steps=4, state=state)[1]
     assert abs(logged("run", "val")[0]["4"] - loss) < 1e-5
 
@@ -1120,7 +1127,7 @@ def test_choices_in_one_row(checkpoint):
     model, eval_lm = RecurrentLM.load(checkpoint).double(), harness()
     for state, r in itertools.product(("noise", "zero"), (0, 1, 3, 6)):
         lm = eval_lm.Harness(checkpoint, [0, 1, 3, 6], batch_size=3, state=state, seed=5)
-        s0 = model.initial_state(40, 1, 5, range(40)).transpose(0, 1) * (state == "noise")
+        s0 = model.initial_state(1, 40, 5) * (state == "noise")
         lm.r = r
         answers = lm._loglikelihood_tokens(requests)
         for (_, context, x), answer in zip(requests, answers, strict=True):
@@ -1372,6 +1379,8 @@ def check_export(folder, **changes):
     call("surgery", f"{folder}-m", folder, "--export", "hf")
     theirs = tf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     ids, state = torch.randint(1, 50, (2, 12)), model.initial_state(2, 12)
+    drawn = theirs.draw_state(state, torch.arange(12)[None])
+    assert drawn.equal(model.initial_state(1, 12, 0))
     for steps in (0, 32, 3):
         out = theirs(ids, labels=ids, num_steps=steps, initial_state=state)
         assert far(out.logits, model(ids, steps=steps, state=state)[0]) < 1e-4

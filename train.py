@@ -295,7 +295,9 @@ def to_inputs(model, batch, seed):
     """
     idx, targets, numbers = batch
     device = model.embed.weight.device
-    state = model.initial_state(*idx.shape, seed, numbers) if model.config.n_core else None
+    state = None
+    if model.config.n_core:
+        state = model.initial_state(*idx.shape, seed, int(numbers[0]))
     if device.type == "cuda":  # from pinned memory a copy does not wait for what the GPU does
         idx, targets = idx.pin_memory(), targets.pin_memory()
     return idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), state

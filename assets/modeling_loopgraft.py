@@ -72,6 +72,28 @@ class Linear(nn.Linear):
         return super().forward(x.to(self.weight.dtype))
 
 
+def mix(x):
+    """A hash of 32-bit numbers (splitmix32), the same on every device."""
+    x = x + 0x9E3779B9
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= 0xFFFFFFFF
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x &= 0xFFFFFFFF
+    x ^= x >> 15
+    return x
+
+
+def normal(seed, row, position, C):
+    """Normal numbers (..., C), cut at 3 std, a function of (seed, row, position, channel) alone."""
+    key = mix(mix(mix(seed) + row) + position)
+    bits = mix(key[..., None] + torch.arange(C, device=key.device))
+    edge = math.erf(3 / math.sqrt(2))  # within 3 std
+    uniform = ((bits >> 8) - 2**23).float() * (edge / 2**23)  # 24 bits, exact in float32
+    return uniform.erfinv_().mul_(math.sqrt(2))
+
+
 def rope_table(config, position_ids):
     """cos and sin, each (B, T, head_dim) float32, of positions (B, T)."""
     pairs = torch.arange(0, config.head_dim, 2, device=position_ids.device)
@@ -173,18 +195,13 @@ class LoopgraftForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value):
         self.transformer["wte"] = value
 
-    @torch.compiler.disable
     def draw_state(self, e, position_ids):
-        """s_0 (B, T, C). The noise of a position follows from the seed; training draws it anew."""
-        std, edge = self.config.init_values["std"], math.erf(3 / math.sqrt(2))  # cut at 3 std
+        """s_0 (B, T, C): a function of the seed and the position. Training draws it anew."""
+        seed, row = self.config.noise_seed, torch.zeros_like(position_ids)
         if self.training:
-            return torch.empty_like(e).uniform_(-edge, edge).erfinv() * (std * math.sqrt(2))
-        positions, index = position_ids.unique(return_inverse=True)
-        noise, generator = e.new_empty(len(positions), e.shape[-1]), torch.Generator(e.device)
-        for row, position in zip(noise, positions.tolist()):
-            generator.manual_seed(1_000_003 * self.config.noise_seed + position)
-            row.uniform_(-edge, edge, generator=generator)
-        return (noise.erfinv() * (std * math.sqrt(2)))[index].expand_as(e)
+            seed = torch.randint(2**31, ()).item()
+            row = row + torch.arange(len(e), device=e.device)[:, None]
+        return self.config.init_values["std"] * normal(seed, row, position_ids, e.shape[-1])
 
     def generate(self, *args, num_steps=None, **kwargs):
         """

@@ -443,7 +443,7 @@ def states(folder, corpus):
     model = RecurrentLM.load(folder, dtype=torch.float32)
     idx, targets, _ = Dataset(str(corpus / "task"), "val", 26).batch(0, 0, 0, 1, rows)
     targets[:, -2:] = IGNORE  # not what follows the last answer
-    labels, state = targets != IGNORE, model.initial_state(*idx.shape, 0, range(rows))
+    labels, state = targets != IGNORE, model.initial_state(*idx.shape, seed=0)
     states, right = [], []
     for _, s in model.trajectory(idx, range(1, far + 1), state):
         states.append(s[labels].view(rows, 12, -1))
