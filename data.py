@@ -89,6 +89,7 @@ natural = between(0)
 positive = between(1)
 rate = between(0, kind=float)
 fraction = between(0, 1, float)
+seeds = between(0, 2**31 - 1)
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
 
@@ -97,6 +98,16 @@ def say(text, file=None):
     """Print a line on rank 0."""
     if RANK == 0:
         print(text, file=file, flush=True)
+
+
+def find_gpu():
+    """Whether torch can use a GPU. Says so if there is one that it cannot use."""
+    if torch.cuda.is_available():
+        return True
+    if os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd"):
+        say(f"note: this machine has a GPU, but torch {torch.__version__} cannot use it, so the CPU "
+            "works: README.md has the install lines", file=sys.stderr)
+    return False
 
 
 @contextlib.contextmanager
@@ -165,12 +176,12 @@ def digest(path):
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def check_settings(path, earlier, settings):
-    """What other settings made is not mixed: UserError if those that made `path` differ."""
+def check_settings(path, earlier, settings, way_out="choose another name for the new one"):
+    """Refuse output made with different settings: UserError if those that made `path` differ."""
     for key, value in settings.items():
         if earlier.get(key) != value:
             raise UserError(f"{path}: was made with {key} = {earlier.get(key)!s:.80}, not "
-                            f"{value!s:.80}: choose another name for the new one")
+                            f"{value!s:.80}: {way_out}")
 
 
 def describe(model):
