@@ -581,17 +581,17 @@ FACTORS = dict(a="23514", b="31542", c="52413", d="41325")
 def multiply(product, draw):
     """
     A product in S5: a d c -> 24153. The group is not solvable, so no shortcut of fixed depth is
-    known (2503.03961). A row that begins d d looks like d to any model: attention averages equal
-    words. That caps accuracy at about 97%.
+    known (2503.03961). Rows begin with <s>: without it d d looks like d, since attention averages
+    equal words.
     """
     letter = "abcd"[draw % 4]
     return [letter], "".join((product or "12345")[int(i) - 1] for i in FACTORS[letter])
 
 
-TASKS = {  # words, function, from which length on no test story is in training, a sample prompt
+TASKS = {  # words (with <s>, rows begin with it), function, from which length on no test story is in training, a sample prompt
     "stories": ("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, 6,
                 "has 7 loses 4 times 3 gets 2 gets 1 loses 4"),
-    "s5": (["so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 9,
+    "s5": (["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 9,
            "a d c b b a d"),
 }
 
@@ -615,11 +615,11 @@ def worked(story):
 
 
 def direct(story, labelled):
-    """`has 3 loses 4 ... 9 </s>`; the first `labelled` sentences have their answer as target."""
+    """`has 3 loses 4 ... 9 </s>`; sentences of these numbers, from 1, have their answer as target."""
     document = []
-    for i, (*words, _, answer) in enumerate(story):
+    for i, (*words, _, answer) in enumerate(story, 1):
         document += [(word, None) for word in words]
-        if i < labelled:
+        if i in labelled:
             document[-1] = words[-1], answer
     return [*document, (answer, "</s>"), ("</s>", None)]
 
@@ -630,19 +630,33 @@ def make_rows(kind, stories, rng):
     turn worked, and cut to 12 sentences in all, and direct with three answers.
     """
     if kind == "task":
-        return [direct(story, 12) for story in stories]
+        return [direct(story, range(1, 13)) for story in stories]
     rows = []
     for i, (a, b) in enumerate(zip(stories[::2], stories[1::2])):
         n = rng.integers(1, 12)
-        row = direct(a, 3) + direct(b, 3) if i % 2 else worked(a[:n]) + worked(b[:12 - n])
+        row = worked(a[:n]) + worked(b[:12 - n])
+        if i % 2:
+            row = direct(a, range(1, 4)) + direct(b, range(1, 4))
         rows.append(row + [("</s>", None)] * (4 + 12 * len(a[0]) - len(row)))
+    return rows
+
+
+def unseen_rows(stories, seen, unseen):
+    """Task rows that ask only what no training story begins with."""
+    rows = []
+    for story in stories:
+        fresh = {n for n in range(unseen, 13) if tuple(story[:n]) not in seen}
+        *row, (answer, _), end = direct(story, fresh)
+        rows.append([*row, (answer, None), end])
     return rows
 
 
 def tiny(out, task="stories", seed=0, rows=80_000):
     """
     Write the embedded corpus, which follows from the seed: data sets OUT/pretrain and OUT/task, and
-    questions to ask, OUT/test.jsonl (1 to 12 sentences) and OUT/test18.jsonl (18).
+    questions to ask, OUT/test.jsonl (1 to 12 sentences) and OUT/test18.jsonl (18). The shorter ones
+    are in training, too. OUT/unseen is OUT/task, but its validation asks nothing that training has
+    shown.
     """
     arguments = dict(task=task, seed=seed, rows=rows)
     if os.path.exists(out):
@@ -650,11 +664,21 @@ def tiny(out, task="stories", seed=0, rows=80_000):
         return print(f"{out}: is complete, nothing to do")
     words, task, unseen, prompt = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
-    end = dict(id=ids["</s>"], content="</s>", special=True, single_word=False, lstrip=False,
-               rstrip=False, normalized=False)
+
+    def special(word):
+        return dict(id=ids[word], content=word, special=True, single_word=False, lstrip=False,
+                    rstrip=False, normalized=False)
+
     tokenizer = dict(  # what the tokenizers library and transformers read, too
-        version="1.0", added_tokens=[end], pre_tokenizer={"type": "WhitespaceSplit"},
+        version="1.0", added_tokens=[special(word) for word in ids if word in ("<s>", "</s>")],
+        pre_tokenizer={"type": "WhitespaceSplit"},
         model={"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
+    bos = [("<s>", None)] * ("<s>" in words)
+
+    def write(folder, split, rows):
+        tokens = [[ids.get(word, -100) for word in pair] for row in rows for pair in bos + row]
+        return write_shard(folder, f"{split}_000000.npy", np.array(tokens, np.int32).T.copy())
+
     rng, seen = np.random.default_rng(seed), set()  # seen: how training stories begin
     with whole(out) as new:
         for kind in ("pretrain", "task"):
@@ -664,13 +688,14 @@ def tiny(out, task="stories", seed=0, rows=80_000):
                 if split == "train":
                     seen |= {tuple(s[:n]) for s in stories for n in range(unseen, 13)}
                 made = make_rows(kind, stories, rng)
-                tokens = [[ids.get(word, -100) for word in pair] for row in made for pair in row]
-                shards[split] = [write_shard(new / kind, f"{split}_000000.npy",
-                                             np.array(tokens, np.int32).T.copy())]
-            write_json(new / kind / "meta.json", dict(
-                vocab_size=len(ids), eos_id=ids["</s>"], row=len(made[0]), shards=shards,
-                arguments=arguments, prompt=prompt))
+                shards[split] = [write(new / kind, split, made)]
+            meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row=len(bos) + len(made[0]),
+                        shards=shards, arguments=arguments, prompt=prompt)
+            write_json(new / kind / "meta.json", meta)
             write_json(new / kind / "tokenizer.json", tokenizer)
+        shutil.copytree(new / "task", new / "unseen")
+        shards["val"] = [write(new / "unseen", "val", unseen_rows(stories, seen, unseen))]
+        write_json(new / "unseen" / "meta.json", meta)
         for length in (*range(1, 13), 18):
             name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
             stories = make_stories(task, rng, 10 * n, length)

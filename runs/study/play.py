@@ -44,7 +44,8 @@ class Run(NamedTuple):
     """
     Training by config/tiny_SCRIPT.toml, or "surgery". start: the run whose weights it takes, ""
     for random ones. flags: of train.py or surgery.py, and two of our own: equal=RUN, as many
-    updates as cost what that run has cost since surgery; state_std, of s_0, for config.json.
+    updates as cost what that run has cost since surgery (if this one starts from random weights,
+    with that run's pretraining); state_std, of s_0, for config.json.
     """
     name: str
     script: str
@@ -54,11 +55,12 @@ class Run(NamedTuple):
 
 class Item(NamedTuple):
     """A question of the study. Validations are compared at recurrence `at`."""
-    task: str      # of data.py tiny
-    table: str     # of study.py
-    measure: str   # of each run, see MEASURES
-    runs: dict     # label: Run; the first is what the others are compared with
+    task: str         # of the embedded corpus
+    table: str        # of study.py
+    measure: str      # of each run, see MEASURES
+    runs: dict        # label: Run; the first is what the others are compared with
     at: int = 8
+    seeds: int = 100  # at most
 
 
 def task(name, start="heal", **flags):
@@ -71,6 +73,25 @@ def healed(name, **flags):
             Run(f"heal{name}", "heal", f"cut{name}", {}))
 
 
+def parents(task_name, loop, updates):
+    """
+    Parents at three learning rates, as runs of one seed that choose a rate: {label: Run}. updates:
+    of as many tokens as `loop` has had since surgery, and of the parent of 18 layers.
+    """
+    tokens, deep = updates
+    runs = {}
+    for name, start, rates, flags in (
+        ("tokens", "pretrain", (0.01, 0.02, 0.04), {"updates": tokens}),
+        ("flops", "pretrain", (0.01, 0.02, 0.04), {"equal": loop}),
+        ("deep", "deep_pretrain", (0.005, 0.01, 0.02), {"updates": deep}),
+    ):
+        for lr in rates:
+            runs[f"{name} {lr}"] = task(f"{task_name}_{name}_{lr}", start, lr=lr, **flags)
+    return runs
+
+
+DESIGN = 2  # of corpus, noise and measures: results of two designs never share a table
+UNSEEN = {"stories": 6, "s5": 9}  # from this length on, training shows no test
 UPDATES = {  # where a run's flags do not say
     "stories": {"pretrain": 350, "heal": 100, "task": 200},
     "s5": {"pretrain": 700, "heal": 100, "task": 1300},
@@ -96,6 +117,8 @@ MEAN_16 = {"curriculum": "none", "mean_recurrence": 16}
 # A mixture's rows are of one length, so each of these has two of the task's stories.
 MIX = {"data": "{corpus}/pretrain:1,{corpus}/pairs:1", "context": 52, "batch_size": 64,
        "micro_batch": 64}
+PARENTS = parents("stories", "r32", (450, 350))
+S5_PARENTS = parents("s5", "task", (1437, 1300))
 RATES = {
     "muon": (0.005, 0.01, 0.02, 0.04),
     "adamw": (0.001, 0.002, 0.004, 0.008),
@@ -105,6 +128,7 @@ ITEMS = {
     "pretrained": Item("stories", "curves", "curve", {
         "pretrained": task("unhealed", "cut", updates=250),
         "random weights": task("random", "", updates=250, **LOOPED),
+        "random weights, FLOPs of all": task("random_long", "", equal="unhealed", **LOOPED),
     }),
     "curriculum": Item("stories", "curves", "curve", {
         "none": task("fixed", curriculum="none"),
@@ -113,6 +137,7 @@ ITEMS = {
         "linear, 75%": task("linear75", curriculum_warmup=0.75),
         "linear, 100%": task("linear100", curriculum_warmup=1),
         "1-sqrt, 50%": task("sqrt50", curriculum="1-sqrt"),
+        "1-sqrt, 75%": task("sqrt75", curriculum="1-sqrt", curriculum_warmup=0.75),
         "none; k over 50%": task("depth50", curriculum="none", backprop_warmup=0.5),
     }),
     "optimizer": Item("stories", "optimizers", "curve", {
@@ -124,10 +149,11 @@ ITEMS = {
     }),
     "recurrence": Item("stories", "accuracy", "answers", {
         **LOOPS,
-        "parent, equal tokens": task("parent_tokens", "pretrain", updates=450),
-        "parent, FLOPs of r = 32": task("parent_flops", "pretrain", equal="r32"),
-        "untied parent of 18 layers": task("deep", "deep_pretrain", updates=350),
+        "parent, equal tokens": PARENTS["tokens 0.02"],
+        "parent, FLOPs of r = 32": PARENTS["flops 0.02"],
+        "untied parent of 18 layers": PARENTS["deep 0.01"],
     }),
+    "parent_rates": Item("stories", "curves", "curve", PARENTS, seeds=1),
     "healing": Item("stories", "healing", "losses", {
         "the parent": PRETRAIN,
         "cut, not trained": CUT,
@@ -148,10 +174,6 @@ ITEMS = {
     }),
     "deeper": Item("stories", "deeper", "states", LOOPS),
     "exits": Item("stories", "exits", "exits", {"r = 8": LOOPS["trained with r = 8"]}),
-    "rest": Item("stories", "rests", "exits", {
-        "the usual loss": LOOPS["trained with r = 8"],
-        "and rest": task("rest", mean_recurrence=8, updates=350, rest=1),
-    }),
     "truncation": Item("stories", "curves", "curve", {
         f"k = {k}" if k else "all": task(
             f"depth{k}", backprop_depth=k, **MEAN_16,
@@ -164,10 +186,11 @@ ITEMS = {
     }),
     "s5_parents": Item("s5", "accuracy", "answers", {
         "trained with r = 8": TASK,
-        "parent, equal tokens": task("s5_tokens", "pretrain", updates=1443),
-        "parent, equal FLOPs": task("s5_flops", "pretrain", equal="task"),
-        "untied parent of 18 layers": task("s5_deep", "deep_pretrain"),
+        "parent, equal tokens": S5_PARENTS["tokens 0.02"],
+        "parent, equal FLOPs": S5_PARENTS["flops 0.02"],
+        "untied parent of 18 layers": S5_PARENTS["deep 0.01"],
     }),
+    "s5_rates": Item("s5", "curves", "curve", S5_PARENTS, seeds=1),
     "s5_adapter": Item("s5", "curves", "curve", {
         "identity": TASK,
         "torch's init": task("default", "heal_default"),
@@ -183,10 +206,7 @@ ITEMS = {
         "zero": task("zero", "heal_zero"),
         "noise, std 1": task("loud", "heal_loud"),
     }, at=16),
-    "s5_rest": Item("s5", "rests", "exits", {
-        "the usual loss": TASK,
-        "and rest": task("s5_rest", rest=1),
-    }),
+    "s5_exits": Item("s5", "exits", "exits", {"r = 8": TASK}),
     "s5_parts": Item("s5", "curves", "curve", {
         "everything": TASK,
         "core and adapter": PART,
@@ -242,7 +262,7 @@ class Study:
         if "equal" in flags:
             flags["updates"] = self.equal_updates(task, seed, run, RUNS[flags.pop("equal")])
         if run.script != "surgery":
-            data = corpus / ("task" if run.script == "task" else "pretrain")
+            data = corpus / ("unseen" if run.script == "task" else "pretrain")
             flags = {
                 "config": f"config/tiny_{run.script}.toml",
                 "data": data,
@@ -251,6 +271,7 @@ class Study:
                 "updates": UPDATES[task][run.script],
                 "eval_every": 25 if task == "stories" else 50,
                 "eval_steps": "1,4,8,16",
+                "eval_rows": 512,
                 "log_every": 1,
             } | flags
             if self.quick:
@@ -259,20 +280,32 @@ class Study:
         return [f"--{key}={value}" for key, value in flags.items()]
 
     def cost(self, task, seed, run, **more):
-        """FLOPs of a training, with the very recurrences that it draws. more: settings."""
-        sizes = {} if run.start == "pretrain" else LOOPED
+        """
+        FLOPs of a training, with the very recurrences that it draws: by the paper's rule, and of
+        the adapter, which that leaves out. more: settings.
+        """
+        sizes = {} if "pretrain" in (run.name, run.start) else LOOPED
         flags = {**run.flags, **sizes, **more, "init_from": ""}
         flags.pop("equal", None)
         settings = read_settings(self.flags(task, seed, run._replace(flags=flags)))
-        flops_per_token = functools.cache(RecurrentLM.empty(shape(settings)).flops_per_token)
+        model = RecurrentLM.empty(shape(settings))
+        adapter = model.adapter.weight.numel() if sizes else 0
+
+        @functools.cache
+        def flops_per_token(draw):
+            n, k = draw
+            return model.flops_per_token(draw) + adapter * (2 * n + 6 * k)
+
         draws = (draw_steps(settings, update, update + 1) for update in range(settings.updates))
         return settings.batch_size * settings.context * sum(map(flops_per_token, draws))
 
     def equal_updates(self, task, seed, run, other):
-        """How many updates of a run cost what the run `other` has cost, since surgery if plain."""
+        """How many updates of a run cost what the run `other` has cost, see Run."""
         budget = self.cost(task, seed, other)
         if run.start == "pretrain":
             budget += self.cost(task, seed, HEAL)
+        elif not run.start:
+            budget += self.cost(task, seed, PRETRAIN)
 
         def cost(updates):
             return self.cost(task, seed, run, updates=updates)
@@ -309,15 +342,17 @@ class Study:
         name = path.relative_to(self.results)
         steps = self.commands(task, seed, run)
         recipe = [shlex.join(["python", *map(str, command)]) for _, command in steps]
-        if path.exists() and read_json(path)["recipe"] == recipe:
-            return f"{name}: is there"
+        if path.exists():
+            there = read_json(path)
+            if there["recipe"] == recipe and there.get("design") == DESIGN:
+                return f"{name}: is there"
         for step in steps:
             self.make(*step)
         folder = self.model(task, seed, run.name)
         found = MEASURES[measure](folder, self.corpus(task))
         seconds = round(time.time() - began)
         write_json(path, found | describe(folder) | {
-            "dtype": self.dtype, "seconds": seconds, "recipe": recipe})
+            "design": DESIGN, "dtype": self.dtype, "seconds": seconds, "recipe": recipe})
         return f"{name}: {seconds} s"
 
     def result(self, task, seed, run, measure):
@@ -382,19 +417,22 @@ def ask(folder, questions, name, *flags):
     return read_json(out)["results"]
 
 
+def right_by_length(row):
+    """{sentences: share of right answers} of one of the results of eval_gsm8k.py."""
+    return {n: score[0] for n, score in row["by_difficulty"].items()}
+
+
 def answers(folder, corpus):
     """
-    Shares of right answers over r: to stories of 1 to 12 sentences, to such of 18; at r = 32 by
-    the number of sentences. With the FLOPs of a new token.
+    Shares of right answers over r: to questions of 1 to 12 sentences by their number, to such of
+    18. With the FLOPs of a new token.
     """
     results = ask(folder, corpus / "test.jsonl", "test", "--steps", STEPS)
     results_18 = ask(folder, corpus / "test18.jsonl", "test18", "--steps", STEPS)
     model = RecurrentLM.load(folder)
     return {
-        "right": {row["steps"]: row["value"] for row in results},
+        "by_length": {row["steps"]: right_by_length(row) for row in results},
         "right_18": {row["steps"]: row["value"] for row in results_18},
-        "by_length": {n: score[0] for row in results if row["steps"] in (0, 32)
-                      for n, score in row["by_difficulty"].items()},
         "token_flops": {row["steps"]: model.flops_per_token((0, row["steps"])) // 3
                         for row in results},
     }
@@ -416,19 +454,23 @@ def losses(folder, corpus):
 
 def exits(folder, corpus):
     """
-    Answers of r = 32 whose token exits by its KL divergence, or, as what that has to beat, after a
-    fixed number of recurrences. All ids of a prompt but the last take r = 32.
+    {rule: [right, recurrences of the last token] by the number of sentences}. "kl X": all ids of a
+    prompt but the last take r = 32, this one exits by its KL divergence. "last R": this one takes R
+    of them. "all R": all ids do.
     """
     rules = {f"kl {x}": ["--exit_threshold", x] for x in (0.3, 0.1, 0.01, 0.001)}
-    rules |= {f"fixed {r}": ["--exit_threshold", 1e9, "--min_steps", r] for r in (2, 4, 8, 16)}
+    rules |= {f"last {r}": ["--exit_threshold", 1e9, "--exit_every", 1, "--min_steps", r]
+              for r in (4, 5, 6, 7, 8, 16)}
     found = {}
     for rule, flags in rules.items():
         (row,) = ask(folder, corpus / "test.jsonl", f"exit_{rule.replace(' ', '_')}",
                      "--steps", 32, "--exit", "kl", *flags)
-        by_length = {n: score[3] for n, score in row["by_difficulty"].items()}
-        found[rule] = [row["value"], row["mean_steps"], by_length]
-    results = ask(folder, corpus / "test.jsonl", "test", "--steps", STEPS)
-    return {"rules": found, "right": {row["steps"]: row["value"] for row in results}}
+        took = {n: score[3] for n, score in row["by_difficulty"].items()}
+        found[rule] = [right_by_length(row), took]
+    for row in ask(folder, corpus / "test.jsonl", "test_fixed", "--steps", "4,5,6,7,8,16,32"):
+        right = right_by_length(row)
+        found[f"all {row['steps']}"] = [right, dict.fromkeys(right, row["steps"])]
+    return {"rules": found}
 
 
 @torch.no_grad()
@@ -494,7 +536,7 @@ def main():
     for name in {item.task for item in items}:
         study.make_corpus(name)
     jobs = {(item.task, seed, run.name, item.measure): run for item in items
-            for run in item.runs.values() for seed in range(args.seeds)}
+            for run in item.runs.values() for seed in range(min(args.seeds, item.seeds))}
     pool = ThreadPoolExecutor(args.jobs)
     futures = [pool.submit(study.play, task, seed, run, measure)
                for (task, seed, _, measure), run in jobs.items()]
