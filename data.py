@@ -588,7 +588,7 @@ def multiply(product, draw):
     return [letter], "".join((product or "12345")[int(i) - 1] for i in FACTORS[letter])
 
 
-TASKS = {  # words (with <s>, rows begin with it), function, from which length on no test story is in training, a sample prompt
+TASKS = {  # words, function, from which length on no test story is in training, a sample prompt
     "stories": ("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, 6,
                 "has 7 loses 4 times 3 gets 2 gets 1 loses 4"),
     "s5": (["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 9,
@@ -615,7 +615,7 @@ def worked(story):
 
 
 def direct(story, labelled):
-    """`has 3 loses 4 ... 9 </s>`; sentences of these numbers, from 1, have their answer as target."""
+    """`has 3 loses 4 ... 9 </s>`; labelled: numbers of the sentences whose answer is a target."""
     document = []
     for i, (*words, _, answer) in enumerate(story, 1):
         document += [(word, None) for word in words]
@@ -645,7 +645,7 @@ def unseen_rows(stories, seen, unseen):
     """Task rows that ask only what no training story begins with."""
     rows = []
     for story in stories:
-        fresh = {n for n in range(unseen, 13) if tuple(story[:n]) not in seen}
+        fresh = {n for n in range(unseen, 13) if tuple(story[:n]) }
         *row, (answer, _), end = direct(story, fresh)
         rows.append([*row, (answer, None), end])
     return rows

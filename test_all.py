@@ -475,9 +475,13 @@ def multiply(story, known):
         answers.append("".join(str(row.argmax() + 1) for row in product))
     return answers
 
-@pytest.mark.parametrize("task, solve, words", [("stories", count, 2), ("s5", multiply, 1)])
-def test_corpus_tells_the_truth(task, solve, words):
-    """Every story of the task and of the test sets has its true answers. Only the seed decides."""
+@pytest.mark.parametrize("task, solve, words, bos",
+                         [("stories", count, 2, 0), ("s5", multiply, 1, 1)])
+def test_corpus_tells_the_truth(task, solve, words, bos):
+    """
+    Every story of the task and of the test sets has its true answers. Only the seed decides.
+    "unseen" asks for the same answers, but for none of a story that training begins with.
+    """
     tiny("out", task, rows=64)
     tiny("again", task, rows=64)
     assert contents("out") == contents("again")
@@ -488,12 +492,20 @@ def test_corpus_tells_the_truth(task, solve, words):
         answers = solve(row["question"].split(), known)
         assert (row["answer"], row["difficulty"]) == (answers[-1], len(answers))
     names = ["<unk>", "</s>", *data.TASKS[task][0]]
-    idx, targets, _ = Dataset("out/task", "val", 12 * words + 2).batch(0, 0, 0, 1, 1024)
+    first = data.TASKS[task][2]
+    idx, targets, _ = Dataset("out/task", "val", bos + 12 * words + 2).batch(0, 0, 0, 1, 1024)
     for ids, labels in zip(idx.tolist(), targets.tolist()):
-        *story, answer, end = [names[i] for i in ids]
+        *story, answer, end = [names[i] for i in ids[bos:]]
         answers = solve(story, known)
-        assert [names[i] for i in labels[words - 1:-2:words]] == answers
+        assert [names[i] for i in labels[bos + words - 1:-2:words]] == answers
         assert (answer, end) == (answers[-1], "</s>")
+        assert [names[i] for i in ids[:bos]] == ["<s>"] * bos
+    _, unseen, _ = Dataset("out/unseen", "val", idx.shape[1]).batch(0, 0, 0, 1, 1024)
+    asked = unseen != -100
+    assert unseen[asked].equal(targets[asked]) and asked[:, :-2].any(0).sum() == 13 - first
+    story = [("c", "so", "1")] * 12
+    (row,) = data.unseen_rows([story], {tuple(story[:9]), tuple(story[:11])}, 9)
+    assert [i for i, (_, label) in enumerate(row, 1) if label] == [10, 12]
 
 # ---------------------------------------------------------------------------------- the optimizer
 def test_muon_is_torchs():
