@@ -645,7 +645,7 @@ def unseen_rows(stories, seen, unseen):
     """Task rows that ask only what no training story begins with."""
     rows = []
     for story in stories:
-        fresh = {n for n in range(unseen, 13) if tuple(story[:n]) }
+        fresh = {n for n in range(unseen, 13) if tuple(story[:n]) not in seen}
         *row, (answer, _), end = direct(story, fresh)
         rows.append([*row, (answer, None), end])
     return rows
