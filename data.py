@@ -1,8 +1,6 @@
 """
-Text to tokens to batches: tokenizers, `prepare`, the loader and the embedded corpus.
+Text to tokens to batches: tokenizers, `prepare`, and the loader.
 
-    python data.py tiny --out out/tiny/data            # the embedded corpus: seconds, no download
-    python data.py tiny --task s5 --out out/s5/data    # another: rows of 40 and 14 tokens
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web
     python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out ...
 
@@ -486,7 +484,7 @@ class Shards:
         path = f"{folder}/meta.json"
         if not os.path.exists(path):
             raise UserError(f"{folder}: is no finished data set, without meta.json: make it by "
-                            "data.py prepare, or by data.py tiny --out out/tiny/data")
+                            "data.py prepare, or by runs/tiny_corpus.py --out out/tiny/data")
         # Each shard stays open, and there may be more than the usual limit of 1,024.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -558,156 +556,6 @@ class Dataset:
         return idx, targets, numbers
 
 
-# ---- the embedded corpus ---------------------------------------------------------------------
-# Two tasks. Each sentence of a story needs all before it, so a model that is shallower than the
-# story must reuse its layers. A task is a function (state, draw) -> the words of a sentence and the
-# state, or answer, after it. state is None before the first; draw is a random number below 60.
-
-
-def count(total, draw):
-    """A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1."""
-    if total is None:
-        return ["has", str(draw % 10)], draw % 10
-    verb, x = divmod(draw % 12, 4)
-    x = 2 + x % 2 if verb == 2 else 1 + x
-    total = (total + x, total - x, total * x)[verb] % 10
-    return [("gets", "loses", "times")[verb], str(x)], total
-
-
-# Four random elements of S5, the group of the permutations of five things.
-FACTORS = dict(a="23514", b="31542", c="52413", d="41325")
-
-
-def multiply(product, draw):
-    """
-    A product in S5: a d c -> 24153. The group is not solvable, so no shortcut of fixed depth is
-    known (2503.03961). Rows begin with <s>: without it d d looks like d, since attention averages
-    equal words.
-    """
-    letter = "abcd"[draw % 4]
-    return [letter], "".join((product or "12345")[int(i) - 1] for i in FACTORS[letter])
-
-
-TASKS = {  # words, function, from which length on no test story is in training, a sample prompt
-    "stories": ("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, 6,
-                "has 7 loses 4 times 3 gets 2 gets 1 loses 4"),
-    "s5": (["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 9,
-           "a d c b b a d"),
-}
-
-
-def make_stories(task, rng, n, length):
-    """n stories of `length` sentences: tuples such as ("loses", "4", "so", "3")."""
-    stories = []
-    for draws in rng.integers(60, size=(n, length)):
-        state, story = None, []
-        for draw in draws:
-            words, state = task(state, draw)
-            story.append((*words, "so", str(state)))
-        stories.append(story)
-    return stories
-
-
-def worked(story):
-    """`so has 3 so 3 loses 4 so 9 </s>`, a document that says each answer: [(word, target), ...]"""
-    words = ["so", *itertools.chain(*story), "</s>"]
-    return list(itertools.zip_longest(words, words[1:]))
-
-
-def direct(story, labelled):
-    """`has 3 loses 4 ... 9 </s>`; labelled: numbers of the sentences whose answer is a target."""
-    document = []
-    for i, (*words, _, answer) in enumerate(story, 1):
-        document += [(word, None) for word in words]
-        if i in labelled:
-            document[-1] = words[-1], answer
-    return [*document, (answer, "</s>"), ("</s>", None)]
-
-
-def make_rows(kind, stories, rng):
-    """
-    For the data set "task" a direct story with all answers a row. For "pretrain" rows of two, in
-    turn worked, and cut to 12 sentences in all, and direct with three answers.
-    """
-    if kind == "task":
-        return [direct(story, range(1, 13)) for story in stories]
-    rows = []
-    for i, (a, b) in enumerate(zip(stories[::2], stories[1::2])):
-        n = rng.integers(1, 12)
-        row = worked(a[:n]) + worked(b[:12 - n])
-        if i % 2:
-            row = direct(a, range(1, 4)) + direct(b, range(1, 4))
-        rows.append(row + [("</s>", None)] * (4 + 12 * len(a[0]) - len(row)))
-    return rows
-
-
-def unseen_rows(stories, seen, unseen):
-    """Task rows that ask only what no training story begins with."""
-    rows = []
-    for story in stories:
-        fresh = {n for n in range(unseen, 13) if tuple(story[:n]) not in seen}
-        *row, (answer, _), end = direct(story, fresh)
-        rows.append([*row, (answer, None), end])
-    return rows
-
-
-def tiny(out, task="stories", seed=0, rows=80_000):
-    """
-    Write the embedded corpus, which follows from the seed: data sets OUT/pretrain and OUT/task, and
-    questions to ask, OUT/test.jsonl (1 to 12 sentences) and OUT/test18.jsonl (18). The shorter ones
-    are in training, too. OUT/unseen is OUT/task, but its validation asks nothing that training has
-    shown.
-    """
-    arguments = dict(task=task, seed=seed, rows=rows)
-    if os.path.exists(out):
-        check_settings(out, read_json(f"{out}/task/meta.json")["arguments"], arguments)
-        return print(f"{out}: is complete, nothing to do")
-    words, task, unseen, prompt = TASKS[task]
-    ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
-
-    def special(word):
-        return dict(id=ids[word], content=word, special=True, single_word=False, lstrip=False,
-                    rstrip=False, normalized=False)
-
-    tokenizer = dict(  # what the tokenizers library and transformers read, too
-        version="1.0", added_tokens=[special(word) for word in ids if word in ("<s>", "</s>")],
-        pre_tokenizer={"type": "WhitespaceSplit"},
-        model={"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
-    bos = [("<s>", None)] * ("<s>" in words)
-
-    def write(folder, split, rows):
-        tokens = [[ids.get(word, -100) for word in pair] for row in rows for pair in bos + row]
-        return write_shard(folder, f"{split}_000000.npy", np.array(tokens, np.int32).T.copy())
-
-    rng, seen = np.random.default_rng(seed), set()  # seen: how training stories begin
-    with whole(out) as new:
-        for kind in ("pretrain", "task"):
-            shards = {}
-            for split, n in (("train", rows), ("val", 1024)):
-                stories = make_stories(task, rng, n, 12)
-                if split == "train":
-                    seen |= {tuple(s[:n]) for s in stories for n in range(unseen, 13)}
-                made = make_rows(kind, stories, rng)
-                shards[split] = [write(new / kind, split, made)]
-            meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row=len(bos) + len(made[0]),
-                        shards=shards, arguments=arguments, prompt=prompt)
-            write_json(new / kind / "meta.json", meta)
-            write_json(new / kind / "tokenizer.json", tokenizer)
-        shutil.copytree(new / "task", new / "unseen")
-        shards["val"] = [write(new / "unseen", "val", unseen_rows(stories, seen, unseen))]
-        write_json(new / "unseen" / "meta.json", meta)
-        for length in (*range(1, 13), 18):
-            name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
-            stories = make_stories(task, rng, 10 * n, length)
-            fresh = [story for story in stories if tuple(story) not in seen]
-            with open(new / name, "a") as file:
-                for story in fresh[:n]:
-                    question = " ".join(word for sentence in story for word in sentence[:-2])
-                    row = dict(question=question, answer=story[-1][-1], difficulty=length)
-                    print(json.dumps(row), file=file)
-    print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
-
-
 def main():
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -725,16 +573,7 @@ def main():
     flag("--max_bad", type=fraction, default=0.01,
          help="share of documents that may be bad (0.01); they are counted and left out")
     flag("--shard_tokens", type=positive, default=100_000_000, help="tokens a shard, about (10^8)")
-    flag = commands.add_parser("tiny", description=tiny.__doc__).add_argument
-    flag("--out", required=True, help="folder of the corpus")
-    flag("--task", choices=TASKS, default="stories",
-         help="a running count (stories), or products in the group S5")
-    flag("--rows", type=positive, default=80_000, help="training stories of each data set (80,000)")
-    args = parser.parse_args()
-    if args.command == "prepare":
-        prepare(args)
-    else:
-        tiny(args.out, args.task, rows=args.rows)
+    prepare(parser.parse_args())
 
 
 if __name__ == "__main__":

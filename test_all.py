@@ -41,10 +41,12 @@ import data
 import sample
 import surgery
 import train
-from data import Dataset, Tokenizer, read_json, tiny
+from data import Dataset, Tokenizer, read_json
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
 from model import STATE_STD, RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
 from muon import Optimizer
+from runs import tiny_corpus
+from runs.tiny_corpus import tiny
 from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
 
@@ -491,8 +493,8 @@ def test_corpus_tells_the_truth(task, solve, words, bos):
     for row in rows:
         answers = solve(row["question"].split(), known)
         assert (row["answer"], row["difficulty"]) == (answers[-1], len(answers))
-    names = ["<unk>", "</s>", *data.TASKS[task][0]]
-    first = data.TASKS[task][2]
+    words_of, _, first, _ = tiny_corpus.TASKS[task]
+    names = ["<unk>", "</s>", *words_of]
     idx, targets, _ = Dataset("out/task", "val", bos + 12 * words + 2).batch(0, 0, 0, 1, 1024)
     for ids, labels in zip(idx.tolist(), targets.tolist()):
         *story, answer, end = [names[i] for i in ids[bos:]]
@@ -504,7 +506,7 @@ def test_corpus_tells_the_truth(task, solve, words, bos):
     asked = unseen != -100
     assert unseen[asked].equal(targets[asked]) and asked[:, :-2].any(0).sum() == 13 - first
     story = [("c", "so", "1")] * 12
-    (row,) = data.unseen_rows([story], {tuple(story[:9]), tuple(story[:11])}, 9)
+    (row,) = tiny_corpus.unseen_rows([story], {tuple(story[:9]), tuple(story[:11])}, 9)
     assert [i for i, (_, label) in enumerate(row, 1) if label] == [10, 12]
 
 # ---------------------------------------------------------------------------------- the optimizer
@@ -1232,7 +1234,7 @@ surgery:
     {other} out --export hf -> another model;
     {llama} {llama} --feed_forward --overwrite -> never SRC;
     ./lama out --feed_forward -> no such folder;
-data tiny:
+runs/tiny_corpus:
     --out {m} -> meta.json; --out out --rows 0 -> --rows;
 data:
     prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} -> --out;

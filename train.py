@@ -1,7 +1,7 @@
 """
 The training loop: pretraining, healing and task training of recurrent and ordinary models alike.
 
-    python data.py tiny --out out/tiny/data                                some data
+    python runs/tiny_corpus.py --out out/tiny/data                         some data
     python train.py --config=config/tiny.toml                              one process
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand

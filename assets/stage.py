@@ -41,7 +41,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
 
 def outcome(script, *args):
     """Run a script in this process, which saves seconds -> (exit code or line, what it said)."""
-    main, said = importlib.import_module(script).main, io.StringIO()
+    main, said = importlib.import_module(script.replace("/", ".")).main, io.StringIO()
     with (mock.patch.object(sys, "argv", [script, *map(str, args)]),
           contextlib.redirect_stdout(said)):
         try:

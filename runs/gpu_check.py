@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from data import tiny
 from model import Config, RecurrentLM, find_checkpoint
 from muon import Optimizer
 from sample import Decoder, Decoding, compile_decoding, generate
+from tiny_corpus import tiny
 
 GPU = torch.cuda.is_available()
 CARDS = torch.cuda.device_count()

@@ -59,7 +59,7 @@ fi
 stage "1. Make the corpus" "15 s" \
 "Stories such as 'has 7 loses 4 times 3', in which a count goes up and down. What it ends with, its
 last digit only, is the question. Each sentence needs the one before it."
-python data.py tiny --out $out/data ${quick:+--rows 8000}
+python runs/tiny_corpus.py --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "1 minute" \
 "The parent, which stands for a model that one would download. It reads stories that give the

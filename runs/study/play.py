@@ -240,7 +240,7 @@ class Study:
         """A task's data, and what some runs need beside it."""
         corpus = self.corpus(task)
         rows = ["--rows=8000"] if self.quick else []
-        execute(corpus, ["data.py", "tiny", f"--out={corpus}", f"--task={task}", *rows])
+        execute(corpus, ["runs/tiny_corpus.py", f"--out={corpus}", f"--task={task}", *rows])
         for name in ("test18.jsonl", "test.jsonl"):
             questions = (corpus / name).read_text().splitlines(keepends=True)
             if self.quick and len(questions) > 100:
