@@ -28,7 +28,7 @@ import torch
 
 from data import Parser, cli, describe, natural, positive, read_json
 from model import Config, RecurrentLM, UserError
-from muon import Optimizer
+from muon import Optimizer, clip_factor
 from sample import add_decoding_arguments, compile_decoding, decoding, generate, parse_steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,7 +154,7 @@ def bench_train(model, args):
     def update():
         model(idx, targets, (n, k))[1].backward()
         optimizer.accumulate()
-        optimizer.step(1.0, 1.0)
+        optimizer.step(1.0, clip_factor(optimizer.reduce().item(), 1.0))
 
     for n, k in args.steps:
         yield measure(update, idx.numel(), args, n=n, k=k)

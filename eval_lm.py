@@ -114,7 +114,7 @@ class Harness(TemplateLM):
         model = self.model
         idx, position, branch, places, targets = self.pack(rows)
         S = int(position.max()) + 1
-        rope = [table[position][:, None] for table in model.rope(S)]        # (B, 1, T, D/2)
+        rope = [table[position] for table in model.rope(S)]                 # (B, T, 1, D/2)
         same = branch[:, None, :] == branch[:, :, None]                     # (B, T, T)
         mask = (same | (branch == 0)[:, None, :]).tril()[:, None]           # (B, 1, T, T)
         noise = model.initial_state(1, S, self.seed)[0]        # (S, C), as in decoding
@@ -124,7 +124,7 @@ class Harness(TemplateLM):
 
         for r, s in model.trajectory(idx, self.steps, noise[position], rope, mask):
             x = model.run_coda(s, rope, mask).flatten(0, 1)[places]         # (N, C)
-            losses, right = model.token_losses(x, targets)                  # (N,)
+            losses, right = model.token_scores(x, targets)                  # (N,)
             parts = losses.double().cpu().split(lengths), right.cpu().split(lengths)
             for key, loss, greedy in zip(asked, *parts):
                 answer = self.answers.setdefault(key, {})

@@ -12,11 +12,12 @@ last k recurrences only. A KV cache has one slot for every (recurrence, layer) p
 
     model = RecurrentLM.load("out/tiny/task")
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
+    text = model.generate(idx, 20, steps=32)      # -> (B, T + 20); sample.py does it with a cache
 
 In bfloat16 the weights, the products and the sums of a weight's gradients over the recurrences are
-bfloat16; the residual stream and the state are float32 throughout. Under the paper's autocast it is
-the other way round: float32 weights and sums, and in its Llama a stream that is bfloat16 from the
-adapter on. Our gradients are no further from float32's (runs/README.md).
+bfloat16. The residual stream and the state stay float32. The paper's autocast does the reverse: it
+keeps weights and sums in float32, and its Llama's stream turns bfloat16 at the adapter. Our
+gradients are at least as close to float32's (runs/README.md).
 
 Paper: arXiv 2511.07384, section 3.
 """
@@ -34,13 +35,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
-STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, kept at any width
-IGNORE = -100                     # the target that carries no loss, as torch has it
+STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, at any width
+IGNORE = -100                     # torch's target without loss
 LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
 
 
 class UserError(Exception):
-    """What its user got wrong, in one line: scripts print it, without a traceback."""
+    """A user's mistake, in one line. Scripts print it without a traceback."""
 
 
 @dataclass
@@ -56,6 +57,8 @@ class Config:
     n_coda: int = 0
     head_dim: int = 0                 # 0: n_embd / n_head
     norm: str = "pre"                 # pre: Llama; post: OLMo-2, norms on q and k; sandwich: Huginn
+    head_norm: bool = False           # Qwen3: a norm on each head of q and of k
+    qkv_bias: bool = False            # Qwen2: biases on q, k and v
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # the "llama3" scaling of config.json, or None
@@ -67,10 +70,19 @@ class Config:
     mean_recurrence: int = 32         # default r
     backprop_depth: int = 8           # k: gradients flow through the last k recurrences
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def ends(self):
+        """The set of token ids that end a text."""
+        if self.eos_token_id is None:
+            return set()
+        if isinstance(self.eos_token_id, int):
+            return {self.eos_token_id}
+        return set(self.eos_token_id)
 
 
 # -------------------------------------------------------------------------------- the noise
@@ -106,26 +118,39 @@ def normal(seed, row, position, C):
 # ------------------------------------------------------------------------------- the layers
 
 class RMSNorm(nn.RMSNorm):
-    """Normalise in float32, cast to the weights' dtype, then scale: the order that Llama has."""
+    """Normalise in float32, cast to the weights' dtype, then scale, as Llama does."""
 
     def forward(self, x):
         x = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
         return x.to(self.weight.dtype) * self.weight
 
 
-class Linear(nn.Linear):
-    """x W^T without a bias, in the dtype of W."""
+class HeadNorm(RMSNorm):
+    """Qwen3 normalises each head of x (B, T, H * D) by itself."""
 
-    def __init__(self, fan_in, fan_out):
-        super().__init__(fan_in, fan_out, bias=False)
+    def forward(self, x):
+        heads = x.unflatten(-1, (-1, *self.normalized_shape))
+        return super().forward(heads).flatten(-2)
+
+
+class Linear(nn.Linear):
+    """x W^T, perhaps with a bias, in the dtype of W."""
+
+    def __init__(self, fan_in, fan_out, bias=False):
+        super().__init__(fan_in, fan_out, bias)
 
     def forward(self, x):
         return super().forward(x.to(self.weight.dtype))
 
 
 def rotate(x, rope):
-    """Rotary embedding as Hugging Face has it: the two halves of a head (B, H, T, D) are pairs."""
-    cos, sin = (t.type_as(x) for t in rope)  # (T, D/2), or (B, 1, T, D/2)
+    """
+    Rotary embedding of heads x (B, T, H, D), in Hugging Face's order: a head's two halves are
+    pairs. rope: cos and sin, each (T, 1, D/2) or (B, T, 1, D/2).
+    """
+    cos, sin = rope
+    cos = cos.type_as(x)
+    sin = sin.type_as(x)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -139,34 +164,42 @@ class Attention(nn.Module):
         q = c.n_head * c.head_dim
         kv = c.n_kv_head * c.head_dim
         self.split = q, kv, kv
-        self.qkv = Linear(c.n_embd, q + 2 * kv)
+        self.qkv = Linear(c.n_embd, q + 2 * kv, c.qkv_bias)
         self.proj = Linear(q, c.n_embd)
-        self.q_norm = self.k_norm = nn.Identity()
-        if c.norm == "post":  # OLMo-2 normalises over all heads together, before the split
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        if c.head_norm:
+            self.q_norm = HeadNorm(c.head_dim, c.norm_eps)
+            self.k_norm = HeadNorm(c.head_dim, c.norm_eps)
+        elif c.norm == "post":  # OLMo-2 normalises all heads together
             self.q_norm = RMSNorm(q, c.norm_eps)
             self.k_norm = RMSNorm(kv, c.norm_eps)
         self.qk_bias = None
-        if c.norm == "sandwich":  # Huginn adds one to q and k, and has as many heads for either
+        if c.norm == "sandwich":  # Huginn has as many heads of k as of q
             self.qk_bias = nn.Parameter(torch.zeros(2, 1, c.n_head, c.head_dim))
 
     def forward(self, x, rope, mask=None, cache=None):
         """
-        x (B, T, C); rope: see rotate(); mask: what SDPA takes, by default causal. cache: has
-        update(k, v), which stores the new keys and values and returns all to attend to, as
-        (B, n_kv_head, columns, D). Then the mask has a row for each query head of a group.
+        x (B, T, C); rope: see rotate(); mask: what SDPA takes, causal by default. cache:
+        update(k, v) stores the new keys and values, and returns all of them as (B, n_kv_head,
+        columns, D). With a cache, the mask has a row for each query head that shares a kv head.
         """
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
         if self.qk_bias is not None:
-            q, k = q + self.qk_bias[0], k + self.qk_bias[1]
+            q = q + self.qk_bias[0]
+            k = k + self.qk_bias[1]
+        # Rotate first: what SDPA returns has the layout of q, so the heads join without a copy.
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        q, k = rotate(q, rope), rotate(k, rope)
         if cache is None:
             if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-                # Flash attention takes neither. The kernel that does, and stores no scores either,
-                # wants a head of k and v for each of q.
+                # Neither flash attention nor cuDNN's takes these. The kernel that does, without
+                # storing the scores, wants a head of k and v for each of q.
                 k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
                                                enable_gqa=q.shape[1] != k.shape[1])
@@ -224,20 +257,14 @@ def run_blocks(blocks, x, rope, mask=None, caches=None):
 # -------------------------------------------------------------------------------- the model
 
 class RecurrentLM(nn.Module):
-    """
-    See the top of this file. Attributes: config; folder, where it was loaded from, or None;
-    recompute, which trades time for memory: activations inside a recurrence are not kept for the
-    backward pass but computed again; rest, the weight in the gradient of how far the last
-    recurrence still moves the state (2608.18222, but relative to the state's size).
-    """
+    """See the top of this file. folder: where load() found it, or None."""
 
     def __init__(self, config):
         super().__init__()
-        self.config = c = config
+        c = config
+        self.config = config
         self.folder = None
         self.compiled = False
-        self.recompute = False
-        self.rest = 0.0
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         if c.n_core and c.adapter == "linear":
@@ -249,12 +276,47 @@ class RecurrentLM(nn.Module):
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    # The parts. mask and caches are for decoding (sample.py): a cache for each block, or None.
+    def forward(self, idx, targets=None, steps=None, state=None, reduction="mean",
+                recompute=False):
+        """
+        idx (B, T) int64. targets (B, T) int64, already shifted, -100 where there is no loss.
+        steps: r, of which the last config.backprop_depth recurrences carry gradient (default r:
+        config.mean_recurrence); or (n, k), n recurrences without and k with gradient. The value
+        does not depend on the split. A feed-forward model ignores steps. state: s_0 (B, T, C),
+        drawn anew by default. reduction: "mean" or "sum" of the losses. recompute: trade time for
+        memory, see recur().
+
+        Returns (logits (B, T, V) float32, None), or with targets (None, cross-entropy).
+        """
+        n, k = self.split_steps(steps)
+        rope = self.rope(idx.shape[1])
+        e, s = self.begin(idx, state, rope)
+        with torch.no_grad():
+            s = self.recur(s, e, rope, n)
+        s = self.recur(s, e, rope, k, recompute=recompute)
+        if targets is None:
+            return self.finish(s, rope), None
+        return None, self.loss(s, targets, rope, reduction)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, steps=None, seed=0):
+        """
+        Continue texts idx (B, T) greedily -> (B, T + max_new_tokens). Each new token takes a whole
+        forward pass: slow, plain, and the oracle of sample.py's cache.
+        """
+        for _ in range(max_new_tokens):
+            state = self.initial_state(1, idx.shape[1], seed)
+            logits, _ = self(idx, steps=steps, state=state.expand(len(idx), -1, -1))
+            token = logits[:, -1].argmax(-1)
+            idx = torch.cat((idx, token[:, None]), dim=1)
+        return idx
+
+    # The parts. Decoding (sample.py) passes a mask, and a cache for each block.
 
     def embed_idx(self, idx):
         """Token ids (B, T) -> (B, T, C) float32."""
-        # Not compiled: on a CPU the compiled backward of an embedding adds up by atomic adds, in
-        # any order, and a resumed run would not end with the same bits.
+        # Not compiled: on a CPU the compiled backward pass of an embedding adds in any order, and a
+        # resumed run would not end with the same bits.
         return self.embed(idx).float() * self.config.embed_scale
 
     def run_prelude(self, x, rope, mask=None, caches=None):
@@ -270,26 +332,16 @@ class RecurrentLM(nn.Module):
         return run_blocks(self.core, x, rope, mask, caches)
 
     def run_coda(self, x, rope, mask=None, caches=None):
-        """Last state (B, T, C) -> what the head reads (B, T, C)."""
+        """Last state (B, T, C) -> the head's input (B, T, C)."""
         if self.config.norm == "sandwich":
-            x = self.norm_f(x)  # Huginn's final norm stands before its coda, too
+            x = self.norm_f(x)  # Huginn has its final norm before the coda, too
         return self.norm_f(run_blocks(self.coda, x, rope, mask, caches))
 
-    def recur(self, s, e, rope, count, mask=None, caches=None):
+    def begin(self, idx, state, rope, mask=None, caches=None):
         """
-        The loop: `count` recurrences of state s. A feed-forward model returns s as it is.
-        caches: those of the core's blocks for each recurrence, or None.
+        Ids (B, T) -> prelude output e and s_0, both (B, T, C). s_0 is `state`, or drawn anew if
+        that is None. In a feed-forward model it is e.
         """
-        for i in range(count if self.core else 0):
-            if self.recompute and torch.is_grad_enabled():
-                s = checkpoint(self.run_core, s, e, rope, mask,
-                               use_reentrant=False, preserve_rng_state=False)
-            else:
-                s = self.run_core(s, e, rope, mask, caches and caches[i])
-        return s
-
-    def encode(self, idx, state, rope, mask=None, caches=None):
-        """Ids (B, T) -> prelude output e and s_0: the given state, or a new draw."""
         e = self.run_prelude(self.embed_idx(idx), rope, mask, caches)
         if not self.core:
             return e, e
@@ -297,68 +349,79 @@ class RecurrentLM(nn.Module):
             state = self.initial_state(*idx.shape)
         return e, state.type_as(e)
 
-    def forward(self, idx, targets=None, steps=None, state=None):
+    def recur(self, s, e, rope, count, mask=None, caches=None, recompute=False):
         """
-        idx (B, T) int64. targets (B, T) int64, already shifted, -100 where there is no loss.
-        steps: r, of which the last config.backprop_depth recurrences carry gradient (default r:
-        config.mean_recurrence), or a tuple (n, k), n recurrences without and k with gradient. The
-        value does not depend on the split. A feed-forward model ignores it.
-        state: s_0 (B, T, C), by default drawn anew.
+        The loop: `count` recurrences of state s. A feed-forward model returns s as it is.
+        caches: those of the core's blocks for each recurrence, or None. recompute: the backward
+        pass computes each recurrence's activations again, so they need no memory until then.
+        """
+        if not self.core:
+            return s
+        for i in range(count):
+            if recompute:
+                s = checkpoint(self.run_core, s, e, rope, mask,
+                               use_reentrant=False, preserve_rng_state=False)
+            else:
+                s = self.run_core(s, e, rope, mask, caches and caches[i])
+        return s
 
-        Returns (logits (B, T, V) float32, None), or with targets (None, mean cross-entropy).
-        """
-        n, k = self.split_steps(steps)
-        rope = self.rope(idx.shape[1])
-        e, s = self.encode(idx, state, rope)
-        with torch.no_grad():
-            s = self.recur(s, e, rope, n)
-        s = self.recur(s, e, rope, k - 1)  # the last one apart, for `rest`
-        before, s = s, self.recur(s, e, rope, min(k, 1))
-        out = self.finish(s, targets, rope)
-        if self.rest and targets is not None:
-            moved = (s - before).square().mean()
-            rest = self.rest * moved / s.detach().square().mean()
-            out = out + (rest - rest.detach())  # a gradient: the value stays the cross-entropy
-        return (out, None) if targets is None else (None, out)
+    def finish(self, s, rope=None):
+        """Last state (B, T, C) -> logits (B, T, V) float32."""
+        x = self.run_coda(s, rope or self.rope(s.shape[1]))
+        return self.head(x).float()
+
+    def loss(self, s, targets, rope, reduction="mean"):
+        """Last state (B, T, C) -> the mean or sum of the cross-entropy of targets (B, T)."""
+        x = self.run_coda(s, rope)
+        loss = self.token_losses(x.flatten(0, 1), targets.flatten()).sum()
+        if reduction == "mean":
+            loss = loss / (targets != IGNORE).sum().clamp(min=1)
+        return loss
 
     @torch.no_grad()
     def trajectory(self, idx, steps, state=None, rope=None, mask=None):
         """
         Yields (r, state (B, T, C)) for every r of `steps`, such as [1, 2, 4, 8], in rising order,
-        all from one pass. finish(state) gives what forward() gives at that r alone. rope and mask
-        are for rows whose tokens do not simply follow one another (eval_lm.py).
+        all from one pass. finish(state) gives forward()'s logits at that r. rope and mask are for
+        rows whose tokens do not simply follow one another (eval_lm.py).
         """
         rope = rope or self.rope(idx.shape[1])
-        e, s = self.encode(idx, state, rope, mask)
+        e, s = self.begin(idx, state, rope, mask)
         done = 0
         for r in sorted(steps):
             s = self.recur(s, e, rope, r - done, mask)
             yield r, s
             done = r
 
-    def finish(self, s, targets=None, rope=None):
-        """Last state (B, T, C) -> logits (B, T, V) float32, or the mean cross-entropy."""
-        x = self.run_coda(s, rope or self.rope(s.shape[1]))
-        if targets is None:
-            return self.head(x).float()
-        losses, _ = self.token_losses(x.flatten(0, 1), targets.flatten())
-        return losses.sum() / (targets != IGNORE).sum().clamp(min=1)
-
     def token_losses(self, x, targets):
         """
         x (N, C) of run_coda(), targets (N,) -> the cross-entropy of each target (N,) float32, 0 for
-        -100, and whether it is the most likely token (N,). The logits of a few rows exist at a
-        time. The backward pass computes them again.
+        -100. Only some rows' logits exist at a time. The backward pass computes them again.
         """
-        def losses(x, targets):
-            logits = self.head(x).float()
-            loss = F.cross_entropy(logits, targets, reduction="none")
-            return loss, logits.argmax(-1) == targets
+        losses = []
+        for part, wanted in self.few_rows(x, targets):
+            losses.append(checkpoint(self.head_losses, part, wanted,
+                                     use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(losses)
 
+    @torch.no_grad()
+    def token_scores(self, x, targets):
+        """As token_losses(), and whether each target is the likeliest token: both (N,)."""
+        losses, right = [], []
+        for part, wanted in self.few_rows(x, targets):
+            logits = self.head(part).float()
+            losses.append(F.cross_entropy(logits, wanted, reduction="none"))
+            right.append(logits.argmax(-1) == wanted)
+        return torch.cat(losses), torch.cat(right)
+
+    def head_losses(self, x, targets):
+        """x (N, C), targets (N,) -> losses (N,), all logits at once."""
+        return F.cross_entropy(self.head(x).float(), targets, reduction="none")
+
+    def few_rows(self, x, targets):
+        """Pairs of parts of both, each of so many rows that their logits stay small."""
         rows = LOGITS_AT_ONCE // self.config.vocab_size
-        parts = [checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False)
-                 for part in zip(x.split(rows), targets.split(rows))]
-        return map(torch.cat, zip(*parts))
+        return zip(x.split(rows), targets.split(rows))
 
     def split_steps(self, steps=None):
         """r or (n, k) or None -> (n, k); see forward()."""
@@ -375,7 +438,8 @@ class RecurrentLM(nn.Module):
         one it is a function of (seed, number of the row, position, channel), where the rows have
         the numbers row, row + 1, ... Decoding takes row 0 for every text.
         """
-        c, device = self.config, self.embed.weight.device
+        c = self.config
+        device = self.embed.weight.device
         if seed is None:
             seed = torch.randint(2**31, ()).item()
         rows = torch.arange(row, row + B, device=device)
@@ -386,25 +450,27 @@ class RecurrentLM(nn.Module):
         return std * normal(seed, rows[:, None], position, c.n_embd)
 
     def rope(self, T):
-        """cos and sin, each (T, head_dim/2) float32, of positions 0..T-1."""
-        c, device = self.config, self.embed.weight.device
+        """cos and sin, each (T, 1, head_dim / 2) float32, of positions 0..T-1; see rotate()."""
+        c = self.config
+        device = self.embed.weight.device
         pairs = torch.arange(0, c.head_dim, 2, device=device)
         f = 1.0 / c.rope_theta ** (pairs / c.head_dim)
         if c.rope_scaling:
             # Llama-3.1 stretches long wavelengths, with a smooth band between long and short.
             scaling = c.rope_scaling
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            low = scaling["low_freq_factor"]
+            high = scaling["high_freq_factor"]
             turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
             smooth = ((turns - low) / (high - low)).clamp(0, 1)
             f = f * (smooth + (1 - smooth) / scaling["factor"])
-        angle = torch.arange(T, device=device)[:, None] * f
+        angle = torch.arange(T, device=device)[:, None, None] * f
         return angle.cos(), angle.sin()
 
     def compile_parts(self, dynamic=None):
         """
         torch.compile the three parts, in place. The core is compiled once for all recurrences.
-        dynamic: True for decoding, where lengths differ from call to call. UserError where
-        that does not work.
+        dynamic: True for decoding, where lengths differ from call to call. UserError if this
+        machine cannot compile.
         """
         try:
             torch.compile(torch.sin)(self.norm_f.weight.data)
@@ -440,7 +506,8 @@ class RecurrentLM(nn.Module):
         per one that does not, of the layers alone (a feed-forward model: and the final norm).
         """
         n, k = self.split_steps(steps)
-        size, trained = self.num_params(), self.num_params(trained=True)
+        size = self.num_params()
+        trained = self.num_params(trained=True)
         forward = size["body"] + (n + k - 1) * size["core"]  # the body has the core once
         backward = trained["body"] + (k - 1) * trained["core"]
         return 2 * forward + 4 * backward
@@ -457,6 +524,8 @@ class RecurrentLM(nn.Module):
                 if name.endswith("proj.weight"):
                     std /= math.sqrt(2 * depth)
                 p.normal_(0.0, std, generator=generator)
+            elif name.endswith("bias"):
+                p.zero_()
 
     # --------------------------------------------------------------------------- checkpoints
 
@@ -469,9 +538,9 @@ class RecurrentLM(nn.Module):
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
         """
-        Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to it; by
-        default to the one that holds all that is stored. UserError names a file that is missing,
-        damaged or of another model.
+        Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to it; the
+        default is the smallest that loses nothing. UserError names a file that is missing, damaged
+        or of another model.
         """
         folder = find_checkpoint(folder)
         model = cls.empty(load_config(folder))
@@ -481,31 +550,30 @@ class RecurrentLM(nn.Module):
         except (SafetensorError, RuntimeError) as e:
             raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
         model.folder = folder
-        # A run that trained some of the parameters stored these in float32, the others as they
-        # were.
+        # A run with --train stores frozen parameters in bfloat16 if that loses nothing.
         stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
         return model.to(device, dtype or stored)
 
     def fill(self, tensors):
-        """Take {name: tensor}, as a checkpoint holds them, as the weights, without a copy."""
+        """Make a checkpoint's {name: tensor} the weights, without a copy."""
         tied = self.config.tie_embeddings
         if tied:
-            tensors["head.weight"] = tensors.get("embed.weight")
+            tensors = tensors | {"head.weight": tensors.get("embed.weight")}
         self.load_state_dict(tensors, assign=True)
         if tied:
             self.head.weight = self.embed.weight
 
     def save(self, folder, weights=None):
         """
-        Write config.json and model.safetensors. weights: {name: tensor} to write in place of the
-        model's own, such as float32 master weights.
+        Write config.json and model.safetensors. weights: {name: tensor} to write instead of the
+        model's own, such as float32 masters.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = weights or self.state_dict()
         tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
         save_file(tensors, folder / "new", {"format": "pt"})
-        (folder / "new").rename(folder / "model.safetensors")  # ours may be a view of the old file
+        (folder / "new").rename(folder / "model.safetensors")  # the old file may be mapped
         config = {"model_type": "loopgraft", **asdict(self.config)}
         (folder / "config.json").write_text(json.dumps(config, indent=1))
 
@@ -526,11 +594,14 @@ def find_checkpoint(folder):
 
 
 def load_config(folder):
-    """Config of a loopgraft checkpoint; UserError for that of another kind of model."""
+    """Config of a loopgraft checkpoint; UserError for another kind of model."""
     path = Path(folder, "config.json")
-    raw = json.loads(path.read_text())
-    kind = raw.pop("model_type", None)
-    if kind != "loopgraft":
-        raise UserError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
-                        f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")
-    return Config(**raw)
+    try:
+        raw = json.loads(path.read_text())
+        kind = raw.pop("model_type", None)
+        if kind == "loopgraft":
+            return Config(**raw)
+    except (ValueError, TypeError, AttributeError) as e:
+        raise UserError(f"{path}: damaged, or written by another version of loopgraft ({e})")
+    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
+                    f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")

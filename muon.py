@@ -1,30 +1,32 @@
 """
 Muon for the matrices of the blocks and the adapter, AdamW for everything else.
 
-Muon replaces a matrix's momentum by the nearest (semi-)orthogonal matrix, so that every direction
-of the update has the same size. Five Newton-Schulz steps, made of matrix products only, come close.
+Muon replaces a matrix's momentum by the nearest (semi-)orthogonal matrix, so every direction of the
+update has the same size. Five Newton-Schulz steps, made of matrix products only, come close.
 
     opt = Optimizer(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4)
-    loss.backward()                        # for each micro-batch; loss is a sum over its labels
+    loss.backward()                              # each micro-batch; loss is a sum over its labels
     opt.accumulate()
-    norm = opt.step(lr_factor, clip=1.0, labels=labels)    # once an update, on every rank
+    norm = opt.reduce().item() / labels          # once an update, on every rank
+    opt.step(lr_factor, clip_factor(norm, 1.0) / labels)
 
-Gradients add up in one float32 buffer, and one all-reduce sums it over the ranks, which all hold
-the same state. They share the Newton-Schulz work: each orthogonalises some of the matrices and
-broadcasts the results. Where the model computes in bfloat16, the optimizer keeps float32 master
-weights.
+Every parameter has an owner: one rank keeps its float32 master weights and its moments, receives
+the sum of its gradients from all ranks, updates it and broadcasts the new weights in the model's
+dtype. Embeddings and head are large, and AdamW works number by number, so each rank owns some of
+their rows. With N ranks, one keeps about 1/N of masters and moments.
 
 Sources: Keller Jordan, "Muon: an optimizer for hidden layers" (2024) and its official code; AdamW:
 Loshchilov and Hutter (2019); AdamW*: Huginn's variant. Hyperparameters: arXiv 2511.07384,
-appendix D.
+appendix D. Owners: ZeRO-1 (arXiv 1910.02054).
 """
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 MOMENTUM, BETA1, BETA2 = 0.95, 0.9, 0.95
-BUFFERS = {  # what each rule keeps of a parameter
+BUFFERS = {  # each rule's moments
     "muon": ["momentum"],
     "adamw": ["exp_avg", "exp_avg_sq"],
     "adamw*": ["exp_avg", "exp_avg_sq"],
@@ -45,6 +47,15 @@ def newton_schulz(G):
         B = torch.addmm(A, A, A, beta=b, alpha=c)
         X = torch.addmm(X, B, X, beta=a)  # aX + (bA + cAA)X
     return X.mT if tall else X
+
+
+def muon_(w, g, m, lr, weight_decay):
+    """An update of the official Muon for a matrix (rows, cols), in place; g is spent."""
+    rows, cols = w.shape
+    m.lerp_(g, 1 - MOMENTUM)
+    update = newton_schulz(g.lerp_(m, MOMENTUM))  # Nesterov
+    w.mul_(1 - lr * weight_decay)
+    w.add_(update, alpha=-lr * max(1, rows / cols) ** 0.5)
 
 
 def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
@@ -77,9 +88,9 @@ def adamw_star_(w, g, m, v, t, lr, decay):
 
 def stacked_parts(model):
     """
-    {name: rows of its parts} of the matrices of a feed-forward model that stack q, k and v, or gate
-    and up. The paper's static baselines are Hugging Face models, in which these are matrices of
-    their own; its recurrent models stack them.
+    {name: rows of its parts} of a feed-forward model's matrices that stack q, k and v, or gate and
+    up. In the paper's static baselines, Hugging Face models, these are separate matrices; its
+    recurrent models stack them.
     """
     parts = {}
     for i, block in enumerate(model.prelude):
@@ -88,18 +99,35 @@ def stacked_parts(model):
     return parts
 
 
+def clip_factor(norm, clip):
+    """The factor that scales a gradient of this norm down to `clip`, as torch's clip_grad_norm_."""
+    return min(1.0, clip / (norm + 1e-6))
+
+
+class Piece(NamedTuple):
+    """Rows of a parameter that one rank owns, and the sum of their gradients."""
+    owner: int
+    name: str
+    rows: slice
+    weight: torch.Tensor  # the parameter's rows
+    grad: torch.Tensor    # float32
+
+
 class Optimizer:
     """
     named: (name, parameter) pairs, each parameter once. rule "muon": matrices of blocks and adapter
     by Muon at lr, the rest by AdamW at adam_lr. "adamw" and "adamw*": everything at lr.
 
-    masters: {name: float32 weights} for parameters in bfloat16 (default: copies of these).
-    parts: {name: rows of its parts} of stacked matrices that are updated part by part, which
-    matters to Muon and AdamW*. With world > 1 all ranks of torch.distributed make the same calls.
+    weights: {name: exact weights}, to begin the masters with; by default the parameters. parts:
+    {name: rows of its parts} of stacked matrices that are updated part by part, which matters to
+    Muon and AdamW*. With world > 1 all ranks of torch.distributed make the same calls.
+
+    Of its own rows, a rank keeps .masters {name: weights} and .moments {name.key: tensor}, all
+    float32. A float32 parameter is its own master.
     """
 
     def __init__(
-            self, named, *, lr, adam_lr, weight_decay, rule="muon", masters=None, parts=None,
+            self, named, *, lr, adam_lr, weight_decay, rule="muon", weights=None, parts=None,
             rank=0, world=1):
         # Small ones first: while a large gradient is added to its sum, the others are gone already.
         self.params = dict(sorted(named, key=lambda item: item[1].numel()))
@@ -110,110 +138,157 @@ class Optimizer:
         self.rank = rank
         self.world = world
         self.updates = 0
-
-        params = list(self.params.values())
-        sizes = [p.numel() for p in params]
-        self.sums = torch.zeros(sum(sizes), device=params[0].device)
-        self.grads = [flat.view_as(p) for flat, p in zip(self.sums.split(sizes), params)]
-        self.masters, self.state = {}, {}
-        self.groups = {rule: [] for rule in BUFFERS}  # tuples (weight, grad, *buffers)
-        for (name, p), grad in zip(self.params.items(), self.grads):
-            weight = p.detach()
-            if p.dtype != torch.float32:
-                weight = (masters or self.params)[name].detach().to(p.device, torch.float32)
-            self.masters[name] = weight
+        self.rules = {}
+        for name, p in self.params.items():
             matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
-            own_rule = "adamw" if rule == "muon" and not matrix else rule
-            tensors = [weight, grad]
-            for key in BUFFERS[own_rule]:
-                self.state[f"{name}.{key}"] = buffer = torch.zeros_like(weight)
-                tensors.append(buffer)
-            rows = (parts or {}).get(name, [len(weight)])
-            self.groups[own_rule] += zip(*(t.split(rows) for t in tensors))
-        # Ranks take turns with the matrices, the most expensive first: their work is nearly even.
-        self.groups["muon"].sort(key=lambda tensors: tensors[0].numel(), reverse=True)
+            self.rules[name] = "adamw" if rule == "muon" and not matrix else rule
+        self.deal()
+
+        self.masters = {}
+        self.moments = {}
+        self.groups = {rule: [] for rule in BUFFERS}  # tuples (weight, grad, *moments)
+        for piece in self.own:
+            master = piece.weight
+            if master.dtype != torch.float32:
+                exact = (weights or self.params)[piece.name].detach()[piece.rows]
+                master = exact.to(master.device, torch.float32)
+            self.masters[piece.name] = master
+            tensors = [master, piece.grad]
+            rule = self.rules[piece.name]
+            for key in BUFFERS[rule]:
+                moment = torch.zeros_like(master)
+                self.moments[f"{piece.name}.{key}"] = moment
+                tensors.append(moment)
+            sizes = (parts or {}).get(piece.name, [len(master)])
+            self.groups[rule] += zip(*(t.split(sizes) for t in tensors))
+
+    def deal(self):
+        """
+        Choose the owners. Ranks share the rows of embeddings and head evenly if AdamW updates them.
+        Each other parameter, the largest first, goes to the rank that keeps least so far.
+
+        The sums of all gradients lie in one buffer, owner by owner: .shares are its parts, .pieces
+        what lies there, and .own this rank's pieces.
+        """
+        loads = [0] * self.world
+        dealt = []
+        for name, p in reversed(self.params.items()):
+            if self.rules[name] == "adamw" and name.startswith(("embed.", "head.")):
+                for rank in range(self.world):
+                    start = rank * len(p) // self.world
+                    end = (rank + 1) * len(p) // self.world
+                    dealt.append((rank, name, slice(start, end)))
+            else:
+                owner = loads.index(min(loads))
+                loads[owner] += p.numel() * (1 + len(BUFFERS[self.rules[name]]))
+                dealt.append((owner, name, slice(0, len(p))))
+        order = {name: i for i, name in enumerate(self.params)}
+        dealt.sort(key=lambda piece: (piece[0], order[piece[1]]))
+
+        weights = [self.params[name].detach()[rows] for _, name, rows in dealt]
+        sizes = [weight.numel() for weight in weights]
+        self.sums = torch.zeros(sum(sizes), device=weights[0].device)
+        grads = map(torch.Tensor.view_as, self.sums.split(sizes), weights)
+        self.pieces = [Piece(*piece, weight, grad)
+                       for piece, weight, grad in zip(dealt, weights, grads)]
+        self.own = [piece for piece in self.pieces if piece.owner == self.rank]
+        sizes = [0] * self.world
+        for piece in self.pieces:
+            sizes[piece.owner] += piece.grad.numel()
+        self.shares = self.sums.split(sizes)
 
     @torch.no_grad()
     def accumulate(self):
         """Add the parameters' gradients to their float32 sums; call it after each backward()."""
-        for p, grad in zip(self.params.values(), self.grads):
-            if p.grad is not None:
-                grad += p.grad
-                p.grad = None
+        for piece in self.pieces:
+            grad = self.params[piece.name].grad
+            if grad is not None:
+                piece.grad.add_(grad[piece.rows])
+        for p in self.params.values():
+            p.grad = None
 
     @torch.no_grad()
     def reduce(self):
         """
-        Sum the gradients over the ranks, once an update. Returns the norm of the sum, a float64
-        scalar that stays on the device.
+        Once an update: each rank receives the sum, over all ranks, of the gradients that it owns.
+        Returns the norm of the whole gradient, a float64 scalar that stays on the device.
         """
         if self.world > 1:
-            dist.all_reduce(self.sums)
+            wait([dist.reduce(share, owner, async_op=True)
+                  for owner, share in enumerate(self.shares) if len(share)])
         # Row by row: over 65M weights one float32 sum would be wrong by 1% (on a CPU).
-        squares = [torch.linalg.vector_norm(grad, dim=-1).double().square().sum()
-                   for grad in self.grads]
-        return torch.stack(squares).sum().sqrt()
+        squares = [torch.linalg.vector_norm(piece.grad, dim=-1).double().square().sum()
+                   for piece in self.own]
+        total = torch.stack(squares).sum() if squares else self.sums.new_zeros(()).double()
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.sqrt()
 
     @torch.no_grad()
-    def step(self, lr_factor=1.0, clip=math.inf, labels=1, norm=None):
+    def step(self, lr_factor=1.0, scale=1.0):
         """
-        One update at lr_factor times the learning rates. The summed gradients are divided by
-        `labels` and scaled down to norm `clip`. norm: what reduce() returned, as a number, by a
-        caller that reads it with other numbers; by default it is called here. Returns the norm
-        before clipping. If that is not finite, weights and state stay as they are.
+        One update at lr_factor times the learning rates by `scale` times the summed gradients,
+        which are zero afterwards.
         """
-        if norm is None:
-            norm = self.reduce().item()
-        norm = norm / labels
-        if math.isfinite(norm):
-            self.updates += 1
-            self.sums.mul_(min(1.0, clip / (norm + 1e-6)) / labels)
-            lr = self.lr * lr_factor
-            adam_lr = self.adam_lr * lr_factor
-            self.muon_step(lr)
-            if self.groups["adamw"]:
-                lists = zip(*self.groups["adamw"])
-                adamw_(*lists, self.updates, adam_lr, self.weight_decay, self.eps)
-            for tensors in self.groups["adamw*"]:
-                adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
-            for name, p in self.params.items():
-                if p.dtype != torch.float32:
-                    p.copy_(self.masters[name])
+        self.updates += 1
+        self.shares[self.rank].mul_(scale)
+        lr = self.lr * lr_factor
+        adam_lr = self.adam_lr * lr_factor
+        for tensors in self.groups["muon"]:
+            muon_(*tensors, lr, self.weight_decay)
+        if self.groups["adamw"]:
+            lists = zip(*self.groups["adamw"])
+            adamw_(*lists, self.updates, adam_lr, self.weight_decay, self.eps)
+        for tensors in self.groups["adamw*"]:
+            adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
+        for piece in self.own:
+            piece.weight.copy_(self.masters[piece.name])
+        if self.world > 1:
+            wait([dist.broadcast(piece.weight, piece.owner, async_op=True)
+                  for piece in self.pieces])
+        self.drop()
+
+    def drop(self):
+        """Forget the gradients of this update."""
         self.sums.zero_()
-        return norm
 
-    def muon_step(self, lr):
-        """Official Muon. A matrix's broadcast travels while the next ones are orthogonalised."""
-        flying = []
-        for i, (weight, grad, momentum) in enumerate(self.groups["muon"]):
-            owner = i % self.world
-            momentum.lerp_(grad, 1 - MOMENTUM)
-            if owner == self.rank:
-                nesterov = grad.lerp_(momentum, MOMENTUM)
-                update = newton_schulz(nesterov).contiguous()
-            else:
-                update = torch.empty_like(grad, dtype=torch.bfloat16)
-            work = None
-            if self.world > 1:
-                work = dist.broadcast(update, owner, async_op=True)
-            flying.append((weight, update, work))
-            if len(flying) > self.world:  # a round ahead: few updates are in memory at a time
-                self.apply(*flying.pop(0), lr)
-        for pending in flying:
-            self.apply(*pending, lr)
+    # A checkpoint has whole tensors by name, so any number of ranks continues it.
 
-    def apply(self, weight, update, work, lr):
-        """Take a matrix's orthogonal update once its broadcast `work` has arrived."""
-        if work:
-            work.wait()
-        rows, cols = weight.shape
-        weight.mul_(1 - lr * self.weight_decay)
-        weight.add_(update, alpha=-lr * max(1, rows / cols) ** 0.5)
+    @torch.no_grad()
+    def gather(self):
+        """
+        All masters and moments as whole tensors {name or name.key: tensor}, on rank 0. Its device
+        holds one piece of another rank at a time. Other ranks return {}.
+        """
+        kept = self.masters | self.moments
+        if self.world == 1:
+            return kept
+        found = {}
+        for piece in self.pieces:
+            for key in self.keys(piece.name):
+                if self.rank == 0:
+                    part = kept[key] if piece.owner == 0 else torch.empty_like(piece.grad)
+                    if piece.owner > 0:
+                        dist.recv(part, piece.owner)
+                    shape = self.params[piece.name].shape
+                    found.setdefault(key, torch.empty(shape))[piece.rows] = part
+                elif self.rank == piece.owner:
+                    dist.send(kept[key], 0)
+        return found
 
-    # Checkpoints: every rank has all of it, so rank 0 saves {name: tensor} of .state and .masters.
-
-    def load(self, state, updates):
-        """Continue after `updates` updates with the saved tensors {name: tensor}."""
-        for name, t in self.state.items():
-            t.copy_(state[name])
+    def load(self, moments, updates):
+        """Continue after `updates` updates with whole saved tensors {name.key: tensor}."""
+        for piece in self.own:
+            for key in self.keys(piece.name)[1:]:
+                self.moments[key].copy_(moments[key][piece.rows])
         self.updates = updates
+
+    def keys(self, name):
+        """The names of a parameter's master and of its moments."""
+        return [name, *(f"{name}.{key}" for key in BUFFERS[self.rules[name]])]
+
+
+def wait(flying):
+    """Wait for collectives that were started."""
+    for work in flying:
+        work.wait()

@@ -90,7 +90,7 @@ class LayerCache:
 @dataclass
 class Pass:
     """The tokens of one pass: where they stand, what they see, where they are written."""
-    rope: tuple           # cos and sin, (rows, 1, T, head_dim / 2)
+    rope: tuple           # cos and sin, (rows, T, 1, head_dim / 2)
     mask: torch.Tensor    # (rows, 1, groups * T, width): 0 for what is seen, else -inf
     write: tuple          # (rows, columns) of their keys and values
     width: int            # columns of the cache that the pass reads
@@ -132,7 +132,7 @@ class Decoder:
     def at(self, position, end):
         """The Pass of tokens at `position` (rows, T), all of them below `end`."""
         width = -(-end // COLUMNS) * COLUMNS
-        rope = self.rope[:, position].unsqueeze(2).unbind()
+        rope = self.rope[:, position].unbind()
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = self.model.config.n_head // self.model.config.n_kv_head
         seen = self.column[:width] <= position[:, :, None]
@@ -153,7 +153,7 @@ class Decoder:
         """Ids (B, T) -> e and s_0, both (B, T, C)."""
         _, position = tokens.write
         caches = self.caches("prelude", tokens)
-        return self.model.encode(idx, self.noise[position], tokens.rope, tokens.mask, caches)
+        return self.model.begin(idx, self.noise[position], tokens.rope, tokens.mask, caches)
 
     def recur(self, s, e, tokens, first, last):
         """The state (B, T, C) after `first` recurrences -> after `last`."""

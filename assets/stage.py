@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -30,6 +31,7 @@ import data
 import eval_gsm8k  # and with it all that the processes below import
 import train
 from model import Config, RecurrentLM
+from muon import clip_factor
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where processes find the scripts, and this file.
@@ -108,8 +110,11 @@ def run_forked(folder, env, script, *args):
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def launch(*command, world=1, threads=1):
-    """Start a script on `world` ranks, which meet at a store, as torchrun's do -> processes."""
+def launch(*command, world=1, threads=1, last=()):
+    """
+    Start a script on `world` ranks, which meet at a store, as torchrun's do -> processes. last:
+    more flags for the last one.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
            "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads)}
@@ -117,6 +122,7 @@ def launch(*command, world=1, threads=1):
     processes = []
     for rank in range(world):
         args = os.getcwd(), env | {"RANK": str(rank)}, *command
+        args += tuple(last) if rank == world - 1 else ()
         process = FORKS.Process(target=run_forked, args=args)
         process.start()
         process.store = store  # lives as long as they do
@@ -331,10 +337,15 @@ def parameters(tensors, dtype=torch.float32):
     return {name: torch.nn.Parameter(t.to(dtype, copy=True)) for name, t in tensors.items()}
 
 
-def step_with(opt, ps, *grads, **step):
-    """One update from the gradients {name: tensor} of some micro-batches. Returns their norm."""
+def step_with(opt, ps, *grads, lr_factor=1.0, clip=math.inf, labels=1):
+    """
+    One update by the gradients {name: tensor} of some micro-batches, which have `labels` labels in
+    all. Returns the norm of their mean over the labels.
+    """
     for g in grads:
         for name, p in ps.items():
             p.grad = g[name].to(p.dtype, copy=True)
         opt.accumulate()
-    return opt.step(**step)
+    norm = opt.reduce().item() / labels
+    opt.step(lr_factor, clip_factor(norm, clip) / labels)
+    return norm

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from model import Config, RecurrentLM, find_checkpoint
-from muon import Optimizer
+from muon import Optimizer, clip_factor
 from sample import Decoder, Decoding, compile_decoding, generate
 from tiny_corpus import tiny
 
@@ -73,7 +73,9 @@ def make_update(device, dtype):
     def update():
         model(idx, targets, (4, 4), state)[1].backward()
         optimizer.accumulate()
-        return optimizer.step(1.0, 1.0)
+        norm = optimizer.reduce().item()
+        optimizer.step(1.0, clip_factor(norm, 1.0))
+        return norm
 
     return optimizer, update
 

@@ -35,7 +35,7 @@ import torch
 
 from data import Dataset, Parser, cli, positive, read_json, whole, write_json
 from model import IGNORE, RecurrentLM, UserError, find_checkpoint
-from train import draw_steps, read_settings, shape
+from train import draw_steps, model_config, read_settings
 
 
 # ---------------------------------------------------------------------------- what is asked
