@@ -611,7 +611,7 @@ def test_ranks_keep_even_shares(preset):
     model = RecurrentLM.empty(replace(source, n_prelude=P, n_core=R, n_coda=C,
                                       tie_embeddings=False))
     for world in (2, 4, 8):
-        ranks = [train.make_optimizer(Settings(), model, rank=r, world=world) for r in range(world)]
+        ranks = [train.make_optimizer(Settings(), model, r, world) for r in range(world)]
         kept = [sum(t.numel() for t in (r.masters | r.moments).values()) for r in ranks]
         work = [sum(w.numel() for w, *_ in r.groups["muon"]) for r in ranks]
         for shares in (kept, work):
@@ -826,20 +826,20 @@ def test_recipes_can_be_played(corpus, monkeypatch):
                     shutil.copytree(settings.init_from, settings.out_dir, dirs_exist_ok=True)
 
 def test_dry_run(corpus):
-    """--dry_run says parameters, budget, memory and hours, before anything is there, too."""
+    """--dry_run says parameters, budget, memory and hours, from a config.json alone."""
     config = replace(surgery.TINYLLAMA, n_prelude=4, n_core=8, n_coda=4, tie_embeddings=False)
     data.write_json("m/config.json", {"model_type": "loopgraft", **vars(config)})
-    two_phase = ("train", f"--config={HERE}/config/fig7_two_phase.toml", "--dry_run")
-    memory = ("14.0 for weights, gradients and optimizer", "25,600,000 rows")
-    for command in ([*two_phase, "--init_from=m"], two_phase):
-        said = call(*command)
-        for words in ("body 704,708,608", "2.621e+10 tokens", "r: up to 4", "up over 125 updates",
-                      "fineweb-edu: is no finished data set", *memory):
+    plan = "train", f"--config={HERE}/config/fig7_two_phase.toml", "--dry_run", "--init_from=m"
+    for flags, wanted in (
+            [], ("body 704,708,608", "2.621e+10 tokens", "1 to 4 over 6,250", "up over 125 updates",
+                 "25,600,000 rows", "data set", "14.0 for weights, gradients and optimizer")), (
+            ["--train=core|adapter", "--micro_batch=1", "--recompute"],
+            ("360,742,912 trained", "7.7 GB on each of 1 GPU")), (
+            ["--gpus=8"], ("7.7 for weights", "on each of 8 GPUs", "18.9 hours on 8 H100")), (
+            ["--dtype=float32"], ("50.0 for --micro_batch=8",)):
+        said = call(*plan, *flags)
+        for words in wanted:
             assert words in said, said
-    said = call(*two_phase, "--train=core|adapter", "--micro_batch=1", "--recompute")
-    assert "360,742,912 trained" in said and "7.7 GB a process" in said
-    said = call("train", f"--config={HERE}/config/fig6_parent.toml", "--dry_run")
-    assert "embeddings 525,336,576" in said  # has a head of its own
     small = call("train", "--dry_run", f"--data={corpus}/task", "--context=26", "--out_dir=run")
     assert "3.2e+03 epochs" in small and not os.path.exists("run")
 
@@ -977,7 +977,7 @@ def test_changed_settings_or_data(base):
     assert "digest of the data" in refusal("train", *base)
 
 def test_train_some_parameters(base, unbroken):
-    """--train: other parameters keep their bits and cost no state or FLOPs, on 1 or 2 processes."""
+    """--train: other parameters keep their bits and cost no moments or FLOPs, on 1 or 2 processes."""
     call("train", *base, "--train=.", "--out_dir=all")
     assert same_end("all", unbroken)
     some = [*base, "--dtype=bfloat16", "--train=core|adapter", "--keep=4"]
@@ -985,7 +985,7 @@ def test_train_some_parameters(base, unbroken):
     first, last = (load_file(f"some/step_{u:06d}/model.safetensors") for u in (3, 12))
     for name, t in first.items():
         frozen = not name.startswith(("core", "adapter"))
-        assert frozen == t.equal(last[name]) == (t.dtype == torch.bfloat16), name
+        assert frozen == t.equal(last[name]), name
     state = load_file("some/step_000012/optimizer.safetensors")
     assert all(name.startswith(("core", "adapter")) for name in state)
     model = RecurrentLM.load("some")
@@ -999,6 +999,9 @@ def test_train_some_parameters(base, unbroken):
         finish("train.py", *some, f"--out_dir={world}", world=world)
     assert same(weights("1/step_000012"), weights("some/step_000012"))
     assert logged("1", "loss") == pytest.approx(logged("2", "loss"), abs=1e-2)
+    call("train", *some, "--train=head", "--init_from=some", "--out_dir=second", "--updates=1")
+    kept = load_file("second/step_000001/model.safetensors")
+    assert [name for name, t in last.items() if not t.equal(kept[name])] == ["head.weight"]
     line = refusal("train", *some, "--train=core", "--out_dir=1")
     assert "train = core|adapter, not core" in line
 

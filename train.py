@@ -232,7 +232,7 @@ def train(settings, device, store):
     progress, folder = find_progress(settings, dataset)
     model, weights = make_model(settings, dataset, folder, device)
     begin_progress(settings, model, progress)
-    optimizer = make_optimizer(settings, model, weights)
+    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     if folder:
         moments = load_file(folder / "optimizer.safetensors")  # mapped: a rank reads what it owns
         optimizer.load(moments, progress["update"] - progress["skipped"])
@@ -441,7 +441,7 @@ def choose_trained(settings, model):
         p.requires_grad = any(part in name for part in parts)
 
 
-def make_optimizer(settings, model, weights=None, rank=RANK, world=WORLD):
+def make_optimizer(settings, model, rank, world, weights=None):
     """The Optimizer of the parameters that are trained."""
     return Optimizer(
         ((name, p) for name, p in model.named_parameters() if p.requires_grad),
@@ -634,7 +634,7 @@ def plan(settings, model):
         rise = f"1 to {settings.mean_recurrence} over {mean_rise(settings):,} updates"
         if settings.curriculum == "none":
             rise = f"{settings.mean_recurrence} throughout"
-        say(f"mean r: {rise}; gradients through the last {c.backprop_depth}")
+        say(f"mean r: {rise}; gradients through the last {deepest(settings)}")
     say(f"learning rate: {settings.lr:g} ({settings.optimizer}), up over "
         f"{settings.warmup * updates:,.0f} updates, cosine down over the last "
         f"{settings.cooldown * updates:,.0f}")
@@ -663,7 +663,7 @@ def dry_run(settings):
 
 def memory_held(settings, model, rank):
     """Bytes that a rank of --gpus keeps: weights, gradients, their sums, masters and moments."""
-    optimizer = make_optimizer(settings, model, rank=rank, world=settings.gpus)
+    optimizer = make_optimizer(settings, model, rank, settings.gpus)
     kept = [*model.parameters(), *optimizer.moments.values()]
     if settings.dtype != "float32":
         kept += optimizer.masters.values()

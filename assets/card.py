@@ -159,16 +159,21 @@ def play_training(card, found, corpus):
         train.RANK, train.WORLD = rank, world
         train.dist = muon.dist = mock.MagicMock(HashStore=dist.HashStore)
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
+        train.dist.all_gather_object = lambda found, mine: found.__setitem__(0, mine)
         call("train", "--data", f"{corpus}/task", f"--out_dir={rank}of{world}",
              f"--optimizer={optimizer}", *"--updates=2 --batch_size=8 --context=26 --n_prelude=1 "
              "--n_core=1 --n_coda=1 --eval_rows=8 --mean_recurrence=2 --backprop_depth=1 "
              "--curriculum=none --eval_steps=1 --recurrence_sampler=fixed --compile=false".split())
-        return [str(call) for call in train.dist.mock_calls if "init" not in call[0]]
+        calls = [call for call in train.dist.mock_calls if "init" not in call[0]]
+        direct = [call for call in calls if call[0] in ("send", "recv") and call.args[1] in (0, 7)]
+        return [str(call) for call in calls if call[0] not in ("send", "recv")], len(direct)
 
     train.log = count
     rank(0, 1, "adamw*")
-    first, last = rank(0, 8, "muon"), rank(7, 8, "muon")
-    assert first == last and "broadcast" in str(first)
+    first, received = rank(0, 8, "muon")
+    last, sent = rank(7, 8, "muon")
+    assert first == last and "broadcast" in str(first) and "reduce" in str(first)
+    assert received == sent > 0
     train.RANK, train.WORLD = 0, 1
 
 
