@@ -288,7 +288,7 @@ class Study:
         flags = {**run.flags, **sizes, **more, "init_from": ""}
         flags.pop("equal", None)
         settings = read_settings(self.flags(task, seed, run._replace(flags=flags)))
-        model = RecurrentLM.empty(shape(settings))
+        model = RecurrentLM.empty(model_config(settings))
         adapter = model.adapter.weight.numel() if sizes else 0
 
         @functools.cache
