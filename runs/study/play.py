@@ -35,7 +35,7 @@ import torch
 
 from data import Dataset, Parser, cli, positive, read_json, whole, write_json
 from model import IGNORE, RecurrentLM, UserError, find_checkpoint
-from train import draw_steps, model_config, read_settings
+from train import draws_of, model_config, read_settings
 
 
 # ---------------------------------------------------------------------------- what is asked
@@ -218,6 +218,25 @@ RUNS |= {run.name: run for run in BEFORE}
 
 # ---------------------------------------------------------------------------- how runs are made
 
+def training_flops(settings, model):
+    """
+    FLOPs of a training with the very recurrences that it draws: by the paper's rule, and of the
+    adapter, which that leaves out.
+    """
+    adapter = model.adapter.weight.numel() if hasattr(model, "adapter") else 0
+
+    @functools.cache
+    def flops_per_token(draw):
+        n, k = draw
+        return model.flops_per_token(draw) + adapter * (2 * n + 6 * k)
+
+    flops = 0
+    for update in range(settings.updates):
+        for draw in draws_of(settings, update):
+            flops += flops_per_token(draw) / settings.draws
+    return flops * settings.batch_size * settings.context
+
+
 class Study:
     """folder: of the models; results: of the files; quick: whether runs are too short to learn."""
 
@@ -280,24 +299,12 @@ class Study:
         return [f"--{key}={value}" for key, value in flags.items()]
 
     def cost(self, task, seed, run, **more):
-        """
-        FLOPs of a training, with the very recurrences that it draws: by the paper's rule, and of
-        the adapter, which that leaves out. more: settings.
-        """
+        """Training FLOPs of a run. more: settings."""
         sizes = {} if "pretrain" in (run.name, run.start) else LOOPED
         flags = {**run.flags, **sizes, **more, "init_from": ""}
         flags.pop("equal", None)
         settings = read_settings(self.flags(task, seed, run._replace(flags=flags)))
-        model = RecurrentLM.empty(model_config(settings))
-        adapter = model.adapter.weight.numel() if sizes else 0
-
-        @functools.cache
-        def flops_per_token(draw):
-            n, k = draw
-            return model.flops_per_token(draw) + adapter * (2 * n + 6 * k)
-
-        draws = (draw_steps(settings, update, update + 1) for update in range(settings.updates))
-        return settings.batch_size * settings.context * sum(map(flops_per_token, draws))
+        return training_flops(settings, RecurrentLM.empty(model_config(settings)))
 
     def equal_updates(self, task, seed, run, other):
         """How many updates of a run cost what the run `other` has cost, see Run."""

@@ -16,7 +16,7 @@ import math
 import re
 import statistics
 
-from play import HERE, ITEMS, ROOT, Study
+from play import DESIGN, HERE, ITEMS, ROOT, UNSEEN, Study
 from bench import draw
 from data import Parser, cli, read_json, write_json
 from model import UserError
@@ -73,6 +73,14 @@ def percent(values, digits=1):
     return cell(values, digits, 100)
 
 
+def whole(values):
+    return cell(values, 0)
+
+
+def tera(values):
+    return cell(values, 2, 1e-12)
+
+
 def scientific(values):
     """The mean of a value a seed -> "1.23e+12"."""
     return f"{statistics.fmean(values):.3g}"
@@ -109,6 +117,18 @@ def reached(runs, key, r, level=0.9):
     return found
 
 
+def last_accuracy(runs, r):
+    return each(runs, "validations", -1, "accuracy", r)
+
+
+def updates_to(runs, r):
+    return reached(runs, "update", r)
+
+
+def flops_to(runs, r):
+    return reached(runs, "flops", r)
+
+
 def minus(values, others):
     """The differences of two arms, paired by seed; none where one has no value."""
     return [] if None in values + others else [a - b for a, b in zip(values, others)]
@@ -117,7 +137,7 @@ def minus(values, others):
 def curves(item, found):
     """Loss and accuracy over updates and FLOPs; the last ones, and what 90% of answers took."""
     r = str(item.at)
-    figures, rows, base = [], [], None
+    figures = []
     for x, words, key, y in (
         ("update", UPDATES, "val", LOSS),
         ("flops", FLOPS, "val", LOSS),
@@ -129,29 +149,36 @@ def curves(item, found):
             points[label] = [[statistics.fmean(each(seeds, x)), *mean_se(each(seeds, key, r))]
                              for seeds in logs]
         figures.append(panel(words, y, points, y_log=y == LOSS))
-    for label, runs in found.items():
-        took = [reached(runs, key, r) for key in ("update", "flops")]
-        if base is None:
-            base, apart = took, ([], [])
-        else:
-            apart = list(map(minus, took, base))
-        losses = each(runs, "validations", -1, "val", r)
-        rows.append({
-            "arm": label,
-            "updates": cell(each(runs, "update"), 0),
-            "training FLOPs": scientific(each(runs, "flops")),
-            "validation loss": cell(losses, 4),
-            "accuracy, %": percent(each(runs, "validations", -1, "accuracy", r)),
-            "updates to 90%": cell(took[0], 0),
-            "updates, minus the first arm's": cell(apart[0], 0),
-            "TFLOPs to 90%": cell(took[1], 2, 1e-12),
-            "TFLOPs, minus the first arm's": cell(apart[1], 2, 1e-12),
-            "loss of each seed": ", ".join(f"{loss:.4f}" for loss in losses),
-            "largest gradient norm": cell(each(runs, "norm")),
-            "skipped updates": sum(each(runs, "skipped")),
-            "optimizer state, MB": f"{runs[0]['state_bytes'] / 1e6:.2f}",
-        })
+    rows = [curve_row(label, runs, r) for label, runs in found.items()]
+    first, *others = found.values()
+    for row, runs in zip(rows[1:], others):
+        for column, value, show in (
+            ("points, minus the first arm's", last_accuracy, percent),
+            ("updates, minus the first arm's", updates_to, whole),
+            ("TFLOPs, minus the first arm's", flops_to, tera),
+        ):
+            row[column] = show(minus(value(runs, r), value(first, r)))
+    for row in rows[:1]:
+        row |= {column: "-" for column in rows[-1] if column not in row}
     return figures, rows
+
+
+def curve_row(label, runs, r):
+    """What the runs of an arm ended with, at recurrence r."""
+    losses = each(runs, "validations", -1, "val", r)
+    return {
+        "arm": label,
+        "updates": whole(each(runs, "update")),
+        "training FLOPs": scientific(each(runs, "flops")),
+        "validation loss": cell(losses, 4),
+        "accuracy, %": percent(last_accuracy(runs, r)),
+        "updates to 90%": whole(updates_to(runs, r)),
+        "TFLOPs to 90%": tera(flops_to(runs, r)),
+        "loss of each seed": ", ".join(f"{loss:.4f}" for loss in losses),
+        "largest gradient norm": cell(each(runs, "norm")),
+        "skipped updates": sum(each(runs, "skipped")),
+        "optimizer state, MB": f"{runs[0]['state_bytes'] / 1e6:.2f}",
+    }
 
 
 def optimizers(item, found):
@@ -177,28 +204,39 @@ def optimizers(item, found):
     return figures, rows
 
 
+def unseen(item, values):
+    """The mean of {sentences: value} over the lengths that training has not shown."""
+    return statistics.fmean(x for n, x in values.items() if int(n) >= UNSEEN[item.task])
+
+
 def accuracy(item, found):
     """Accuracy over test recurrences, by the number of sentences, and over an answer's FLOPs."""
     over_r, over_flops, hard, far = {}, {}, {}, {}
     rows = []
     steps = "1", "2", "4", "8", "16", "32", "64"
+    first = UNSEEN[item.task]
     for label, runs in found.items():
-        over_r[label] = along(steps, runs, "right")
+        right = {r: [unseen(item, lengths) for lengths in each(runs, "by_length", r)]
+                 for r in steps}
+        over_r[label] = [[float(r), *mean_se(right[r])] for r in steps]
         far[label] = along(steps, runs, "right_18")
-        hard[label] = along(runs[0]["by_length"], runs, "by_length")
-        over_flops[label] = [[flops, *mean_se(each(runs, "right", r))]
+        lengths = each(runs, "by_length", "32")
+        hard[label] = along(lengths[0], lengths)
+        plain = "0" in runs[0]["by_length"]
+        over_flops[label] = [[flops, *mean_se(right["1" if plain else r])]
                              for r, flops in runs[0]["token_flops"].items()]
         row = {"arm": label, "training FLOPs": scientific(each(runs, "flops"))}
-        row |= {f"r = {r}": percent(each(runs, "right", r)) for r in steps}
-        if "0" in runs[0]["right"]:
+        row |= {f"r = {r}": percent(right[r]) for r in steps}
+        if plain:
             row |= {f"r = {r}": "same" for r in steps[1:]}
         row["18 sentences, r = 32"] = percent(each(runs, "right_18", "32"))
         rows.append(row)
     token_flops = "FLOPs of a new token (the paper's rule)"
+    asked = f"{first} to 12 sentences"
     figures = [
-        panel(STEPS, "accuracy", over_r, "1 to 12 sentences", x_log=2),
-        panel("sentences", "accuracy", hard, "r = 32"),
-        panel(token_flops, "accuracy", over_flops, "1 to 12 sentences", x_log=10),
+        panel(STEPS, "accuracy", over_r, asked, x_log=2),
+        panel("sentences", "accuracy", hard, f"r = 32; from {first} on unseen in training"),
+        panel(token_flops, "accuracy", over_flops, asked, x_log=10),
         panel(STEPS, "accuracy", far, "18 sentences (trained on 12)", x_log=2),
     ]
     return figures, rows
@@ -247,43 +285,47 @@ def deeper(item, found):
 
 
 def exits(item, found):
-    """Accuracy over mean recurrences of exits, and whether hard questions take longer."""
+    """
+    Accuracy over mean recurrences: of exits of a prompt's last id, of a fixed r for this id, of one
+    r for all ids. And whether hard questions take longer.
+    """
     (runs,) = found.values()
-    over = {"fixed r of all tokens": along(runs[0]["right"], runs, "right")}
-    hard, rows = {}, []
+    first = UNSEEN[item.task]
+    kinds = {"kl": "kl, of the last id", "last": "fixed, of the last id", "all": "fixed, of all ids"}
+    over, hard, rows = {}, {}, []
     for rule in runs[0]["rules"]:
-        right, took, by_length = (each(runs, "rules", rule, i) for i in range(3))
-        kind = "fixed r of the last token"
-        if rule.startswith("kl"):
-            kind = "kl"
-            hard[rule] = along(by_length[0], by_length)
-        over.setdefault(kind, []).append([statistics.fmean(took), *mean_se(right)])
-        row = {"rule": rule, "accuracy, %": percent(right), "mean recurrences": cell(took, 2)}
-        for n in LENGTHS:
-            words = "1 sentence" if n == "1" else f"{n} sentences"
-            row[words] = cell(each(by_length, n))
+        kind, value = rule.split()
+        right, took, per_id = [], [], []
+        for by_length, steps in each(runs, "rules", rule):
+            right.append(unseen(item, by_length))
+            took.append(unseen(item, steps))
+            per_id.append(unseen(item, {n: r if kind == "all" else of_prompt(item, int(n), r)
+                                        for n, r in steps.items()}))
+        over.setdefault(kinds[kind], []).append([statistics.fmean(took), *mean_se(right)])
+        row = {
+            "rule": f"{kinds[kind]}: {value}",
+            "accuracy, %": percent(right),
+            "recurrences of the last id": cell(took, 2),
+            "of an id, mean": cell(per_id, 2),
+        }
+        steps = each(runs, "rules", rule, 1)
+        for n in "1", str(first), "12":
+            row[f"{n} sentences"] = cell(each(steps, n))
+        if kind == "kl":
+            hard[rule] = along(steps[0], steps)
         rows.append(row)
     figures = [
-        panel("mean recurrences of the last token", "accuracy", over, x_log=2),
-        panel("sentences", "mean recurrences", hard),
+        panel("mean recurrences of the last id", "accuracy", over, f"{first} to 12 sentences",
+              x_log=2),
+        panel("sentences", "mean recurrences of the last id", hard),
     ]
     return figures, rows
 
 
-def rests(item, found):
-    """What exits take with each arm's loss, and how well it answers after 4 recurrences."""
-    over, rows = {}, []
-    for label, runs in found.items():
-        row = {"arm": label}
-        for rule in runs[0]["rules"]:
-            right, took = (each(runs, "rules", rule, i) for i in range(2))
-            row[f"{rule}: accuracy, %"] = percent(right, 2)
-            row[f"{rule}: recurrences"] = cell(took, 2)
-            if rule.startswith("kl"):
-                point = [statistics.fmean(took), *mean_se(right)]
-                over.setdefault(label, []).append(point)
-        rows.append(row)
-    return [panel("mean recurrences of the last token", "accuracy", over)], rows
+def of_prompt(item, sentences, last):
+    """Mean recurrences of a prompt's ids, of which all but the last take 32."""
+    ids = 1 + sentences if item.task == "s5" else 2 * sentences
+    return (32 * (ids - 1) + last) / ids
 
 
 TABLES = {
@@ -293,23 +335,26 @@ TABLES = {
     "healing": healing,
     "deeper": deeper,
     "exits": exits,
-    "rests": rests,
 }
 
 
 def write_tables(name, study):
-    """An item's JSON and picture, from the seeds that all of its arms have."""
-    item, paths = ITEMS[name], {}
+    """
+    An item's JSON and picture, from the seeds that all of its arms have. They stay as they are
+    while an arm is missing or of another design.
+    """
+    item, arms = ITEMS[name], {}
     for label, run in item.runs.items():
-        of_arm = {path.parent.name: path for path in study.measured(item, run)}
-        if of_arm:
-            paths[label] = of_arm
-        else:
-            print(f"{name}: nothing is measured of {label}")
-    seeds = sorted(set.intersection(*map(set, paths.values()))) if paths else []
+        arms[label] = {}
+        for path in study.measured(item, run):
+            result = read_json(path)
+            if result.get("design") == DESIGN:
+                arms[label][path.parent.name] = result
+    seeds = sorted(set.intersection(*map(set, arms.values())))
     if not seeds:
-        return
-    found = {label: [read_json(of_arm[seed]) for seed in seeds] for label, of_arm in paths.items()}
+        missing = [label for label, of_arm in arms.items() if not of_arm]
+        return print(f"{name}: stays as it is: not measured: {', '.join(missing)}")
+    found = {label: [of_arm[seed] for seed in seeds] for label, of_arm in arms.items()}
     figures, rows = TABLES[item.table](item, found)
     results = sum(found.values(), [])
     about = {key: ", ".join(sorted({result[key] for result in results}))
@@ -319,6 +364,7 @@ def write_tables(name, study):
         "study": name,
         "command": f"bash runs/study/all.sh {name}",
         **about,
+        "design": DESIGN,
         "seeds": len(seeds),
         "minutes": round(sum(result["seconds"] for result in results) / 60),
         "figures": figures,
@@ -366,8 +412,13 @@ def table(name, result, columns, numbers):
 
 
 def source(result):
-    """The line that says how an item was measured: command, commit, minutes of one thread."""
-    return f"\n`{result['command']}`, {result['commit']}, {result['minutes']} minutes\n"
+    """The line that says how an item was measured: command, commit, seeds, minutes of a thread."""
+    line = f"`{result['command']}`, {result['commit']}, {result['minutes']} minutes"
+    if result["seeds"] != 3:
+        line += f", seeds: {result['seeds']}"
+    if result.get("design") != DESIGN:
+        line += "; of the first design"
+    return f"\n{line}\n"
 
 
 PAGES = {HERE / "README.md": source, ROOT / "README.md": lambda result: ""}

@@ -1,0 +1,57 @@
+"""
+Print what runs of the speedrun cost and answer:
+
+    python runs/speedrun/score.py out/speedrun/NAME
+
+The folder holds one of each seed, in it what was trained. See README.md for the rules.
+"""
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE.parents[1]), str(HERE.parent / "study")]
+from data import Parser, cli, read_json
+from model import RecurrentLM, UserError, find_checkpoint
+from play import training_flops
+from study import cell, percent
+from train import Settings
+
+
+def flops_of(folder):
+    """Training FLOPs of all stages of one seed."""
+    flops = 0
+    for log in folder.glob("*/log.jsonl"):
+        checkpoint = Path(find_checkpoint(log.parent))
+        settings = Settings(**read_json(checkpoint / "train.json")["config"])
+        flops += training_flops(settings, RecurrentLM.load(checkpoint))
+    return flops
+
+
+def answered(folder):
+    """{r: share of the unseen answers that are right} after the last update of the task."""
+    lines = (folder / "task" / "log.jsonl").read_text().splitlines()
+    return json.loads(lines[-1])["accuracy"]
+
+
+def main():
+    parser = Parser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    seeds = sorted(folder.glob("[0-9]*"))
+    if not seeds:
+        raise UserError(f"{folder}: holds no runs: bash runs/speedrun.sh makes them")
+    flops = [flops_of(seed) for seed in seeds]
+    right = [answered(seed) for seed in seeds]
+    model = RecurrentLM.load(find_checkpoint(seeds[0] / "task"))
+    print(f"{folder.name}: {cell(flops, 3, 1e-12)} TFLOPs of training, seeds "
+          + ", ".join(seed.name for seed in seeds))
+    for r in right[0]:
+        forward = model.flops_per_token((0, int(r))) / 3e6
+        each = ", ".join(f"{100 * accuracy[r]:.1f}" for accuracy in right)
+        print(f"r = {r}: {percent([accuracy[r] for accuracy in right])}% ({each}), "
+              f"{forward:.2f} MFLOPs a token at test time")
+
+
+if __name__ == "__main__":
+    cli(main)
