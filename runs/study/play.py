@@ -178,7 +178,7 @@ ITEMS = {
         f"k = {k}" if k else "all": task(
             f"depth{k}", backprop_depth=k, **MEAN_16,
             **({"updates": 100} if k == 4 else {"equal": "depth4"}))
-        for k in (1, 2, 4, 8, 16, 0)
+        for k in (4, 1, 2, 8, 16, 0)
     }, at=16),
     "parts": Item("stories", "curves", "curve", {
         "everything": TASK,
@@ -196,9 +196,9 @@ ITEMS = {
         "torch's init": task("default", "heal_default"),
     }, at=16),
     "s5_truncation": Item("s5", "curves", "curve", {
+        "k = 4": TASK,
         "k = 1": task("k1", backprop_depth=1, equal="task"),
         "k = 2": task("k2", backprop_depth=2, equal="task"),
-        "k = 4": TASK,
         "k = 8": task("k8", backprop_depth=8, equal="task"),
     }, at=16),
     "s5_start": Item("s5", "curves", "curve", {

@@ -250,7 +250,9 @@ def healing(item, found):
         for part, words in (("pretrain", "text"), ("task", "task")):
             row[f"{words}: loss, r = 1"] = cell(each(runs, part, "1", 0), 3)
             row[f"{words}: loss, r = 8"] = cell(each(runs, part, "8", 0), 3)
-            row[f"{words}: %, r = 8"] = percent(each(runs, part, "8", 1))
+            right = each(runs, part, "8", 1)
+            row[f"{words}: %, r = 8"] = percent(right)
+            row[f"{words}: % of each seed"] = ", ".join(f"{100 * x:.1f}" for x in right)
         rows.append(row)
         learnt, _ = mean_se(each(runs, "task", "8", 1))
         points[label] = [[learnt, *mean_se(each(runs, "pretrain", "8", 0))]]
