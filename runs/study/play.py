@@ -73,20 +73,21 @@ def healed(name, **flags):
             Run(f"heal{name}", "heal", f"cut{name}", {}))
 
 
-def parents(task_name, loop, updates):
+def parents(task_name, loop, tokens, deep):
     """
-    Parents at three learning rates, as runs of one seed that choose a rate: {label: Run}. updates:
-    of as many tokens as `loop` has had since surgery, and of the parent of 18 layers.
+    Runs of the parents, each at three learning rates: {"KIND RATE": Run}. tokens: updates of as
+    many tokens as the run `loop` has had since surgery; deep: updates of the parent of 18 layers.
     """
-    tokens, deep = updates
     runs = {}
-    for name, start, rates, flags in (
-        ("tokens", "pretrain", (0.01, 0.02, 0.04), {"updates": tokens}),
-        ("flops", "pretrain", (0.01, 0.02, 0.04), {"equal": loop}),
-        ("deep", "deep_pretrain", (0.005, 0.01, 0.02), {"updates": deep}),
-    ):
-        for lr in rates:
-            runs[f"{name} {lr}"] = task(f"{task_name}_{name}_{lr}", start, lr=lr, **flags)
+    for lr in (0.005, 0.01, 0.02, 0.04):
+        if lr >= 0.01:
+            name = f"{task_name}_tokens_{lr}"
+            runs[f"tokens {lr}"] = task(name, "pretrain", lr=lr, updates=tokens)
+            name = f"{task_name}_flops_{lr}"
+            runs[f"flops {lr}"] = task(name, "pretrain", lr=lr, equal=loop)
+        if lr <= 0.02:
+            name = f"{task_name}_deep_{lr}"
+            runs[f"deep {lr}"] = task(name, "deep_pretrain", lr=lr, updates=deep)
     return runs
 
 
@@ -94,7 +95,7 @@ DESIGN = 2  # of corpus, noise and measures: results of two designs never share 
 UNSEEN = {"stories": 6, "s5": 9}  # from this length on, training shows no test
 UPDATES = {  # where a run's flags do not say
     "stories": {"pretrain": 350, "heal": 100, "task": 200},
-    "s5": {"pretrain": 700, "heal": 100, "task": 1300},
+    "s5": {"pretrain": 700, "heal": 100, "task": 700},
 }
 LOOPED = {"n_prelude": 1, "n_core": 2, "n_coda": 1}  # from random weights; the parent has 6 layers
 PRETRAIN = Run("pretrain", "pretrain", "", {})
@@ -117,8 +118,8 @@ MEAN_16 = {"curriculum": "none", "mean_recurrence": 16}
 # A mixture's rows are of one length, so each of these has two of the task's stories.
 MIX = {"data": "{corpus}/pretrain:1,{corpus}/pairs:1", "context": 52, "batch_size": 64,
        "micro_batch": 64}
-PARENTS = parents("stories", "r32", (450, 350))
-S5_PARENTS = parents("s5", "task", (1437, 1300))
+PARENTS = parents("stories", "r32", tokens=450, deep=350)
+S5_PARENTS = parents("s5", "task", tokens=837, deep=700)
 RATES = {
     "muon": (0.005, 0.01, 0.02, 0.04),
     "adamw": (0.001, 0.002, 0.004, 0.008),
@@ -244,7 +245,8 @@ class Study:
         self.quick = quick
         self.folder = Path("out/study-quick" if quick else "out/study")
         self.results = self.folder / "results" if quick else HERE / "results"
-        self.locks, self.made = {}, set()
+        self.locks = {}
+        self.made = set()
         self.dtype = "float32"
         if "bf16" in Path("/proc/cpuinfo").read_text():
             self.dtype = "bfloat16"  # of training: a third faster on processors that have it
@@ -321,7 +323,9 @@ class Study:
 
     def commands(self, task, seed, run):
         """[(folder, command), ...] that make a run's model from the corpus, in order."""
-        folder, steps, start = self.model(task, seed, run.name), [], ""
+        folder = self.model(task, seed, run.name)
+        steps = []
+        start = ""
         if run.start:
             steps = self.commands(task, seed, RUNS[run.start])
             start = self.model(task, seed, run.start)
@@ -345,7 +349,8 @@ class Study:
 
     def play(self, task, seed, run, measure):
         """Make a run's model, measure it and write the file, if that is not there. Says which."""
-        path, began = self.result(task, seed, run, measure), time.time()
+        began = time.time()
+        path = self.result(task, seed, run, measure)
         name = path.relative_to(self.results)
         steps = self.commands(task, seed, run)
         recipe = [shlex.join(["python", *map(str, command)]) for _, command in steps]
@@ -488,19 +493,25 @@ def states(folder, corpus):
     0.1%, or in a cycle of up to 32 recurrences; the last recurrence that moves one by 1% (median,
     by the number of sentences).
     """
-    far, rows, few = 256, 128, (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    far = 256
+    rows = 128
     model = RecurrentLM.load(folder, dtype=torch.float32)
     idx, targets, _ = Dataset(str(corpus / "task"), "val", 26).batch(0, 0, 0, 1, rows)
     targets[:, -2:] = IGNORE  # not what follows the last answer
-    labels, state = targets != IGNORE, model.initial_state(*idx.shape, seed=0)
-    states, right = [], []
+    labels = targets != IGNORE
+    state = model.initial_state(*idx.shape, seed=0)
+    states = []
+    right = []
     for _, s in model.trajectory(idx, range(1, far + 1), state):
         states.append(s[labels].view(rows, 12, -1))
-        right.append((model.finish(s).argmax(-1) == targets)[labels].view(rows, 12))
-    states, right = torch.stack(states), torch.stack(right).double()  # (far, rows, 12, C)
+        equal = model.finish(s).argmax(-1) == targets
+        right.append(equal[labels].view(rows, 12))
+    states = torch.stack(states)  # (far, rows, 12, C)
+    right = torch.stack(right).double()
     size = states.norm(dim=-1)
     moved = (states[1:] - states[:-1]).norm(dim=-1) / size[1:]  # by recurrences 2 ... 256
     back = torch.stack([(states[-1] - states[-1 - p]).norm(dim=-1) for p in range(1, 33)])
+    few = 1, 2, 4, 8, 16, 32, 64, 128, 256
     point = moved[-1] < 1e-3
     cycle = ~point & (back.amin(0) / size[-1] < 1e-3)
     recurrence = torch.arange(2, far + 1)[:, None, None]
@@ -538,12 +549,17 @@ def parse_args():
 
 def main():
     args = parse_args()
-    study, began, failed = Study(args.quick), time.time(), 0
+    began = time.time()
+    study = Study(args.quick)
+    failed = 0
     items = [ITEMS[name] for name in args.items or ITEMS]
     for name in {item.task for item in items}:
         study.make_corpus(name)
-    jobs = {(item.task, seed, run.name, item.measure): run for item in items
-            for run in item.runs.values() for seed in range(min(args.seeds, item.seeds))}
+    jobs = {}  # without those that several items ask for
+    for item in items:
+        for run in item.runs.values():
+            for seed in range(min(args.seeds, item.seeds)):
+                jobs[item.task, seed, run.name, item.measure] = run
     pool = ThreadPoolExecutor(args.jobs)
     futures = [pool.submit(study.play, task, seed, run, measure)
                for (task, seed, _, measure), run in jobs.items()]

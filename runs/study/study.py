@@ -211,7 +211,10 @@ def unseen(item, values):
 
 def accuracy(item, found):
     """Accuracy over test recurrences, by the number of sentences, and over an answer's FLOPs."""
-    over_r, over_flops, hard, far = {}, {}, {}, {}
+    over_r = {}
+    over_flops = {}
+    hard = {}
+    far = {}
     rows = []
     steps = "1", "2", "4", "8", "16", "32", "64"
     first = UNSEEN[item.task]
@@ -244,7 +247,8 @@ def accuracy(item, found):
 
 def healing(item, found):
     """What each stage has learnt of the task, and what it leaves of the general text."""
-    points, rows = {}, []
+    points = {}
+    rows = []
     for label, runs in found.items():
         row = {"arm": label}
         for part, words in (("pretrain", "text"), ("task", "task")):
@@ -261,7 +265,9 @@ def healing(item, found):
 
 def deeper(item, found):
     """r up to 256: accuracy, how far a recurrence moves the state, and where that ends."""
-    over_r, moved, last_move = {}, {}, {}
+    over_r = {}
+    moved = {}
+    last_move = {}
     rows = []
     for label, runs in found.items():
         over_r[label] = along(runs[0]["right"], runs, "right")
@@ -293,41 +299,52 @@ def exits(item, found):
     """
     (runs,) = found.values()
     first = UNSEEN[item.task]
-    kinds = {"kl": "kl, of the last id", "last": "fixed, of the last id", "all": "fixed, of all ids"}
-    over, hard, rows = {}, {}, []
+    over = {}
+    hard = {}
+    rows = []
     for rule in runs[0]["rules"]:
         kind, value = rule.split()
-        right, took, per_id = [], [], []
-        for by_length, steps in each(runs, "rules", rule):
-            right.append(unseen(item, by_length))
-            took.append(unseen(item, steps))
-            per_id.append(unseen(item, {n: r if kind == "all" else of_prompt(item, int(n), r)
-                                        for n, r in steps.items()}))
-        over.setdefault(kinds[kind], []).append([statistics.fmean(took), *mean_se(right)])
+        words = KINDS[kind]
+        right = [unseen(item, x) for x in each(runs, "rules", rule, 0)]
+        steps = each(runs, "rules", rule, 1)
+        took = [unseen(item, x) for x in steps]
         row = {
-            "rule": f"{kinds[kind]}: {value}",
+            "rule": f"{words}: {value}",
             "accuracy, %": percent(right),
             "recurrences of the last id": cell(took, 2),
-            "of an id, mean": cell(per_id, 2),
+            "of an id, mean": cell([of_prompt(item, kind, x) for x in steps], 2),
         }
-        steps = each(runs, "rules", rule, 1)
         for n in "1", str(first), "12":
             row[f"{n} sentences"] = cell(each(steps, n))
+        rows.append(row)
+        over.setdefault(words, []).append([statistics.fmean(took), *mean_se(right)])
         if kind == "kl":
             hard[rule] = along(steps[0], steps)
-        rows.append(row)
+    last = "mean recurrences of the last id"
     figures = [
-        panel("mean recurrences of the last id", "accuracy", over, f"{first} to 12 sentences",
-              x_log=2),
-        panel("sentences", "mean recurrences of the last id", hard),
+        panel(last, "accuracy", over, f"{first} to 12 sentences", x_log=2),
+        panel("sentences", last, hard),
     ]
     return figures, rows
 
 
-def of_prompt(item, sentences, last):
-    """Mean recurrences of a prompt's ids, of which all but the last take 32."""
-    ids = 1 + sentences if item.task == "s5" else 2 * sentences
-    return (32 * (ids - 1) + last) / ids
+KINDS = {
+    "kl": "kl, of the last id",
+    "last": "fixed, of the last id",
+    "all": "fixed, of all ids",
+}
+
+
+def of_prompt(item, kind, steps):
+    """
+    Mean recurrences of a prompt's ids. steps: {sentences: those of the last id}; the others take 32
+    unless all take the same.
+    """
+    means = {}
+    for n, last in steps.items():
+        ids = 1 + int(n) if item.task == "s5" else 2 * int(n)
+        means[n] = last if kind == "all" else (32 * (ids - 1) + last) / ids
+    return unseen(item, means)
 
 
 TABLES = {
@@ -345,7 +362,8 @@ def write_tables(name, study):
     An item's JSON and picture, from the seeds that all of its arms have. They stay as they are
     while an arm is missing or of another design.
     """
-    item, arms = ITEMS[name], {}
+    item = ITEMS[name]
+    arms = {}
     for label, run in item.runs.items():
         arms[label] = {}
         for path in study.measured(item, run):
