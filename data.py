@@ -2,7 +2,8 @@
 Text to tokens to batches: tokenizers, `prepare`, and the loader.
 
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web
-    python data.py prepare --input gsm8k.jsonl --field question,answer --tokenizer Llama --out ...
+    python data.py prepare --input gsm8k.jsonl --prompt question --field answer --tokenizer ...
+    python data.py prepare --input chats.jsonl --field messages --loss assistant --tokenizer ...
 
 Files on the hub come here with `hf download ORG/NAME --repo-type dataset --include "data/*.parquet"
 --local-dir data/NAME` (pip install huggingface_hub).
@@ -10,9 +11,9 @@ Files on the hub come here with `hf download ORG/NAME --repo-type dataset --incl
 A data set is a folder. `train_000000.npy` is one row of token ids (uint16, or uint32 if the
 vocabulary exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it
 into windows of T tokens wherever they fall, so nothing is padded. The target at each position is
-the next token. In a data set of rows ("row" in meta.json is T), the file has two rows (int32):
-token ids, and targets, already shifted, -100 for no loss. `meta.json` is written last, so a folder
-that has one is complete.
+the next token. Where only some tokens carry loss, the file has two rows (int32): token ids, and
+targets, already shifted, -100 for no loss. "row" in meta.json is T if windows may only begin at
+its multiples. `meta.json` is written last, so a folder that has one is complete.
 
 Unusual: the loader has no state. A batch is a pure function of (seed, step, rank, world), so a run
 resumes from its step alone, and 2 ranks see what 1 rank with twice the batch size sees.
@@ -32,21 +33,19 @@ import resource
 import shutil
 import sys
 import tempfile
-from array import array
+import unicodedata
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
-import tiktoken
 import torch
 from safetensors import SafetensorError
 
-from model import UserError
+from model import IGNORE, UserError
 
-# ---- errors and whole files ------------------------------------------------------------------
+# ---- files and command lines -----------------------------------------------------------------
 
 
 def cli(main):
@@ -54,6 +53,9 @@ def cli(main):
     Run a script's main() and exit with what it returns. A user's mistake, UserError or OSError,
     ends in one line on stderr and exit code 1. A bug keeps its traceback.
     """
+    # A data set keeps each shard open, and there may be more than the usual limit of 1,024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -103,8 +105,8 @@ def find_gpu():
     if torch.cuda.is_available():
         return True
     if os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd"):
-        say(f"note: this machine has a GPU, but torch {torch.__version__} cannot use it, so the CPU "
-            "works: README.md has the install lines", file=sys.stderr)
+        say(f"note: this machine has a GPU, but torch {torch.__version__} cannot use it, so the "
+            "CPU works: README.md has the install lines", file=sys.stderr)
     return False
 
 
@@ -134,6 +136,10 @@ def whole(path):
         raise UserError(f"{path}: cannot be written ({e}); what was there before is untouched")
 
 
+# What whole() leaves in a data set or a run if it is killed.
+HALF = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta)\.json)\.tmp-\w{8}")
+
+
 def locked(folder):
     """
     Make a folder and hold it until what is returned is closed: a second process is refused. What a
@@ -148,8 +154,9 @@ def locked(folder):
     except OSError as e:  # a network's file system may have no locks
         say(f"{folder}: cannot be locked ({e}), so let no other process write there")
         return file
-    for half in Path(folder).glob("*.tmp-????????/"):
-        shutil.rmtree(half, ignore_errors=True)
+    for path in Path(folder).glob("*.tmp-*/"):
+        if HALF.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
     return file
 
 
@@ -169,7 +176,7 @@ def write_json(path, value):
 
 
 def digest(path):
-    """What tells a file from others, wherever it lies and whenever it was written: its SHA-256."""
+    """SHA-256 tells a file from others, wherever it lies and whenever it was written."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -205,29 +212,35 @@ def write_result(path, script, model, task, results, seconds, tokens, **more):
         seconds=seconds, tokens_per_second=tokens / seconds, **more, results=results))
 
 
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
+                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+                   "generation_config.json")
+
+
 def copy_tokenizer(source, target):
-    """Copy the tokenizer's files from one folder to another."""
-    for path in Path(source).glob("*token*"):  # tokenizer*, special_tokens_map.json
-        shutil.copy(path, target)
+    """Copy the files that say how text goes in and out of a model, and no others."""
+    for name in TOKENIZER_FILES:
+        if Path(source, name).is_file():
+            shutil.copy(Path(source, name), target)
 
 
 # ---- tokenizers ------------------------------------------------------------------------------
+# What begins and ends a text where tokenizer_config.json does not say.
+BOS = "<s>", "<|begin_of_text|>", "<|begin_text|>"
+EOS = "</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>"
+
 
 @dataclass
 class Tokenizer:
     """
-    Text to ids and back. It also has .eos_id, which ends a document, and .bos_id, which begins it,
-    or None.
+    Text to ids and back. It also has .vocab_size, the highest id + 1; .eos_id, which ends a
+    document; and .bos_id, which begins it, or None.
     """
     encode_text: callable  # text -> ids; names of control tokens are text like any other
-    decode_ids: callable   # list of ids, each less than vocab_size -> text
-    vocab_size: int        # the highest id + 1
+    decode_ids: callable   # list of known ids -> text
+    known: set             # ids; a vocabulary may have gaps
     special: dict          # {name: id} of control tokens
-
-    def __post_init__(self):
-        find = self.special.get
-        self.bos_id = find("<s>", find("<|begin_of_text|>"))
-        self.eos_id = find("</s>", find("<|end_of_text|>", find("<|endoftext|>")))
+    added: str             # what the tokenizers library adds to a text: JSON with their names
 
     @staticmethod
     def load(folder):
@@ -235,9 +248,30 @@ class Tokenizer:
         path = tokenizer_file(folder)
         read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
         try:
-            return read(str(path))
+            tokenizer = read(str(path))
+        except UserError:
+            raise
         except Exception as e:  # the libraries raise no narrower one
-            raise UserError(f"{path}: is damaged or of an unknown kind: fetch it again ({e})")
+            raise UserError(f"{path}: is damaged, or of an unread kind, as Llama 3's own "
+                            f"tokenizer.model: fetch its tokenizer.json ({e!r:.200})")
+        config = Path(folder, "tokenizer_config.json")
+        tokenizer.find_ends(read_json(config) if config.exists() else {})
+        return tokenizer
+
+    def find_ends(self, config):
+        """Find .vocab_size, .eos_id and .bos_id. config: the content of tokenizer_config.json."""
+        bos, eos = (token.get("content") if isinstance(token, dict) else token
+                    for token in map(config.get, ("bos_token", "eos_token")))
+        self.vocab_size = max(self.known) + 1
+        self.eos_id = self.first(eos, *EOS)
+        self.bos_id = self.first(bos, *BOS)
+        # GPT-2's kind names a token that it never adds.
+        if self.bos_id == self.eos_id or not config.get("add_bos_token", (bos or "") in self.added):
+            self.bos_id = None
+
+    def first(self, *names):
+        """The id of the first name that is a control token's, or None."""
+        return next((self.special[name] for name in names if name in self.special), None)
 
     def encode(self, text, bos=False):
         """Token ids. "</s>" in a text is four characters, not EOS. bos: begin with BOS, if any."""
@@ -245,8 +279,8 @@ class Tokenizer:
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, ids):
-        """The text of a list of ids. A model's padding is left out."""
-        return self.decode_ids([i for i in ids if i < self.vocab_size])
+        """The text of a list of ids. Those that only the model has, its padding, are left out."""
+        return self.decode_ids([i for i in ids if i in self.known])
 
 
 def tokenizer_file(folder):
@@ -275,43 +309,117 @@ def check_tokenizer(config, folder, *others):
 
 def read_sentencepiece(path):
     """The Tokenizer in a SentencePiece model (Llama 2, TinyLlama). Control tokens have no text."""
+    import sentencepiece
     model = sentencepiece.SentencePieceProcessor(model_file=path)
-    size = model.vocab_size()
-    special = {model.id_to_piece(i): i for i in range(size) if model.is_control(i)}
-    return Tokenizer(model.encode, model.decode, size, special)
+    known = range(model.vocab_size())
+    special = {model.id_to_piece(i): i for i in known if model.is_control(i)}
+    return Tokenizer(model.encode, model.decode, known, special, json.dumps([*special]))
 
 
 def read_tokenizer_json(path):
     """
-    The Tokenizer in a tokenizer.json: the embedded corpus's words, or byte-level BPE (Llama 3,
-    OLMo 2). Of two pieces the lower id is merged first, as in all that were trained merge by merge.
+    The Tokenizer in a tokenizer.json. The corpus of tiny.sh has words. Byte-level BPE is tiktoken's
+    if that gives the same ids. Everything else takes the tokenizers library.
     """
     spec = read_json(path)
-    vocab = spec["model"]["vocab"]  # {piece: id}
-    special, always = {}, {}  # {name: id}; the latter count in any text
+    special = {}  # {name: id}
+    always = {}   # of tokens that count in any text
     for token in spec["added_tokens"]:
         names = special if token["special"] else always
         names[token["content"]] = token["id"]
-    if spec["model"]["type"] == "WordLevel":
-        words = list(vocab)
-        return Tokenizer(lambda text: [vocab.get(word, vocab["<unk>"]) for word in text.split()],
-                         lambda ids: " ".join(words[i] for i in ids), len(words), special)
-    assert not spec["normalizer"], "text is normalized first"
-    split, _ = spec["pre_tokenizer"]["pretokenizers"]  # into words by a regex, then into bytes
+    pattern = word_pattern(spec)
+    if pattern == "words":
+        ids = spec["model"]["vocab"]  # {word: id}
+        words = {i: word for word, i in ids.items()}
+        encode = lambda text: [ids.get(word, ids["<unk>"]) for word in text.split()]
+        decode = lambda ids: " ".join(map(words.get, ids))
+        known = set(words)
+    elif pattern:
+        encode, decode, known = byte_level(spec, pattern, special, always)
+    else:
+        encode, decode, known = library(path)
+    added = json.dumps(spec.get("post_processor") or [*special], ensure_ascii=False)
+    return Tokenizer(encode, decode, known, special, added)
+
+
+# GPT-2's words, but SmolLM2 takes digits out one by one first.
+SMOLLM2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+
+
+def word_pattern(spec):
+    """
+    The regular expression of a tokenizer.json's words, if byte-level BPE of these is all that it
+    asks for (Llama 3, OLMo 2, Qwen, SmolLM2); "words" for one of whole words; None for others.
+    """
+    model = spec["model"]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False}
+    match model["type"], spec.get("normalizer"), spec["pre_tokenizer"]:
+        case "WordLevel", None, {"type": "WhitespaceSplit"}:
+            return "words"
+        case "BPE", None | {"type": "NFC"}, {"pretokenizers": [words, last]}:
+            if not last.items() >= byte_level.items():
+                return None
+        case _:
+            return None
+    odd = [key for key in ("dropout", "byte_fallback", "continuing_subword_prefix", "unk_token")
+           if model.get(key)]
+    for token in spec["added_tokens"]:
+        odd += [key for key in ("lstrip", "rstrip", "single_word", "normalized")
+                if token[key] and not token["special"]]  # names of control tokens are text
+    made = [model["vocab"]["".join(pair).replace(" ", "")] for pair in model["merges"]]
+    if odd or made != sorted(made):  # tiktoken merges in the order of ids
+        return None
+    match words, last["use_regex"]:
+        case {"type": "Digits", "individual_digits": True}, True:
+            return SMOLLM2
+        case {"pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}, False:
+            return regex
+        case {"pattern": {"Regex": regex}, "behavior": "Removed", "invert": True}, False:
+            return regex
+
+
+def byte_level(spec, pattern, special, always):
+    """Byte-level BPE of the words of a regular expression -> how to encode, decode; known ids."""
+    import tiktoken
     # A printable byte is written as itself, the n-th of the others as character 256 + n.
     byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
-    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in vocab.items()}
-    coder = tiktoken.Encoding("", pat_str=split["pattern"]["Regex"], mergeable_ranks=pieces,
+    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
+              if text not in special | always}
+    coder = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=pieces,
                               special_tokens=special | always)
+    names = sorted(map(re.escape, always), key=len, reverse=True)
+    split = re.compile(f"({'|'.join(names)})" if names else "$^").split
 
     def encode(text):
-        # The regex gives up on a million blanks in a row, so long text is encoded in parts. A part
-        # ends where a line begins, if it can, since a word begins there anyway.
-        parts = re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", text)
-        return [i for part in parts
-                for i in coder.encode(part, allowed_special=set(always), disallowed_special=())]
+        ids = []
+        for part in split(text):
+            if part in always:
+                ids.append(always[part])
+                continue
+            if spec.get("normalizer"):
+                part = unicodedata.normalize("NFC", part)
+            # The regex gives up on a million blanks in a row, so long text is encoded in pieces. A
+            # piece ends where a line begins, if it can, since a word begins there anyway.
+            for piece in re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", part):
+                ids += coder.encode_ordinary(piece)
+        return ids
 
-    return Tokenizer(encode, coder.decode, coder.n_vocab, special)
+    return encode, coder.decode, {*pieces.values(), *special.values(), *always.values()}
+
+
+def library(path):
+    """A tokenizer.json of any kind -> how to encode, decode; known ids."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"{path}: a tokenizer of this kind takes pip install tokenizers")
+    coder = tokenizers.Tokenizer.from_file(path)
+    coder.encode_special_tokens = True  # as text
+    coder.no_truncation()
+    coder.no_padding()
+    return (lambda text: coder.encode(text, add_special_tokens=False).ids,
+            lambda ids: coder.decode(ids, skip_special_tokens=False),
+            {*coder.get_vocab().values()})
 
 
 # ---- prepare ---------------------------------------------------------------------------------
@@ -324,62 +432,111 @@ ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
 def read_rows(path):
     """Yield the rows of a file: dicts, or bytes of JSON."""
-    if path.endswith(".txt"):
+    kind = Path(path).suffix
+    if kind in (".txt", ".md", ".rst"):
         yield {"text": Path(path).read_text("utf-8-sig", "replace")}
-    elif path.endswith(".jsonl"):
+    elif kind == ".jsonl":
         with open(path, "rb") as file:
             yield from filter(bytes.strip, file)  # leaves out empty lines
-    else:
+    elif kind == ".parquet":
         try:
             from pyarrow import parquet
             for batch in parquet.ParquetFile(path).iter_batches(256):
                 yield from batch.to_pylist()
-        except (ImportError, ValueError) as e:
-            raise UserError(f"{path}: is not .txt, .jsonl or .parquet, or it is damaged, or "
-                            f"pyarrow is missing: pip install pyarrow ({e})")
+        except ImportError:
+            raise UserError(f"{path}: parquet takes pip install pyarrow")
+        except ValueError as e:
+            raise UserError(f"{path}: is damaged ({e})")
+    else:
+        raise UserError(f"{path}: is not .txt, .md, .rst, .jsonl or .parquet")
+
+
+def batches(rows):
+    """Lists of rows, to be tokenized at a time: up to 1,000 of them, and about 16 MB."""
+    batch = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(row if isinstance(row, bytes) else str(row))
+        if len(batch) == 1000 or size > 2**24:
+            yield batch
+            batch = []
+            size = 0
+    yield batch
 
 
 def find(row, column):
     """The value in a column of a row. "a.b" is the column b of dicts that stand in column a."""
-    for name in column.split("."):
-        if row is None:
-            return None
-        if name not in row:
-            raise KeyError(f"there is no {column}, only {', '.join(row)}")
-        row = row[name]
-    return row
+    if row is None:
+        return None
+    if column in row:
+        return row[column]
+    first, dot, rest = column.partition(".")
+    if not dot or first not in row:
+        raise KeyError(f"there is no {column}, only {', '.join(row)}")
+    return find(row[first], rest)
 
 
-def document_ids(tokenizer, row, fields, strip_roles):
+def is_dropped(row, rule):
+    """Whether a rule of --drop, COLUMN=TEXT, leaves out a row. A list has TEXT if a value has."""
+    column, _, text = rule.partition("=")
+    value = find(row, column)
+    values = value if isinstance(value, list) else [value]
+    return any(text.lower() in str(x).lower() for x in values if x is not None)
+
+
+def read_field(row, field):
+    """[(role, text or ids), ...] of a column: text, ids, or a chat. A message may have parts."""
+    value = find(row, field)
+    if isinstance(value, str) or isinstance(value[0], int):
+        return [("", value)]
+    messages = []
+    for message in value:
+        content = message["content"] or ""
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content if part["type"] == "text")
+        messages.append((message.get("role"), content))
+    return messages
+
+
+def document(tokenizer, row, args):
     """
-    Token ids of a document: [BOS] text EOS. A field is text or a chat, a list of {"content": text};
-    or a list of ids, which are taken as they are.
+    A row -> (ids, targets) of [BOS] text EOS; ids stay as they are. A text without loss and one
+    with loss are encoded by themselves, so that a prompt has the ids that it is asked with.
     """
-    texts = []
-    for field in fields:
-        value = find(row, field)
-        if isinstance(value, str):
-            value = [{"content": value}]
-        elif isinstance(value[0], int):
-            assert max(value) < tokenizer.vocab_size, "ids of another tokenizer"
-            return value
-        texts += [message["content"] for message in value]
-    text = "\n".join(texts)
-    text = ROLES.sub("", text).strip() if strip_roles else text.strip()
-    return [*tokenizer.encode(text, bos=True), tokenizer.eos_id] if text else []
+    pieces = []  # (text or ids, whether it carries loss)
+    for field in args.field.split(","):
+        pieces += [(text, args.loss in ("all", role)) for role, text in read_field(row, field)]
+    if args.loss == "all" and isinstance(pieces[0][0], str):
+        pieces = [("\n".join(text for text, _ in pieces), True)]
+    if args.prompt:
+        pieces = [(find(row, args.prompt), False), *pieces]
+    ids = []
+    labels = []
+    for text, loss in pieces:
+        new = text
+        if isinstance(text, str):
+            text = ROLES.sub("", text) if args.strip_roles else text
+            text = text.strip() if loss else text
+            new = tokenizer.encode("\n" + text if ids else text, bos=not ids) if text else []
+            if new and loss:
+                new = [*new, tokenizer.eos_id]
+        ids += new
+        labels += new if loss else [IGNORE] * len(new)
+    if ids:
+        assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size, "ids of another tokenizer"
+        assert max(labels) >= 0, "nothing carries loss"
+    return ids, labels[1:] + [IGNORE] * bool(ids)
 
 
 def tokenize(tokenizer, args, row):
-    """A row -> ("kept", its ids), ("dropped", []) or ("bad", why)."""
+    """A row -> ("kept", its ids and targets), ("dropped", nothing) or ("bad", why)."""
     try:
         if isinstance(row, bytes):
             row = json.loads(row)
-        for rule in args.drop:
-            column, _, text = rule.partition("=")
-            if text.lower() in str(find(row, column)).lower():
-                return "dropped", []
-        ids = document_ids(tokenizer, row, args.field.split(","), args.strip_roles)
-        return "kept", array("I", ids)
+        if any(is_dropped(row, rule) for rule in args.drop):
+            return "dropped", None
+        return "kept", np.array(document(tokenizer, row, args), np.int32)
     except Exception as e:  # not JSON, or a field is missing or of another kind
         return "bad", f"{row!r:.80} ({e!r:.300})"
 
@@ -391,84 +548,97 @@ def write_shard(folder, name, tokens):
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
-def write_shards(args, state, tokens):
+def write_shards(args, progress, documents):
     """Write the next shard, its last 1% apart for validation, then the progress so far."""
-    number, cut = len(state["shards"]["train"]), len(tokens) - len(tokens) // 100
-    dtype = np.uint16 if state["vocab_size"] <= 65536 else np.uint32
-    for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
-        if part:
-            entry = write_shard(args.out, f"{split}_{number:06d}.npy", np.array(part, dtype))
-            state["shards"][split].append(entry)
-            print(f"{args.out}: {entry[0]}, {len(part):,} tokens")
-    write_json(f"{args.out}/progress.json", state)
+    number = len(progress["shards"]["train"])
+    tokens = np.concatenate(documents, axis=1)
+    if not args.prompt and args.loss == "all":  # the next token is the target
+        tokens = tokens[0].astype(np.uint16 if progress["vocab_size"] <= 65536 else np.uint32)
+    cut = tokens.shape[-1] - tokens.shape[-1] // 100
+    for split, part in (("train", tokens[..., :cut]), ("val", tokens[..., cut:])):
+        if part.size:
+            entry = write_shard(args.out, f"{split}_{number:06d}.npy", part.copy())
+            progress["shards"][split].append(entry)
+            print(f"{args.out}: {entry[0]}, {entry[1]:,} tokens")
+    write_json(f"{args.out}/progress.json", progress)
 
 
-def pack(args, tokenizer, state):
+def pack(args, tokenizer, progress):
     """
     Tokenize the rows that are still to be read, and write shards as they fill up. Threads do, since
     tokenizers are native code that runs beside Python's.
     """
-    state["counts"] = counts = Counter(state["counts"])
+    counts = Counter(progress["counts"])
+    progress["counts"] = counts
     rows = itertools.chain.from_iterable(map(read_rows, args.input))
     rows = itertools.islice(rows, counts.total(), None)
-    tokens, why = array("I"), None
+    documents = [np.empty((2, 0), np.int32)]  # ids and targets of each
+    size = 0
+    why = None
     work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
-        while some := list(itertools.islice(rows, 1000)):
-            for kind, found in pool.map(work, some):
+        for batch in batches(rows):
+            for kind, found in pool.map(work, batch):
                 counts[kind] += 1
                 if kind == "bad":
                     why = found
-                else:
-                    tokens.extend(found)
-                if len(tokens) >= args.shard_tokens:
-                    write_shards(args, state, tokens)
-                    del tokens[:]
+                elif kind == "kept":
+                    documents.append(found)
+                    size += found.shape[1]
+                if size >= args.shard_tokens:
+                    write_shards(args, progress, documents)
+                    del documents[1:]
+                    size = 0
             if counts["bad"] > args.max_bad * counts.total():
                 raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
                                 f"are bad, more than --max_bad={args.max_bad}, such as {why}")
-    write_shards(args, state, tokens)
-    if not state["shards"]["train"]:
+    write_shards(args, progress, documents)
+    if not progress["shards"]["train"]:
         raise UserError(f"{args.out}: no text is left of these documents: {dict(counts)}")
 
 
 def prepare(args):
     """
-    Pack .jsonl, .parquet and .txt files (one document each) into shards of token ids. After a kill
-    the same command resumes at the next shard and writes the same bytes. It reads the rows before
-    that again, but does not tokenize them.
+    Pack files of rows, or of text (one document each), into shards of token ids. After a kill the
+    same command resumes at the next shard and writes the same bytes. It reads the rows before that
+    again, but does not tokenize them.
     """
     if not all(rule.partition("=")[2] for rule in args.drop):
         raise UserError("--drop: each rule is COLUMN=TEXT")
-    tokenizer, out = Tokenizer.load(args.tokenizer), Path(args.out)
+    out = Path(args.out)
+    tokenizer = Tokenizer.load(args.tokenizer)
+    if tokenizer.eos_id is None:
+        raise UserError(f"{args.tokenizer}: its tokenizer_config.json names no eos_token, which "
+                        "ends a document")
     arguments = vars(args) | {
-        "input": [[os.path.basename(path), os.path.getsize(path)] for path in args.input],
+        "input": [[os.path.basename(path), digest(path)] for path in args.input],
         "tokenizer": digest(tokenizer_file(args.tokenizer)),
         "out": None, "max_bad": None}  # may change
-    state = dict(arguments=arguments, counts={}, shards=dict(train=[], val=[]), row=None,
-                 vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, prompt="The")
-    meta, progress = out / "meta.json", out / "progress.json"
-    if meta.exists() or progress.exists():
-        state = read_json(meta if meta.exists() else progress)
-        check_settings(out, state["arguments"], arguments)
+    started = out / "progress.json"
+    meta = out / "meta.json"
+    progress = dict(arguments=arguments, counts={}, shards=dict(train=[], val=[]), row=None,
+                    vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, prompt="The")
+    if meta.exists() or started.exists():
+        progress = read_json(meta if meta.exists() else started)
+        check_settings(out, progress.get("arguments", {}), arguments, "choose another --out")
     elif {*out.glob("*")} - {out / ".lock", *out.glob("*.tmp-*")}:  # a kill may leave these
         raise UserError(f"{out}: holds other files; choose another --out")
     if meta.exists():
         return print(f"{out}: is complete, nothing to do")
     with locked(out):
         try:
-            write_json(progress, state)
-            pack(args, tokenizer, state)
+            write_json(started, progress)
+            pack(args, tokenizer, progress)
         except BaseException:
-            if not state["shards"]["train"]:  # nothing that the next try could use
-                progress.unlink(missing_ok=True)
+            if not progress["shards"]["train"]:  # nothing that the next try could use
+                started.unlink(missing_ok=True)
                 (out / ".lock").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # other files stay
                     out.rmdir()
             raise
         copy_tokenizer(args.tokenizer, out)
-        progress.rename(meta)
-    print(f"{out}: complete, {dict(state['counts'])}")
+        started.rename(meta)
+    print(f"{out}: complete, {dict(progress['counts'])}")
 
 
 # ---- the loader ------------------------------------------------------------------------------
@@ -485,28 +655,36 @@ class Shards:
         if not os.path.exists(path):
             raise UserError(f"{folder}: is no finished data set, without meta.json: make it by "
                             "data.py prepare, or by runs/tiny_corpus.py --out out/tiny/data")
-        # Each shard stays open, and there may be more than the usual limit of 1,024.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self.T, self.meta = T, read_json(path)
-        self.shards, row = [], self.meta["row"]  # tokens and targets of each
+        self.T = T
+        self.meta = read_json(path)
+        self.shards = []  # tokens and targets of each
+        self.starts = []  # the first row of each
+        self.num_rows = 0
+        try:
+            row = self.meta["row"]
+            files = self.meta["shards"][split]
+        except (KeyError, TypeError) as e:
+            raise UserError(f"{path}: has no {e}: make the data set again")
         if row not in (None, T):
             raise UserError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
-        try:
-            for name, *_ in self.meta["shards"][split]:
-                path = f"{folder}/{name}"
+        for name, *_ in files:
+            path = f"{folder}/{name}"
+            try:
                 tokens = np.load(path, mmap_mode="r")
-                self.shards.append(tokens if row else (tokens, tokens[1:]))
-        except (ValueError, EOFError) as e:
-            raise UserError(f"{path}: is cut short; make the data set again ({e})")
-        rows = (len(targets) // T for _, targets in self.shards)
-        *self.starts, self.num_rows = itertools.accumulate(rows, initial=0)  # first row of each
+            except (ValueError, EOFError) as e:
+                raise UserError(f"{path}: is cut short; make the data set again ({e})")
+            shard = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
+            self.shards.append(shard)
+            self.starts.append(self.num_rows)
+            self.num_rows += len(shard[1]) // T
         if not self.num_rows:
             raise UserError(f"{folder}: has no {split} window of {T} tokens; use a smaller "
                             "--context")
-        # The rows in the random order of an epoch, given (seed, epoch).
-        self.order = functools.lru_cache(maxsize=2)(
-            lambda *key: np.random.default_rng(key).permutation(self.num_rows))
+        self.order = functools.lru_cache(maxsize=2)(self.shuffle)
+
+    def shuffle(self, seed, epoch):
+        """The rows in the random order of an epoch."""
+        return np.random.default_rng((seed, epoch)).permutation(self.num_rows)
 
     def sample(self, seed, number):
         """Ids and targets, (2, T) int64, of a sample; numbers go on from epoch to epoch."""
@@ -528,25 +706,28 @@ class Dataset:
     def __init__(self, data, split, T):
         self.folders = []
         self.parts = []  # (Shards, weight)
-        for part in data.split(","):
+        turns = []       # (when, of folder k, which of its samples)
+        for k, part in enumerate(data.split(",")):
             folder, _, weight = part.partition(":")
             if not re.fullmatch(r"([1-9]\d*)?", weight):
                 raise UserError(f"--data: {part}: a weight is a whole number, 1 or more")
+            weight = int(weight or 1)
             self.folders.append(folder)
-            self.parts.append((Shards(folder, split, T), int(weight or 1)))
-        self.turns = sorted(((i + 0.5) / weight, k, i) for k, (_, weight) in enumerate(self.parts)
-                            for i in range(weight))
-        self.num_rows = min(shards.num_rows * len(self.turns) // weight
+            self.parts.append((Shards(folder, split, T), weight))
+            turns += [((i + 0.5) / weight, k, i) for i in range(weight)]
+        self.turns = sorted(turns)
+        self.num_rows = min(shards.num_rows * len(turns) // weight
                             for shards, weight in self.parts)
 
     def fingerprint(self):
-        """What tells these tokens from others, wherever they lie: a digest of their digests."""
+        """A digest of the shards' digests and weights tells these tokens, wherever they lie."""
         content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.parts])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def batch(self, seed, step, rank, world, B):
         """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
-        numbers, samples = (step * world + rank) * B + np.arange(B), []
+        numbers = (step * world + rank) * B + np.arange(B)
+        samples = []
         for number in numbers:
             cycle, turn = divmod(number, len(self.turns))
             _, k, i = self.turns[turn]
@@ -560,11 +741,15 @@ def main():
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     flag = commands.add_parser("prepare", description=prepare.__doc__).add_argument
-    flag("--input", nargs="+", action="extend", required=True, help="files of rows or text")
+    flag("--input", nargs="+", action="extend", required=True,
+         help="files: .jsonl or .parquet of rows; .txt, .md or .rst of text")
     flag("--tokenizer", required=True, help="folder with tokenizer.model or tokenizer.json")
     flag("--out", required=True, help="folder of the data set")
     flag("--field", default="text",
          help="one column (text) or several, a,b: text, chat messages, or token ids")
+    flag("--prompt", help="a column of text that comes first and carries no loss")
+    flag("--loss", choices=("all", "assistant"), default="all",
+         help="assistant: of chats, only the assistant's messages carry loss")
     flag("--drop", nargs="+", action="extend", default=[],
          help="COLUMN=TEXT: leave out rows whose COLUMN contains TEXT, in any case; the name of a "
               "column in another one is a.b, here and in --field")

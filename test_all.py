@@ -357,6 +357,58 @@ def test_token_ids_match_tokenizers():
             assert ours.encode("Hello world", bos=True) == [128000, 9906, 1917]  # as published
             assert (ours.bos_id, ours.eos_id) == (128000, 128001)
 
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+@pytest.mark.parametrize("kind", ["qwen", "smollm2", "prefix", "merges"])
+def test_any_tokenizer_json(kind, monkeypatch):
+    """Ids are the tokenizers library's, without it for Qwen's kind and SmolLM2's."""
+    tokenizers = need("tokenizers")
+    words, bpe = tokenizers.pre_tokenizers, tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = words.Split(tokenizers.Regex(QWEN), "isolated")
+    if kind == "qwen":
+        bpe.normalizer = tokenizers.normalizers.NFC()
+    first = words.Digits(True) if kind in ("smollm2", "prefix") else split
+    last = words.ByteLevel(kind == "prefix", use_regex=first != split)
+    bpe.pre_tokenizer, bpe.decoder = words.Sequence([first, last]), tokenizers.decoders.ByteLevel()
+    bpe.train([str(HERE / "README.md")], tokenizers.trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=last.alphabet(), special_tokens=["<|endoftext|>"],
+        show_progress=False))
+    bpe.add_tokens([tokenizers.AddedToken("<think>", normalized=False, special=False)])
+    bpe.save("tokenizer.json")
+    if kind == "merges":  # in an order that is not that of ids
+        spec = read_json("tokenizer.json")
+        spec["model"]["merges"].reverse()
+        data.write_json("tokenizer.json", spec)
+    theirs = tokenizers.Tokenizer.from_file("tokenizer.json")
+    theirs.encode_special_tokens = True
+    if kind in ("qwen", "smollm2"):
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    ours = Tokenizer.load(".")
+    for text in (*HARD, "<think>\u0338 a</think> 1", "10  20 a  3\n4", "²½ 1²  ½"):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids, text[:200]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+
+def test_ends_of_text(corpus):
+    """tokenizer_config.json names what begins and ends a text, else its usual name does."""
+    spec = read_json(corpus / "task" / "tokenizer.json")
+    for name in ("<|begin_text|>", "<|end_text|>", "<|eot_id|>"):
+        spec["model"]["vocab"][name] = len(spec["model"]["vocab"]) + 3  # a gap
+        spec["added_tokens"].append(spec["added_tokens"][0] | {
+            "content": name, "id": spec["model"]["vocab"][name]})
+    data.write_json("tokenizer.json", spec)
+    eos, bos, end, eot = (token["id"] for token in spec["added_tokens"])
+    for config, wanted in (
+            ({}, (bos, eos)), ({"eos_token": "<|eot_id|>"}, (bos, eot)),
+            ({"eos_token": {"content": "<|end_text|>"}, "add_bos_token": False}, (None, end)),
+            ({"bos_token": "<|eot_id|>", "eos_token": "<|eot_id|>"}, (None, eot)),
+            ({"bos_token": "<|eot_id|>"}, (eot, eos))):
+        data.write_json("tokenizer_config.json", config)
+        tokenizer = Tokenizer.load(".")
+        assert (tokenizer.bos_id, tokenizer.eos_id) == wanted
+    assert tokenizer.decode([5, bos - 1, 7]) == tokenizer.decode([5, 7])
+
 def test_padding_of_a_vocabulary(corpus, speaker):
     """Ids that a model has and its tokenizer has not are left out of the text."""
     for folder in (corpus / "task", speaker):
@@ -387,6 +439,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
     with pytest.raises(UserError, match="meta.json"):
         Dataset("killed", "train", 8)
     os.makedirs("killed/train_000002.npy.tmp-12345678/half")  # the kill may have left such a one
+    os.makedirs("killed/notes.tmp-20261122/mine")
     os.mkdir("elsewhere")
     for name in ("killed", source):
         os.rename(name, f"elsewhere/{name}")
@@ -394,7 +447,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
     for _ in range(2):  # to the end; and nothing more to do
         call("data", *command)
         assert contents("elsewhere/killed") == contents("unbroken")
-    assert not [*Path("elsewhere").glob("**/*.tmp-*")]
+    assert [path.name for path in Path("elsewhere").glob("**/*.tmp-*")] == ["notes.tmp-20261122"]
     ids = []
     for i in range(len(list(Path("unbroken").glob("train*")))):
         for split in ("train", "val"):
@@ -409,15 +462,38 @@ def test_prepare_resumes_byte_identical(source, corpus):
 
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
 
-@pytest.mark.parametrize("row, ids", [
-    ({"a": " has 1 ", "b": "has 2\n"}, ["has 1 \nhas 2", 1]),
-    ({"a": "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"}, ["so\nit\nthe user: is", 1]),
-    ({"a": CHAT}, ["has\nUser's", 1]),
-    ({"a": [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]}, ["has\n2", 1])])
-def test_prepare_reads_fields_and_chats(row, ids):
-    """Fields and messages are joined, tags and outer blanks removed."""
-    tokenizer = SimpleNamespace(encode=lambda text, bos: [text], eos_id=1, vocab_size=9)
-    assert data.document_ids(tokenizer, row, list(row), strip_roles=True) == ids
+TURNS = [{"role": "user", "content": "has 1"}, {"role": "tool", "content": None},
+         {"role": "assistant", "content": [{"type": "text", "text": "2"}, {"type": "image"}]}]
+STYLED = [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]
+
+@pytest.mark.parametrize("row, flags, asked, said", [
+    ({"a": " has 1 ", "b": "has 2\n"}, {"field": "a,b"}, "", "|has 1 \nhas 2$"),
+    ({"a": "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"}, {}, "",
+     "|so\nit\nthe user: is$"),
+    ({"a": CHAT}, {}, "", "|has\nUser's$"), ({"a": STYLED}, {}, "", "|has\n2$"),
+    ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
+    ({"a.b": "1\n", "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
+    ({"a": [65, 66], "b": [67]}, {"field": "a,b"}, "", "ABC")])
+def test_prepare_reads_fields_and_chats(row, flags, asked, said):
+    """Fields and messages are joined, tags and outer blanks removed; a prompt carries no loss."""
+    tokenizer = SimpleNamespace(encode=lambda text, bos: [*map(ord, "|" * bos + text)],
+                                eos_id=ord("$"), vocab_size=128)
+    flags = dict(field="a", prompt=None, loss="all", strip_roles=True) | flags
+    ids, targets = data.document(tokenizer, row, SimpleNamespace(**flags))
+    assert "".join(map(chr, ids)) == asked + said
+    assert targets == [*[-100] * (len(asked) - 1), *ids[max(1, len(asked)):], -100]
+
+def test_loss_on_answers_alone(corpus):
+    """prepare --prompt: windows of ids and targets, and only an answer and its end are targets."""
+    flags = "--prompt=question", "--field=answer"
+    call("data", *prepare(corpus, corpus / "test.jsonl", "out", *flags))
+    rows = Dataset("out", "train", 4)
+    idx, targets, _ = rows.batch(0, 0, 0, 1, rows.num_rows)
+    tokenizer = Tokenizer.load("out")
+    said = Counter(tokenizer.decode([i]) for i in targets[targets != -100].tolist())
+    read = Counter(tokenizer.decode([i]) for i in idx.flatten().tolist())
+    assert said["</s>"] > 1000 and abs(said.total() - 2 * said["</s>"]) < 2
+    assert not said.keys() & {"has", "gets", "loses", "times"} and read["has"] >= said["</s>"]
 
 def test_prepare_counts_bad_documents(corpus):
     """Up to --max_bad are left out; a wrong column is said after 1,000, and nothing is written."""
@@ -458,6 +534,8 @@ def test_mixture_follows_its_weights(corpus):
         mine = chosen == k
         assert far(mine.cumsum(0)[:, 0], torch.arange(1, 801) * weight / 8) < 1
         assert numbers[mine].tolist() == list(range(100 * weight))
+    other = Dataset(f"{corpus}/task:5,{corpus}/task,{corpus}/task:3", "val", 26)
+    assert other.fingerprint() != mixture.fingerprint()
 
 # ---------------------------------------------------------------------------- the embedded corpus
 def count(story, _):
