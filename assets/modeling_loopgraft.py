@@ -35,6 +35,8 @@ class LoopgraftConfig(PretrainedConfig):
                      "tie_word_embeddings": "tie_embeddings"}
     has_no_defaults_at_init = True    # sizes are config.json's
     norm: str = "pre"                 # pre: Llama; post: OLMo-2, with norms on q and k
+    head_norm: bool = False           # Qwen3: a norm on each head of q and of k
+    qkv_bias: bool = False            # Qwen2: biases on q, k and v
     rope_scaling: dict | None = None  # the "llama3" scaling
     tie_embeddings: bool = False
     noise_seed: int = 0               # of the initial state
@@ -65,8 +67,16 @@ class RMSNorm(nn.RMSNorm):
         return x.to(self.weight.dtype) * self.weight
 
 
+class HeadNorm(RMSNorm):
+    """Qwen3 normalises each head of x (B, T, H * D) by itself."""
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (-1, *self.normalized_shape))
+        return super().forward(heads).flatten(-2)
+
+
 class Linear(nn.Linear):
-    """x W^T in the dtype of W."""
+    """x W^T, perhaps with a bias, in the dtype of W."""
 
     def forward(self, x):
         return super().forward(x.to(self.weight.dtype))
@@ -115,17 +125,20 @@ class Attention(nn.Module):
         self.num_key_value_groups = config.n_heads // config.num_key_value_heads
         q, kv = config.n_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.split = (q, kv, kv)
-        self.Wqkv = Linear(config.n_embd, q + 2 * kv, bias=False)
+        self.Wqkv = Linear(config.n_embd, q + 2 * kv, bias=config.qkv_bias)
         self.proj = Linear(q, config.n_embd, bias=False)
-        if config.norm == "post":  # OLMo-2 normalises over all heads together, before the split
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.head_norm:
+            self.q_norm = HeadNorm(self.head_dim, config.norm_eps)
+            self.k_norm = HeadNorm(self.head_dim, config.norm_eps)
+        elif config.norm == "post":  # OLMo-2 normalises all heads together
             self.q_norm = RMSNorm(q, config.norm_eps)
             self.k_norm = RMSNorm(kv, config.norm_eps)
 
     def forward(self, x, rope, mask, past_key_values, slot, columns, **rest):
         self.layer_idx = slot  # a paged cache looks for it here
         q, k, v = self.Wqkv(x).split(self.split, dim=-1)
-        if self.config.norm == "post":
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         q, k = apply_rotary_pos_emb(q, k, *(t.type_as(q) for t in rope))
         if past_key_values is not None:
