@@ -3,10 +3,10 @@ Measure training and decoding, and draw results.
 
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
-    python bench.py decode --peer                # beside transformers' Llama, as deep when unrolled
     python bench.py decode --model out/tiny/task --ways "kv=1;exit=kl,exit_threshold=0.01"
     python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each task
     python bench.py plot out/fig4 out/fig5       # loss curves of runs, from their log.jsonl
+    python bench.py plot out/*/eval_*.json --table     # all scores, a line for each model and r
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
 weights: the speed of a token does not depend on their values. Each speed is the median of repeated
@@ -29,7 +29,7 @@ import torch
 from data import Parser, cli, describe, natural, positive, read_json
 from model import Config, RecurrentLM, UserError
 from muon import Optimizer, clip_factor
-from sample import add_decoding_arguments, compile_decoding, decoding, generate, parse_steps
+from sample import Decoder, add_decoding_arguments, decoding, parse_steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -41,7 +41,6 @@ def main():
     flag("--dtype", choices=("float32", "bfloat16"), default="float32")
     flag("--repeat", type=positive, default=5, help="timed runs of each figure")
     flag("--no_compile", action="store_true", help="do without torch.compile")
-    flag("--peer", action="store_true", help="time transformers' Llama of the same depth, too")
 
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -63,6 +62,7 @@ def main():
     flag("results", nargs="+", help="result files, or folders of runs")
     flag("--x", choices=AXES, help="default: steps of results, update of runs")
     flag("--labels", help="comma-separated names, one a file; equal ones share a curve")
+    flag("--table", action="store_true", help="print all scores in Markdown instead")
     flag("--out", help=".png or .svg; default: named after the first input")
 
     args = parser.parse_args()
@@ -91,9 +91,16 @@ def bench(args):
     n = 8192 if DEVICE == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
     peak = measure(lambda: a @ b, 2 * n**3, args)["tokens_per_s"]
-    result = {"device": describe(model)[0], "threads": torch.get_num_threads(),
-              "torch": torch.__version__, "dtype": args.dtype, "matmul_peak": peak, "rows": []}
-    for row in (bench_train if args.command == "train" else bench_decode)(model, args):
+    result = {
+        "device": describe(model)[0],
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": args.dtype,
+        "matmul_peak": peak,
+        "rows": [],
+    }
+    run = bench_train if args.command == "train" else bench_decode
+    for row in run(model, args):
         if "k" in row:
             row["mfu"] = row["tokens_per_s"] * model.flops_per_token((row["n"], row["k"])) / peak
         if DEVICE == "cuda":
@@ -105,6 +112,13 @@ def bench(args):
     print(json.dumps(result))
 
 
+def clock():
+    """Seconds, once the device has done all that it was told."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def measure(run, count, args, **row):
     """
     Time run(), which handles `count` tokens, args.repeat times after a warm-up. Returns `row` with
@@ -112,72 +126,47 @@ def measure(run, count, args, **row):
     """
     seconds = []
     for _ in range(args.repeat + 1):
-        start = time.perf_counter()
+        began = clock()
         run()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - began)
     first, *rest = seconds
-    return row | {"tokens_per_s": count / statistics.median(rest), "low": count / max(rest),
-                  "high": count / min(rest), "first_s": first}
-
-
-def llama(c, r):
-    """transformers' Llama with random weights and the depth that r recurrences unroll to."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.n_embd,
-        intermediate_size=c.n_ffn,
-        num_hidden_layers=c.n_prelude + r * c.n_core + c.n_coda,
-        num_attention_heads=c.n_head,
-        num_key_value_heads=c.n_kv_head,
-        head_dim=c.head_dim,
-    )
-    return LlamaForCausalLM(config).to(DEVICE)
+    return row | {
+        "tokens_per_s": count / statistics.median(rest),
+        "low": count / max(rest),
+        "high": count / min(rest),
+        "first_s": first,
+    }
 
 
 # ------------------------------------------------------------------------------- training
 
 def bench_train(model, args):
     """
-    Time one optimizer update for each (n, k), as train.py makes it: in bfloat16 the optimizer works
-    on float32 master weights. Compiling happens in the warm-up, so first_s shows what it takes.
+    Time one optimizer update of one micro-batch for each (n, k), as train.py makes it: in bfloat16
+    the optimizer works on float32 master weights. Compiling happens in the warm-up, so first_s
+    shows what it takes. update_s: the optimizer's part, which a run pays once for all micro-batches
+    of an update.
     """
     shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     optimizer = Optimizer(model.named_parameters(), lr=1e-3, adam_lr=5e-5,
                           weight_decay=1e-4, rule=args.optimizer)
+    spent = []
     if not args.no_compile:
         model.compile_parts()
 
     def update():
         model(idx, targets, (n, k))[1].backward()
         optimizer.accumulate()
+        began = clock()
         optimizer.step(1.0, clip_factor(optimizer.reduce().item(), 1.0))
+        spent.append(clock() - began)
 
     for n, k in args.steps:
-        yield measure(update, idx.numel(), args, n=n, k=k)
-        if args.peer:
-            yield train_peer(llama(model.config, n + k), idx, targets, args, n + k)
-
-
-def train_peer(peer, idx, targets, args, r):
-    """
-    Time an update of transformers' model, eager, by torch's fused AdamW. In bfloat16 it keeps
-    float32 weights and runs under autocast, as its users train.
-    """
-    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
-
-    def update():
-        with torch.autocast(DEVICE, torch.bfloat16, args.dtype == "bfloat16"):
-            loss = peer(idx, labels=idx, shift_labels=targets, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return measure(update, idx.numel(), args, name="transformers", r=r)
+        spent.clear()
+        row = measure(update, idx.numel(), args, n=n, k=k)
+        row["update_s"] = statistics.median(spent)
+        yield row
 
 
 def n_plus_k(text):
@@ -196,8 +185,7 @@ def bench_decode(model, args):
     of_saving: an exit saves in theory the fixed r over its mean recurrences, as if the prelude, the
     coda and the prompts were free. This share of it is what the clock shows.
     """
-    if not args.no_compile:
-        compile_decoding(model)
+    decoder = Decoder(model, not args.no_compile)
     torch.manual_seed(0)
     idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
     for r in args.steps:
@@ -205,45 +193,33 @@ def bench_decode(model, args):
             took = []  # recurrences of each token
 
             def run():
-                tokens = generate(model, idx.tolist(), args.tokens, r, **options)
-                took[:] = [recurrences for _, _, recurrences in tokens]
+                took.clear()
+                for _, _, recurrences in decoder.generate(idx.tolist(), args.tokens, r, **options):
+                    took.append(recurrences)
 
             row = measure(run, len(idx) * args.tokens, args, r=r, way=way)
             row["mean_steps"] = statistics.fmean(took)
-            if drafts := options["draft_steps"]:  # what a token with a right draft takes
-                row["accepted"] = took.count(drafts) / len(took)
+            if options["draft_steps"]:  # what a right draft takes
+                row["accepted"] = took.count(options["draft_steps"]) / len(took)
             if not way:
                 plain = row["tokens_per_s"]
             if options["exit"] and r:
                 row["of_saving"] = row["tokens_per_s"] / plain * row["mean_steps"] / r
             yield row
-        if args.peer:
-            yield decode_peer(llama(model.config, r), idx.to(DEVICE), args, r)
 
 
 def parse_ways(text):
     """
-    'kv=1;exit=kl,min_steps=2' -> {"": {...}, "kv=1": {"kv": 1, ...}, ...}, settings of
+    'kv=1;exit=kl,exit_every=4' -> {"": {...}, "kv=1": {"kv": 1, ...}, ...}, settings of
     sample.py. The first is plain decoding.
     """
-    parser, ways = Parser(), {}
+    parser = Parser()
     add_decoding_arguments(parser)
+    ways = {}
     for way in ["", *text.split(";")]:
         flags = [f"--{setting}" for setting in way.split(",") if setting]
         ways[way] = decoding(parser.parse_args(flags))
     return ways
-
-
-def decode_peer(peer, idx, args, r):
-    """Time transformers' greedy generate() with its own cache."""
-    peer.to(getattr(torch, args.dtype)).eval()
-    mask = torch.ones_like(idx)  # without it, ids equal to the padding's would be padding
-
-    def run():
-        peer.generate(idx, attention_mask=mask, do_sample=False, pad_token_id=0,
-                      min_new_tokens=args.tokens, max_new_tokens=args.tokens)
-
-    return measure(run, len(idx) * args.tokens, args, name="transformers", r=r)
 
 
 # ------------------------------------------------------------------------------- drawing
@@ -258,17 +234,21 @@ AXES = {
     "flops": "training FLOPs (the paper's rule)",
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
+POINTS = 10  # of a curve, in words
 
 
 def plot(args):
-    """Draw result files, the losses of runs, or a file's own figures."""
+    """Draw result files, the losses of runs, or a file's own figures. Or print a table."""
     # out/fig3* has an earlier picture of itself, too.
     paths = [path for path in args.results if not path.endswith(".png")] or args.results
     labels = args.labels.split(",") if args.labels else paths
     if len(labels) != len(paths):
         raise UserError(f"--labels: {len(labels)} labels for {len(paths)} files")
+    if args.table:
+        return print_table(labels, paths)
     axis = args.x or ("update" if Path(paths[0]).is_dir() else "steps")
-    figures, found = [], {}  # {(title, words for y): curves}
+    figures = []
+    found = {}  # {(title, words for y): curves}
     for label, path in zip(labels, paths):
         if Path(path).is_dir():
             points = losses(label, path, axis)
@@ -300,10 +280,12 @@ def losses(label, folder, axis):
     if axis not in ("update", "flops"):
         raise UserError(f"--x {axis}: the losses of a run are over its update or flops")
     with open(f"{folder}/log.jsonl") as f:
-        for line in map(json.loads, f):
-            found = {f"{label}, validation at r = {r}": x for r, x in line.get("val", {}).items()}
-            for curve, loss in (found or {label: line["loss"]}).items():
-                yield "", "loss", curve, line[axis], loss, None
+        for entry in map(json.loads, f):
+            if "val" not in entry:
+                yield "", "loss", label, entry[axis], entry["loss"], None
+            for r, loss in entry.get("val", {}).items():
+                depth = f" at r = {r}" if int(r) else ""
+                yield "", "loss", f"{label}, validation{depth}", entry[axis], loss, None
 
 
 def scores(label, result, axis):
@@ -313,23 +295,48 @@ def scores(label, result, axis):
     train.py never touched is one over the training.
     """
     for row in result.get("results", []):
-        r, curve = row["steps"], label
+        r = row["steps"]
+        curve = label
         config = Config(**result["config"])
         x = result.get("training", {}) | {"steps": r if config.n_core else None}
         x["token_flops"] = RecurrentLM.empty(config).flops_per_token((0, r)) // 3
         if config.n_core and axis in ("update", "flops"):
             curve += f", r = {r}"
         title = row.get("task", result.get("task", ""))
-        metric = row["metric"].replace("flexible", "accuracy")
-        yield title, metric, curve, x.get(axis), row["value"], row.get("standard_error")
+        yield title, metric_of(row), curve, x.get(axis), row["value"], row.get("standard_error")
+
+
+def metric_of(row):
+    return row["metric"].replace("flexible", "accuracy")
+
+
+def print_table(labels, paths):
+    """Print the scores of result files in %, in Markdown: a line for each model and r."""
+    table = {}  # {(label, r): {column: words}}
+    columns = {}  # a dict keeps their order
+    for label, path in zip(labels, paths):
+        result = read_json(path)
+        for row in result.get("results", []):
+            column = f"{row.get('task', result.get('task', ''))} {metric_of(row)}"
+            columns[column] = None
+            error = row.get("standard_error")
+            words = f"{100 * row['value']:.1f}" + (f" ± {100 * error:.1f}" if error else "")
+            table.setdefault((label, row["steps"]), {})[column] = words
+    print("", "model", "r", *columns, "", sep=" | ")
+    print("|", "--- | " * (2 + len(columns)))
+    for (label, r), cells in sorted(table.items()):
+        words = [cells.get(column, "") for column in columns]
+        print("", label, r or "-", *words, "", sep=" | ")
 
 
 def draw(figures, out):
-    """Print each curve as a line of x: y ± error, then draw the figures side by side."""
+    """Print some points of each curve as x: y ± error, then draw the figures side by side."""
     for figure in figures:
         print(f"{figure['title'] or figure['y']} over {figure['x']}")
         for label, points in figure["curves"].items():
-            print(f"  {label:32s}", *map(in_words, points), sep="   ")
+            every = math.ceil(len(points) / POINTS)
+            shown = points[:-1:every] + points[-1:]
+            print(f"  {label:32s}", *map(in_words, shown), sep="   ")
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -353,16 +360,23 @@ def in_words(point):
 def draw_panel(panel, figure):
     """Draw a figure on a panel, matplotlib's axes."""
     lines = []
+    colors = {}  # {run: color}; its validation has it, too, dashed
     for i, (label, points) in enumerate(figure["curves"].items()):
+        run, _, validation = label.partition(", validation")
+        style = {
+            "label": label,
+            "color": colors.setdefault(run, f"C{len(colors)}"),
+            "linestyle": "--" if validation else "-",
+        }
         known = [point for point in points if point[0] is not None]
         x, y, error = zip(*(known or points))
         if x[0] is None:
-            lines.append(panel.axhline(y[0], color=f"C{i}", ls="--", label=label))
+            lines.append(panel.axhline(y[0], **style | {"linestyle": "--"}))
         else:
             # Hollow marks of several shapes: curves that lie on each other can be told apart.
             marker = "os^Dv*PX"[i % 8] if len(x) < 20 else ""
-            lines.append(panel.errorbar(x, y, [e or 0 for e in error], color=f"C{i}", label=label,
-                                        marker=marker, mfc="none"))
+            error = [e or 0 for e in error]
+            lines.append(panel.errorbar(x, y, error, marker=marker, mfc="none", **style))
     panel.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
     if figure.get("x_log"):
         panel.set_xscale("log", base=figure["x_log"])
