@@ -1,8 +1,9 @@
 """
 GSM8K over recurrences: the same questions, answered by one model at several depths r.
 
-    python eval_gsm8k.py --model out/llama-4-6-4 --data gsm8k/test.jsonl --steps 1,2,4,8,16,32
-    torchrun --nproc_per_node=4 eval_gsm8k.py --model out/llama-4-6-4 --data gsm8k/test.jsonl
+    python eval_gsm8k.py --model out/llama-4-6-4 --steps 1,2,4,8,16,32
+    torchrun --nproc_per_node=4 eval_gsm8k.py --model out/llama-4-6-4
+    python eval_gsm8k.py --model out/my-task --data my_task.jsonl --template plain
 
 Unusual: every question is answered once per r. All else follows the paper, which used
 lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32, at most 256 new
@@ -10,8 +11,9 @@ tokens. "flexible" scores the last number of the output, "strict" the one after 
 Answers depend a little on --seed, since s_0 is noise. Caches, exits and drafts are those of
 sample.py. A feed-forward model has no r and gets one row.
 
-Each line of --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty",
-such as the number of sentences, accuracy is broken down by it.
+Without --data, the test set of GSM8K is fetched once, to out/data/gsm8k/test.jsonl. Each line of
+--data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the
+number of sentences, accuracy is broken down by it.
 
 Each batch appends its answers to OUT.jsonl, one line per question and r. The first line holds the
 settings, and digests of the weights and the questions. The same command resumes an evaluation that
@@ -25,17 +27,23 @@ import os
 import re
 import sys
 import time
-from itertools import chain, islice, product
+from itertools import chain, product
 from pathlib import Path
 
+import requests
 import torch
 import torch.distributed as dist
 
 from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, positive, say, whole,
                   write_result)
 from model import UserError
-from sample import (add_decoding_arguments, add_evaluation_arguments, answer_batch, decoding,
-                    load_model)
+from sample import (COMPILE, Decoder, add_decoding_arguments, add_evaluation_arguments,
+                    answer_batch, check_out, decoding, load_model)
+
+GSM8K = Path("out/data/gsm8k/test.jsonl")
+SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+          "test.jsonl")
+SHA256 = "3730d312f6e34405"  # its first digits: digest()
 
 # The chain-of-thought examples of Wei et al. (arXiv 2201.11903), in the harness's order.
 EXAMPLES = """\
@@ -83,12 +91,30 @@ INVALID = "[invalid]"
 
 # ---- questions and answers --------------------------------------------------------------------
 
+def fetch_gsm8k():
+    """The path of GSM8K's 1,319 test questions. They come from GitHub at the first call."""
+    if not GSM8K.exists():
+        try:
+            answer = requests.get(SOURCE, timeout=60)
+            answer.raise_for_status()
+        except requests.RequestException as e:
+            raise UserError(f"{SOURCE}: cannot be fetched: save it as {GSM8K} ({e!r:.200})")
+        with whole(GSM8K) as new:
+            new.write_bytes(answer.content)
+    if digest(GSM8K) != SHA256:
+        raise UserError(f"{GSM8K}: is not GSM8K's test set: delete it, or name a file with --data")
+    return GSM8K
+
+
 def read_questions(path, limit=None):
-    """The first `limit` lines of a .jsonl file (see the top) as a list of dicts."""
+    """
+    The lines of a .jsonl file (see the top) as a list of dicts; with a limit, so many of them,
+    evenly spread, since files are often sorted.
+    """
     rows = []
     try:
-        with open(path, encoding="utf-8") as f:
-            for line in islice(filter(str.strip, f), limit):  # leaves out empty lines
+        with open(path, encoding="utf-8-sig") as f:
+            for line in filter(str.strip, f):  # leaves out empty lines
                 row = {"difficulty": None} | json.loads(line) | {"index": len(rows)}
                 row |= {key: str(row[key]) for key in ("question", "answer")}
                 rows.append(row)
@@ -97,7 +123,17 @@ def read_questions(path, limit=None):
                         f'"answer" ({e!r})')
     if not rows:
         raise UserError(f"{path}: holds no questions")
-    return rows
+    try:
+        levels(rows)
+    except TypeError as e:
+        raise UserError(f'{path}: "difficulty" must be a number in each line, or a text ({e})')
+    count = min(limit or len(rows), len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def levels(rows):
+    """The difficulties of questions, in order."""
+    return sorted({row["difficulty"] for row in rows} - {None})
 
 
 def make_prompt(question, template="cot", shots=1):
@@ -136,12 +172,13 @@ METRICS = {"flexible": flexible_extract, "strict": strict_extract}
 
 # ---- decoding ---------------------------------------------------------------------------------
 
-def answer_questions(model, tokenizer, rows, r, args):
+def answer_questions(decoder, tokenizer, rows, r, args):
     """Answer a batch of rows at depth r -> their lines of the file of answers."""
     began = time.perf_counter()
     prompts = [row["ids"] for row in rows]
     stops = STOPS if args.template == "cot" else ()
-    found = answer_batch(model, tokenizer, prompts, args.max_new_tokens, stops, r, **decoding(args))
+    found = answer_batch(decoder, tokenizer, prompts, args.max_new_tokens, stops, r,
+                         **decoding(args))
     seconds = (time.perf_counter() - began) / len(rows)
     lines = []
     for row, text, tokens, recurrences in zip(rows, *found):
@@ -153,7 +190,7 @@ def answer_questions(model, tokenizer, rows, r, args):
     return lines
 
 
-def answer_rest(model, tokenizer, rows, steps, answers, path, args):
+def answer_rest(decoder, tokenizer, rows, steps, answers, path, args):
     """
     Answer what is missing in `answers`, {(r, index): line}, and add it there and to the file. In
     each round every process answers one batch, and rank 0 writes.
@@ -171,7 +208,7 @@ def answer_rest(model, tokenizer, rows, steps, answers, path, args):
         parts = [[]] * WORLD
         if first + RANK < len(todo):
             r, batch = todo[first + RANK]
-            parts[RANK] = answer_questions(model, tokenizer, batch, r, args)
+            parts[RANK] = answer_questions(decoder, tokenizer, batch, r, args)
         if WORLD > 1:
             dist.all_gather_object(parts, parts[RANK])
         new = {(line["steps"], line["index"]): line for line in chain(*parts)}
@@ -198,7 +235,7 @@ def read_answers(path, settings):
         answers = {(line["steps"], line["index"]): line for line in answers}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: is damaged or not a file of answers: name another with --out")
-    check_settings(path, first, settings)
+    check_settings(path, first, settings, "name another with --out")
     return answers
 
 
@@ -216,13 +253,12 @@ def score(rows, answers, r, metric):
 
 def summarise(rows, answers, steps, metrics):
     """The "results" of write_result(): a dict for each r and metric."""
-    levels = sorted({row["difficulty"] for row in rows} - {None})
     results = []
     for r, metric in product(steps, metrics):
         result = {"steps": r, "metric": metric, "by_difficulty": {}}
         keys = "value", "standard_error", "n", "mean_steps"
         result |= zip(keys, score(rows, answers, r, metric))
-        for level in levels:
+        for level in levels(rows):
             part = [row for row in rows if row["difficulty"] == level]
             result["by_difficulty"][str(level)] = score(part, answers, r, metric)
         results.append(result)
@@ -249,18 +285,21 @@ def print_table(results, config, args):
 def parse_args():
     p = Parser(description="GSM8K over recurrences.")
     flag = p.add_argument
-    flag("--data", required=True, help='.jsonl with "question" and "answer"')
+    flag("--data", help='.jsonl with "question" and "answer"; default: GSM8K')
+    flag("--limit", type=positive, help="so many questions only, evenly spread over the file")
     flag("--template", choices=("cot", "plain"), default="cot",
          help="cot: the paper's prompt (default); plain: the question alone")
     flag("--shots", type=int, choices=range(9), default=1,
          help="examples in the prompt; default: 1, as in the paper")
     flag("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
-    flag("--task", help="what tables and pictures call the questions; default: --data")
+    flag("--task", help="what tables and pictures call the questions; default: the file's name")
+    flag("--compile", action="store_true", help=COMPILE)
     add_evaluation_arguments(p)
     add_decoding_arguments(p)
     args = p.parse_args()
+    args.task = args.task or Path(args.data or "GSM8K").name
+    args.data = args.data or fetch_gsm8k()
     args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
-    args.task = args.task or args.data
     return args
 
 
@@ -271,8 +310,9 @@ def main():
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(args.device)
+    check_out(args.out)
     rows = read_questions(args.data, args.limit)
-    model, tokenizer = load_model(args.model, args.device, args.dtype, args.compile)
+    model, tokenizer = load_model(args.model, args.device, args.dtype)
     config = model.config
     steps = args.steps if config.n_core else [0]
     if args.max_new_tokens >= config.context:
@@ -291,13 +331,15 @@ def main():
     settings["questions"] = digest(args.data)
     settings["weights"] = digest(f"{model.folder}/model.safetensors")
     answers = read_answers(path, settings)
+    depths = f" at r = {steps}" if config.n_core else ""
     if RANK == 0:
         # A process that reads the file only now finds the same answers there.
         with whole(path) as new, open(new, "w") as f:
             f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
-        print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions at r = {steps};"
-              f" {path} holds {len(answers)} answers", file=sys.stderr)
-    answer_rest(model, tokenizer, rows, steps, answers, path, args)
+        print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions{depths}; "
+              f"{path} holds {len(answers)} answers", file=sys.stderr)
+    decoder = Decoder(model, args.compile)
+    answer_rest(decoder, tokenizer, rows, steps, answers, path, args)
     if RANK == 0:
         # Earlier commands may have answered all of these questions at other r.
         steps = [r for r in sorted({r for r, _ in answers})
@@ -307,9 +349,9 @@ def main():
         results = summarise(rows, answers, steps, metrics)
         seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
         tokens = sum(answer["tokens"] for answer in answers.values())
+        print_table(results, config, args)
         write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
                      n=len(rows), settings=settings)
-        print_table(results, config, args)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 
 
