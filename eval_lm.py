@@ -17,6 +17,8 @@ like are text here. More --steps extend an existing file; other settings need an
 
 In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
+import hashlib
+import json
 import os
 import random
 import time
@@ -27,7 +29,8 @@ import torch
 from data import (Parser, check_settings, cli, digest, natural, positive, read_json,
                   write_result)
 from model import UserError
-from sample import add_evaluation_arguments, answer_batch, decoding, load_model
+from sample import (Decoder, add_evaluation_arguments, answer_batch, check_out, decoding,
+                    load_model)
 
 try:
     from lm_eval import defaults, evaluator, utils
@@ -55,6 +58,7 @@ class Harness(TemplateLM):
                  state="noise", max_length=None):
         super().__init__()
         self.model, self.tokenizer = load_model(folder, device, dtype)
+        self.decoder = Decoder(self.model)
         self.steps = steps if self.model.config.n_core else [0]
         self.r = self.steps[-1]
         self.batch_size = batch_size
@@ -181,7 +185,7 @@ class Harness(TemplateLM):
             jobs.sort(reverse=True)
             for first in tqdm(range(0, len(jobs), self.batch_size), f"texts at r = {self.r}"):
                 _, indices, prompts = zip(*jobs[first:first + self.batch_size])
-                found, counts, _ = answer_batch(self.model, self.tokenizer, prompts, new, stops,
+                found, counts, _ = answer_batch(self.decoder, self.tokenizer, prompts, new, stops,
                                                 self.r, seed=self.seed, state=self.state)
                 texts.update(zip(indices, found))
                 self.tokens += sum(counts)
@@ -233,45 +237,64 @@ def evaluate(lm, tasks, limit=None):
     return results
 
 
+def digest_documents(tasks):
+    """What tells the questions of tasks from those of another version: a digest of all."""
+    sha = hashlib.sha256()
+    for name, task in sorted(tasks["tasks"].items()):
+        for document in task.eval_docs:
+            sha.update(json.dumps([name, document], sort_keys=True, default=str).encode())
+    return sha.hexdigest()[:16]
+
+
 def print_table(results):
     """A line for each task, metric and r."""
     for x in sorted(results, key=lambda x: (x["task"], x["metric"], x["steps"])):
+        r = f"r = {x['steps']}" if x["steps"] else ""
         error = "" if x["standard_error"] is None else f" ± {x['standard_error']:.2g}"
-        print(f"{x['task']:24} {x['metric']:24} r = {x['steps']:<5} {x['value']:.4g}{error}")
+        print(f"{x['task']:24} {x['metric']:24} {r:10}{x['value']:.4g}{error}")
 
 
-def main():
+def parse_args():
     p = Parser(description="Tasks of lm-evaluation-harness over recurrences.")
     flag = p.add_argument
     flag("--tasks", required=True, help="names, comma-separated")
+    flag("--limit", type=positive,
+         help="the first so many questions of a task, which are those that the harness takes")
     flag("--include_path", help="a folder with .yaml files of further tasks")
     flag("--num_fewshot", type=natural, help="default: as the task says, or else none")
     flag("--max_length", type=positive,
          help="tokens of a row; default: the model's context")
     add_evaluation_arguments(p)
     args = p.parse_args()
+    args.out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
+    return args
+
+
+def main():
+    args = parse_args()
     if TemplateLM is object:
         raise UserError('eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate '
                         f'({missing})')
+    check_out(args.out)
     lm = Harness(args.model, args.steps, args.batch_size, args.device, args.dtype, args.seed,
                  args.state, args.max_length)
+    tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     keys = "tasks", "num_fewshot", "limit", "max_length", "dtype"
     settings = {key: getattr(args, key) for key in keys} | decoding(args)
     settings["weights"] = digest(f"{lm.model.folder}/model.safetensors")
-    out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
+    settings["documents"] = digest_documents(tasks)
     earlier = []
-    if os.path.exists(out):
-        earlier = read_json(out)
-        check_settings(out, earlier.get("settings", {}), settings)
+    if os.path.exists(args.out):
+        earlier = read_json(args.out)
+        check_settings(args.out, earlier.get("settings", {}), settings, "name another with --out")
         earlier = [x for x in earlier["results"] if x["steps"] not in lm.steps]
-    tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     began = time.perf_counter()
     results = sorted(earlier + evaluate(lm, tasks, args.limit), key=lambda x: x["steps"])
     seconds = time.perf_counter() - began
-    write_result(out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
-                 settings=settings)
     print_table(results)
-    print(f"{lm.model.folder}: {lm.tokens} tokens in {seconds:.1f} s: {out}")
+    write_result(args.out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
+                 settings=settings)
+    print(f"{lm.model.folder}: {lm.tokens} tokens in {seconds:.1f} s: {args.out}")
 
 
 if __name__ == "__main__":
