@@ -264,7 +264,6 @@ class RecurrentLM(nn.Module):
         c = config
         self.config = config
         self.folder = None
-        self.compiled = False
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         if c.n_core and c.adapter == "linear":
@@ -466,20 +465,18 @@ class RecurrentLM(nn.Module):
         angle = torch.arange(T, device=device)[:, None, None] * f
         return angle.cos(), angle.sin()
 
-    def compile_parts(self, dynamic=None):
+    def compile_parts(self, **how):
         """
         torch.compile the three parts, in place. The core is compiled once for all recurrences.
-        dynamic: True for decoding, where lengths differ from call to call. UserError if this
-        machine cannot compile.
+        how: torch.compile's arguments. UserError if this machine cannot compile.
         """
         try:
             torch.compile(torch.sin)(self.norm_f.weight.data)
         except RuntimeError as e:
             raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
-        self.compiled = True
         torch._dynamo.config.recompile_limit = 32  # one row, few rows, many; views of the cache
         for part in ("run_prelude", "run_core", "run_coda"):
-            setattr(self, part, torch.compile(getattr(self, part), dynamic=dynamic))
+            setattr(self, part, torch.compile(getattr(self, part), **how))
 
     # ------------------------------------------------------------------ counting, initialising
 

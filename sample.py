@@ -10,7 +10,7 @@ Decoding: an exact KV cache for recurrent depth, drafts, exits, and text streame
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r:
-  prelude + r * core + coda slots. --kv 1 keeps one slot a core layer, whatever r is.
+  prelude + r * core + coda slots. --kv 1 keeps one slot a core layer at any r.
 - The recurrences of a token depend on earlier tokens only. So a cheap draft's recurrences are the
   first ones of the full answer, and nothing is computed twice.
 - All recurrences share their weights, so one pass may take rows of a batch that are at different
@@ -18,9 +18,12 @@ What is unusual here:
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position follows from
   (seed, position) alone, whatever else is in the batch. --state zero goes without noise.
 
+Read downwards: the cache, a batch of texts, three ways to decode, then the command.
+
 The model's text goes to stdout, everything else to stderr.
 """
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -28,20 +31,25 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
-from data import Parser, check_tokenizer, cli, describe, natural, positive, rate, read_json, say
+from data import (Parser, check_tokenizer, cli, describe, find_gpu, natural, positive, rate,
+                  read_json, say, seeds)
 from model import Linear, RecurrentLM, UserError
 
-DRAFTS = 12     # drafts of a row before they are verified
+DRAFTS = 12     # drafts of a row before the model checks them
+TOO_FEW = 2     # right drafts of a round, below which drafts do not pay, see speculative()
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens of a row in one pass
 FEW_ROWS = 4    # up to so many rows plain sums beat a CPU library's products
+COMPILE = "torch.compile: a minute at first, then about twice as fast"  # --compile's help
 
 
 @dataclass
@@ -56,10 +64,11 @@ class Decoding:
     exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
     exit_threshold: float = 0.001   # in nats
     exit_every: int = 2           # recurrences between two looks, cut to the gcd with r
-    min_steps: int = 1            # no token stops earlier
     draft_steps: int = 0          # recurrences of a draft (0: off), see speculative()
 
     def __post_init__(self):
+        if self.exit == "off":
+            self.exit = None
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
         if self.draft_steps and (self.exit or self.kv):
@@ -71,8 +80,8 @@ class Decoding:
 @dataclass
 class LayerCache:
     """
-    What Attention gets of the cache: keys and values of one layer. Indices say where it writes the
-    tokens of this pass, and what of it these attend to.
+    The cache as Attention sees it: keys and values of one layer. Indices say where it writes the
+    tokens of this pass, and what these attend to.
     """
     keys: torch.Tensor    # (rows, columns, n_kv_head, head_dim), or (rows, slots, columns, ...)
     values: torch.Tensor
@@ -83,13 +92,14 @@ class LayerCache:
         """k, v (rows, n_kv_head, T, head_dim) of new tokens -> all that these attend to."""
         self.keys[self.write] = k.transpose(1, 2)
         self.values[self.write] = v.transpose(1, 2)
-        k, v = self.keys[self.read], self.values[self.read]
+        k = self.keys[self.read]
+        v = self.values[self.read]
         return k.transpose(1, 2), v.transpose(1, 2)
 
 
 @dataclass
 class Pass:
-    """The tokens of one pass: where they stand, what they see, where they are written."""
+    """The tokens of one pass: their angles, what they see, where they are written."""
     rope: tuple           # cos and sin, (rows, T, 1, head_dim / 2)
     mask: torch.Tensor    # (rows, 1, groups * T, width): 0 for what is seen, else -inf
     write: tuple          # (rows, columns) of their keys and values
@@ -98,35 +108,54 @@ class Pass:
 
 class Decoder:
     """
-    B texts in the middle of being decoded at depth r: the cache, and one pass at a time.
+    A model that decodes one batch of texts after another: their cache, and one pass at a time.
 
     The token at position p of a row keeps its keys and values in column p, and no token sees later
-    columns. So texts of any lengths share a batch without padding, and to roll back means to
-    continue from an earlier position. `columns`: the longest text, with what is to come.
+    columns. So texts of any lengths share a batch without padding, and going back to an earlier
+    position undoes what came after it.
 
-    cache: for each part its layers' [keys, values], (B, slots, columns, n_kv_head, head_dim). The
-    core has a slot for each recurrence, prelude and coda have one.
+    cache: for each part its layers' [keys, values], (rows, slots, columns, n_kv_head, head_dim).
+    The core has a slot for each recurrence, prelude and coda have one. A batch of the same size
+    takes over the cache. Compiled on CUDA, so it does the step that was recorded for it.
     """
 
-    def __init__(self, model, r, B, columns, options):
-        c, weight = model.config, model.embed.weight
-        self.model, self.r = model, r
-        self.graph = None  # see step()
-        self.views = {}    # see caches()
+    def __init__(self, model, compile=False):
+        self.model = model
+        self.compiled = compile
+        self.records = compile and model.embed.weight.is_cuda
+        self.size = None
+        # cuDNN would plan every new shape anew, for up to 0.4 s.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if self.records:  # tries tilings: by its documentation 30% faster for one row
+            model.compile_parts(dynamic=True, options={"coordinate_descent_tuning": True})
+        elif compile:
+            sum_few_rows(model)
+            model.compile_parts(dynamic=True)
+
+    def make_room(self, r, rows, columns, options):
+        """Get ready for `rows` texts at depth r. columns: the longest, with what is to come."""
+        if self.size == (r, rows, columns, options):
+            return
+        self.size = r, rows, columns, options
+        self.r = r
+        self.columns = columns
         self.slots = min(r, options.kv or r)
-        self.limit = columns  # rows that have ended stay at this position
-        # Drafts run ahead of the text. A block more than that: a view of all columns would be
-        # contiguous, for which torch.compile would compile once more.
-        columns = ((columns + DRAFTS) // COLUMNS + 2) * COLUMNS
+        self.graph = None  # see next_logits()
+        self.views = {}    # see caches()
+        self.cache = {}    # frees the last one
+        c = self.model.config
+        weight = self.model.embed.weight
+        # Drafts run ahead of the text, and passes read multiples of COLUMNS. One block more than
+        # that: a view of all columns would be contiguous, and torch.compile would compile again.
+        columns += DRAFTS + 2 * COLUMNS
         # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
-        self.cache = {}
         for part, slots in ("prelude", 1), ("core", self.slots), ("coda", 1):
-            shape = B, slots, columns, c.n_kv_head, c.head_dim
+            shape = rows, slots, columns, c.n_kv_head, c.head_dim
             self.cache[part] = [
-                [weight.new_zeros(shape) for _ in "kv"] for _ in getattr(model, part)]
-        self.column = torch.arange(max(columns, B, self.slots), device=weight.device)
-        self.rope = torch.stack(model.rope(columns)).to(weight.dtype)  # of each position
-        noise = model.initial_state(1, columns, options.seed)[0]
+                [weight.new_zeros(shape) for _ in "kv"] for _ in getattr(self.model, part)]
+        self.column = torch.arange(max(columns, rows, self.slots), device=weight.device)
+        self.rope = torch.stack(self.model.rope(columns)).to(weight.dtype)  # of each position
+        noise = self.model.initial_state(1, columns, options.seed)[0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
 
     def at(self, position, end):
@@ -147,92 +176,210 @@ class Decoder:
         if key not in self.views:
             self.views[key] = [[t[:, slot, :tokens.width] for t in layer]
                                for layer in self.cache[part]]
-        return [LayerCache(*layer, tokens.write) for layer in self.views[key]]
+        return [LayerCache(k, v, tokens.write) for k, v in self.views[key]]
 
-    def encode(self, idx, tokens):
-        """Ids (B, T) -> e and s_0, both (B, T, C)."""
+    def begin(self, idx, tokens):
+        """Ids (rows, T) -> e and s_0, both (rows, T, C)."""
         _, position = tokens.write
         caches = self.caches("prelude", tokens)
         return self.model.begin(idx, self.noise[position], tokens.rope, tokens.mask, caches)
 
     def recur(self, s, e, tokens, first, last):
-        """The state (B, T, C) after `first` recurrences -> after `last`."""
+        """The state (rows, T, C) after `first` recurrences -> after `last`."""
         caches = []
         for i in range(first, last):
             slot = min(i, self.slots - 1)
             caches.append(self.caches("core", tokens, slot))
         return self.model.recur(s, e, tokens.rope, last - first, tokens.mask, caches)
 
-    def finish(self, s, tokens):
-        """State (B, T, C) -> what the head reads."""
+    def recur_each(self, s, e, tokens, done):
+        """
+        One recurrence of rows that have done (rows,) different numbers of them. It also fills the
+        slots of later recurrences: once a token exits, these see its last keys and values.
+        """
+        rows, position = tokens.write
+        slot = done.clamp(max=self.slots - 1)
+        later = torch.maximum(slot[:, None], self.column[:self.slots])
+        write = rows, later, position
+        read = rows[:, 0], slot
+        caches = []
+        for keys, values in self.cache["core"]:
+            k = keys[:, :, :tokens.width]
+            v = values[:, :, :tokens.width]
+            caches.append(LayerCache(k, v, write, read))
+        return self.model.run_core(s, e, tokens.rope, tokens.mask, caches)
+
+    def run_coda(self, s, tokens):
+        """State (rows, T, C) -> the head's input (rows, T, C)."""
         return self.model.run_coda(s, tokens.rope, tokens.mask, self.caches("coda", tokens))
 
     def logits(self, s, tokens):
-        """State (B, T, C) -> logits (B, T, V) float32."""
-        return self.model.head(self.finish(s, tokens)).float()
+        """State (rows, T, C) -> logits (rows, T, V) float32."""
+        return self.model.head(self.run_coda(s, tokens)).float()
 
     def prefill(self, prompts):
         """
-        Fill the cache with prompts (lists of ids), but for their last ids. Returns these (B,),
-        their positions (B,), and the number of tokens in the longest prompt.
+        Fill the cache with prompts (lists of ids), but for their last ids. Returns these (rows,)
+        and their positions (rows,).
         """
-        T, device = max(map(len, prompts)), self.column.device
+        T = max(map(len, prompts))
+        device = self.column.device
         idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
         eager = contextlib.nullcontext()
-        if self.model.compiled:  # large products gain little from compiling, which takes a minute
+        if self.compiled:  # large products gain little from compiling, which takes a minute
             eager = torch.compiler.set_stance("force_eager")
         with eager:
             for start in range(0, T - 1, PREFILL):
                 end = min(start + PREFILL, T - 1)
                 position = self.column[start:end].expand(len(prompts), -1)
                 tokens = self.at(position, end)
-                e, s = self.encode(idx[:, start:end], tokens)
-                self.finish(self.recur(s, e, tokens, 0, self.r), tokens)
-        return idx.gather(1, last[:, None])[:, 0], last, T
+                e, s = self.begin(idx[:, start:end], tokens)
+                self.run_coda(self.recur(s, e, tokens, 0, self.r), tokens)
+        return idx.gather(1, last[:, None])[:, 0], last
 
-    def step(self, token, position, end):
+    def next_logits(self, token, position, end):
         """
-        The next token of each row, at position (B,) below `end` -> logits (B, V) float32. Compiled
-        on CUDA, thousands of small kernels are recorded once as a graph and launched as one.
+        The last token of each row, at position (rows,) below `end` -> logits (rows, V) float32 of
+        the token after it.
         """
-        if not (self.model.compiled and token.is_cuda):
+        if not self.records:
             return self.run_step(token, position, end)
         if not self.graph or end > self.recorded:
             self.graph = None
             gc.collect()  # the last graph, whose memory torch keeps in a reference cycle
             # That takes a while, so it is not done for every 64 columns.
-            self.recorded = min(-(-end // 256) * 256, self.limit + 1)
+            self.recorded = min(-(-end // 256) * 256, self.columns + 1)
             run = functools.partial(self.run_step, end=self.recorded)
             self.graph = torch.cuda.make_graphed_callables(run, (token.clone(), position.clone()))
         return self.graph(token, position)
 
     def run_step(self, token, position, end):
         tokens = self.at(position[:, None], end)
-        e, s = self.encode(token[:, None], tokens)
+        e, s = self.begin(token[:, None], tokens)
         return self.logits(self.recur(s, e, tokens, 0, self.r), tokens)[:, -1]
-
-    def recur_each(self, s, e, tokens, done):
-        """
-        One recurrence of rows that have done (B,) different numbers of them. What it writes fills
-        the slots of later recurrences, too: once a token exits, these see its last keys and values.
-        """
-        rows, position = tokens.write
-        slot = done.clamp(max=self.slots - 1)
-        later = torch.maximum(slot[:, None], self.column[:self.slots])
-        write, read = (rows, later, position), (rows[:, 0], slot)
-        caches = []
-        for layer in self.cache["core"]:
-            k, v = (t[:, :, :tokens.width] for t in layer)
-            caches.append(LayerCache(k, v, write, read))
-        return self.model.run_core(s, e, tokens.rope, tokens.mask, caches)
 
     def keep(self, rows):
         """Continue with some rows (a tensor of indices) of the batch only."""
+        self.size = None
         self.graph = None
         self.views = {}
         for layer in itertools.chain(*self.cache.values()):
             layer[:] = [t[rows] for t in layer]
+
+
+    @torch.inference_mode()
+    def generate(self, prompts, max_new_tokens, steps=None, ends=None, **options):
+        """
+        Decode a batch. Yields (row, token, recurrences it took) for every new token, max_new_tokens
+        of each row. It knows no end of text: ends(row, token) -> True ends a row.
+
+        prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
+        steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those
+        of Decoding. A right draft counts draft_steps recurrences.
+        """
+        c = self.model.config
+        options = Decoding(**options)
+        r = sum(self.model.split_steps(steps)) if c.n_core else 0
+        T = max(map(len, prompts))
+        if not all(prompts) or max_new_tokens < 1:
+            raise UserError("a prompt is empty, or no token is asked for")
+        if T + max_new_tokens > c.context:
+            raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
+                            f"the context of {c.context}")
+        columns = -(-(T + max_new_tokens) // COLUMNS) * COLUMNS  # texts of similar lengths share
+        self.make_room(r, len(prompts), columns, options)
+        batch = Batch(self, prompts)
+        way = plain
+        if r and options.exit:
+            way = adaptive
+        elif 0 < options.draft_steps < r:
+            way = speculative
+        rng = torch.Generator(batch.token.device).manual_seed(options.seed)
+        left = [max_new_tokens] * len(prompts)
+        for row, token, took in way(batch, options, rng):
+            if row in batch.live:
+                yield row, token, took
+                left[row] -= 1
+                if not left[row] or (ends and ends(row, token)):
+                    batch.stop(row)
+
+
+class Batch:
+    """
+    Texts in the middle of being decoded.
+
+    rows: their numbers, in the cache's order. live: those that go on; others stay in the cache
+    until half of it is theirs. token (B,): the last of each, at position (B,). All positions are
+    below `end`.
+    """
+
+    def __init__(self, decoder, prompts):
+        self.decoder = decoder
+        self.rows = list(range(len(prompts)))
+        self.live = set(self.rows)
+        self.token, self.position = decoder.prefill(prompts)
+        self.end = max(map(len, prompts))
+
+    def advance(self, token, count):
+        """Each row's last token is `token` (B,) now, `count` positions further."""
+        self.token = token
+        # Rows that have ended wait at the end of the cache.
+        self.position = (self.position + count).clamp(max=self.decoder.columns)
+
+    def stop(self, row):
+        self.live.discard(row)
+
+    def shrink(self, *tensors):
+        """
+        Once half of the rows have ended, the others go on alone. Returns these rows of tensors
+        (B, ...).
+        """
+        if 2 * len(self.live) > len(self.rows):
+            return tensors
+        kept = [i for i, row in enumerate(self.rows) if row in self.live]
+        self.rows = [self.rows[i] for i in kept]
+        index = torch.tensor(kept, device=self.token.device)
+        self.decoder.keep(index)
+        self.token = self.token[index]
+        self.position = self.position[index]
+        return [t[index] for t in tensors]
+
+
+def generate(model, *args, **options):
+    """Decoder.generate() for one batch."""
+    return Decoder(model).generate(*args, **options)
+
+
+class FewRows(nn.Module):
+    """
+    A Linear's product. Decoding on a CPU is bound by reading the weights. Compiled, and for a few
+    rows, plain sums read them once and beat the library's products, by 2.4 in float32
+    (runs/README.md).
+    """
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, x):
+        x = x.to(self.weight.dtype)
+        rows = x.numel() // x.shape[-1]
+        if rows > FEW_ROWS or not torch.compiler.is_compiling():
+            return F.linear(x, self.weight, self.bias)
+        weight = self.weight.float()
+        y = [(weight * row.float()).sum(-1) for row in x.view(rows, -1)]
+        y = torch.stack(y).type_as(x).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+def sum_few_rows(model):
+    """Replace each Linear of a model by FewRows."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Linear):
+                setattr(module, name, FewRows(child))
 
 
 # ------------------------------------------------------------------------------------ next tokens
@@ -255,7 +402,7 @@ def distribution(logits, options):
     return p / p.sum(-1, keepdim=True)
 
 
-def draw(p, rng):
+def sample_token(p, rng):
     """Tokens (...) drawn from probabilities (..., V): multinomial() would wait for a GPU."""
     return (p / torch.empty_like(p).exponential_(generator=rng)).argmax(-1)
 
@@ -264,113 +411,76 @@ def pick(logits, options, rng):
     """Next tokens (B,) of logits (B, V)."""
     if options.temperature == 0:
         return logits.argmax(-1)
-    return draw(distribution(logits, options), rng)
+    return sample_token(distribution(logits, options), rng)
 
 
 # ------------------------------------------------------------------------- three ways to decode
+# While a row is live, they yield (row, token, recurrences it took).
 
-@torch.inference_mode()
-def generate(model, prompts, max_new_tokens, steps=None, ends=None, **options):
-    """
-    Decode a batch. Yields (row, token, recurrences it took) for every new token, max_new_tokens of
-    each row. It knows no end of text: ends(row, token) -> True ends a row.
-
-    prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
-    steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those of
-    Decoding. A draft that was right counts draft_steps recurrences.
-    """
-    c, options = model.config, Decoding(**options)
-    r = sum(model.split_steps(steps)) if c.n_core else 0
-    T = max(map(len, prompts))
-    if not all(prompts) or max_new_tokens < 1:
-        raise UserError("a prompt is empty, or no token is asked for")
-    if T + max_new_tokens > c.context:
-        raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in the "
-                        f"context of {c.context}")
-    decoder = Decoder(model, r, len(prompts), T + max_new_tokens, options)
-    way = plain
-    if r and options.exit:
-        way = adaptive
-    elif 0 < options.draft_steps < r:
-        way = speculative
-    rng = torch.Generator(decoder.column.device).manual_seed(options.seed)
-    left = [max_new_tokens] * len(prompts)
-    live = set(range(len(prompts)))  # the rows that go on
-    start = list(live), *decoder.prefill(prompts)
-    for row, token, took in way(decoder, *start, options, rng, live):
-        if row in live:
-            yield row, token, took
-            left[row] -= 1
-            if not left[row] or (ends and ends(row, token)):
-                live.discard(row)
-
-
-def shrink(decoder, rows, live, tensors):
-    """Once half of the rows have ended, the others go on alone: -> rows, tensors [(B, ...)]."""
-    if 2 * len(live) > len(rows):
-        return rows, tensors
-    keep = [i for i, row in enumerate(rows) if row in live]
-    index = torch.tensor(keep, device=decoder.column.device)
-    decoder.keep(index)
-    return [rows[i] for i in keep], [t[index] for t in tensors]
-
-
-# The ways begin with the last token (B,) of each text, at position (B,) below `end`. While a row is
-# in `live`, they yield (row, token, recurrences).
-
-def plain(decoder, rows, token, position, end, options, rng, live):
+def plain(batch, options, rng):
     """One token of every row at a time."""
-    while live:
-        rows, (token, position) = shrink(decoder, rows, live, [token, position])
-        token = pick(decoder.step(token, position, end), options, rng)
-        position = (position + 1).clamp(max=decoder.limit)
-        end = min(end + 1, decoder.limit + 1)
-        for row, t in zip(rows, token.tolist()):
-            yield row, t, decoder.r
+    decoder = batch.decoder
+    while batch.live:
+        batch.shrink()
+        logits = decoder.next_logits(batch.token, batch.position, batch.end)
+        batch.advance(pick(logits, options, rng), 1)
+        batch.end = min(batch.end, decoder.columns) + 1
+        for row, token in zip(batch.rows, batch.token.tolist()):
+            yield row, token, decoder.r
 
 
-def speculative(decoder, rows, token, position, end, options, rng, live):
+def speculative(batch, options, rng):
     """
     Self-speculation. `draft_steps` recurrences draft tokens. One pass then takes the states of all
     drafts on to r, and the usual rule (Leviathan et al., arXiv 2211.17192) accepts or corrects
-    them, so what comes out has the distribution of r. Nothing is computed twice but the coda.
-    Where too few are right to pay for the others, the batch goes on without.
+    them, so the text has the distribution of r. Only the coda is computed twice. Where too few
+    drafts are right to pay for the others, the batch goes on without.
     """
+    decoder = batch.decoder
     ahead = decoder.column[:DRAFTS + 1]
     # At r = 32 a round takes as long as 5 plain tokens on a CPU (runs/README.md), and by its calls
     # of the block as 2. So it pays from 4 right drafts there, from 1 where rows are free.
-    right, too_few = DRAFTS / 2, 2  # right: of a round, a running mean
-    while live and right > too_few:
-        rows, (token, position) = shrink(decoder, rows, live, [token, position])
-        drafts, q, started = [], [], []
-        for i in range(DRAFTS + 1):  # the last draft gets its e and s, too: all may be right
-            tokens = decoder.at(position[:, None] + i, end + i)
-            e, s = decoder.encode(token[:, None], tokens)
-            s = decoder.recur(s, e, tokens, 0, options.draft_steps)
-            started.append((e, s))
-            if i < DRAFTS:
-                q.append(distribution(decoder.logits(s, tokens)[:, -1], options))
-                token = draw(q[-1], rng)
-                drafts.append(token)
-        tokens = decoder.at(position[:, None] + ahead, end + DRAFTS)
-        e, s = (torch.cat(part, 1) for part in zip(*started))
+    right = DRAFTS / 2  # right drafts of a round, a running mean
+    while batch.live and right > TOO_FEW:
+        batch.shrink()
+        drafts, q, e, s = make_drafts(batch, options, rng)
+        tokens = decoder.at(batch.position[:, None] + ahead, batch.end + DRAFTS)
         s = decoder.recur(s, e, tokens, options.draft_steps, decoder.r)
         p = distribution(decoder.logits(s, tokens), options)
-        drafts = torch.stack(drafts, 1)
-        accepted, token = verify(p, torch.stack(q, 1), drafts, rng)
-        # Rows that have ended stay in the cache.
-        position = (position + accepted + 1).clamp(max=decoder.limit)
-        report = torch.column_stack((position, accepted, token, drafts)).tolist()
-        end = max(position for position, *_ in report) + 1
-        for row, (_, count, new, *guesses) in zip(rows, report):
+        accepted, token = accept(p, q, drafts, rng)
+        batch.advance(token, accepted + 1)
+        report = torch.column_stack((batch.position, accepted, token, drafts)).tolist()
+        batch.end = max(position for position, *_ in report) + 1
+        for row, (_, count, new, *guesses) in zip(batch.rows, report):
             for guess in guesses[:count]:
                 yield row, guess, options.draft_steps
             yield row, new, decoder.r
-            right += (count - right) / (4 * len(rows))
-    yield from plain(decoder, rows, token, position, end, options, rng, live)
+            right += (count - right) / (4 * len(batch.rows))
+    yield from plain(batch, options, rng)
 
 
-def verify(p, q, drafts, rng):
+def make_drafts(batch, options, rng):
+    """
+    Drafts (B, n) and their probabilities (B, n, V); e and the state (B, n + 1, C) of the last token
+    and of every draft, since all of them may be right.
+    """
+    decoder = batch.decoder
+    token = batch.token
+    drafts, q, es, states = [], [], [], []
+    for i in range(DRAFTS + 1):
+        tokens = decoder.at(batch.position[:, None] + i, batch.end + i)
+        e, s = decoder.begin(token[:, None], tokens)
+        s = decoder.recur(s, e, tokens, 0, options.draft_steps)
+        es.append(e)
+        states.append(s)
+        if i < DRAFTS:
+            q.append(distribution(decoder.logits(s, tokens)[:, -1], options))
+            token = sample_token(q[-1], rng)
+            drafts.append(token)
+    return torch.stack(drafts, 1), torch.stack(q, 1), torch.cat(es, 1), torch.cat(states, 1)
+
+
+def accept(p, q, drafts, rng):
     """
     Speculative sampling. Probabilities of the model p (B, n + 1, V) and of the drafts q (B, n, V),
     drafts (B, n) -> how many are accepted (B,), and the token (B,) that follows them.
@@ -380,29 +490,29 @@ def verify(p, q, drafts, rng):
     luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
     accepted = (luck < ratio).long().cumprod(1).sum(1)
     wrong = torch.arange(len(p), device=p.device), accepted  # the first, or what follows the last
-    p, q = p[wrong], F.pad(q, (0, 0, 0, 1))[wrong]
+    p = p[wrong]
+    q = F.pad(q, (0, 0, 0, 1))[wrong]
     left = (p - q).clamp(min=1e-30 * p)  # p itself where the two differ by rounding alone
-    return accepted, draw(left, rng)
+    return accepted, sample_token(left, rng)
 
 
-def adaptive(decoder, rows, token, position, end, options, rng, live):
+def adaptive(batch, options, rng):
     """
     A token stops recurring once its last exit_every recurrences changed the distribution over the
-    next token by less than exit_threshold nats (KL, Geiping et al., arXiv 2502.05171), or at r. To
-    look costs a pass of coda and head. A row that is done goes on with its next token at once,
-    beside rows at other recurrences: a batch takes the time of its mean, not of its slowest. All
-    ids of a prompt but the last take r.
+    next token by less than exit_threshold nats (KL, Geiping et al., arXiv 2502.05171), or at r.
+    Each look runs coda and head. A row that is done goes on with its next token at once, beside
+    rows at other recurrences: a batch takes the time of its mean, not of its slowest. All ids of a
+    prompt but the last take r.
     """
-    done = torch.zeros_like(token)  # recurrences of the current token
-    s = decoder.noise[position[:, None]]
-    logp = s.new_zeros(len(rows), decoder.model.config.vocab_size)
+    decoder = batch.decoder
+    done = torch.zeros_like(batch.token)  # recurrences of the current token
+    s = decoder.noise[batch.position[:, None]]
+    logp = s.new_zeros(len(batch.rows), decoder.model.config.vocab_size)
     every = math.gcd(decoder.r, options.exit_every)
-    earliest = max(2 * every, options.min_steps)
-    while live:
-        rows, (token, position, done, s, logp) = shrink(
-            decoder, rows, live, [token, position, done, s, logp])
-        tokens = decoder.at(position[:, None], end)
-        e, first = decoder.encode(token[:, None], tokens)
+    while batch.live:
+        done, s, logp = batch.shrink(done, s, logp)
+        tokens = decoder.at(batch.position[:, None], batch.end)
+        e, first = decoder.begin(batch.token[:, None], tokens)
         s = first.where((done == 0)[:, None, None], s)
         stopped = False
         while not stopped:  # until a row has its next token
@@ -410,31 +520,45 @@ def adaptive(decoder, rows, token, position, end, options, rng, live):
                 s = decoder.recur_each(s, e, tokens, done)
                 done = done + 1
             logits = decoder.logits(s, tokens)[:, -1]
-            before, logp = logp, logits.log_softmax(-1)
+            before = logp
+            logp = logits.log_softmax(-1)
             kl = (logp.exp() * (logp - before)).sum(-1).clamp(min=0)  # less by rounding alone
-            settled = (kl < options.exit_threshold) & (done >= earliest)
+            settled = (kl < options.exit_threshold) & (done > every)
             stops = settled | (done == decoder.r)
-            token = pick(logits, options, rng).where(stops, token)
-            position = (position + stops).clamp(max=decoder.limit)  # ended rows stay in the cache
-            report = torch.stack((stops, done, token, position), 1).tolist()
+            token = pick(logits, options, rng)
+            batch.advance(token.where(stops, batch.token), stops)
+            report = torch.stack((stops, done, batch.token, batch.position), 1).tolist()
             stopped = any(stop for stop, *_ in report)
         done = done.masked_fill(stops, 0)
-        end = max(p for *_, p in report) + 1
-        for row, (stop, took, t, _) in zip(rows, report):
+        batch.end = max(position for *_, position in report) + 1
+        for row, (stop, took, token, _) in zip(batch.rows, report):
             if stop:
-                yield row, t, took
+                yield row, token, took
 
 
 # ------------------------------------------------------------- what every decoding script needs
 
 def add_model_arguments(p, dtype):
     """The flags that every script with a model has."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if find_gpu() else "cpu"
     p.add_argument("--device", default=device, help="cuda or cpu; default: %(default)s")
     p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
                    help=f"default: {dtype or 'as stored'}")
-    add_options(p, seed="of the initial state and of sampling")
+    p.add_argument("--seed", type=seeds, default=0, help="of the initial state and of sampling")
     p.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state")
+
+
+def add_decoding_arguments(p):
+    """The flags with which scripts say how to decode; see Decoding."""
+    p.add_argument("--exit", choices=("off", "kl"), default="off",
+                   help="kl: let tokens that have settled stop recurring")
+    add_options(
+        p,
+        exit_threshold="... once recurrences change less than so many nats",
+        exit_every="... of which so many lie between two looks",
+        kv="cache slots a layer; 0 (default): one a recurrence, which is exact",
+        draft_steps="draft tokens with so many recurrences, then check them in one pass",
+    )
 
 
 def add_evaluation_arguments(p):
@@ -442,25 +566,9 @@ def add_evaluation_arguments(p):
     p.add_argument("--model", required=True, help="checkpoint or run folder")
     p.add_argument("--steps", type=parse_steps, default="1,2,4,8,16,32",
                    help="recurrences r, comma-separated; default: %(default)s")
-    p.add_argument("--limit", type=positive, help="the first so many questions of a task only")
     p.add_argument("--batch_size", type=positive, default=32, help="default: %(default)s")
     p.add_argument("--out", help="the summary; default: eval_TASK.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
-
-
-def add_decoding_arguments(p):
-    """The flags with which scripts say how to decode; see Decoding."""
-    p.add_argument("--compile", action="store_true",
-                   help="torch.compile: a minute at first, then about twice as fast")
-    p.add_argument("--exit", choices=("kl",), help="let tokens that have settled stop recurring")
-    add_options(
-        p,
-        exit_threshold="... once recurrences change less than so many nats",
-        exit_every="... of which so many lie between two looks",
-        min_steps="... but after so many at the earliest",
-        kv="cache slots a layer; 0 (default): one a recurrence, which is exact",
-        draft_steps="draft tokens with so many recurrences, then verify them",
-    )
 
 
 def add_options(p, **helps):
@@ -478,33 +586,23 @@ def decoding(args):
     return vars(Decoding(**given))
 
 
-class FewRows(Linear):
-    """
-    Decoding on a CPU is bound by reading the weights. Compiled, and for a few rows, plain sums read
-    them once and beat the library's matrix products, by 2.4 in float32 (runs/README.md).
-    """
-
-    def forward(self, x):
-        rows = x.numel() // x.shape[-1]
-        if rows > FEW_ROWS or not torch.compiler.is_compiling():
-            return super().forward(x)
-        weight = self.weight.float()
-        x = x.to(self.weight.dtype)
-        y = [(weight * row.float()).sum(-1) for row in x.view(rows, -1)]
-        y = torch.stack(y).type_as(x)
-        return y.view(*x.shape[:-1], -1)
+def parse_steps(text):
+    """'32,1,4' -> [1, 4, 32]"""
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+        raise UserError(f"--steps {text}: give recurrences such as 32 or 1,4,32")
+    return sorted(set(map(int, text.split(","))))
 
 
-def compile_decoding(model):
-    """torch.compile a model for decoding, in place."""
-    if not model.embed.weight.is_cuda:
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.__class__ = FewRows
-    model.compile_parts(dynamic=True)
+def check_out(path):
+    """UserError or OSError now, rather than after hours, if the result cannot be written."""
+    path = Path(path).resolve()
+    if path.is_dir():
+        raise UserError(f"--out {path}: is a folder: name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
-def load_model(folder, device="cpu", dtype=None, compile=False):
+def load_model(folder, device="cpu", dtype=None):
     """(model, tokenizer) of a checkpoint or run folder. dtype: its name, or None: as stored."""
     try:
         torch.empty(0, device=device)
@@ -514,40 +612,33 @@ def load_model(folder, device="cpu", dtype=None, compile=False):
     tokenizer = check_tokenizer(model.config, model.folder)
     if model.embed.weight.is_cuda:
         torch.cuda.set_device(model.embed.weight.device)  # a step is recorded on the current one
-    if compile:
-        compile_decoding(model)
     return model, tokenizer
 
 
-def parse_steps(text):
-    """'32,1,4' -> [1, 4, 32]"""
-    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
-        raise UserError(f"--steps {text}: give recurrences such as 32 or 1,4,32")
-    return sorted(set(map(int, text.split(","))))
-
-
-def answer_batch(model, tokenizer, prompts, max_new_tokens, stops, r, **options):
+def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
     """
-    Continue a batch of prompts (lists of ids) until each has met a stop string or EOS.
-    options: those of sample.Decoding.
+    Continue a batch of prompts (lists of ids) until each has met a stop string or an end of text.
+    options: those of Decoding.
 
     Returns three lists: texts, cut at the first stop; tokens generated; recurrences these took.
     """
     new = [[] for _ in prompts]
     recurrences = [0] * len(prompts)
+    last = decoder.model.config.ends | {tokenizer.eos_id}
     # A stop of n characters spans at most n tokens, so it is enough to look at the last few.
     tail = max(map(len, stops), default=0)
 
     def ends(row, token):
         end = tokenizer.decode(new[row][-tail:])
-        return token == tokenizer.eos_id or any(stop in end for stop in stops)
+        return token in last or any(stop in end for stop in stops)
 
-    for row, token, took in generate(model, prompts, max_new_tokens, r, ends, **options):
+    for row, token, took in decoder.generate(prompts, max_new_tokens, r, ends, **options):
         new[row].append(token)
         recurrences[row] += took
     texts = []
+    unsaid = {*tokenizer.special.values(), *last}  # control tokens, as in the harness's own HFLM
     for ids in new:
-        text = tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
+        text = tokenizer.decode([i for i in ids if i not in unsaid])
         texts.append(cut(text, stops))
     return texts, list(map(len, new)), recurrences
 
@@ -563,8 +654,11 @@ def cut(text, stops):
 
 def newest_checkpoint(root="out"):
     """The newest recurrent checkpoint under root."""
-    paths = [path for path in Path(root).glob("**/config.json")
-             if ".tmp-" not in str(path) and read_json(path).get("n_core")]  # whole() writes there
+    paths = []
+    for path in Path(root).glob("**/config.json"):
+        config = {} if ".tmp-" in str(path) else read_json(path)  # whole() writes there
+        if isinstance(config, dict) and config.get("n_core"):
+            paths.append(path)
     if not paths:
         raise UserError(f"no recurrent checkpoint under {root}/: run `bash runs/tiny.sh` first, or "
                         "give --model")
@@ -580,18 +674,23 @@ def default_prompt(folder):
     return read_json(Path(data, "meta.json"))["prompt"]
 
 
-def write(model, tokenizer, args, prompt, r):
+def write(decoder, tokenizer, args, prompt, r):
     """Stream what follows prompt at depth r to stdout, and say how fast it went."""
+    model = decoder.model
+    options = decoding(args)
     ids = tokenizer.encode(prompt, bos=True)
-    room = max(1, min(args.tokens, model.config.context - len(ids)))
-    tell(f"--- r = {r}")
     text = tokenizer.decode(ids)
+    if "<unk>" in text:
+        tell(f"<unk> stands for what the tokenizer does not know: {text}")
+    if model.config.n_core:
+        tell(f"--- r = {r}")
+    room = max(1, min(args.tokens, model.config.context - len(ids)))
     shown = len(text)
-    recurrences = []
+    took = []
     began = time.perf_counter()
-    for _, token, took in generate(model, [ids], room, r, **decoding(args)):
-        recurrences.append(took)
-        if token == tokenizer.eos_id:
+    for _, token, recurrences in decoder.generate([ids], room, r, **options):
+        took.append(recurrences)
+        if token in model.config.ends | {tokenizer.eos_id}:
             break
         # Decode all of it: a token alone may lack its leading space or be a part of a character.
         ids.append(token)
@@ -600,25 +699,29 @@ def write(model, tokenizer, args, prompt, r):
             print(text[shown:], end="", flush=True)
             shown = len(text)
     print(text[shown:], flush=True)
-    count = len(recurrences)
-    speed = count / (time.perf_counter() - began)
-    mean = sum(recurrences) / count
-    tell(f"--- {count} tokens, {speed:.1f} tokens/s, {mean:.2f} recurrences a token")
+    count = len(took)
+    words = f"--- {count} tokens, {count / (time.perf_counter() - began):.1f} tokens/s"
+    if options["draft_steps"]:
+        words += f", {took.count(options['draft_steps']) / count:.0%} of them right drafts"
+    if options["exit"]:
+        words += f", {sum(took) / count:.2f} recurrences a token"
+    tell(words)
 
 
-def interact(model, tokenizer, args, steps):
-    """Prompts from the terminal, each on its own. /steps 16 or /steps 1,4,32 turns the dial."""
-    tell(f"r = {steps}; a line is a prompt; /steps N sets the recurrences; ctrl-D ends")
+def interact(decoder, tokenizer, args):
+    """Prompts from the terminal, each on its own. /FLAG VALUE sets a flag of dial()."""
+    tell("a line is a prompt; /steps 16, /exit kl, /draft_steps 2 or /temperature 0.8 sets a flag; "
+         "ctrl-D ends")
     while True:
         try:
             line = input("> ")
-            if line.startswith("/steps"):
-                steps = parse_steps(line.removeprefix("/steps").strip())
-            elif line.startswith("/"):
-                raise UserError(f"{line}: is unknown; /steps 16 sets the recurrences")
+            if line.startswith("/"):
+                turned = dial().parse_args(f"--{line[1:]}".split(), copy.copy(args))
+                decoding(turned)  # refuses what cannot be combined
+                args = turned
             elif line:
-                for r in steps:
-                    write(model, tokenizer, args, line, r)
+                for r in args.steps:
+                    write(decoder, tokenizer, args, line, r)
         except UserError as e:  # a mistake ends a text, not the session
             tell(e)
         except EOFError:
@@ -630,12 +733,10 @@ def tell(text):
     say(text, file=sys.stderr)
 
 
-def parse_args():
-    p = Parser(description="Stream text from a model.")
-    p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
+def dial():
+    """The flags that --interactive can set, too."""
+    p = Parser(add_help=False)
     p.add_argument("--steps", type=parse_steps, help="recurrences r, or several such as 1,4,32")
-    p.add_argument("--prompt", help="the text to continue")
-    p.add_argument("--interactive", action="store_true", help="ask for prompts")
     p.add_argument("--tokens", type=positive, default=256, help="new tokens at most")
     add_options(
         p,
@@ -643,33 +744,39 @@ def parse_args():
         top_k="sample from the k likeliest tokens",
         top_p="... from the likeliest that hold this probability",
     )
-    add_model_arguments(p, dtype=None)
     add_decoding_arguments(p)
-    return p.parse_args()
+    return p
 
 
 def main():
-    args = parse_args()
+    p = Parser(description="Stream text from a model.", parents=[dial()])
+    p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
+    p.add_argument("--prompt", help="the text to continue")
+    p.add_argument("--interactive", action="store_true", help="ask for prompts")
+    add_model_arguments(p, dtype=None)
+    p.add_argument("--compile", action="store_true", help=COMPILE)
+    args = p.parse_args()
     folder = args.model or newest_checkpoint()
-    model, tokenizer = load_model(folder, args.device, args.dtype, args.compile)
+    model, tokenizer = load_model(folder, args.device, args.dtype)
     c = model.config
     tell(f"{model.folder}, ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
-        f"{', '.join(describe(model))}")
-    steps = args.steps or [c.mean_recurrence]
+         f"{', '.join(describe(model))}")
+    args.steps = args.steps or [c.mean_recurrence]
     if not c.n_core:
-        steps = [0]
+        args.steps = [0]
     if not args.temperature and (args.top_k or args.top_p < 1):
         tell("--top_k and --top_p have no effect without a --temperature")
+    decoder = Decoder(model, args.compile)
     if args.compile:
         tell("compiling, about a minute")
-        for r in steps:
-            list(generate(model, [[0]], 4, r, **decoding(args)))
+        for r in args.steps:
+            list(decoder.generate([[0]], 4, r, **decoding(args)))
     if args.interactive:
-        return interact(model, tokenizer, args, steps)
+        return interact(decoder, tokenizer, args)
     prompt = default_prompt(model.folder) if args.prompt is None else args.prompt
     tell(prompt)
-    for r in steps:
-        write(model, tokenizer, args, prompt, r)
+    for r in args.steps:
+        write(decoder, tokenizer, args, prompt, r)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
 
 import data
+import eval_gsm8k
 import sample
 import surgery
 import train
@@ -47,7 +48,7 @@ from model import STATE_STD, RecurrentLM, UserError, find_checkpoint, load_confi
 from muon import Optimizer
 from runs import tiny_corpus
 from runs.tiny_corpus import tiny
-from sample import Decoder, Decoding, adaptive, cut, distribution, generate, pick
+from sample import Batch, Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
 
 HERE = Path(__file__).resolve().parent
@@ -700,9 +701,9 @@ def test_ranks_keep_even_shares(preset):
             assert (f"{name}.momentum" in moments) == matrix
 
 # --------------------------------------------------------------------------------------- decoding
-def decode_model(n_core=2, norm="pre", vocab_size=64):
+def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
     """A tiny random model whose noise (std 1) and recurrences change what it says."""
-    return small(1, vocab_size=vocab_size, n_core=n_core, norm=norm, context=64, state_std=1.0,
+    return small(1, vocab_size=vocab_size, n_core=n_core, norm=norm, context=context, state_std=1.0,
                  mean_recurrence=3, n_kv_head=4 if norm == "sandwich" else 2)
 
 def decode(model, prompts, n, **options):
@@ -768,6 +769,17 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
         assert row == decode(model, [prompt], limit, steps=steps)[0].tolist()
     assert took.keys() >= {draft_steps, steps}
 
+def test_drafts_give_up_and_wait_for_others(monkeypatch):
+    """Wrong drafts end after some rounds; a row that has ended does not run over its cache."""
+    rounds, model = [], decode_model()
+    monkeypatch.setattr(sample, "COLUMNS", 1)
+    monkeypatch.setattr(sample, "accept", lambda p, q, drafts, _: rounds.append(1) or (
+        torch.tensor([right, 0, 0]), drafts[:, 0]))
+    for right, few in (0, True), (12, False):
+        rounds.clear()
+        list(generate(model, [[1], [2], [3]], 40, 3, lambda row, _: row == 0, draft_steps=1))
+        assert (len(rounds) < 9) == few
+
 @torch.no_grad()
 def test_drafts_keep_the_distribution():
     """Sampled pairs come as often as the model at r says, though drafts have other chances."""
@@ -785,23 +797,34 @@ def test_drafts_keep_the_distribution():
     assert ((found - draft).abs() > 10 * error).any()
 
 def test_exits_and_few_slots():
-    """Threshold 0 is plain decoding, one always met is min_steps; a cache of r slots is exact."""
+    """Threshold 0 is plain decoding, one always met two looks; a cache of r slots is exact."""
     model, prompts = decode_model(), [[5], [9], [33]]
     for threshold, kv, steps in ((0.0, 0, 12), (0.0, 2, 12), (1e9, 0, 4)):
-        exits = decode(model, prompts, 20, steps=12, exit="kl", exit_threshold=threshold,
-                       min_steps=4, kv=kv)
+        exits = decode(model, prompts, 20, steps=12, exit="kl", exit_threshold=threshold, kv=kv)
         assert exits.equal(decode(model, prompts, 20, steps=steps, kv=kv))
     full, few, last = (decode(model, prompts, 20, steps=6, kv=kv) for kv in (0, 6, 1))
     assert full.equal(few) and not full.equal(last)
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_exits_are_taken_once_settled(every):
+    """A token stops at the first look, but one, whose KL from the look before is small enough."""
+    model, prompts = decode_model(), torch.arange(64)[:, None]
+    state = model.initial_state(1, 1, 0).expand(64, -1, -1)
+    logp = torch.stack([model.finish(s)[:, -1].log_softmax(-1) for _, s in
+                        model.trajectory(prompts, range(every, 13, every), state)])
+    kl = (logp[1:].exp() * (logp[1:] - logp[:-1])).sum(-1)  # (looks - 1, B)
+    kl[-1] = 0  # r = 12 is the end
+    wanted = every * (2 + (kl < 0.1).int().argmax(0))
+    took = generate(model, prompts.tolist(), 1, 12, exit="kl", exit_threshold=0.1, exit_every=every)
+    assert [t for _, _, t in sorted(took)] == wanted.tolist() and len(set(wanted.tolist())) > 1
 
 def test_rows_exit_in_their_own_time():
     """Rows take different numbers of recurrences; later ones see a token's last keys."""
     o = Decoding(exit="kl", exit_threshold=0.2)
     with torch.inference_mode():
-        d = Decoder(decode_model(), 12, 3, 60, o)
-        start = [0, 1, 2], *d.prefill([[5], [9], [33]])
-        events = adaptive(d, *start, o, None, {0, 1, 2})
-        seen = list(itertools.islice(events, 60))
+        d = Decoder(decode_model())
+        d.make_room(12, 3, 60, o)
+        seen = list(itertools.islice(adaptive(Batch(d, [[5], [9], [33]]), o, None), 60))
     assert len({took for _, _, took in seen}) > 2
     for i in range(3):
         took = [took - 1 for row, _, took in seen if row == i]
@@ -812,11 +835,12 @@ def test_rows_exit_in_their_own_time():
 @needs_compiler
 def test_every_way_of_decoding_compiles():
     """Plain, drafts and exits compile and give the tokens of the uncompiled model."""
-    model, compiled = (decode_model(n_core=1) for _ in range(2))
-    sample.compile_decoding(compiled)
+    model = decode_model(n_core=1)
+    compiled = Decoder(decode_model(n_core=1), compile=True)
     for way in ({}, {"draft_steps": 1}, {"exit": "kl", "exit_threshold": 0.01}):
-        tokens = decode(compiled, [[5, 1, 2]], 4, steps=2, **way)
-        assert tokens.equal(decode(model, [[5, 1, 2]], 4, steps=2, **way)), way
+        tokens = [token for _, token, _ in compiled.generate([[5, 1, 2]], 4, 2, **way)]
+        assert [tokens] == decode(model, [[5, 1, 2]], 4, steps=2, **way).tolist(), way
+
 def test_sampling_follows_its_settings():
     """Draws have softmax(logits / temperature)'s frequencies, cut to the top k and the nucleus."""
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(20000, 4)
@@ -1218,6 +1242,37 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
             for answer in (row["answer"], row["gold"]):
                 assert is_correct(extract(text), answer) == row[f"{metric}_correct"], row["why"]
 
+def test_an_answer_ends_at_any_end(checkpoint, corpus):
+    """Each id of config.ends ends an answer; control tokens are no part of its text, as in HFLM."""
+    model, tokenizer = decode_model(vocab_size=17), Tokenizer.load(corpus / "task")
+    ids = decode(model, [[5, 9]], 30)[0].tolist()
+    control, word, end = list(dict.fromkeys(ids))[:3]
+    tokenizer.special["a control token"] = control
+    model.config.eos_token_id = [99, end]
+    texts, counts, _ = sample.answer_batch(Decoder(model), tokenizer, [[5, 9]], 30, ["x"], 3)
+    assert counts == [ids.index(end) + 1]
+    assert texts == [tokenizer.decode([i for i in ids[:counts[0]] if i not in (control, end)])]
+    assert tokenizer.decode([word]) in texts[0]
+
+def test_questions(checkpoint, corpus, monkeypatch):
+    """--limit spreads over the file, a prompt keeps its end, GSM8K is fetched once and checked."""
+    body = (corpus / "test.jsonl").read_bytes()
+    hub = start_hub({"test.jsonl": body})
+    monkeypatch.setattr(eval_gsm8k, "SOURCE", f"{hub.url}/test.jsonl")
+    ask = "eval_gsm8k", "--model", checkpoint, "--limit", 4, "--steps=1", "--out=a.json"
+    assert "is not GSM8K" in refusal(*ask)
+    monkeypatch.setattr(eval_gsm8k, "SHA256", data.digest(eval_gsm8k.GSM8K))
+    asked = []
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda _, tokenizer, prompts, *__, **___: (
+        asked.extend(map(tokenizer.decode, prompts)) or [["1"] * 4, [1] * 4, [1] * 4]))
+    call(*ask, "--max_new_tokens=30")
+    rows = [json.loads(line) for line in body.splitlines()]
+    assert [i for _, i, _ in answers_of("a.jsonl")] == [i * len(rows) // 4 for i in range(4)]
+    for i, text in enumerate(asked):
+        words = make_prompt(rows[i * len(rows) // 4]["question"]).split()[-10:]
+        assert text.split() == [word if word in text else "<unk>" for word in words]
+    assert hub.requests == ["test.jsonl"]
+
 def test_killed_evaluation_goes_on(checkpoint, corpus):
     """Killed in a line, moved and resumed on two processes, it ends as if unbroken."""
     rows = [json.loads(line) | {"index": 3} for line in open(corpus / "test.jsonl")]  # not ours
@@ -1283,9 +1338,12 @@ def test_more_steps_extend_the_results(checkpoint):
     ask = "--model", checkpoint, *write_task("choice"), "--steps"
     call("eval_lm", *ask, "1,4")
     assert "limit" in refusal("eval_lm", *ask, "2", "--limit", 5)
+    assert "is a folder" in refusal("eval_lm", *ask, "2", "--out", ".")
     call("eval_lm", *ask, "2")
     call("eval_lm", *ask, "1,2,4", "--out", "all.json")
     assert read_json("choice.json")["results"] == read_json("all.json")["results"]
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("trees", "bushes"))
+    assert "documents" in refusal("eval_lm", *ask, "8")
 
 def test_harness_scores_are_its_own_models(parent):
     """Likelihoods, texts and scores (MATH's and GSM8K's, too) are the harness's own HFLM's."""
@@ -1312,18 +1370,20 @@ def test_harness_scores_are_its_own_models(parent):
     assert sorted(values) == sorted(x["value"] for x in results)
 
 # ------------------------------------------------------------------------- measuring and drawing
-def test_bench_ends_with_json(checkpoint):
-    """bench.py train and decode end in JSON with a row for each measurement."""
-    rows = []
+def test_bench_measures_what_it_says(checkpoint, monkeypatch):
+    """By a clock that ticks at each recurrence: tokens/s, and what is seen of an exit's saving."""
+    import bench
+    ticks, rows, run_core = itertools.count(1), [], RecurrentLM.run_core
+    monkeypatch.setattr(RecurrentLM, "run_core", lambda *x: next(ticks) and run_core(*x))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     for command in ("train --context 8 --steps 1+1", "decode --prompt 4 --tokens 4 --steps 4 "
-                    "--ways draft_steps=2;exit=kl,exit_threshold=9,exit_every=1"):
+                    "--ways exit=kl,exit_threshold=9,exit_every=1"):
         said = call("bench", *command.split(), "--model", checkpoint, "--repeat", 1, "--no_compile")
         rows += json.loads(said.splitlines()[-1])["rows"]
-    update, plain, drafts, exits = rows
-    assert update["tokens_per_s"] > 0
-    assert drafts["mean_steps"] == 4 - 2 * drafts["accepted"]  # an accepted draft saves 2 of 4
-    faster = exits["tokens_per_s"] / plain["tokens_per_s"]
-    assert exits["of_saving"] == pytest.approx(faster / 2)  # tokens stop after 2 of 4 recurrences
+    update, plain, exits = rows
+    assert (update["tokens_per_s"], update["update_s"]) == (32 / 5, 1)  # 2 recurrences, 2 looks
+    assert (plain["tokens_per_s"], exits["tokens_per_s"]) == (4 / 21, 4 / 13)  # 4 of the prompt
+    assert exits["of_saving"] == pytest.approx(21 / 13 / 2)  # tokens stop after 2 of 4 recurrences
 
 def test_plot_results(unbroken, monkeypatch):
     """plot says every point of results and losses; what has no r, or no error, is said without."""
@@ -1335,9 +1395,9 @@ def test_plot_results(unbroken, monkeypatch):
             "training": {"update": 7}, "results": rows[:1 if name == "p" else None]})
     files = "near.json", "far.json", "p.json", "--labels", "a,a,parent"
     said = call("bench", "plot", *files)
-    for words in ("count over recurrences", "   15: 0.5000 ± 0.1250   2: 0.2500 ± 0.0625",
-                  " -: 1.0000 ± 0.2500\n"):
-        assert words in said
+    points = re.findall(r" (\d+): (0.\d+) ± ", said.splitlines()[1])
+    assert len(points) == 10 and points[0] == ("2", "0.5000") and points[-1] == ("15", "0.2500")
+    assert "count over recurrences" in said and " -: 1.0000 ± 0.2500\n" in said
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said = call("bench", "plot", *files, "--x", "update")
     assert "7: 0.5000 ± 0.1250   7: 0.25" in said
@@ -1648,21 +1708,39 @@ def test_right_device_and_no_hidden_waits(corpus, speaker):
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout.splitlines()[-1]) == WAITS
 
-def test_a_step_is_recorded_once_for_its_columns(monkeypatch):
-    """On CUDA a step is recorded for its columns and rows, and after that replayed."""
-    recorded = []
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables",
-                        lambda run, inputs: recorded.append(run) or MagicMock())
-    token, row = MagicMock(is_cuda=True), torch.zeros(1, dtype=torch.int64)
-    d = Decoder(decode_model(), 2, 1, 600, Decoding())
-    d.model.compiled = True
-    monkeypatch.setattr(Decoder, "run_step", lambda *_: None)
-    for end, count in ((9, 1), (256, 1), (257, 2), (258, 2)):
-        d.step(token, token, end)
+def test_a_recorded_step_gives_the_same_text(monkeypatch):
+    """
+    A step is recorded for 256 columns and replayed, for another batch of its size, too: from copies
+    of its inputs, into one output, on the cache that was there, as CUDA does it.
+    """
+    model, recorded = decode_model(context=600), []
+    decoder = Decoder(model)
+    decoder.records = True
+
+    def record(step, inputs):
+        def cache():
+            return [t.data_ptr() for layer in decoder.cache["core"] for t in layer]
+
+        def replay(*new):
+            assert cache() == there
+            for old, t in zip(inputs, new, strict=True):
+                old.copy_(t)
+            return out.copy_(step(*inputs))
+
+        recorded.append(inputs)
+        there, out = cache(), step(*inputs)
+        return replay
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    for lengths, new, count in ([9], 40, 1), ([7], 40, 1), ([250], 20, 3), ([3, 5], 20, 5):
+        prompts = random_prompts(*lengths)
+        found = [[] for _ in prompts]
+        for row, token, _ in decoder.generate(prompts, new, 3, lambda row, _: len(found[1]) > 9
+                                              if row else False):
+            found[row].append(token)
+        for prompt, row in zip(prompts, found):
+            assert row == decode(model, [prompt], len(row), steps=3)[0].tolist()
         assert len(recorded) == count
-    d.keep(row)
-    d.step(token, token, 259)
-    assert len(recorded) == 3
 
 def test_a_rank_takes_its_device_first(monkeypatch):
     """set_device() comes before the process group; float32 products use TF32."""

@@ -133,7 +133,7 @@ def without_numbers(card):
     model.save_file = train.save_file = save
     RecurrentLM.to = lambda self, *to: self.fill(
         {name: t.to(*to) for name, t in self.state_dict().items()}) or self
-    RecurrentLM.compile_parts = lambda self, dynamic=None: setattr(self, "compiled", True)
+    RecurrentLM.compile_parts = lambda self, **how: None
     for name, value in {"is_available": True, "device_count": 1, "get_device_name": "none",
                         "synchronize": None, "max_memory_allocated": 0, "set_sync_debug_mode": None,
                         "get_device_properties": SimpleNamespace(total_memory=8e10)}.items():
@@ -180,10 +180,10 @@ def play_training(card, found, corpus):
 def play_decoding(card, found):
     """Every way of decoding, eager and recorded."""
     llm, sample.COLUMNS = small(1, n_core=1, context=64).to("cuda", torch.bfloat16), 8
-    for llm.compiled in (False, True):
+    for decoder in (sample.Decoder(llm), sample.Decoder(llm, compile=True)):
         for way, options in {"plain": {}, "sampled": {"temperature": 0.8},
                              "drafted": {"draft_steps": 1}, "exits": {"exit": "kl"}}.items():
-            events = sample.generate(llm, [[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options)
+            events = decoder.generate([[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options)
             for row, _, _ in events:
                 if row == 0:  # row 1 has left
                     found[way] = dict(card.waits)
@@ -203,7 +203,7 @@ def play_mistakes():
             assert words in str(error), error
         else:
             raise AssertionError(f"not refused: {words}")
-    sample.compile_decoding(llm)
+    sample.Decoder(llm, compile=True)
     with (_disable_current_modes(), torch.no_grad(),
           mock.patch.object(torch.cuda, "is_available", lambda: False)):
         counter = CompileCounter()

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from model import Config, RecurrentLM, find_checkpoint
 from muon import Optimizer, clip_factor
-from sample import Decoder, Decoding, compile_decoding, generate
+from sample import Decoder, Decoding, generate
 from tiny_corpus import tiny
 
 GPU = torch.cuda.is_available()
@@ -66,9 +66,9 @@ def logits(device, dtype):
 def make_update(device, dtype):
     """An optimizer, and a function that makes one update -> the norm of the gradient."""
     model, idx, targets, state = small(device, torch.float32)
-    masters = {name: p.data for name, p in model.named_parameters()}
+    exact = {name: p.data for name, p in model.named_parameters()}
     optimizer = Optimizer(model.to(dtype).named_parameters(), lr=0.01, adam_lr=0.01,
-                          weight_decay=0.0, masters=masters)
+                          weight_decay=0.0, weights=exact)
 
     def update():
         model(idx, targets, (4, 4), state)[1].backward()
@@ -142,20 +142,18 @@ def check_decoding():
     def ends(row, token):
         return row == 1 and token == 7
 
-    def tokens(model, **way):
+    def tokens(decoder, **way):
         rows = [[] for _ in prompts]
         new = SMALL.context - len(prompts[-1])
-        for row, token, _ in generate(model, prompts, new, 4, ends, **way):
+        for row, token, _ in decoder.generate(prompts, new, 4, ends, **way):
             rows[row].append(token)
         return sum(rows, [])
 
-    exact = tokens(small("cpu", torch.float32)[0])
-    model = small(DEVICE, torch.float32)[0]
+    exact = tokens(Decoder(small("cpu", torch.float32)[0]))
     for how in ("", ", compiled"):
-        if how:
-            compile_decoding(model)
+        decoder = Decoder(small(DEVICE, torch.float32)[0], compile=bool(how))
         for name, way in {"plain": {}, "drafted": {"draft_steps": 2}}.items():
-            same = tokens(model, **way) == exact
+            same = tokens(decoder, **way) == exact
             add(f"{len(exact)} tokens, {name}{how}, are the CPU's", same, True, same)
 
 
@@ -298,11 +296,10 @@ def measure_decoding():
     n = model.num_params()
     token = torch.tensor([1], device=DEVICE)
     for how in ("plain", "compiled, on a GPU recorded"):
-        if how != "plain":
-            compile_decoding(model)
+        decoder = Decoder(model, compile=how != "plain")
         for r in DEPTHS:
-            decoder = Decoder(model, r, 1, 128, Decoding())
-            took = seconds(lambda: decoder.step(token, token, 8), 20)
+            decoder.make_room(r, 1, 128, Decoding())
+            took = seconds(lambda: decoder.next_logits(token, token, 8), 20)
             read = n["prelude"] + r * (n["adapter"] + n["core"]) + n["coda"] + n["embeddings"] / 2
             add(f"a step, {how}, r={r}, ms", 1e3 * took)
             add("... share of the bandwidth", 2 * read / took / bandwidth)
