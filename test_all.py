@@ -1552,23 +1552,30 @@ def test_study_pages_are_made_from_its_results(monkeypatch):
         assert copy.read_text() == whole
 
 def test_interactive(checkpoint, monkeypatch, capfd):
-    """--interactive continues each line, turns the dial by /steps, and survives a mistake."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("has 1\n\n/steps 2,4\n/steps x\nhas 1\n"))
+    """--interactive continues each line, sets flags, says unknown words, and survives a mistake."""
+    lines = ["has 1", "", "/steps 2,4", "/steps x", "has 1", "/exit kl", "/draft_steps 2", "/steps 8",
+             "/exit_threshold 99", "has 1", "/exit off", "/model m", "/draft_steps 8", "has one"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
-    assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4"] and "--steps x" in errors
-    assert said.count("\n") == 3
+    assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8", "8"]
+    assert errors.count("4.00 recurrences a token") == errors.count("100% of them right drafts") == 1
+    for words in ("--steps x", "--draft_steps: cannot", "--model", "has <unk>"):
+        assert words in errors
+    assert said.count("\n") == 5
 
 def test_characters_stream_whole(speaker, monkeypatch):
-    """What is printed while decoding never has a part of a character."""
-    text, shown = "naïve 漢字 👍🏽 na e\u0301", []
+    """What follows BOS and the prompt is printed without a part of a character."""
+    text, shown, asked = "naïve 漢字 👍🏽 na e\u0301", [], []
     ids = Tokenizer.load(speaker).encode(text)
     assert len(ids) > 1.5 * len(text)
-    monkeypatch.setattr(sample, "generate", lambda *_, **__: [(0, token, 1) for token in ids])
+    monkeypatch.setattr(Decoder, "generate", lambda _, prompts, *__, **___: (
+        asked.extend(map(list, prompts)) or [(0, token, 1) for token in ids]))
     monkeypatch.setattr(sample, "print", lambda text, file=None, **_: file or shown.append(text),
                         raising=False)
     call("sample", "--model", speaker, "--prompt=A")
     assert "".join(shown) == f" {text}" and len(shown) > 9
+    assert asked == [Tokenizer.load(speaker).encode("A", bos=True)] and asked[0][0] == 1
     assert not any("\ufffd" in part for part in shown)
 
 # --------------------------------------------------------------------------------- publishing
