@@ -12,11 +12,11 @@ recurrent block and the coda, those in between are dropped, and a fresh adapter 
     python surgery.py --preset tinyllama-4-8-4 --dry_run        the paper's tables, without weights
 
 SRC is a folder, or a hub id: org/name or org/name@REVISION (pip install huggingface_hub). It holds
-a Llama or OLMo-2 in Hugging Face layout, a checkpoint or run of our own, or a released Recurrent-*
-model or Huginn-0125, which are recurrent already and take no layer flags. OUT is a loopgraft
-checkpoint. With --export hf it has the Hugging Face layout if it is feed-forward, else that of the
-released models, with code that lets transformers load it (assets/modeling_loopgraft.py) and a model
-card. Tensors are stacked and taken apart, never rounded.
+a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, a checkpoint or run of our
+own, or a released Recurrent-* model or Huginn-0125, which are recurrent already and take no layer
+flags. OUT is a loopgraft checkpoint. With --export hf it has the Hugging Face layout if it is
+feed-forward, else that of the released models, with code that lets transformers load it
+(assets/modeling_loopgraft.py) and a model card. Tensors are stacked and taken apart, never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, which --shape follows, takes the
 prelude from the start, and core and coda from the end. --prelude, --core and --coda replace what
@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data import (Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, digest, positive,
-                  read_json, whole, write_json)
+from data import (TOKENIZER_FILES, Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, digest,
+                  positive, read_json, whole, write_json)
 from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
@@ -70,13 +70,15 @@ HF_KEYS = dict(zip(SAME, SAME)) | {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-RAVEN_KEYS = HF_KEYS | {  # of the released models, and "norm", which theirs lack
+RAVEN_KEYS = HF_KEYS | {  # of the released models; only ours have those that say where norms are
     "n_embd": "n_embd",
     "n_head": "n_heads",
     "n_prelude": "n_layers_in_prelude",
     "n_core": "n_layers_in_recurrent_block",
     "n_coda": "n_layers_in_coda",
     "norm": "norm",
+    "head_norm": "head_norm",
+    "qkv_bias": "qkv_bias",
     "norm_eps": "norm_eps",
     "tie_embeddings": "tie_embeddings",
     "adapter": "injection_type",
@@ -86,12 +88,13 @@ RAVEN_KEYS = HF_KEYS | {  # of the released models, and "norm", which theirs lac
     "embed_scale": "embed_scale",  # in init_values
 }
 SUPPORTED = {  # what config.json may say; a missing key means the first
-    "model_type": ("llama", "olmo2", "huginn_raven"),
+    "model_type": ("llama", "mistral", "qwen2", "qwen3", "olmo2", "huginn_raven"),
     "rope_type": ("default", "llama3"),
     "type": ("default", "llama3"),  # rope_type in old files
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "use_sliding_window": (False,),
     "quantization_config": (None,),
     "injection_type": ("linear", "add"),
 }
@@ -134,9 +137,10 @@ def tensor_names(config, kind):
         elif first in HF_NAMES:
             theirs = [f"{HF_NAMES[first]}.{rest}"]
         else:
-            layer, _, rest = rest.removesuffix(".weight").partition(".")
+            layer, _, rest = rest.partition(".")
+            rest, _, kind_of = rest.rpartition(".")  # weight or bias
             block = HF_BLOCK | HF_NORMS[config.norm]
-            theirs = [f"model.layers.{layer}.{name}.weight" for name in block[rest]]
+            theirs = [f"model.layers.{layer}.{name}.{kind_of}" for name in block[rest]]
         names[ours] = theirs
     return names
 
@@ -147,10 +151,19 @@ def read_config(folder, names):
     of the tensors tell where the norms are. UserError if config.json asks for what we lack.
     """
     path = Path(folder, "config.json")
-    raw = {"rms_norm_eps": 1e-6} | read_json(path)  # transformers' default
-    kind = raw.get("model_type")
-    if kind == "loopgraft":
-        return kind, load_config(folder)
+    raw = read_json(path)
+    try:
+        kind = raw.get("model_type")
+        if kind == "loopgraft":
+            return kind, load_config(folder)
+        return kind, convert_config(path, {"rms_norm_eps": 1e-6} | raw, " ".join(names))
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path}: is damaged, or of an unknown kind ({e!r})")
+
+
+def convert_config(path, raw, names):
+    """The content of another layout's config.json -> Config. names: of all tensors."""
+    kind = raw["model_type"]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     raw |= rope | raw.get("init_values", {})  # transformers 5 has rope_theta in rope_parameters
     for key, supported in SUPPORTED.items():
@@ -160,17 +173,26 @@ def read_config(folder, names):
     raw["rope_scaling"] = rope if "factor" in rope else None
     raw.setdefault("max_position_embeddings", raw.get("block_size"))
     raw.setdefault("tie_embeddings", raw.get("tie_word_embeddings"))
-    names = " ".join(names)
-    norm = "post" if ".q_norm." in names else "pre"
-    if ".qk_bias" in names:
-        norm = "sandwich"
-        raw["rope_theta"] = raw["rope_base"]  # which other models have, too, and never read
-    keys = RAVEN_KEYS if kind == "huginn_raven" else HF_KEYS
+    window = raw.get("sliding_window")  # Qwen's is used if use_sliding_window says so
+    if kind == "mistral" and window and window < raw["max_position_embeddings"]:
+        raise UserError(f"{path}: a sliding_window of {window} tokens, shorter than the context of "
+                        f"{raw['max_position_embeddings']}, is not supported")
+    if kind == "huginn_raven":
+        keys = RAVEN_KEYS
+        if "norm" not in raw:  # the paper's file: its ids are Huginn's, whatever the tokenizer
+            raw |= {"norm": "post" if ".q_norm." in names else "pre",
+                    "bos_token_id": None, "eos_token_id": None}
+        if ".qk_bias" in names:
+            raw |= {"norm": "sandwich", "rope_theta": raw["rope_base"]}  # never read by others
+    else:
+        keys = HF_KEYS | {key: key for key in ("norm", "head_norm", "qkv_bias")}
+        raw |= {"norm": "post" if kind == "olmo2" else "pre",
+                "head_norm": kind == "qwen3", "qkv_bias": kind == "qwen2"}
+        said = path.with_name("generation_config.json")
+        if said.exists():  # may name more ends of a text
+            raw |= {"eos_token_id": read_json(said).get("eos_token_id", raw.get("eos_token_id"))}
     fields = {ours: raw[key] for ours, key in keys.items() if raw.get(key) is not None}
-    fields.setdefault("n_kv_head", fields["n_head"])
-    if isinstance(fields.get("eos_token_id"), list):
-        fields["eos_token_id"] = fields["eos_token_id"][0]
-    return kind, Config(**{"norm": norm} | fields)
+    return Config(**{"n_kv_head": fields["n_head"]} | fields)
 
 
 def rotary_order(c, name, t, back=False):
@@ -192,7 +214,7 @@ def rotary_order(c, name, t, back=False):
 
 # ---------------------------------------------------------------------------------------- download
 
-MODEL_FILES = ["config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json"]
+MODEL_FILES = ["config.json", "model*.safetensors*", *TOKENIZER_FILES]
 
 
 def download(spec):
@@ -233,11 +255,22 @@ def open_source(src):
     tensors = map_tensors(folder)
     kind, config = read_config(folder, tensors)
     parts = tensor_names(config, kind)
-    if ignored := tensors.keys() - sum(parts.values(), []):
-        print("note: the model does not use these tensors:", *sorted(ignored)[:5])
+    used = {name for names in parts.values() for name in names}
+    if ignored := sorted(tensors.keys() - used):
+        print("note: the model does not use these tensors:", *map(repr, ignored[:5]))
+    odd = [name for name in ignored if name.endswith((".bias", "_norm.weight"))]
+    if odd and kind not in ("huginn_raven", "loopgraft"):  # released files have stale ones
+        raise UserError(f"{folder}: {odd[0]!r} has no place in the model of its config.json")
     source = Source(folder, config, kind, tensors, parts)
     if any(Path(folder).glob("tokenizer.*")):
         source.tokenizer = check_tokenizer(config, folder)
+        if kind == "huginn_raven" and not config.ends:
+            config.bos_token_id = source.tokenizer.bos_id
+            config.eos_token_id = source.tokenizer.eos_id
+    for i in {config.bos_token_id or 0, *config.ends}:
+        if not 0 <= i < config.vocab_size:
+            raise UserError(f"{folder}: config.json names {i} as a token that begins or ends a "
+                            f"text, outside the vocabulary of {config.vocab_size}")
     return source
 
 
@@ -250,7 +283,7 @@ def map_tensors(folder):
         except SafetensorError as e:
             raise UserError(f"{path}: is truncated or damaged ({e}): fetch it again")
         if twice := tensors.keys() & more.keys():
-            raise UserError(f"{path}: has {min(twice)}, as another file: of two models?")
+            raise UserError(f"{path}: has {min(twice)!r}, as another file: of two models?")
         tensors |= more
     if not tensors:
         raise UserError(f"{folder}: has no model.safetensors. Pickled weights (.bin, .pt) may "
@@ -264,8 +297,8 @@ def read_all(source):
     tensors = {}
     for name, parts in source.parts.items():
         if missing := set(parts) - source.tensors.keys():
-            raise UserError(f"{source.folder}: tensor {min(missing)} is missing: incomplete, or of "
-                            "another model than config.json says")
+            raise UserError(f"{source.folder}: tensor {min(missing)!r} is missing: incomplete, or "
+                            "of another model than config.json says")
         t = torch.cat([source.tensors[part] for part in parts])
         if source.kind == "huginn_raven":
             t = rotary_order(source.config, name, t)
@@ -279,7 +312,8 @@ def build(source, adapter_init="identity"):
     The Source as a model, its weights as stored. An adapter that it lacks is made, for
     [state, prelude output]: [0 | I] for "identity", torch's Linear init for "default".
     """
-    model, C = RecurrentLM.empty(source.config), source.config.n_embd
+    model = RecurrentLM.empty(source.config)
+    C = source.config.n_embd
     try:
         tensors = read_all(source)
         if hasattr(model, "adapter") and "adapter.weight" not in tensors:
@@ -325,11 +359,13 @@ def choose_layers(args, source):
             if getattr(args, flag):
                 raise UserError(f"--{flag}: SRC is recurrent already: drop the flag")
         return None
-    L, layers = source.config.n_prelude, [None] * 3
+    L = source.config.n_prelude
+    layers = [None] * 3
     sizes = PRESETS[args.preset][1] if args.preset else args.shape
-    if args.select and not (sizes and sum(sizes) <= L and args.text and source.tokenizer):
-        raise UserError(f"--select: needs a --shape of at most {L} layers, --text FILE and a "
-                        "tokenizer")
+    if sizes and sum(sizes) > L:
+        raise UserError(f"a shape of {sum(sizes)} layers: SRC has layers 0-{L - 1}")
+    if args.select and not (sizes and args.text and source.tokenizer):
+        raise UserError("--select: needs a --shape, --text FILE and a tokenizer")
     if sizes:
         P, R, C = sizes
         kept = [*range(P), *range(L - R - C, L)]  # the paper's rule
@@ -359,6 +395,8 @@ def most_influential(args, source, count):
             ids = source.tokenizer.encode(f.read(1_000_000), bos=True)[:16384]
     except UnicodeDecodeError as e:
         raise UserError(f"{args.text}: is not a text in UTF-8 ({e})")
+    if not ids:
+        raise UserError(f"{args.text}: has no text")
     T = min(args.window, source.config.context, len(ids))
     influence = block_influence(build(source).float(), torch.tensor(ids).unfold(0, T, T))
     print("block influence:", *(f"{value:.6f}" for value in influence))
@@ -381,7 +419,8 @@ def block_influence(model, idx):
 
 def hidden(model, ids):
     """[embedding, the output of each layer in a row (adapter left out), logits], of ids (B, T)."""
-    states, rope = [model.embed_idx(ids)], model.rope(ids.shape[1])
+    rope = model.rope(ids.shape[1])
+    states = [model.embed_idx(ids)]
     for block in (*model.prelude, *model.core, *model.coda):
         states.append(block(states[-1], rope))
     return [*states, model.head(model.norm_f(states[-1]))]
@@ -429,7 +468,8 @@ def verify(args, source, layers):
     """
     ids = torch.arange(64)[None] * 7 % source.config.vocab_size
     kept = retrofit(source, [sum(layers, []), [], []]) if layers else source
-    one, two = build(kept).float(), build(open_source(args.out)).float()
+    one = build(kept).float()
+    two = build(open_source(args.out)).float()
     pairs = list(zip(hidden(one, ids), hidden(two, ids)))
     if not layers or args.adapter_init == "identity" and args.adapter != "add":
         state = torch.ones_like(pairs[0][0])
@@ -444,9 +484,11 @@ def verify(args, source, layers):
 def export(model, folder):
     """
     Write model.safetensors and config.json for others: in the released layout, with our code for
-    transformers, or in that of Hugging Face's Llama or OLMo-2 if the model is feed-forward.
+    transformers, or in Hugging Face's of its kind if the model is feed-forward.
     """
-    c, tensors, out = model.config, model.state_dict(), {}
+    c = model.config
+    tensors = model.state_dict()
+    out = {}
     config = export_config(c)
     for ours, names in tensor_names(c, config["model_type"]).items():
         t = rotary_order(c, ours, tensors[ours], back=True)
@@ -467,7 +509,11 @@ def export_config(c):
     if not c.n_core:
         if c.embed_scale != 1:
             raise UserError(f"embed_scale {c.embed_scale}: no feed-forward layout has it")
-        kind = "olmo2" if c.norm == "post" else "llama"
+        kind = "llama"  # Mistral without a window is one, too
+        if c.norm == "post":
+            kind = "olmo2"
+        elif c.head_norm or c.qkv_bias:
+            kind = "qwen3" if c.head_norm else "qwen2"
         return config | {"model_type": kind, "hidden_act": "silu",
                          "architectures": [kind.capitalize() + "ForCausalLM"]}
     config |= {
@@ -486,23 +532,37 @@ def export_config(c):
         "AutoModelForCausalLM": "modeling_loopgraft.LoopgraftForCausalLM"}}
 
 
-def export_tokenizer(source, folder):
+def copy_text_files(source, folder, config):
+    """Copy the tokenizer's files and the rest that belongs to text. The ends of text are ours."""
+    copy_tokenizer(source.folder, folder)
+    path = folder / "generation_config.json"
+    if path.exists():
+        said = read_json(path) | {key: getattr(config, key)
+                                  for key in ("bos_token_id", "eos_token_id")}
+        if source.kind == "huginn_raven":
+            said.pop("pad_token_id", None)  # Huginn's
+        write_json(path, said)
+
+
+def export_tokenizer(tokenizer, folder):
     """
-    Copy the tokenizer and say which of transformers' classes reads it. From a tokenizer.json the
+    Say which of transformers' classes reads the tokenizer in a folder. From a tokenizer.json the
     one that does what the file says gives our ids: those for Llama and GPT-2 split blanks and
     digits in ways of their own. From tokenizer.model alone Llama's is nearest (see CARD).
     """
-    copy_tokenizer(source.folder, folder)
-    if not source.tokenizer:
-        return
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
+    config.pop("auto_map", None)  # names code that is not here
+    names = {i: name for name, i in tokenizer.special.items()}
+    for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        if i is not None:
+            config.setdefault(key, names[i])
     if (folder / "tokenizer.json").exists():
         config |= {"tokenizer_class": "PreTrainedTokenizerFast",
                    "model_input_names": ["input_ids", "attention_mask"]}
     else:
         config |= {"tokenizer_class": "LlamaTokenizer",
-                   "add_bos_token": source.tokenizer.bos_id is not None}
+                   "add_bos_token": tokenizer.bos_id is not None}
     write_json(path, config)
 
 
@@ -536,8 +596,8 @@ print(tokenizer.decode(out[0], skip_special_tokens=True))
 - `output_hidden_states=True` gives the initial state and the state after each recurrence.
 - LoRA: `target_modules=["Wqkv", "fc", "proj", "adapter"]`.
 - The tokenizer reads `</s>` and the like in a text as control tokens, whoever wrote the text. If
-  it is a tokenizer.model alone, transformers splits blanks that lead or repeat, and what follows a
-  control token, in ways of its own.
+  it is a tokenizer.model alone, it takes `pip install sentencepiece protobuf`, and transformers
+  splits blanks that lead or repeat, and what follows a control token, in ways of its own.
 - The weights are under the licence of the model and the data that they were made from, the code
   under MIT.
 """
@@ -557,29 +617,40 @@ def write_card(folder, source, config):
     checkpoint in the folder `source`, and nothing else.
     """
     base, training = history(source)
-    card = CARD.format(name=folder.name, base=base, c=config) + training + scores(source)
+    card = CARD.format(name=folder.name, base=base, c=config) + training + score_table(source)
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def scores(source):
+def score_table(source):
     """Markdown: what eval_*.json in a checkpoint's folder, its run's or beside that say of it."""
-    rows, source = "", Path(source).resolve()
+    source = Path(source).resolve()
     weights = source / "model.safetensors"
     if not weights.exists():  # of several files, so not ours
         return ""
-    weights, folders = digest(weights), (source, *source.parents[:2])
+    weights = digest(weights)
+    lines = ""
+    folders = [source, *source.parents[:2]]
     for path in sorted(path for folder in folders for path in folder.glob("eval_*.json")):
         try:
             result = read_json(path)
-            if result["settings"]["weights"] != weights:
+            settings = result["settings"]
+            if settings["weights"] != weights:
                 continue
         except (UserError, KeyError, TypeError):  # somebody else's file
             continue
+        if any(settings.get(way) for way in ("exit", "kv", "temperature")):
+            continue  # r says nothing of what these did
         for x in result["results"]:
             x = result | x
-            rows += (f"| {path.stem} | {x['task']} | {x['metric']} | {x['dtype']} | {x['n']} "
-                     f"| {x['steps']} | {x['value']:.4g} |\n")
-    return rows and SCORES + rows
+            task = Path(x["task"]).name  # without the folders of this machine
+            lines += (f"| {path.stem} | {task} | {x['metric']} | {x['dtype']} | {x['n']} "
+                      f"| {x['steps']} | {x['value']:.4g} |\n")
+    return lines and SCORES + lines
+
+
+def names_only(value):
+    """A path, or several of a mixture, without the folders of this machine."""
+    return ",".join(Path(part).name for part in str(value).split(","))
 
 
 def history(folder):
@@ -587,14 +658,20 @@ def history(folder):
     The surgery and the training runs that led to a checkpoint, as far as they are still there, as
     (the card's line that names the model on the hub they began with, or ''; Markdown).
     """
-    base, text, seen = "", "", set()
+    base = ""
+    text = ""
+    seen = set()
     while Path(folder, "train.json").exists() and folder not in seen:
         seen.add(folder)
-        run = read_json(f"{folder}/train.json")
-        c = run["config"]
-        recipe = ", ".join(f"{key} {c[key]}" for key in RECIPE)
-        recipe = re.sub(r"[^ ,:]*/", "", recipe)  # without the folders of this machine
-        text = f"- {recipe}: {run['tokens']:,} tokens and {run['flops']:.3g} FLOPs so far\n{text}"
+        path = Path(folder, "train.json")
+        try:
+            run = read_json(path)
+            c = run["config"]
+            recipe = ", ".join(f"{key} {names_only(c[key])}" for key in RECIPE)
+            line = f"{run['tokens']:,} tokens and {run['flops']:.3g} FLOPs so far"
+        except (KeyError, TypeError) as e:
+            raise UserError(f"{path}: has no {e}: written by something else")
+        text = f"- {recipe}: {line}\n{text}"
         if c["reinit"] or not c["init_from"]:
             break
         try:
@@ -643,10 +720,11 @@ def parse_args():
     if not args.src and not args.preset:
         raise UserError("give SRC and OUT, or only a --preset to see its sizes")
     if args.out and args.out.exists():
-        src, out = Path(args.src).resolve(), args.out.resolve()
-        replaceable = (out / "model.safetensors").exists() and out not in (src, *src.parents)
+        src = Path(args.src).resolve()
+        out = args.out.resolve()
+        apart = out not in (src, *src.parents) and src not in out.parents
         folders = any(out.glob("*/"))  # such as .git: surgery makes none
-        if not (args.overwrite and replaceable) or folders:
+        if not (args.overwrite and apart and (out / "model.safetensors").exists()) or folders:
             raise UserError(f"{args.out}: exists already: choose another OUT (--overwrite replaces "
                             "a checkpoint, but never SRC or folders in it)")
     return args
@@ -673,10 +751,11 @@ def main():
     with whole(args.out) as folder:
         if args.export:
             export(model, folder)
-            export_tokenizer(source, folder)
         else:
             model.save(folder)
-            copy_tokenizer(source.folder, folder)
+        copy_text_files(source, folder, result.config)
+        if args.export and source.tokenizer:
+            export_tokenizer(source.tokenizer, folder)
         if layers and result.config.n_core:
             # A model on the hub has a name for everyone, a folder only here.
             name = args.src if not Path(args.src).exists() else Path(args.src).resolve().name

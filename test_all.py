@@ -115,11 +115,12 @@ def speaker(tmp_path_factory):
     return folder
 
 # -------------------------------------------------------------------------------------- the model
-FEED_FORWARD, RECURRENT = ("hf_llama", "hf_llama3", "hf_olmo2"), ("raven_llama", "raven_olmo2")
+FEED_FORWARD = "hf_llama", "hf_llama3", "hf_olmo2", "hf_qwen3", "hf_qwen2", "hf_mistral"
+RECURRENT = "raven_llama", "raven_olmo2"
 
 @pytest.mark.parametrize("name", FEED_FORWARD)
 def test_feed_forward_is_transformers(name):
-    """A converted Llama or OLMo-2 (tied, sharded, scaled RoPE) gives transformers' logits."""
+    """A converted model of each kind (tied, sharded, scaled RoPE) gives transformers' logits."""
     model, x = convert(ORACLE / name, "m", "--feed_forward"), expected(name)
     every = 16 if name == "hf_llama3" else 1
     assert far(model(x["input_ids"])[0][:, ::every], x["logits"]) < 1e-5
@@ -199,9 +200,11 @@ def test_initial_state():
 # ---------------------------------------------------------------------------------------- surgery
 def test_surgery_keeps_the_layers_in_a_row():
     """With the identity adapter r = 1 is the kept layers in a row, as transformers runs them."""
-    flags, x = "--prelude 0-1 --core 3-5 --coda 6,7", expected("hf_llama")
-    model = convert(ORACLE / "hf_llama", "m", *flags.split())
-    assert far(model(x["input_ids"], steps=1)[0], x["logits.layers_0134567"]) < 1e-5
+    for name, flags, kept in (
+            ("hf_llama", "--prelude 0-1 --core 3-5 --coda 6,7", "0134567"),
+            ("hf_qwen3", "--prelude 0 --core 2,3 --coda 5", "0235")):
+        model, x = convert(ORACLE / name, name, *flags.split()), expected(name)
+        assert far(model(x["input_ids"], steps=1)[0], x[f"logits.layers_{kept}"]) < 1e-5
 
 READ = ("vocab_size padded_vocab_size n_embd n_heads num_key_value_heads head_dim qk_bias "
         "intermediate_size norm_eps n_layers_in_prelude n_layers_in_recurrent_block "
@@ -1585,6 +1588,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 def check_export(folder, **changes):
     tf = need("transformers")
     model = small(vocab_size=50, state_std=1.0, backprop_depth=2, **changes)
+    for p in model.parameters():
+        p.data += 0.2 * torch.randn(p.shape) * (p.dim() == 1)  # norms and biases
     model.save(f"{folder}-m")
     call("surgery", f"{folder}-m", folder, "--export", "hf")
     theirs = tf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -1613,6 +1618,7 @@ def check_export(folder, **changes):
 def test_transformers_runs_the_export():
     """Its logits, its gradients through the last k and its greedy tokens in a batch are ours."""
     check_export("out", norm="post")
+    check_export("qwen", head_norm=True, qkv_bias=True, head_dim=16)
     check_export("add", embed_scale=3.0, adapter="add", rope_scaling=LLAMA3)
 
 def test_forward_takes_what_others_give(checkpoint):

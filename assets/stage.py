@@ -248,7 +248,7 @@ def small(seed=0, **changes):
     """A random model that is cheap to run."""
     c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
                n_coda=1, mean_recurrence=4, eos_token_id=1)
-    model = RecurrentLM(replace(c, head_dim=0, **changes))
+    model = RecurrentLM(replace(c, **{"head_dim": 0} | changes))
     model.init_weights(seed)
     return model
 
