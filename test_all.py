@@ -226,6 +226,38 @@ def test_export_is_the_inverse_of_import(name):
         assert theirs["torch_dtype"] == "float32" and ours["torch_dtype"] == "bfloat16"
         assert ours["num_hidden_layers"] == 4 + 3 * theirs["mean_recurrence"]
 
+def test_text_files_follow_the_model(llama, corpus):
+    """Ends of text, a chat's template and sampling defaults reach a run's export; secrets do not."""
+    shutil.copytree(llama, "parent")
+    data.write_json("parent/generation_config.json", {"eos_token_id": [1, 3], "temperature": 0.6})
+    data.write_json("parent/tokenizer_config.json", {"auto_map": {"AutoTokenizer": "private.py"}})
+    for name in ("chat_template.jinja", "hf_token", ".env.token", "tokens"):
+        Path("parent", name).write_text(name)
+    os.mkdir("parent/my_tokens")
+    call("surgery", "parent", "m", "--shape", "1,2,1")
+    call("train", f"--data={corpus}/task", "--context=26", "--init_from=m", "--out_dir=run",
+         "--updates=2", "--batch_size=2", "--save_every=1", "--keep=1", "--compile=false")
+    call("surgery", "run", "out", "--export", "hf")
+    for folder in ("m", find_checkpoint("run"), "out"):
+        assert not [path for path in os.listdir(folder) if path.endswith(("token", "tokens"))]
+        assert Path(folder, "chat_template.jinja").exists()
+        assert read_json(f"{folder}/config.json")["eos_token_id"] == [1, 3]
+        said = read_json(f"{folder}/generation_config.json")
+        assert (said["eos_token_id"], said["temperature"]) == ([1, 3], 0.6)
+    said = read_json("out/tokenizer_config.json")
+    assert "auto_map" not in said and said["eos_token"] == "</s>"
+
+def test_released_models_end_as_their_tokenizer_does(corpus):
+    """Released config.json have Huginn's ids, some of them words; the tokenizer's count."""
+    shutil.copytree(ORACLE / "raven_llama", "released")
+    config = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
+    data.write_json("released/config.json", config)
+    data.copy_tokenizer(corpus / "task", "released")
+    for flags in ([], ["--export", "hf"]):
+        call("surgery", "released", "m", *flags, *["--overwrite"] * bool(flags))
+        config = read_json("m/config.json")
+        assert (config["bos_token_id"], config["eos_token_id"]) == (None, 1)
+
 def test_verify_sees_a_wrong_weight(llama, monkeypatch):
     """--verify compares what was written, at r = 1 of the identity adapter the logits, too."""
     flags, read_all = ("--shape", "1,2,1", "--verify"), surgery.read_all
@@ -361,8 +393,8 @@ def test_token_ids_match_tokenizers():
             assert ours.encode("Hello world", bos=True) == [128000, 9906, 1917]  # as published
             assert (ours.bos_id, ours.eos_id) == (128000, 128001)
 
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 @pytest.mark.parametrize("kind", ["qwen", "smollm2", "prefix", "merges"])
 def test_any_tokenizer_json(kind, monkeypatch):
@@ -1413,14 +1445,18 @@ MISTAKES = """
 surgery {llama} out:
      -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
     --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
-    --prelude 0-3 --core 3-4 --coda 5 -> taken once;
+    --prelude 0-3 --core 3-4 --coda 5 -> taken once; --shape 4,8,4 -> a shape of 16 layers;
+    --shape 1,2,1 --select block-influence --text {m}/empty.txt -> has no text;
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
     --shape 2 --feed_forward --select block-influence --text {m}/model.safetensors -> UTF-8;
 surgery:
     {llama} {m} --feed_forward -> --overwrite; {truncated} out --feed_forward -> damaged;
     {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
     {misshapen} out --feed_forward -> not the model of its config.json;
-    {other} out --export hf -> another model;
+    {other} out --export hf -> another model; {biased} out --feed_forward -> q_proj.bias' has no;
+    {ends} out --feed_forward -> names -5; {window} out --feed_forward -> sliding_window of 8;
+    {list} out --feed_forward -> is damaged; {yarn} out --feed_forward -> 'yarn' is not supported;
+    {qwen} out --feed_forward -> q_norm.weight' is missing; {trained} {trained}/step_000002 --overwrite -> SRC;
     {llama} {llama} --feed_forward --overwrite -> never SRC;
     ./lama out --feed_forward -> no such folder;
 runs/tiny_corpus:
@@ -1480,6 +1516,18 @@ def names(corpus, llama, checkpoint, tmp_path_factory):
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "missing" / "model.safetensors")
     save_file(tensors, folder / "mixed" / "model-2.safetensors")
+    for name, change in (("ends", {"eos_token_id": [1, -5]}), ("list", []),
+                         ("window", {"model_type": "mistral", "sliding_window": 8}),
+                         ("yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+                         ("qwen", {"model_type": "qwen3"}), ("biased", {})):
+        shutil.copytree(llama, folder / name)
+        config = read_json(llama / "config.json")
+        data.write_json(folder / name / "config.json", change and config | change)
+    shutil.copy(llama / "config.json", folder / "biased")
+    save_file(weights(llama) | {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)},
+              folder / "biased" / "model.safetensors")
+    shutil.copytree(checkpoint, folder / "trained" / "step_000002")
+    (checkpoint / "empty.txt").write_text("\n")
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "misshapen" / "model.safetensors")
     run = f"--data={corpus}/task --context=26 --out_dir=out"

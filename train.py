@@ -758,7 +758,8 @@ def save_checkpoint(settings, model, weights, optimizer, dataset, progress):
     moments = {key: t for key, t in kept.items() if key not in optimizer.params}
     with whole(f"{settings.out_dir}/step_{progress['update']:06d}") as folder:
         model.save(folder, weights | kept)
-        copy_tokenizer(dataset.folders[0], folder)
+        earlier = [model.folder or dataset.folders[0], *checkpoints(settings.out_dir)]
+        copy_tokenizer(earlier[-1], folder)
         save_file(moments, folder / "optimizer.safetensors")
         write_json(folder / "train.json", progress | {"config": vars(settings)})
     for path in checkpoints(settings.out_dir)[:-settings.keep]:
