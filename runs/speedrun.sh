@@ -14,6 +14,9 @@ name=${1:-record}
 shift || true
 out=out/speedrun/$name data=out/speedrun/data
 seeds=${SEEDS:-0 1 2} heal=${HEAL:-100}
+parent=runs/speedrun/parent
+digest=3ddd6d11bebb51c357e3bde80a2f28a779a00dab1e7c44127ce25897c4860751
+sha256sum --quiet --check <<<"$digest  $parent/model.safetensors"
 python runs/tiny_corpus.py --task s5 --out $data
 
 stage() {  # stage SEED CONFIG FROM DATA [--key=value ...]: training by config/tiny_CONFIG.toml
@@ -24,7 +27,7 @@ stage() {  # stage SEED CONFIG FROM DATA [--key=value ...]: training by config/t
 }
 for seed in $seeds; do
     from=$out/$seed/cut
-    [[ -e $from ]] || python surgery.py runs/speedrun/parent "$from" --shape "${SHAPE:-1,2,1}"
+    [[ -e $from ]] || python surgery.py $parent "$from" --shape "${SHAPE:-1,2,1}"
     if ((heal)); then
         stage "$seed" heal "$from" pretrain --context=41 --updates="$heal"
         from=$out/$seed/heal

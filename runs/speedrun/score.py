@@ -44,13 +44,12 @@ def main():
     flops = [flops_of(seed) for seed in seeds]
     right = [answered(seed) for seed in seeds]
     model = RecurrentLM.load(find_checkpoint(seeds[0] / "task"))
-    print(f"{folder.name}: {cell(flops, 3, 1e-12)} TFLOPs of training, seeds "
-          + ", ".join(seed.name for seed in seeds))
+    print(f"{folder.name}, seeds {', '.join(seed.name for seed in seeds)}: TFLOPs of training, % of "
+          "answers, r, MFLOPs of a token at test time")
     for r in right[0]:
+        answers = percent([accuracy[r] for accuracy in right])
         forward = model.flops_per_token((0, int(r))) / 3e6
-        each = ", ".join(f"{100 * accuracy[r]:.1f}" for accuracy in right)
-        print(f"r = {r}: {percent([accuracy[r] for accuracy in right])}% ({each}), "
-              f"{forward:.2f} MFLOPs a token at test time")
+        print(f"| {cell(flops, 2, 1e-12)} | {answers} | {r} | {forward:.2f} |")
 
 
 if __name__ == "__main__":

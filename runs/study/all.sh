@@ -3,7 +3,7 @@
 #
 #   bash runs/study/all.sh [ITEM ...] [--quick] [--seeds N] [--jobs N]
 #
-# All of it takes about 5 hours on two idle cores, two runs at a time with one thread each. Stop it
+# All of it takes 4 to 5 hours on two idle cores, two runs at a time with one thread each. Stop it
 # with ctrl-C; the same command goes on, on another machine, too, if runs/study/results is there.
 # What it says is added to runs/study/results/all.log. See play.py.
 set -euo pipefail

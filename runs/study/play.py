@@ -278,10 +278,16 @@ class Study:
         corpus = self.corpus(task)
         flags = {key: str(value).format(corpus=corpus) for key, value in run.flags.items()}
         if flags.get("select") == "random":
-            first, *core, last = map(str, sorted(random.Random(seed).sample(range(6), 4)))
-            flags = {"prelude": first, "core": ",".join(core), "coda": last}
+            layers = random.Random(seed).sample(range(6), 4)
+            first, *core, last = map(str, sorted(layers))
+            flags = {
+                "prelude": first,
+                "core": ",".join(core),
+                "coda": last,
+            }
         if "equal" in flags:
-            flags["updates"] = self.equal_updates(task, seed, run, RUNS[flags.pop("equal")])
+            other = RUNS[flags.pop("equal")]
+            flags["updates"] = self.equal_updates(task, seed, run, other)
         if run.script != "surgery":
             data = corpus / ("unseen" if run.script == "task" else "pretrain")
             flags = {
@@ -342,9 +348,11 @@ class Study:
     def make(self, folder, command):
         """Play a command once in this process. train.py itself knows what is there already."""
         with self.locks.setdefault(folder, threading.Lock()):
-            if folder not in self.made and not (command[0] == "surgery.py" and folder.exists()):
-                dtype = [f"--dtype={self.dtype}"] if command[0] == "train.py" else []
-                execute(folder, [*command, *dtype])
+            cut = command[0] == "surgery.py" and folder.exists()
+            if folder not in self.made and not cut:
+                if command[0] == "train.py":
+                    command = [*command, f"--dtype={self.dtype}"]
+                execute(folder, command)
             self.made.add(folder)
 
     def play(self, task, seed, run, measure):
@@ -353,7 +361,9 @@ class Study:
         path = self.result(task, seed, run, measure)
         name = path.relative_to(self.results)
         steps = self.commands(task, seed, run)
-        recipe = [shlex.join(["python", *map(str, command)]) for _, command in steps]
+        recipe = []
+        for _, command in steps:
+            recipe.append(shlex.join(["python", *map(str, command)]))
         if path.exists():
             there = read_json(path)
             if there["recipe"] == recipe and there.get("design") == DESIGN:
@@ -364,7 +374,11 @@ class Study:
         found = MEASURES[measure](folder, self.corpus(task))
         seconds = round(time.time() - began)
         write_json(path, found | describe(folder) | {
-            "design": DESIGN, "dtype": self.dtype, "seconds": seconds, "recipe": recipe})
+            "design": DESIGN,
+            "dtype": self.dtype,
+            "seconds": seconds,
+            "recipe": recipe,
+        })
         return f"{name}: {seconds} s"
 
     def result(self, task, seed, run, measure):
@@ -398,8 +412,12 @@ def describe(folder):
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
-    found = {"commit": commit, "torch": torch.__version__, "cpu": cpu and cpu[1],
-             "date": str(datetime.date.today())}
+    found = {
+        "commit": commit,
+        "torch": torch.__version__,
+        "cpu": cpu and cpu[1],
+        "date": str(datetime.date.today()),
+    }
     folder = Path(find_checkpoint(folder))
     if (folder / "train.json").exists():
         progress = read_json(folder / "train.json")
@@ -413,9 +431,12 @@ def describe(folder):
 
 def curve(folder, corpus):
     """The validations of a training, and the largest norm of a gradient."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {"validations": [line for line in lines if "val" in line],
-            "norm": max(line["norm"] for line in lines if "norm" in line)}
+    text = (folder / "log.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {
+        "validations": [line for line in lines if "val" in line],
+        "norm": max(line["norm"] for line in lines if "norm" in line),
+    }
 
 
 STEPS = "1,2,4,8,16,32,64"
@@ -442,12 +463,13 @@ def answers(folder, corpus):
     results = ask(folder, corpus / "test.jsonl", "test", "--steps", STEPS)
     results_18 = ask(folder, corpus / "test18.jsonl", "test18", "--steps", STEPS)
     model = RecurrentLM.load(folder)
-    return {
-        "by_length": {row["steps"]: right_by_length(row) for row in results},
-        "right_18": {row["steps"]: row["value"] for row in results_18},
-        "token_flops": {row["steps"]: model.flops_per_token((0, row["steps"])) // 3
-                        for row in results},
-    }
+    found = {"by_length": {}, "right_18": {}, "token_flops": {}}
+    for row, row_18 in zip(results, results_18):
+        r = row["steps"]
+        found["by_length"][r] = right_by_length(row)
+        found["right_18"][r] = row_18["value"]
+        found["token_flops"][r] = model.flops_per_token((0, r)) // 3
+    return found
 
 
 def losses(folder, corpus):
@@ -460,7 +482,8 @@ def losses(folder, corpus):
                          f"--data={corpus / part}", f"--context={row}", "--eval_rows=512",
                          "--eval_steps=1,8", "--compile=false", "--dtype=float32"])
         line = json.loads((out / "log.jsonl").read_text())
-        found[part] = {r: [loss, line["accuracy"][r]] for r, loss in line["val"].items()}
+        accuracy = line["accuracy"]
+        found[part] = {r: [loss, accuracy[r]] for r, loss in line["val"].items()}
     return found
 
 
@@ -496,39 +519,59 @@ def states(folder, corpus):
     far = 256
     rows = 128
     model = RecurrentLM.load(folder, dtype=torch.float32)
-    idx, targets, _ = Dataset(str(corpus / "task"), "val", 26).batch(0, 0, 0, 1, rows)
+    dataset = Dataset(str(corpus / "task"), "val", 26)
+    idx, targets, _ = dataset.batch(0, 0, 0, 1, rows)
     targets[:, -2:] = IGNORE  # not what follows the last answer
     labels = targets != IGNORE
-    state = model.initial_state(*idx.shape, seed=0)
+    start = model.initial_state(*idx.shape, seed=0)
     states = []
     right = []
-    for _, s in model.trajectory(idx, range(1, far + 1), state):
+    for _, s in model.trajectory(idx, range(1, far + 1), start):
         states.append(s[labels].view(rows, 12, -1))
         equal = model.finish(s).argmax(-1) == targets
         right.append(equal[labels].view(rows, 12))
     states = torch.stack(states)  # (far, rows, 12, C)
     right = torch.stack(right).double()
-    size = states.norm(dim=-1)
-    moved = (states[1:] - states[:-1]).norm(dim=-1) / size[1:]  # by recurrences 2 ... 256
-    back = torch.stack([(states[-1] - states[-1 - p]).norm(dim=-1) for p in range(1, 33)])
-    few = 1, 2, 4, 8, 16, 32, 64, 128, 256
+    moved = relative(states[1:] - states[:-1], states[1:])  # by recurrences 2 ... 256
+    back = relative(states[-1] - states[-33:-1], states[-1])
     point = moved[-1] < 1e-3
-    cycle = ~point & (back.amin(0) / size[-1] < 1e-3)
+    cycle = ~point & (back.amin(0) < 1e-3)
     recurrence = torch.arange(2, far + 1)[:, None, None]
     last_move = torch.where(moved < 0.01, 1, recurrence).amax(0).double()
-    return {
-        "right": {r: right[r - 1].mean().item() for r in few},
-        "moved": {r: moved[r - 2].median().item() for r in few[1:]},
+    found = {
+        "right": {},
+        "moved": {},
         "point": point.double().mean().item(),
         "cycle": cycle.double().mean().item(),
         "right_at_point": right[-1][point].mean().item(),
         "right_elsewhere": right[-1][~point].mean().item(),
-        "point_by_length": dict(enumerate(point.double().mean(0).tolist(), 1)),
-        "last_move": dict(enumerate(last_move.median(0).values.tolist(), 1)),
+        "point_by_length": by_sentences(point.double().mean(0)),
+        "last_move": by_sentences(last_move.median(0).values),
     }
+    for r in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        found["right"][r] = right[r - 1].mean().item()
+        if r > 1:
+            found["moved"][r] = moved[r - 2].median().item()
+    return found
 
 
-MEASURES = {"curve": curve, "answers": answers, "losses": losses, "exits": exits, "states": states}
+def relative(change, states):
+    """Sizes (...) of changes (..., C) of states."""
+    return change.norm(dim=-1) / states.norm(dim=-1)
+
+
+def by_sentences(values):
+    """A tensor (12,) -> {sentences: value}."""
+    return dict(enumerate(values.tolist(), 1))
+
+
+MEASURES = {
+    "curve": curve,
+    "answers": answers,
+    "losses": losses,
+    "exits": exits,
+    "states": states,
+}
 
 
 # ---------------------------------------------------------------------------- the command
