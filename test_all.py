@@ -32,6 +32,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import sentencepiece
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # no GPU plays along
 import torch
 import torch.distributed as dist
 import torch.nn.utils.parametrize as parametrize

@@ -1,4 +1,8 @@
-"""The steps of gpu_check.sh. torch calls every card "cuda", those of AMD too."""
+"""
+The steps of gpu_check.sh. torch calls every card "cuda", those of AMD too. Each part takes less
+than 8 minutes, and prints a line as soon as it knows it.
+"""
+import argparse
 import json
 import os
 import re
@@ -30,27 +34,33 @@ TOKENS = 64
 SCRATCH = tempfile.TemporaryDirectory(dir="out/gpu_check")  # gone at the end
 FOLDER = SCRATCH.name
 ROWS = []
-TABLE = []
 
 
 def add(check, value, wanted="", ok=None):
-    """A row of the table. ok: whether the value is as wanted, or None for a measurement."""
+    """Print a row of the table. ok: whether the value is as wanted, or None for a measurement."""
     ROWS.append({"check": check, "value": value, "wanted": wanted, "ok": ok})
     short = f"{value:.4g}" if isinstance(value, float) else str(value)
     verdict = {True: "ok", False: "FAILED", None: ""}[ok]
-    TABLE.append(f"{check:50s} {short:>12.60s}  {wanted!s:10s} {verdict}")
-    print(TABLE[-1], flush=True)
+    print(f"{check:50s} {short:>12.60s}  {wanted!s:10s} {verdict}", flush=True)
 
 
 def below(check, value, limit):
     add(check, value, f"< {limit:.2g}", value < limit)
 
 
+def check_driver():
+    """pip's torch is for one version of CUDA, and without its driver all would run on the CPU."""
+    hidden = not GPU and any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd")))
+    if hidden:
+        add("torch finds the GPU of this machine", False, "see README", False)
+
+
 # --------------------------------------------------------------------------------- is it right?
 
 def small(device, dtype):
     """A fixed random model, and tokens, targets (4, 128) and s_0 that fit."""
-    model, generator = RecurrentLM(SMALL), torch.Generator().manual_seed(0)
+    model = RecurrentLM(SMALL)
+    generator = torch.Generator().manual_seed(0)
     model.init_weights(seed=0)
     idx = torch.randint(SMALL.vocab_size, (4, 129), generator=generator)
     state = torch.randn(4, 128, SMALL.n_embd, generator=generator)
@@ -89,6 +99,11 @@ def change(device, dtype):
     return torch.cat([c.flatten() for c in changes]).cpu(), norm
 
 
+def relative(found, exact):
+    """How far tensors are from the exact ones."""
+    return ((found.cpu() - exact).norm() / exact.norm()).item()
+
+
 def check_oracles():
     """Logits and an update against the CPU's in float32; in bfloat16 as near as the CPU comes."""
     exact = logits("cpu", torch.float32)
@@ -96,7 +111,7 @@ def check_oracles():
 
     def errors(device, dtype):
         changes, its_norm = change(device, dtype)
-        yield ((logits(device, dtype) - exact).norm() / exact.norm()).item()
+        yield relative(logits(device, dtype), exact)
         yield abs(its_norm - norm) / max(norm, 1e-9)
         yield (1 - F.cosine_similarity(changes, update, 0)).item()
 
@@ -110,7 +125,10 @@ def check_oracles():
 
 
 def check_attention():
-    """Which kernel SDPA picks where we call it. MATH would store the scores of all pairs."""
+    """
+    Which kernel SDPA picks where we call it. MATH would store the scores of all pairs, and cuDNN
+    would plan each of the many shapes of decoding anew.
+    """
     picked = []
     actual = F.scaled_dot_product_attention
 
@@ -121,18 +139,20 @@ def check_attention():
 
     with mock.patch.object(F, "scaled_dot_product_attention", spy):
         for dtype in (torch.bfloat16, torch.float32):
+            torch.backends.cuda.enable_cudnn_sdp(True)  # as in a new process
             model, idx, targets, state = small(DEVICE, dtype)
             mask = torch.ones(4, 1, 128, 128, dtype=torch.bool, device=DEVICE).tril()
             uses = {
                 "training": lambda: model(idx, targets, (0, 1), state)[1].backward(),
-                "decoding": lambda: list(generate(model, [[1, 2, 3]], 2, 1)),
                 "eval_lm.py": lambda: list(model.trajectory(idx, [1], state, mask=mask)),
+                "decoding": lambda: list(generate(model, [[1, 2, 3]], 2, 1)),
             }
             for use, run in uses.items():
                 run()
-                kernels = ", ".join(sorted(set(picked)))
+                unwanted = {"MATH", "CUDNN"} if use == "decoding" else {"MATH"}
+                add(f"attention of {use}, {dtype}", ", ".join(sorted(set(picked))),
+                    f"not {', '.join(sorted(unwanted))}", not unwanted & set(picked))
                 picked.clear()
-                add(f"attention of {use}, {dtype}", kernels, "not MATH", "MATH" not in kernels)
 
 
 def check_decoding():
@@ -157,6 +177,28 @@ def check_decoding():
             add(f"{len(exact)} tokens, {name}{how}, are the CPU's", same, True, same)
 
 
+@torch.inference_mode()
+def check_bfloat16():
+    """Compiled and recorded, steps in bfloat16 are as near to float32 as forward() without a cache."""
+    B, T = 4, 32
+    idx = small(DEVICE, torch.float32)[1][:, :T]
+
+    def whole(device, dtype):
+        model = small(device, dtype)[0]
+        s_0 = model.initial_state(1, T, 0).expand(B, -1, -1)
+        return model(idx.to(device), steps=4, state=s_0)[0]
+
+    exact = whole("cpu", torch.float32)
+    decoder = Decoder(small(DEVICE, torch.bfloat16)[0], compile=True)
+    decoder.make_room(4, B, T, Decoding())
+    steps = []
+    for p in range(T):
+        position = torch.full((B,), p, device=DEVICE)
+        steps.append(decoder.next_logits(idx[:, p], position, p + 1).clone())
+    limit = 1.5 * relative(whole(DEVICE, torch.bfloat16), exact) + 0.005
+    below("cached steps, torch.bfloat16, error", relative(torch.stack(steps, 1), exact), limit)
+
+
 def check_waits():
     """How often the host waits for the GPU, by torch's own count."""
     if not GPU:
@@ -167,10 +209,10 @@ def check_waits():
         seconds(step, 1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
+            torch.cuda.set_sync_debug_mode("warn")  # which itself warns
             step()
             torch.cuda.set_sync_debug_mode("default")
-        count = sum("synchroniz" in str(w.message) for w in caught)
+        count = sum("called a synchronizing" in str(w.message) for w in caught)
         add(f"waits per {name}", count, 1, count == 1)
 
 
@@ -253,6 +295,8 @@ def seconds(step, repeat):
 
 
 def save_random():
+    if os.path.exists(f"{FOLDER}/random"):
+        return
     with torch.device(DEVICE):
         model = RecurrentLM(LARGE)
     model.init_weights(0)
@@ -266,49 +310,80 @@ def expected_memory(rows):
 
 
 def measure_training():
-    """An update of the paper's micro-batch, or of what fits, beside the memory it should take."""
-    rows, context = 8, 32
+    """A micro-batch of the paper, or what fits, and an update, apart. The memory beside it."""
+    save_random()
+    rows = 8
+    context = 32
     if GPU:
         total = torch.cuda.get_device_properties(0).total_memory / 1e9
-        rows = next((n for n in (8, 4, 2) if expected_memory(n) < total), 1)
+        rows = next((n for n in (8, 4, 2, 1) if expected_memory(n) < total), None)
         context = 1024
+    if not rows:
+        return add("train, one row of 1024", "does not fit: not run")
     result = bench("train", "--optimizer=muon", "--steps=24+8", f"--batch_size={rows}",
                    f"--context={context}")
     row = result["rows"][0]
+    tokens = rows * context
+    micro_batch = tokens / row["tokens_per_s"] - row["update_s"]
+    flops = tokens * RecurrentLM.empty(LARGE).flops_per_token((24, 8))
     add("matmul peak, TFLOP/s", result["matmul_peak"] / 1e12)
-    add(f"train, {rows} rows of {context}, n=24 k=8, tokens/s", row["tokens_per_s"])
-    add("... share of the matmul peak (MFU)", row["mfu"])
+    add(f"micro-batch, {rows} rows of {context}, n=24 k=8, ms", 1e3 * micro_batch)
+    add("... tokens/s", tokens / micro_batch)
+    add("... share of the matmul peak (MFU)", flops / micro_batch / result["matmul_peak"])
+    add("an update beside its micro-batches, ms", 1e3 * row["update_s"])
+    add("compiling and the first one, s", row["first_s"])
     if GPU:
         used = row["peak_mib"] * 2**20 / 1e9
-        below("... GB of memory, beside the estimate", used, 1.1 * expected_memory(rows))
+        below("GB of memory, beside the estimate", used, 1.1 * expected_memory(rows))
 
 
 @torch.inference_mode()
 def measure_decoding():
-    """Whole texts; then single steps, against the time that it takes to read the weights."""
-    steps = ",".join(map(str, DEPTHS))
-    for row in bench("decode", f"--steps={steps}", f"--tokens={TOKENS}")["rows"]:
-        add(f"decode {TOKENS} tokens, r={row['r']}, tokens/s", row["tokens_per_s"])
+    """Single steps, against the time that it takes to read the weights; then whole texts."""
+    save_random()
     source = torch.ones(1 << (28 if GPU else 24), device=DEVICE)
     bandwidth = 2 * source.nbytes / seconds(source.clone, 10)
     add("bandwidth of a copy, GB/s", bandwidth / 1e9)
     model = RecurrentLM.load(f"{FOLDER}/random", DEVICE)
     n = model.num_params()
     token = torch.tensor([1], device=DEVICE)
-    for how in ("plain", "compiled, on a GPU recorded"):
-        decoder = Decoder(model, compile=how != "plain")
+    for how in ("eager", "compiled, on a GPU recorded"):
+        decoder = Decoder(model, compile=how != "eager")
         for r in DEPTHS:
             decoder.make_room(r, 1, 128, Decoding())
+            began = time.perf_counter()
+            decoder.next_logits(token, token, 8)
+            add(f"the first step, {how}, r={r}, s", time.perf_counter() - began)
             took = seconds(lambda: decoder.next_logits(token, token, 8), 20)
             read = n["prelude"] + r * (n["adapter"] + n["core"]) + n["coda"] + n["embeddings"] / 2
             add(f"a step, {how}, r={r}, ms", 1e3 * took)
+            add("... tokens/s", 1 / took)
             add("... share of the bandwidth", 2 * read / took / bandwidth)
 
 
+def measure_texts():
+    """Whole texts, with what one pays once for each: the prompt, and recording."""
+    save_random()
+    steps = ",".join(map(str, DEPTHS))
+    for row in bench("decode", f"--steps={steps}", f"--tokens={TOKENS}")["rows"]:
+        add(f"a text of {TOKENS} tokens, r={row['r']}, s", TOKENS / row["tokens_per_s"])
+
+
+PARTS = {
+    "correct": (check_driver, check_oracles, check_attention, check_waits, check_decoding,
+                check_bfloat16),
+    "train": (check_driver, check_training),
+    "speed": (check_driver, measure_training),
+    "decode": (check_driver, measure_decoding, measure_texts),
+}
+
+
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=PARTS, help="default: all of them")
+    part = parser.parse_args().part
+    steps = PARTS[part] if part else dict.fromkeys(sum(PARTS.values(), ()))
     began = time.time()
-    steps = (check_oracles, check_attention, check_decoding, check_waits, check_training,
-             save_random, measure_training, measure_decoding)
     for step in steps:
         print(f"\n== {step.__name__} ==  ({time.time() - began:.0f} s)", flush=True)
         try:
@@ -321,13 +396,13 @@ def main():
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
+        "part": part,
     }
     failed = [row["check"] for row in ROWS if row["ok"] is False]
-    print("", machine, *TABLE, "", sep="\n")
     if failed:
-        print(f"NOT well: {len(failed)} of {len(ROWS)} lines failed: {', '.join(failed)}.")
+        print(f"\nNOT well: {len(failed)} of {len(ROWS)} lines failed: {', '.join(failed)}.")
     else:
-        print(f"All is well on this {'GPU' if GPU else 'CPU'}.")
+        print(f"\nAll is well on this {'GPU' if GPU else 'CPU'}.")
     print(json.dumps(machine | {"seconds": round(time.time() - began), "rows": ROWS}))
     return int(bool(failed))
 
