@@ -151,8 +151,9 @@ class Decoder:
         # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
         for part, slots in ("prelude", 1), ("core", self.slots), ("coda", 1):
             shape = rows, slots, columns, c.n_kv_head, c.head_dim
-            self.cache[part] = [
-                [weight.new_zeros(shape) for _ in "kv"] for _ in getattr(self.model, part)]
+            self.cache[part] = []
+            for _ in getattr(self.model, part):
+                self.cache[part].append([weight.new_zeros(shape) for _ in "kv"])
         self.column = torch.arange(max(columns, rows, self.slots), device=weight.device)
         self.rope = torch.stack(self.model.rope(columns)).to(weight.dtype)  # of each position
         noise = self.model.initial_state(1, columns, options.seed)[0]
@@ -174,8 +175,9 @@ class Decoder:
         """A LayerCache for each layer of a part, at a recurrence's slot."""
         key = part, slot, tokens.width
         if key not in self.views:
-            self.views[key] = [[t[:, slot, :tokens.width] for t in layer]
-                               for layer in self.cache[part]]
+            self.views[key] = []
+            for layer in self.cache[part]:
+                self.views[key].append([t[:, slot, :tokens.width] for t in layer])
         return [LayerCache(k, v, tokens.write) for k, v in self.views[key]]
 
     def begin(self, idx, tokens):
@@ -235,8 +237,10 @@ class Decoder:
                 position = self.column[start:end].expand(len(prompts), -1)
                 tokens = self.at(position, end)
                 e, s = self.begin(idx[:, start:end], tokens)
-                self.run_coda(self.recur(s, e, tokens, 0, self.r), tokens)
-        return idx.gather(1, last[:, None])[:, 0], last
+                s = self.recur(s, e, tokens, 0, self.r)
+                self.run_coda(s, tokens)
+        token = idx.gather(1, last[:, None])
+        return token[:, 0], last
 
     def next_logits(self, token, position, end):
         """
@@ -251,13 +255,15 @@ class Decoder:
             # That takes a while, so it is not done for every 64 columns.
             self.recorded = min(-(-end // 256) * 256, self.columns + 1)
             run = functools.partial(self.run_step, end=self.recorded)
-            self.graph = torch.cuda.make_graphed_callables(run, (token.clone(), position.clone()))
+            inputs = token.clone(), position.clone()
+            self.graph = torch.cuda.make_graphed_callables(run, inputs)
         return self.graph(token, position)
 
     def run_step(self, token, position, end):
         tokens = self.at(position[:, None], end)
         e, s = self.begin(token[:, None], tokens)
-        return self.logits(self.recur(s, e, tokens, 0, self.r), tokens)[:, -1]
+        s = self.recur(s, e, tokens, 0, self.r)
+        return self.logits(s, tokens)[:, -1]
 
     def keep(self, rows):
         """Continue with some rows (a tensor of indices) of the batch only."""
@@ -369,8 +375,11 @@ class FewRows(nn.Module):
         if rows > FEW_ROWS or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         weight = self.weight.float()
-        y = [(weight * row.float()).sum(-1) for row in x.view(rows, -1)]
-        y = torch.stack(y).type_as(x).view(*x.shape[:-1], -1)
+        y = []
+        for row in x.view(rows, -1):
+            y.append((weight * row.float()).sum(-1))
+        y = torch.stack(y).type_as(x)
+        y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
@@ -390,7 +399,8 @@ def distribution(logits, options):
     nucleus: the fewest likely tokens that hold probability top_p (arXiv 1904.09751).
     """
     if options.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        likeliest = logits.argmax(-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, likeliest, 1.0)
     p = (logits / options.temperature).softmax(-1)
     if options.top_k or options.top_p < 1:
         p, order = p.sort(dim=-1, descending=True, stable=True)
@@ -404,7 +414,8 @@ def distribution(logits, options):
 
 def sample_token(p, rng):
     """Tokens (...) drawn from probabilities (..., V): multinomial() would wait for a GPU."""
-    return (p / torch.empty_like(p).exponential_(generator=rng)).argmax(-1)
+    luck = torch.empty_like(p).exponential_(generator=rng)
+    return (p / luck).argmax(-1)
 
 
 def pick(logits, options, rng):
@@ -466,7 +477,10 @@ def make_drafts(batch, options, rng):
     """
     decoder = batch.decoder
     token = batch.token
-    drafts, q, es, states = [], [], [], []
+    drafts = []
+    q = []
+    es = []
+    states = []
     for i in range(DRAFTS + 1):
         tokens = decoder.at(batch.position[:, None] + i, batch.end + i)
         e, s = decoder.begin(token[:, None], tokens)
@@ -474,10 +488,13 @@ def make_drafts(batch, options, rng):
         es.append(e)
         states.append(s)
         if i < DRAFTS:
-            q.append(distribution(decoder.logits(s, tokens)[:, -1], options))
+            logits = decoder.logits(s, tokens)[:, -1]
+            q.append(distribution(logits, options))
             token = sample_token(q[-1], rng)
             drafts.append(token)
-    return torch.stack(drafts, 1), torch.stack(q, 1), torch.cat(es, 1), torch.cat(states, 1)
+    drafts = torch.stack(drafts, 1)
+    q = torch.stack(q, 1)
+    return drafts, q, torch.cat(es, 1), torch.cat(states, 1)
 
 
 def accept(p, q, drafts, rng):
@@ -486,7 +503,8 @@ def accept(p, q, drafts, rng):
     drafts (B, n) -> how many are accepted (B,), and the token (B,) that follows them.
     """
     index = drafts[:, :, None]
-    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index))[:, :, 0]
+    ratio = p[:, :-1].gather(2, index) / q.gather(2, index)
+    ratio = ratio[:, :, 0]
     luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
     accepted = (luck < ratio).long().cumprod(1).sum(1)
     wrong = torch.arange(len(p), device=p.device), accepted  # the first, or what follows the last
@@ -522,7 +540,9 @@ def adaptive(batch, options, rng):
             logits = decoder.logits(s, tokens)[:, -1]
             before = logp
             logp = logits.log_softmax(-1)
-            kl = (logp.exp() * (logp - before)).sum(-1).clamp(min=0)  # less by rounding alone
+            change = logp - before
+            kl = (logp.exp() * change).sum(-1)
+            kl = kl.clamp(min=0)  # less by rounding alone
             settled = (kl < options.exit_threshold) & (done > every)
             stops = settled | (done == decoder.r)
             token = pick(logits, options, rng)
@@ -545,7 +565,8 @@ def add_model_arguments(p, dtype):
     p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
                    help=f"default: {dtype or 'as stored'}")
     p.add_argument("--seed", type=seeds, default=0, help="of the initial state and of sampling")
-    p.add_argument("--state", default="noise", choices=("noise", "zero"), help="initial state")
+    p.add_argument("--state", default="noise", choices=("noise", "zero"),
+                   help="initial state")
 
 
 def add_decoding_arguments(p):
@@ -581,9 +602,9 @@ def add_options(p, **helps):
 
 def decoding(args):
     """Decoding's {name: value} by a script's flags. UserError for values that make no sense."""
-    known = vars(Decoding())
-    given = {name: value for name, value in vars(args).items() if name in known}
-    return vars(Decoding(**given))
+    given = vars(args)
+    fields = Decoding.__dataclass_fields__.keys() & given.keys()
+    return vars(Decoding(**{name: given[name] for name in fields}))
 
 
 def parse_steps(text):
@@ -670,7 +691,8 @@ def default_prompt(folder):
     path = Path(folder, "train.json")
     if not path.exists():
         raise UserError(f"{folder}: does not say what it was trained on: give --prompt")
-    data = re.split("[:,]", read_json(path)["config"]["data"])[0]
+    run = read_json(path)
+    data = re.split("[:,]", run["config"]["data"])[0]
     return read_json(Path(data, "meta.json"))["prompt"]
 
 
@@ -684,7 +706,8 @@ def write(decoder, tokenizer, args, prompt, r):
         tell(f"<unk> stands for what the tokenizer does not know: {text}")
     if model.config.n_core:
         tell(f"--- r = {r}")
-    room = max(1, min(args.tokens, model.config.context - len(ids)))
+    room = model.config.context - len(ids)
+    room = max(1, min(args.tokens, room))
     shown = len(text)
     took = []
     began = time.perf_counter()
@@ -716,7 +739,8 @@ def interact(decoder, tokenizer, args):
         try:
             line = input("> ")
             if line.startswith("/"):
-                turned = dial().parse_args(f"--{line[1:]}".split(), copy.copy(args))
+                words = f"--{line[1:]}".split()
+                turned = dial().parse_args(words, copy.copy(args))
                 decoding(turned)  # refuses what cannot be combined
                 args = turned
             elif line:
@@ -764,8 +788,6 @@ def main():
     args.steps = args.steps or [c.mean_recurrence]
     if not c.n_core:
         args.steps = [0]
-    if not args.temperature and (args.top_k or args.top_p < 1):
-        tell("--top_k and --top_p have no effect without a --temperature")
     decoder = Decoder(model, args.compile)
     if args.compile:
         tell("compiling, about a minute")
