@@ -152,8 +152,8 @@ def write_rows(folder, split, ids, rows):
 
 
 def write_questions(path, stories):
-    """Append stories to a .jsonl file as questions."""
-    with open(path, "a") as file:
+    """Write stories to a .jsonl file as questions."""
+    with open(path, "w") as file:
         for story in stories:
             question = " ".join(word for sentence in story for word in sentence[:-2])
             row = dict(question=question, answer=story[-1][-1], difficulty=len(story))
@@ -189,11 +189,15 @@ def tiny(out, task="stories", seed=0, rows=80_000):
         made = unseen_rows(stories, seen, task.unseen)
         shards["val"] = [write_rows(new / "unseen", "val", ids, made)]
         write_json(new / "unseen" / "meta.json", meta)
-        for length in (*range(1, SENTENCES + 1), 18):
-            name, n = ("test18.jsonl", 300) if length == 18 else ("test.jsonl", 100)
-            stories = make_stories(task.step, rng, 10 * n, length)
-            fresh = [story for story in stories if tuple(story) not in seen]
-            write_questions(new / name, fresh[:n])
+        for name, n, lengths in (("test.jsonl", 100, range(1, SENTENCES + 1)),
+                                 ("test18.jsonl", 300, [18])):
+            questions = []
+            for length in lengths:
+                stories = make_stories(task.step, rng, 10 * n, length)
+                fresh = [story for story in stories if tuple(story) not in seen]
+                questions += fresh[:n]
+            np.random.default_rng(seed).shuffle(questions)
+            write_questions(new / name, questions)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 
