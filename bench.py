@@ -281,11 +281,19 @@ def losses(label, folder, axis):
         raise UserError(f"--x {axis}: the losses of a run are over its update or flops")
     with open(f"{folder}/log.jsonl") as f:
         for entry in map(json.loads, f):
+            x = position(entry, axis)
             if "val" not in entry:
-                yield "", "loss", label, entry[axis], entry["loss"], None
+                yield "", "loss", label, x, entry["loss"], None
             for r, loss in entry.get("val", {}).items():
                 depth = f" at r = {r}" if int(r) else ""
-                yield "", "loss", f"{label}, validation{depth}", entry[axis], loss, None
+                yield "", "loss", f"{label}, validation{depth}", x, loss, None
+
+
+def position(entry, axis):
+    """Where it stands on an axis. Beside the paper's FLOPs it may have those of the draws of r."""
+    if axis == "flops" and "paper_flops" in entry:
+        axis = "paper_flops"
+    return entry.get(axis)
 
 
 def scores(label, result, axis):
@@ -303,7 +311,7 @@ def scores(label, result, axis):
         if config.n_core and axis in ("update", "flops"):
             curve += f", r = {r}"
         title = row.get("task", result.get("task", ""))
-        yield title, metric_of(row), curve, x.get(axis), row["value"], row.get("standard_error")
+        yield title, metric_of(row), curve, position(x, axis), row["value"], row.get("standard_error")
 
 
 def metric_of(row):

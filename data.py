@@ -208,7 +208,7 @@ def write_result(path, script, model, task, results, seconds, tokens, **more):
     write_json(path, dict(
         script=script, model=model.folder, config=asdict(model.config), task=task,
         device=device, dtype=dtype, torch=torch.__version__,
-        training={key: trained.get(key) for key in ("update", "flops")},
+        training={key: trained.get(key) for key in ("update", "flops", "paper_flops")},
         seconds=seconds, tokens_per_second=tokens / seconds, **more, results=results))
 
 

@@ -608,6 +608,7 @@ def test_corpus_tells_the_truth(task, solve, words, bos):
     for row in rows:
         answers = solve(row["question"].split(), known)
         assert (row["answer"], row["difficulty"]) == (answers[-1], len(answers))
+    assert len({row["difficulty"] for row in rows[:99]}) > 9, "sorted"
     words_of, _, first, _ = tiny_corpus.TASKS[task]
     names = ["<unk>", "</s>", *words_of]
     idx, targets, _ = Dataset("out/task", "val", bos + 12 * words + 2).batch(0, 0, 0, 1, 1024)
@@ -1440,6 +1441,12 @@ def test_plot_results(unbroken, monkeypatch):
     assert "pip install matplotlib, then python bench plot near.json" in said
     said, loss = call("bench", "plot", unbroken, "run.png"), logged(unbroken, "loss")[12]
     assert "validation at r = 4" in said and f"12: {loss:.4f}\n" in said
+    settings = Settings(**read_json(f"{unbroken}/step_000012/train.json")["config"])
+    flops = train.paper_flops(settings, RecurrentLM.load(unbroken), 12)
+    assert f"{flops:g}: {loss:.4f}\n" in call("bench", "plot", unbroken, "--x", "flops")
+    said = call("bench", "plot", "near.json", "p.json", "--table").splitlines()
+    assert said[0] == " | model | r | count accuracy | "
+    assert said[-2:] == [" | near.json | 15 | 50.0 ± 12.5 | ", " | p.json | 2 | 100.0 ± 25.0 | "]
 
 # --------------------------------------------------------------------------------------- mistakes
 MISTAKES = """

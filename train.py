@@ -336,6 +336,8 @@ def to_inputs(model, batch, seed):
 def count(settings, model, progress, draws, norm):
     """Take an update into `progress`. UserError after too many without a finite gradient."""
     tokens = settings.batch_size * settings.context
+    steps = paper_steps(settings, progress["update"])
+    progress["paper_flops"] += tokens * model.flops_per_token(steps)
     progress["update"] += 1
     progress["tokens"] += tokens
     progress["flops"] += tokens * sum(map(model.flops_per_token, draws)) // len(draws)
@@ -370,7 +372,8 @@ def find_progress(settings, dataset):
     """
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = dataset.fingerprint()
-    progress = dict(update=0, skipped=0, skips=0, tokens=0, flops=0, log_bytes=0, recipe=recipe)
+    progress = dict(update=0, skipped=0, skips=0, tokens=0, flops=0, paper_flops=0, log_bytes=0,
+                    recipe=recipe)
     saved = checkpoints(settings.out_dir)
     if not saved:
         return progress, None
@@ -390,6 +393,7 @@ def begin_progress(settings, model, progress):
     if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
         progress["tokens"] = earlier["tokens"]
         progress["flops"] = earlier["flops"]
+        progress["paper_flops"] = earlier.get("paper_flops", earlier["flops"])
 
 
 def model_config(settings):
@@ -590,11 +594,11 @@ def lr_scale(settings, update):
 
 # ------------------------------------------------------------------------------------- the budget
 
-def paper_flops(settings, model, updates):
+def paper_steps(settings, update):
     """
-    Training FLOPs of the first `updates` as the paper's figures count them: by the scheduled r, not
-    by the draws, whose mean is r + 1. The edges of their curriculum are up to an update off ours:
-    r covers [int(f^-1((r-1)/R) W), int(f^-1(r/R) W)), W = int(warmup * total).
+    (n, k) of an update as the paper's figures count it: by the scheduled r, not by the draws, whose
+    mean is r + 1. The edges of their curriculum are up to an update off ours: r covers
+    [int(f^-1((r-1)/R) W), int(f^-1(r/R) W)), W = int(warmup * total).
     """
     R = settings.mean_recurrence
     W = int(settings.curriculum_warmup * settings.updates)
@@ -602,12 +606,15 @@ def paper_flops(settings, model, updates):
         W = 0
     power = 2 if settings.curriculum == "1-sqrt" else 1
     edges = [int((1 - (1 - r / R) ** power) * W) for r in range(1, R)]
+    r = 1 + bisect.bisect_right(edges, update)
+    k = min(r, backprop_depth(settings, update))
+    return r - k, k
+
+
+def paper_flops(settings, model, updates):
+    """Training FLOPs of the first `updates` as the paper's figures count them."""
     flops_per_token = functools.cache(model.flops_per_token)
-    flops = 0
-    for update in range(updates):
-        r = 1 + bisect.bisect_right(edges, update)
-        k = min(r, backprop_depth(settings, update))
-        flops += flops_per_token((r - k, k))
+    flops = sum(flops_per_token(paper_steps(settings, update)) for update in range(updates))
     return flops * settings.batch_size * settings.context
 
 
@@ -734,7 +741,7 @@ def log(settings, progress, entry):
     """
     if RANK > 0:
         return
-    entry |= {key: progress[key] for key in ("update", "tokens", "flops")}
+    entry |= {key: progress[key] for key in ("update", "tokens", "flops", "paper_flops")}
     entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)
     with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
         size = min(f.tell(), progress["log_bytes"])
