@@ -12,26 +12,27 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
 name=${1:-record}
 shift || true
-out=out/speedrun/$name data=out/speedrun/data
-seeds=${SEEDS:-0 1 2} heal=${HEAL:-100}
+out=out/speedrun/$name
+data=out/speedrun/data
+shape=${SHAPE:-1,2,1}
+heal=${HEAL:-100}
 parent=runs/speedrun/parent
 digest=3ddd6d11bebb51c357e3bde80a2f28a779a00dab1e7c44127ce25897c4860751
 sha256sum --quiet --check <<<"$digest  $parent/model.safetensors"
-python runs/tiny_corpus.py --task s5 --out $data
+[[ -e $data ]] || python runs/tiny_corpus.py --task s5 --out $data
 
-stage() {  # stage SEED CONFIG FROM DATA [--key=value ...]: training by config/tiny_CONFIG.toml
-    local seed=$1 config=$2 from=$3 rows=$4
-    shift 4
-    python train.py --config=config/tiny_"$config".toml --seed="$seed" --out_dir=$out/"$seed"/"$config" \
-        --init_from="$from" --data=$data/"$rows" --eval_rows=1024 --eval_every=100000 "$@"
+stage() {  # stage CONFIG FROM DATA OUT [--key=value ...]: training by config/tiny_CONFIG.toml
+    python train.py --config=config/tiny_"$1".toml --seed="$seed" --init_from="$2" \
+        --data=$data/"$3" --out_dir="$4" --eval_rows=1024 --eval_every=100000 "${@:5}"
 }
-for seed in $seeds; do
-    from=$out/$seed/cut
-    [[ -e $from ]] || python surgery.py $parent "$from" --shape "${SHAPE:-1,2,1}"
+for seed in ${SEEDS:-0 1 2}; do
+    from=out/speedrun/cut-$shape  # this and the healed ones are of all names
+    [[ -e $from ]] || python surgery.py $parent "$from" --shape "$shape"
     if ((heal)); then
-        stage "$seed" heal "$from" pretrain --context=41 --updates="$heal"
-        from=$out/$seed/heal
+        stage heal "$from" pretrain "out/speedrun/healed-$shape-$heal-$seed" --context=41 \
+            --updates="$heal"
+        from=out/speedrun/healed-$shape-$heal-$seed
     fi
-    stage "$seed" task "$from" unseen --context=15 --eval_steps=2,4,8,16,32 --updates=1300 "$@"
+    stage task "$from" unseen "$out/$seed" --context=15 --eval_steps=2,4,8,16,32 --updates=700 "$@"
 done
-python runs/speedrun/score.py $out
+python runs/speedrun/score.py "$out"

@@ -3,7 +3,7 @@ Print what runs of the speedrun cost and answer:
 
     python runs/speedrun/score.py out/speedrun/NAME
 
-The folder holds one of each seed, in it what was trained. See README.md for the rules.
+The folder holds a run of each seed, 0, 1 and so on. See README.md for the rules.
 """
 import json
 import sys
@@ -19,18 +19,19 @@ from train import Settings
 
 
 def flops_of(folder):
-    """Training FLOPs of all stages of one seed."""
-    flops = 0
-    for log in folder.glob("*/log.jsonl"):
-        checkpoint = Path(find_checkpoint(log.parent))
-        settings = Settings(**read_json(checkpoint / "train.json")["config"])
-        flops += training_flops(settings, RecurrentLM.load(checkpoint))
-    return flops
+    """Training FLOPs of a run, and of the runs that it started from."""
+    checkpoint = Path(find_checkpoint(folder))
+    path = checkpoint / "train.json"
+    if not path.exists():  # a cut parent
+        return 0
+    settings = Settings(**read_json(path)["config"])
+    flops = training_flops(settings, RecurrentLM.load(checkpoint))
+    return flops_of(settings.init_from) + flops
 
 
 def answered(folder):
-    """{r: share of the unseen answers that are right} after the last update of the task."""
-    lines = (folder / "task" / "log.jsonl").read_text().splitlines()
+    """{r: share of the unseen answers that are right} after the last update."""
+    lines = (folder / "log.jsonl").read_text().splitlines()
     return json.loads(lines[-1])["accuracy"]
 
 
@@ -43,7 +44,7 @@ def main():
         raise UserError(f"{folder}: holds no runs: bash runs/speedrun.sh makes them")
     flops = [flops_of(seed) for seed in seeds]
     right = [answered(seed) for seed in seeds]
-    model = RecurrentLM.load(find_checkpoint(seeds[0] / "task"))
+    model = RecurrentLM.load(find_checkpoint(seeds[0]))
     print(f"{folder.name}, seeds {', '.join(seed.name for seed in seeds)}: TFLOPs of training, % of "
           "answers, r, MFLOPs of a token at test time")
     for r in right[0]:
