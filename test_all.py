@@ -931,7 +931,9 @@ def test_flops_are_the_papers():
         off = abs(flops / row["FLOPs"] - 1)  # one file has older edges
         assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
 
+QWEN3 = replace(surgery.TINYLLAMA, n_prelude=28, head_norm=True, head_dim=128)
 HUB = {"TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": surgery.TINYLLAMA,
+       "Qwen/Qwen3-0.6B-Base": QWEN3,
        "meta-llama/Llama-3.2-1B": surgery.LLAMA,
        "allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B": surgery.OLMO2}
 
@@ -950,6 +952,15 @@ def test_recipes_can_be_played(corpus, monkeypatch):
     paths = sorted(HERE.glob("config/*.toml"))
     for path in paths:  # those without commands, too, which runs/*.sh play
         train.read_settings([f"--config={path}"])
+    table = re.findall(r"^\| ([\w, ]+) \| (\d+) \| (\d+) \| (\d+) \|$",
+                       (HERE / "runs/README.md").read_text(), re.M)
+    assert len(table) == 4
+    for names, *counts in table:
+        nodes, each, alone = map(int, counts)
+        for name in names.split(", "):
+            settings = train.read_settings([f"--config={HERE}/config/{name}.toml"])
+            assert settings.batch_size == nodes * 4 * 8 * each == 4 * 8 * alone, name
+            assert settings.draws in (1, each), name
     for path in paths:
         for words in recipe(path):
             if "surgery.py" in words and str(words) not in done:
