@@ -131,7 +131,9 @@ def flops_to(runs, r):
 
 def minus(values, others):
     """The differences of two arms, paired by seed; none where one has no value."""
-    return [] if None in values + others else [a - b for a, b in zip(values, others)]
+    if None in values + others:
+        return []
+    return [a - b for a, b in zip(values, others)]
 
 
 def curves(item, found):
@@ -146,8 +148,10 @@ def curves(item, found):
         points = {}
         for label, runs in found.items():
             logs = zip(*each(runs, "validations"))
-            points[label] = [[statistics.fmean(each(seeds, x)), *mean_se(each(seeds, key, r))]
-                             for seeds in logs]
+            points[label] = []
+            for seeds in logs:
+                point = [statistics.fmean(each(seeds, x)), *mean_se(each(seeds, key, r))]
+                points[label].append(point)
         figures.append(panel(words, y, points, y_log=y == LOSS))
     rows = [curve_row(label, runs, r) for label, runs in found.items()]
     first, *others = found.values()
@@ -190,7 +194,8 @@ def optimizers(item, found):
     for row, (label, runs) in zip(rows, found.items()):
         model, optimizer, lr = re.split(", | ", label)
         loss, se = mean_se(each(runs, "validations", -1, "val", str(item.at)))
-        grid.setdefault(model, {}).setdefault(optimizer, []).append([float(lr), loss, se])
+        points = grid.setdefault(model, {}).setdefault(optimizer, [])
+        points.append([float(lr), loss, se])
         key = model, optimizer
         if key not in best or loss < best[key][0]:
             best[key] = loss, row
@@ -206,7 +211,8 @@ def optimizers(item, found):
 
 def unseen(item, values):
     """The mean of {sentences: value} over the lengths that training has not shown."""
-    return statistics.fmean(x for n, x in values.items() if int(n) >= UNSEEN[item.task])
+    first = UNSEEN[item.task]
+    return statistics.fmean(x for n, x in values.items() if int(n) >= first)
 
 
 def accuracy(item, found):
