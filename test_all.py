@@ -1736,6 +1736,10 @@ def test_export_in_the_harness(parent):
     call("surgery", parent[0], "m", *flags.split())
     call("eval_lm", "--model", "m", "--steps", 3, *write_task("choice"), "--out", "m/eval_a.json")
     data.write_json("eval_questions.json", [1])  # not ours
+    result = read_json("m/eval_a.json")
+    data.write_json("m/eval_b.json", result | {"settings": result["settings"] | {"kv": 1}})
+    data.write_json("m/eval_c.json", result | {"results": [
+        x | {"task": "/home/me/secret/asked.jsonl"} for x in result["results"]]})
     call("surgery", "m", "out", "--export", "hf")
     theirs = type(parent[1])("out", trust_remote_code=True, device="cpu")
     theirs.steps = [3]
@@ -1743,6 +1747,7 @@ def test_export_in_the_harness(parent):
     assert ours == eval_lm.evaluate(theirs, eval_lm.load_tasks(["local_choice"], "."))
     card = Path("out/README.md").read_text()
     assert f"| 3 | {ours[0]['value']:.4g} |" in card
+    assert "eval_b" not in card and "| eval_c | asked.jsonl |" in card and "secret" not in card
 
 @pytest.mark.parametrize("earlier", ["run", "gone"])
 def test_card_runs_as_pasted(earlier, checkpoint):
@@ -1750,7 +1755,7 @@ def test_card_runs_as_pasted(earlier, checkpoint):
     need("transformers")
     folder = shutil.copytree(checkpoint, "run/step_000002")
     Path("gone").mkdir()
-    flags = ["--data=private/web:1,my/b:2", "--out_dir=renamed", f"--init_from={earlier}"]
+    flags = ["--data=private/my web:1,my private/b:2", "--out_dir=renamed", f"--init_from={earlier}"]
     config = vars(train.read_settings(flags))
     data.write_json(f"{folder}/train.json", {"config": config, "tokens": 7, "flops": 3e9})
     data.write_json(f"{folder}/surgery.json", {"source": "some/model@main", "layers": [[0]]})
