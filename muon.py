@@ -142,60 +142,60 @@ class Optimizer:
         for name, p in self.params.items():
             matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
             self.rules[name] = "adamw" if rule == "muon" and not matrix else rule
-        self.deal()
+        self.shares = []  # a buffer for each rank: the sums of the gradients that it owns
+        self.pieces = []
+        owners = self.choose_owners()
+        for owner in range(world):
+            self.add_share(owner, owners)
+        self.own = [piece for piece in self.pieces if piece.owner == rank]
 
         self.masters = {}
         self.moments = {}
         self.groups = {rule: [] for rule in BUFFERS}  # tuples (weight, grad, *moments)
         for piece in self.own:
+            name = piece.name
             master = piece.weight
             if master.dtype != torch.float32:
-                exact = (weights or self.params)[piece.name].detach()[piece.rows]
+                exact = (weights or self.params)[name].detach()[piece.rows]
                 master = exact.to(master.device, torch.float32)
-            self.masters[piece.name] = master
+            self.masters[name] = master
             tensors = [master, piece.grad]
-            rule = self.rules[piece.name]
-            for key in BUFFERS[rule]:
-                moment = torch.zeros_like(master)
-                self.moments[f"{piece.name}.{key}"] = moment
-                tensors.append(moment)
-            sizes = (parts or {}).get(piece.name, [len(master)])
-            self.groups[rule] += zip(*(t.split(sizes) for t in tensors))
+            for key in self.keys(name)[1:]:
+                self.moments[key] = torch.zeros_like(master)
+                tensors.append(self.moments[key])
+            sizes = (parts or {}).get(name, [len(master)])
+            self.groups[self.rules[name]] += zip(*(t.split(sizes) for t in tensors))
 
-    def deal(self):
+    def choose_owners(self):
         """
-        Choose the owners. Ranks share the rows of embeddings and head evenly if AdamW updates them.
-        Each other parameter, the largest first, goes to the rank that keeps least so far.
-
-        The sums of all gradients lie in one buffer, owner by owner: .shares are its parts, .pieces
-        what lies there, and .own this rank's pieces.
+        {name: rank}. A parameter, the largest first, goes to the rank that keeps least so far. All
+        ranks share the rows of what is missing here, embeddings and head, if AdamW updates them.
         """
         loads = [0] * self.world
-        dealt = []
+        owners = {}
         for name, p in reversed(self.params.items()):
             if self.rules[name] == "adamw" and name.startswith(("embed.", "head.")):
-                for rank in range(self.world):
-                    start = rank * len(p) // self.world
-                    end = (rank + 1) * len(p) // self.world
-                    dealt.append((rank, name, slice(start, end)))
-            else:
-                owner = loads.index(min(loads))
-                loads[owner] += p.numel() * (1 + len(BUFFERS[self.rules[name]]))
-                dealt.append((owner, name, slice(0, len(p))))
-        order = {name: i for i, name in enumerate(self.params)}
-        dealt.sort(key=lambda piece: (piece[0], order[piece[1]]))
+                continue
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += p.numel() * len(self.keys(name))
+        return owners
 
-        weights = [self.params[name].detach()[rows] for _, name, rows in dealt]
+    def add_share(self, rank, owners):
+        """Add a rank's share and its pieces."""
+        found = []
+        for name, p in self.params.items():
+            if name not in owners:
+                start = rank * len(p) // self.world
+                end = (rank + 1) * len(p) // self.world
+                found.append((name, slice(start, end)))
+            elif owners[name] == rank:
+                found.append((name, slice(0, len(p))))
+        weights = [self.params[name].detach()[rows] for name, rows in found]
         sizes = [weight.numel() for weight in weights]
-        self.sums = torch.zeros(sum(sizes), device=weights[0].device)
-        grads = map(torch.Tensor.view_as, self.sums.split(sizes), weights)
-        self.pieces = [Piece(*piece, weight, grad)
-                       for piece, weight, grad in zip(dealt, weights, grads)]
-        self.own = [piece for piece in self.pieces if piece.owner == self.rank]
-        sizes = [0] * self.world
-        for piece in self.pieces:
-            sizes[piece.owner] += piece.grad.numel()
-        self.shares = self.sums.split(sizes)
+        device = next(iter(self.params.values())).device
+        self.shares.append(torch.zeros(sum(sizes), device=device))
+        for piece, weight, grad in zip(found, weights, self.shares[-1].split(sizes)):
+            self.pieces.append(Piece(rank, *piece, weight, grad.view_as(weight)))
 
     @torch.no_grad()
     def accumulate(self):
@@ -219,7 +219,7 @@ class Optimizer:
         # Row by row: over 65M weights one float32 sum would be wrong by 1% (on a CPU).
         squares = [torch.linalg.vector_norm(piece.grad, dim=-1).double().square().sum()
                    for piece in self.own]
-        total = torch.stack(squares).sum() if squares else self.sums.new_zeros(()).double()
+        total = torch.stack(squares).sum() if squares else self.shares[0].new_zeros(()).double()
         if self.world > 1:
             dist.all_reduce(total)
         return total.sqrt()
@@ -250,7 +250,8 @@ class Optimizer:
 
     def drop(self):
         """Forget the gradients of this update."""
-        self.sums.zero_()
+        for share in self.shares:
+            share.zero_()
 
     # A checkpoint has whole tensors by name, so any number of ranks continues it.
 

@@ -35,6 +35,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from safetensors.torch import load_file, save_file
 
 from data import (RANK, WORLD, Dataset, Parser, check_settings, check_tokenizer, cli,
@@ -154,7 +155,9 @@ def read_settings(argv):
         parser.add_argument(f"--{item.name}", default=item.default, help=meaning,
                             nargs="?", const="true", **option)
     config = parser.parse_known_args(argv)[0].config
-    s = Settings(**vars(parser.parse_args(read_config(config) + argv)))
+    if config:
+        argv = read_config(config) + argv
+    s = Settings(**vars(parser.parse_args(argv)))
     if not (s.data and s.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
     if s.init_from and os.path.realpath(s.init_from) == os.path.realpath(s.out_dir):
@@ -171,9 +174,7 @@ def read_settings(argv):
 
 
 def read_config(path):
-    """The settings in a TOML file as flags, [] without a file. UserError names file and key."""
-    if not path:
-        return []
+    """The settings in a TOML file as flags. UserError names the file and the key."""
     try:
         values = tomllib.loads(Path(path).read_text())
     except ValueError as e:
@@ -247,7 +248,8 @@ def train(settings, device, store):
     if settings.wandb and RANK == 0:
         start_wandb(settings)
     # No files are written before this point.
-    with hold(settings.out_dir), fast_attention(settings, device):
+    lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
+    with lock, fast_attention(settings, device):
         warm_up(settings, model, dataset)
         if start == 0:
             log(settings, progress, validate(settings, model, val_set))
@@ -474,19 +476,11 @@ def agree(progress, model):
                             "must have the same settings and see the same files")
 
 
-def hold(folder):
-    """The lock on the run's folder, which rank 0 has alone."""
-    return locked(folder) if RANK == 0 else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
 def fast_attention(settings, device):
-    """SDPA's fused backward pass is slow for short rows on a CPU: the plain one takes half."""
-    plain = device == "cpu" and settings.context <= 128
-    before = torch.backends.cuda.flash_sdp_enabled()
-    torch.backends.cuda.enable_flash_sdp(before and not plain)
-    yield
-    torch.backends.cuda.enable_flash_sdp(before)
+    """On a CPU, SDPA's fused backward pass takes twice the plain one's time for short rows."""
+    if device == "cpu" and settings.context <= 128:
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
 
 
 def catch_signals(store):
@@ -662,7 +656,14 @@ def dry_run(settings):
     except UserError as e:
         say(f"data: {rows:,} rows of {settings.context} tokens; but {e}")
     held = max(memory_held(settings, model, rank) for rank in range(settings.gpus)) / 1e9
-    batch = memory_of_batch(settings, model) / 1e9
+    # What the forward pass of a row keeps for the backward pass, compiled: so many bytes a layer
+    # and token were counted on small models in bfloat16.
+    layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
+    if settings.dtype == "float32":
+        layer *= 2
+    prelude = c.n_prelude * any(p.requires_grad for p in model.prelude.parameters())
+    layers = prelude + c.n_core * (1 if settings.recompute else deepest(settings)) + c.n_coda
+    batch = settings.micro_batch * settings.context * layer * layers / 1e9
     say(f"memory: about {held + batch:.1f} GB on each of {settings.gpus} GPUs: {held:.1f} for "
         f"weights, gradients and optimizer, {batch:.1f} for --micro_batch={settings.micro_batch} "
         "if compiled")
@@ -674,21 +675,8 @@ def memory_held(settings, model, rank):
     kept = [*model.parameters(), *optimizer.moments.values()]
     if settings.dtype != "float32":
         kept += optimizer.masters.values()
-    return sum(t.nbytes for t in kept) + 1.5 * optimizer.sums.nbytes  # gradients: half the sums
-
-
-def memory_of_batch(settings, model):
-    """
-    Bytes that the forward pass of a micro-batch keeps for the backward pass, compiled. The bytes
-    per layer and token were counted on small models in bfloat16; in float32 they are twice as many.
-    """
-    c = model.config
-    layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
-    k = 1 if settings.recompute else deepest(settings)
-    prelude = c.n_prelude * any(p.requires_grad for p in model.prelude.parameters())
-    layers = prelude + c.n_core * k + c.n_coda
-    size = 2 if settings.dtype == "float32" else 1
-    return settings.micro_batch * settings.context * layer * layers * size
+    sums = sum(share.nbytes for share in optimizer.shares)
+    return sum(t.nbytes for t in kept) + 1.5 * sums  # gradients take half as much as their sums
 
 
 # ------------------------------------------------------------------------- validation and the log
