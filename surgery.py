@@ -10,6 +10,7 @@ recurrent block and the coda, those in between are dropped, and a fresh adapter 
     python surgery.py SRC OUT --feed_forward --shape 8 --select block-influence --text corpus.txt
     python surgery.py SRC OUT --export hf                       ours, back in Hugging Face layout
     python surgery.py --preset tinyllama-4-8-4 --dry_run        the paper's tables, without weights
+    python surgery.py - OUT --preset tinyllama-4-8-4            config.json alone, to plan training
 
 SRC is a folder, or a hub id: org/name or org/name@REVISION (pip install huggingface_hub). It holds
 a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, a checkpoint or run of our
@@ -45,13 +46,21 @@ LLAMA = Config(vocab_size=128256, n_embd=2048, n_head=32, n_kv_head=8, n_ffn=819
                n_prelude=16, tie_embeddings=True)
 OLMO2 = Config(vocab_size=100352, n_embd=2048, n_head=16, n_kv_head=16, n_ffn=8192,
                n_prelude=16, norm="post")
-PRESETS = {  # the source and the sizes of the parts (the paper's Table 8)
+LLAMA_8B = Config(vocab_size=128256, n_embd=4096, n_head=32, n_kv_head=8, n_ffn=14336,
+                  n_prelude=32)
+QWEN3 = Config(vocab_size=151936, n_embd=1024, n_head=16, n_kv_head=8, n_ffn=3072, head_dim=128,
+               n_prelude=28, head_norm=True, norm_eps=1e-6, tie_embeddings=True)
+QWEN3_4B = replace(QWEN3, n_embd=2560, n_head=32, n_ffn=9728, n_prelude=36)
+PRESETS = {  # the source and the sizes of the parts; first the paper's (Table 8)
     "tinyllama-2-4-2": (TINYLLAMA, (2, 4, 2)),
     "tinyllama-4-8-4": (TINYLLAMA, (4, 8, 4)),
     "tinyllama-6-10-6": (TINYLLAMA, (6, 10, 6)),
     "llama-3.2-1b-2-4-2": (LLAMA, (2, 4, 2)),
     "llama-3.2-1b-4-6-4": (LLAMA, (4, 6, 4)),
     "olmo-2-1b-4-6-4": (OLMO2, (4, 6, 4)),
+    "llama-3.1-8b-8-12-8": (LLAMA_8B, (8, 12, 8)),
+    "qwen3-0.6b-4-8-4": (QWEN3, (4, 8, 4)),
+    "qwen3-4b-6-12-6": (QWEN3_4B, (6, 12, 6)),
 }
 
 
@@ -694,7 +703,7 @@ def parse_args():
     add("src", nargs="?")
     add("out", nargs="?", type=Path)
     rule = parser.add_mutually_exclusive_group().add_argument
-    rule("--preset", choices=PRESETS, help="the paper's choices of layers")
+    rule("--preset", choices=PRESETS, help="a known parent, and the choice of its layers")
     rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, or 8 with "
          "--feed_forward, by the paper's rule")
     for part in PARTS:
@@ -717,7 +726,7 @@ def parse_args():
     add("--dry_run", action="store_true", help="only print the sizes, as without OUT")
     add("--overwrite", action="store_true", help="replace OUT, if it is a checkpoint")
     args = parser.parse_args()
-    if not args.src and not args.preset:
+    if args.src in (None, "-") and not args.preset:
         raise UserError("give SRC and OUT, or only a --preset to see its sizes")
     if args.out and args.out.exists():
         src = Path(args.src).resolve()
@@ -732,7 +741,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if args.src:
+    if args.src not in (None, "-"):
         source = open_source(args.src)
     else:
         config, _ = PRESETS[args.preset]
@@ -746,6 +755,9 @@ def main():
         result.config.mean_recurrence = args.mean_recurrence
     print_sizes(source, result)
     if args.dry_run or not args.out:
+        return
+    if args.src == "-":  # a preset's shape, for train.py --dry_run
+        write_json(args.out / "config.json", {"model_type": "loopgraft", **vars(result.config)})
         return
     model = build(result, args.adapter_init)
     with whole(args.out) as folder:

@@ -658,7 +658,7 @@ def dry_run(settings):
     held = max(memory_held(settings, model, rank) for rank in range(settings.gpus)) / 1e9
     # What the forward pass of a row keeps for the backward pass, compiled: so many bytes a layer
     # and token were counted on small models in bfloat16.
-    layer = 20 * c.n_embd + 6 * (c.n_ffn + c.n_kv_head * c.head_dim)
+    layer = 14 * c.n_embd + 6 * (c.n_ffn + (c.n_head + c.n_kv_head) * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
     prelude = c.n_prelude * any(p.requires_grad for p in model.prelude.parameters())
