@@ -538,6 +538,7 @@ def export_config(c):
         return config | {"rope_base": config.pop("rope_theta")}
     return config | {"architectures": ["LoopgraftForCausalLM"], "auto_map": {
         "AutoConfig": "modeling_loopgraft.LoopgraftConfig",
+        "AutoModel": "modeling_loopgraft.LoopgraftModel",
         "AutoModelForCausalLM": "modeling_loopgraft.LoopgraftForCausalLM"}}
 
 

@@ -1661,7 +1661,7 @@ def check_export(folder, **changes):
     call("surgery", f"{folder}-m", folder, "--export", "hf")
     theirs = tf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     ids, state = torch.randint(1, 50, (2, 12)), model.initial_state(2, 12)
-    drawn = theirs.draw_state(state, torch.arange(12)[None])
+    drawn = theirs.transformer.draw_state(state, torch.arange(12)[None])
     assert drawn.equal(model.initial_state(1, 12, 0))
     for steps in (0, 32, 3):
         out = theirs(ids, labels=ids, num_steps=steps, initial_state=state)
