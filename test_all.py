@@ -1817,7 +1817,8 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         return replay
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    for lengths, new, count in ([9], 40, 1), ([7], 40, 1), ([250], 20, 3), ([3, 5], 20, 5):
+    for lengths, new, count in (
+            ([9], 40, 1), ([7], 40, 1), ([250], 20, 3), ([3, 5], 20, 5), ([5, 3], 20, 7)):
         prompts = random_prompts(*lengths)
         found = [[] for _ in prompts]
         for row, token, _ in decoder.generate(prompts, new, 3, lambda row, _: len(found[1]) > 9

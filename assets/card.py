@@ -277,11 +277,16 @@ def play_gpu_check(corpus):
     check.run = lambda script, *flags, **_: call(script[:-3], *flags).splitlines()[-1]
     with mock.patch.object(sys, "argv", ["gpu_check.py"]):
         check.main()
+    assert any("cached steps, torch.bfloat16" in row["check"] for row in check.ROWS)
     check.expected_memory = lambda rows: 100 * rows
     check.measure_training()
     failed = [row for row in check.ROWS if row["ok"] is False and not NUMBERS.search(row["check"])]
     assert not failed, failed
     assert check.ROWS[-1]["value"].startswith("does not fit"), check.ROWS[-1]
+    check.GPU = False
+    with mock.patch.object(os.path, "exists", lambda path: path == "/dev/kfd"):
+        check.check_driver()
+    assert check.ROWS[-1]["ok"] is False, "a GPU that torch does not find"
 
 
 def simulate(corpus, folder):
