@@ -16,6 +16,7 @@ Tokens/s mean little across different r, so training also shows its FLOPs utilis
 follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
 do not, of the layers alone. The adapter, the head and attention come on top of that.
 """
+import itertools
 import json
 import math
 import shlex
@@ -89,7 +90,8 @@ def bench(args):
         model.init_weights(0)
     model.to(dtype)
     n = 8192 if DEVICE == "cuda" else 2048
-    a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
+    a = torch.randn(n, n, device=DEVICE, dtype=dtype)
+    b = torch.randn(n, n, device=DEVICE, dtype=dtype)
     peak = measure(lambda: a @ b, 2 * n**3, args)["tokens_per_s"]
     result = {
         "device": describe(model)[0],
@@ -102,7 +104,8 @@ def bench(args):
     run = bench_train if args.command == "train" else bench_decode
     for row in run(model, args):
         if "k" in row:
-            row["mfu"] = row["tokens_per_s"] * model.flops_per_token((row["n"], row["k"])) / peak
+            flops = model.flops_per_token((row["n"], row["k"]))
+            row["mfu"] = row["tokens_per_s"] * flops / peak
         if DEVICE == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         for key, value in row.items():
@@ -194,7 +197,8 @@ def bench_decode(model, args):
 
             def run():
                 took.clear()
-                for _, _, recurrences in decoder.generate(idx.tolist(), args.tokens, r, **options):
+                tokens = decoder.generate(idx.tolist(), args.tokens, r, **options)
+                for _, _, recurrences in tokens:
                     took.append(recurrences)
 
             row = measure(run, len(idx) * args.tokens, args, r=r, way=way)
@@ -311,30 +315,26 @@ def scores(label, result, axis):
         if config.n_core and axis in ("update", "flops"):
             curve += f", r = {r}"
         title = row.get("task", result.get("task", ""))
-        yield title, metric_of(row), curve, position(x, axis), row["value"], row.get("standard_error")
-
-
-def metric_of(row):
-    return row["metric"].replace("flexible", "accuracy")
+        metric = row["metric"].replace("flexible", "accuracy")
+        error = row.get("standard_error")
+        yield title, metric, curve, position(x, axis), row["value"], error
 
 
 def print_table(labels, paths):
     """Print the scores of result files in %, in Markdown: a line for each model and r."""
     table = {}  # {(label, r): {column: words}}
-    columns = {}  # a dict keeps their order
     for label, path in zip(labels, paths):
-        result = read_json(path)
-        for row in result.get("results", []):
-            column = f"{row.get('task', result.get('task', ''))} {metric_of(row)}"
-            columns[column] = None
-            error = row.get("standard_error")
-            words = f"{100 * row['value']:.1f}" + (f" ± {100 * error:.1f}" if error else "")
-            table.setdefault((label, row["steps"]), {})[column] = words
+        for title, metric, _, r, value, error in scores(label, read_json(path), "steps"):
+            line = table.setdefault((label, r or "-"), {})
+            line[f"{title} {metric}"] = f"{100 * value:.1f}"
+            if error:
+                line[f"{title} {metric}"] += f" ± {100 * error:.1f}"
+    columns = dict.fromkeys(itertools.chain(*table.values()))
     print("", "model", "r", *columns, "", sep=" | ")
     print("|", "--- | " * (2 + len(columns)))
-    for (label, r), cells in sorted(table.items()):
-        words = [cells.get(column, "") for column in columns]
-        print("", label, r or "-", *words, "", sep=" | ")
+    for (label, r), line in table.items():
+        words = [line.get(column, "") for column in columns]
+        print("", label, r, *words, "", sep=" | ")
 
 
 def draw(figures, out):

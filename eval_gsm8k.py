@@ -41,8 +41,8 @@ from sample import (COMPILE, Decoder, add_decoding_arguments, add_evaluation_arg
                     answer_batch, check_out, decoding, load_model)
 
 GSM8K = Path("out/data/gsm8k/test.jsonl")
-SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
-          "test.jsonl")
+SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
+          "grade_school_math/data/test.jsonl")
 SHA256 = "3730d312f6e34405"  # its first digits: digest()
 
 # The chain-of-thought examples of Wei et al. (arXiv 2201.11903), in the harness's order.

@@ -99,14 +99,17 @@ class Harness(TemplateLM):
             for branch, x in enumerate(continuations, 1):
                 # The end of the context predicts the first token, and the last predicts nothing.
                 start = b * T + len(row)
-                places += [b * T + n - 1, *range(start, start + len(x) - 1)]
+                places.append(b * T + n - 1)
+                places += range(start, start + len(x) - 1)
                 targets += x
-                row += [(token, position, branch) for position, token in enumerate(x[:-1], n)]
+                for position, token in enumerate(x[:-1], n):
+                    row.append((token, position, branch))
             table[b, :len(row)] = torch.tensor(row)
             self.tokens += len(row)
         device = self.model.embed.weight.device
         places, targets = torch.tensor([places, targets], device=device)
-        return *table.to(device).unbind(-1), places, targets
+        idx, position, branch = table.to(device).unbind(-1)
+        return idx, position, branch, places, targets
 
     @torch.no_grad()
     def score(self, rows):
@@ -120,17 +123,21 @@ class Harness(TemplateLM):
         S = int(position.max()) + 1
         rope = [table[position] for table in model.rope(S)]                 # (B, T, 1, D/2)
         same = branch[:, None, :] == branch[:, :, None]                     # (B, T, T)
-        mask = (same | (branch == 0)[:, None, :]).tril()[:, None]           # (B, 1, T, T)
+        context = (branch == 0)[:, None, :]
+        mask = (same | context).tril()[:, None]                             # (B, 1, T, T)
         noise = model.initial_state(1, S, self.seed)[0]        # (S, C), as in decoding
         noise *= self.state != "zero"
-        asked = [(context, x) for context, continuations in rows for x in continuations]
+        asked = []
+        for context, continuations in rows:
+            asked += [(context, x) for x in continuations]
         lengths = [len(x) for _, x in asked]
 
         for r, s in model.trajectory(idx, self.steps, noise[position], rope, mask):
             x = model.run_coda(s, rope, mask).flatten(0, 1)[places]         # (N, C)
             losses, right = model.token_scores(x, targets)                  # (N,)
-            parts = losses.double().cpu().split(lengths), right.cpu().split(lengths)
-            for key, loss, greedy in zip(asked, *parts):
+            losses = losses.double().cpu().split(lengths)
+            right = right.cpu().split(lengths)
+            for key, loss, greedy in zip(asked, losses, right):
                 answer = self.answers.setdefault(key, {})
                 answer[r] = -loss.sum().item(), bool(greedy.all())
 
@@ -144,7 +151,8 @@ class Harness(TemplateLM):
         rows = []
         for context, x in sorted(set(keys) - self.answers.keys()):
             # In rows of a few contexts' length, what is saved outweighs the longer attention.
-            if not rows or rows[-1][0] != context or row_length(rows[-1]) > 3 * len(context):
+            full = rows and row_length(rows[-1]) > 3 * len(context)
+            if not rows or rows[-1][0] != context or full:
                 rows.append((context, []))
             rows[-1][1].append(x)
         rows.sort(key=row_length, reverse=True)  # similar lengths together; what is too long first
@@ -161,7 +169,10 @@ class Harness(TemplateLM):
             windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
             texts.append([(None, *utils.make_disjoint_window(window)) for window in windows])
         self._loglikelihood_tokens(sum(texts, []))  # all in one go; their answers are kept
-        return [sum(x for x, _ in self._loglikelihood_tokens(text)) for text in texts]
+        sums = []
+        for text in texts:
+            sums.append(sum(x for x, _ in self._loglikelihood_tokens(text)))
+        return sums
 
     def generate_until(self, requests, disable_tqdm=False):
         """
@@ -179,7 +190,8 @@ class Harness(TemplateLM):
                                 f"{settings['do_sample']}. This model decodes greedily, in a "
                                 f"context of {self.max_length}")
             ids = self.tok_encode(context)[new - self.max_length:]
-            groups.setdefault((new, stops), []).append((len(ids), i, ids))
+            jobs = groups.setdefault((new, stops), [])
+            jobs.append((len(ids), i, ids))
         texts = {}
         for (new, stops), jobs in groups.items():
             jobs.sort(reverse=True)
@@ -242,13 +254,15 @@ def digest_documents(tasks):
     sha = hashlib.sha256()
     for name, task in sorted(tasks["tasks"].items()):
         for document in task.eval_docs:
-            sha.update(json.dumps([name, document], sort_keys=True, default=str).encode())
+            words = json.dumps([name, document], sort_keys=True, default=str)
+            sha.update(words.encode())
     return sha.hexdigest()[:16]
 
 
 def print_table(results):
     """A line for each task, metric and r."""
-    for x in sorted(results, key=lambda x: (x["task"], x["metric"], x["steps"])):
+    by_task = sorted(results, key=lambda x: (x["task"], x["metric"], x["steps"]))
+    for x in by_task:
         r = f"r = {x['steps']}" if x["steps"] else ""
         error = "" if x["standard_error"] is None else f" ± {x['standard_error']:.2g}"
         print(f"{x['task']:24} {x['metric']:24} {r:10}{x['value']:.4g}{error}")
@@ -289,7 +303,8 @@ def main():
         check_settings(args.out, earlier.get("settings", {}), settings, "name another with --out")
         earlier = [x for x in earlier["results"] if x["steps"] not in lm.steps]
     began = time.perf_counter()
-    results = sorted(earlier + evaluate(lm, tasks, args.limit), key=lambda x: x["steps"])
+    results = earlier + evaluate(lm, tasks, args.limit)
+    results.sort(key=lambda x: x["steps"])
     seconds = time.perf_counter() - began
     print_table(results)
     write_result(args.out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
