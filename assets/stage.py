@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import data
 import eval_gsm8k  # and with it all that the processes below import
@@ -318,6 +319,68 @@ def documents(n):
         for i in range(n):
             row = {"text": f" {' '.join(str(i))}\n", "meta": {"by": f"by {i % 50}"}}
             print(json.dumps(row), file=f)
+
+
+def write_bad_folders(folder, llama, checkpoint, corpus):
+    """Folders of models that surgery.py and other scripts refuse, by the name of what is wrong."""
+    save(small(vocab_size=16), folder / "other", corpus)
+    model = small()
+    model.embed.weight.data.fill_(math.nan)
+    save(model, folder / "nan", corpus)
+    small().save(folder / "foreign")
+    (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
+    for name, level in {"levels": '"hard"', "listed": "[1]"}.items():
+        line = '{"question": "has 1", "answer": "1", "difficulty": %s}\n'
+        (folder / name).write_text(line % 1 + line % level)
+    shutil.copytree(checkpoint, folder / "trained" / "step_000002")
+    (folder / "blank").write_text("\n")
+    for name in ("truncated", "missing", "mixed", "misshapen", "biased"):
+        shutil.copytree(llama, folder / name)
+    os.truncate(folder / "truncated" / "model.safetensors", 100_000)
+    tensors = weights(llama)
+    bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
+    save_file(tensors | bias, folder / "biased" / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "missing" / "model.safetensors")
+    save_file(tensors, folder / "mixed" / "model-2.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, folder / "misshapen" / "model.safetensors")
+    config = data.read_json(llama / "config.json")
+    for name, wrong in (("ends", config | {"eos_token_id": [1, -5]}), ("list", []),
+                        ("window", config | {"model_type": "mistral", "sliding_window": 8}),
+                        ("yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+                        ("qwen", config | {"model_type": "qwen3"})):
+        shutil.copytree(llama, folder / name)
+        data.write_json(folder / name / "config.json", wrong)
+
+
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def write_bpe(kind):
+    """
+    Write the tokenizer.json of a small byte-level BPE: Qwen's kind, SmolLM2's ("smollm2"), that
+    with a blank before each text ("prefix"), or Qwen's with merges in another order ("merges").
+    """
+    import tokenizers
+    words = tokenizers.pre_tokenizers
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    digits = kind in ("smollm2", "prefix")
+    first = words.Digits(True) if digits else words.Split(tokenizers.Regex(QWEN), "isolated")
+    last = words.ByteLevel(kind == "prefix", use_regex=digits)
+    bpe.pre_tokenizer = words.Sequence([first, last])
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    if kind == "qwen":
+        bpe.normalizer = tokenizers.normalizers.NFC()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=last.alphabet(), special_tokens=["<s>"])
+    bpe.train([str(ROOT / "README.md")], trainer)
+    bpe.add_tokens([tokenizers.AddedToken("<think>", normalized=False, special=False)])
+    spec = json.loads(bpe.to_str())
+    if kind == "merges":
+        spec["model"]["merges"].reverse()
+    data.write_json("tokenizer.json", spec)
 
 
 # What an optimizer updates.
