@@ -686,13 +686,15 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
         torch.multiprocessing.start_processes(optimizer_rank, (world, str(tmp_path)), world,
                                               start_method="forkserver")
         found = [load_file(f"{world}_{rank}") for rank in range(world)]
-        one = load_file("1_0")
-        for key, t in one.items():
+        worst = 0
+        for key, t in load_file("1_0").items():
             if key.endswith("kept"):
                 assert sum(other[key] for other in found) == t
             else:
-                assert far(found[0][key], t) < 0.01, key
+                worst = max(worst, far(found[0][key], t))
+                assert worst < 0.01, key
                 assert " all " in key or all(other[key].equal(found[0][key]) for other in found)
+        print(f"{world} processes are off by {worst:.2g}")
 
 @pytest.mark.parametrize("preset", surgery.PRESETS)
 def test_ranks_keep_even_shares(preset):
@@ -1122,7 +1124,7 @@ def test_changed_settings_or_data(base):
     assert "digest of the data" in refusal("train", *base)
 
 def test_train_some_parameters(base, unbroken):
-    """--train: other parameters keep their bits and cost no moments or FLOPs, on 1 or 2 processes."""
+    """--train: other parameters keep their bits, cost no moments or FLOPs, on 1 or 2 processes."""
     call("train", *base, "--train=.", "--out_dir=all")
     assert same_end("all", unbroken)
     some = [*base, "--dtype=bfloat16", "--train=core|adapter", "--keep=4"]

@@ -128,7 +128,8 @@ class Settings(Recipe):
     eval_every: int = setting(1000, "updates between validations; also one before and one after",
                               positive)
     eval_rows: int = setting(1024, "validation rows", positive)
-    eval_steps: list[int] = setting((1, 2, 4, 8, 16, 32), "validation at these recurrences", numbers)
+    eval_steps: list[int] = setting((1, 2, 4, 8, 16, 32), "validation at these recurrences",
+                                   numbers)
     save_every: int = setting(500, "updates between checkpoints; also one at the end", positive)
     keep: int = setting(2, "checkpoints to keep", positive)
     log_every: int = setting(1, "updates between lines of the log", positive)
@@ -238,8 +239,6 @@ def train(settings, device, store):
         moments = load_file(folder / "optimizer.safetensors")  # mapped: a rank reads what it owns
         optimizer.load(moments, progress["update"] - progress["skipped"])
     plan(settings, model)
-    say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
-        f"from {model.folder or 'random weights'}")
     agree(progress, model)
     start = progress["update"]
     if 0 < start == settings.updates:
@@ -380,7 +379,11 @@ def find_progress(settings, dataset):
     if not saved:
         return progress, None
     folder = saved[-1]
-    progress |= read_json(folder / "train.json")
+    earlier = read_json(folder / "train.json")
+    if not progress.keys() <= earlier.keys():
+        raise UserError(f"{folder}/train.json: is damaged: without this checkpoint the run goes on "
+                        "from an older one")
+    progress |= earlier
     check_settings(settings.out_dir, progress["recipe"], recipe,
                    "to go on from it with other settings, give --init_from=OLD --out_dir=NEW")
     return progress, folder
@@ -391,10 +394,13 @@ def begin_progress(settings, model, progress):
     path = Path(model.folder or "", "train.json")
     if progress["update"] or not path.exists():
         return
-    earlier = read_json(path)
-    if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
-        progress["tokens"] = earlier["tokens"]
-        progress["flops"] = earlier["flops"]
+    try:
+        earlier = read_json(path)
+        if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
+            progress["tokens"] = earlier["tokens"]
+            progress["flops"] = earlier["flops"]
+    except KeyError as e:
+        raise UserError(f"{path}: is damaged: it lacks {e}")
         progress["paper_flops"] = earlier.get("paper_flops", earlier["flops"])
 
 
@@ -426,6 +432,8 @@ def make_model(settings, dataset, folder, device):
         model.init_weights(settings.seed)
         weights = {name: p.data for name, p in model.named_parameters()}
         model.to(device, dtype)
+    say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
+        f"from {folder or 'random weights'}")
     c = model.config
     check_tokenizer(c, model.folder or dataset.folders[0], *dataset.folders)
     c.mean_recurrence = settings.mean_recurrence
