@@ -370,7 +370,7 @@ def draw_panel(panel, figure):
     lines = []
     colors = {}  # {run: color}; its validation has it, too, dashed
     for i, (label, points) in enumerate(figure["curves"].items()):
-        run, _, validation = label.partition(", validation")
+        run, validation, _ = label.partition(", validation")
         style = {
             "label": label,
             "color": colors.setdefault(run, f"C{len(colors)}"),

@@ -115,8 +115,11 @@ class Decoder:
     position undoes what came after it.
 
     cache: for each part its layers' [keys, values], (rows, slots, columns, n_kv_head, head_dim).
-    The core has a slot for each recurrence, prelude and coda have one. A batch of the same size
-    takes over the cache. Compiled on CUDA, so it does the step that was recorded for it.
+    The core has a slot for each recurrence, prelude and coda have one.
+
+    Compiled on CUDA, a step is recorded as a graph, because its thousands of small kernels take
+    longer to launch than to run. The next batch of the same size takes over the cache and the
+    recorded step.
     """
 
     def __init__(self, model, compile=False):
@@ -272,7 +275,6 @@ class Decoder:
         self.views = {}
         for layer in itertools.chain(*self.cache.values()):
             layer[:] = [t[rows] for t in layer]
-
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, steps=None, ends=None, **options):
