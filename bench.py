@@ -327,14 +327,14 @@ def print_table(labels, paths):
         for title, metric, _, r, value, error in scores(label, read_json(path), "steps"):
             line = table.setdefault((label, r or "-"), {})
             line[f"{title} {metric}"] = f"{100 * value:.1f}"
-            if error:
+            if error is not None:
                 line[f"{title} {metric}"] += f" ± {100 * error:.1f}"
     columns = dict.fromkeys(itertools.chain(*table.values()))
-    print("", "model", "r", *columns, "", sep=" | ")
+    print("| model | r |", " | ".join(columns), "|")
     print("|", "--- | " * (2 + len(columns)))
     for (label, r), line in table.items():
         words = [line.get(column, "") for column in columns]
-        print("", label, r, *words, "", sep=" | ")
+        print("|", label, "|", r, "|", " | ".join(words), "|")
 
 
 def draw(figures, out):

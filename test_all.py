@@ -1431,8 +1431,8 @@ def test_plot_results(unbroken, monkeypatch):
     flops = train.paper_flops(settings, RecurrentLM.load(unbroken), 12)
     assert f"{flops:g}: {loss:.4f}\n" in call("bench", "plot", unbroken, "--x", "flops")
     said = call("bench", "plot", "near.json", "p.json", "--table").splitlines()
-    assert said[0] == " | model | r | count accuracy | "
-    assert said[-2:] == [" | near.json | 15 | 50.0 ± 12.5 | ", " | p.json | - | 100.0 ± 25.0 | "]
+    assert said[0] == "| model | r | count accuracy |"
+    assert said[-2:] == ["| near.json | 15 | 50.0 ± 12.5 |", "| p.json | - | 100.0 ± 25.0 |"]
 
 # --------------------------------------------------------------------------------------- mistakes
 MISTAKES = """
