@@ -8,4 +8,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p out/gpu_check
-PYTHONPATH=. python runs/gpu_check.py "$@" 2>&1 | tee out/gpu_check/log.txt
+PYTHONPATH=. python runs/gpu_check.py "$@" 2>&1 | tee "out/gpu_check/log${2:+_$2}.txt"
