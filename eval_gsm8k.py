@@ -192,8 +192,8 @@ def answer_questions(decoder, tokenizer, rows, r, args):
 
 def answer_rest(decoder, tokenizer, rows, steps, answers, path, args):
     """
-    Answer what is missing in `answers`, {(r, index): line}, and add it there and to the file. In
-    each round every process answers one batch, and rank 0 writes.
+    Answer the questions that `answers`, {(r, index): line}, lacks. Add their lines there and to the
+    file. In each round every process answers one batch, and rank 0 writes.
     """
     # Prompts of one length need no padding. The longest come first: if memory runs out, then soon.
     order = sorted(rows, key=lambda row: -len(row["ids"]))

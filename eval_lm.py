@@ -150,12 +150,13 @@ class Harness(TemplateLM):
             keys.append((kept[:-len(x)], tuple(x)))
         rows = []
         for context, x in sorted(set(keys) - self.answers.keys()):
-            # In rows of a few contexts' length, what is saved outweighs the longer attention.
+            # In rows of a few contexts' length, the saving outweighs the longer attention.
             full = rows and row_length(rows[-1]) > 3 * len(context)
             if not rows or rows[-1][0] != context or full:
                 rows.append((context, []))
             rows[-1][1].append(x)
-        rows.sort(key=row_length, reverse=True)  # similar lengths together; what is too long first
+        # Similar lengths together, and the longest first: if memory runs out, then soon.
+        rows.sort(key=row_length, reverse=True)
         for i in tqdm(range(0, len(rows), self.batch_size), "batches of contexts",
                       disable=not rows):
             self.score(rows[i:i + self.batch_size])
@@ -197,8 +198,16 @@ class Harness(TemplateLM):
             jobs.sort(reverse=True)
             for first in tqdm(range(0, len(jobs), self.batch_size), f"texts at r = {self.r}"):
                 _, indices, prompts = zip(*jobs[first:first + self.batch_size])
-                found, counts, _ = answer_batch(self.decoder, self.tokenizer, prompts, new, stops,
-                                                self.r, seed=self.seed, state=self.state)
+                found, counts, _ = answer_batch(
+                    self.decoder,
+                    self.tokenizer,
+                    prompts,
+                    new,
+                    stops,
+                    self.r,
+                    seed=self.seed,
+                    state=self.state,
+                )
                 texts.update(zip(indices, found))
                 self.tokens += sum(counts)
         return [texts[i] for i in sorted(texts)]
@@ -290,8 +299,16 @@ def main():
         raise UserError('eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate '
                         f'({missing})')
     check_out(args.out)
-    lm = Harness(args.model, args.steps, args.batch_size, args.device, args.dtype, args.seed,
-                 args.state, args.max_length)
+    lm = Harness(
+        args.model,
+        args.steps,
+        args.batch_size,
+        args.device,
+        args.dtype,
+        args.seed,
+        args.state,
+        args.max_length,
+    )
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     keys = "tasks", "num_fewshot", "limit", "max_length", "dtype"
     settings = {key: getattr(args, key) for key in keys} | decoding(args)

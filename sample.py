@@ -574,13 +574,13 @@ def add_model_arguments(p, dtype):
 def add_decoding_arguments(p):
     """The flags with which scripts say how to decode; see Decoding."""
     p.add_argument("--exit", choices=("off", "kl"), default="off",
-                   help="kl: let tokens that have settled stop recurring")
+                   help="kl: tokens stop recurring once they have settled")
     add_options(
         p,
-        exit_threshold="... once recurrences change less than so many nats",
-        exit_every="... of which so many lie between two looks",
+        exit_threshold="... once two looks differ by less than this many nats",
+        exit_every="recurrences between two looks",
         kv="cache slots a layer; 0 (default): one a recurrence, which is exact",
-        draft_steps="draft tokens with so many recurrences, then check them in one pass",
+        draft_steps="recurrences of a draft; one pass at full depth checks 12 drafts; 0: off",
     )
 
 
