@@ -501,8 +501,8 @@ def read_field(row, field):
 
 def document(tokenizer, row, args):
     """
-    A row -> (ids, targets) of [BOS] text EOS; ids stay as they are. A text without loss and one
-    with loss are encoded by themselves, so that a prompt has the ids that it is asked with.
+    A row -> ids and targets (2, N) of [BOS] text EOS; ids stay as they are. A text without loss and
+    one with loss are encoded by themselves, so that a prompt has the ids that it is asked with.
     """
     pieces = []  # (text or ids, whether it carries loss)
     for field in args.field.split(","):
@@ -511,22 +511,27 @@ def document(tokenizer, row, args):
         pieces = [("\n".join(text for text, _ in pieces), True)]
     if args.prompt:
         pieces = [(find(row, args.prompt), False), *pieces]
-    ids = []
-    labels = []
+    parts = [np.empty((2, 0), np.int32)]
     for text, loss in pieces:
-        new = text
+        ids = text
         if isinstance(text, str):
             text = ROLES.sub("", text) if args.strip_roles else text
             text = text.strip() if loss else text
-            new = tokenizer.encode("\n" + text if ids else text, bos=not ids) if text else []
-            if new and loss:
-                new = [*new, tokenizer.eos_id]
-        ids += new
-        labels += new if loss else [IGNORE] * len(new)
-    if ids:
-        assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size, "ids of another tokenizer"
-        assert max(labels) >= 0, "nothing carries loss"
-    return ids, labels[1:] + [IGNORE] * bool(ids)
+            if not text:
+                continue
+            first = len(parts) == 1
+            ids = tokenizer.encode(text if first else "\n" + text, bos=first)
+            if loss:
+                ids = [*ids, tokenizer.eos_id]
+        part = np.tile(np.array(ids, np.int32), (2, 1))
+        assert part.min() >= 0 and part.max() < tokenizer.vocab_size, "ids of another tokenizer"
+        if not loss:
+            part[1] = IGNORE
+        parts.append(part)
+    tokens = np.concatenate(parts, axis=1)
+    tokens[1] = np.append(tokens[1, 1:], IGNORE)[:tokens.shape[1]]
+    assert len(parts) == 1 or tokens[1].max() >= 0, "nothing carries loss"
+    return tokens
 
 
 def tokenize(tokenizer, args, row):
@@ -536,7 +541,7 @@ def tokenize(tokenizer, args, row):
             row = json.loads(row)
         if any(is_dropped(row, rule) for rule in args.drop):
             return "dropped", None
-        return "kept", np.array(document(tokenizer, row, args), np.int32)
+        return "kept", document(tokenizer, row, args)
     except Exception as e:  # not JSON, or a field is missing or of another kind
         return "bad", f"{row!r:.80} ({e!r:.300})"
 

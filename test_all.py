@@ -492,7 +492,7 @@ def test_prepare_reads_fields_and_chats(row, flags, asked, said):
     tokenizer = SimpleNamespace(encode=lambda text, bos: [*map(ord, "|" * bos + text)],
                                 eos_id=ord("$"), vocab_size=128)
     flags = dict(field="a", prompt=None, loss="all", strip_roles=True) | flags
-    ids, targets = data.document(tokenizer, row, SimpleNamespace(**flags))
+    ids, targets = data.document(tokenizer, row, SimpleNamespace(**flags)).tolist()
     assert "".join(map(chr, ids)) == asked + said
     assert targets == [*[-100] * (len(asked) - 1), *ids[max(1, len(asked)):], -100]
 
