@@ -118,15 +118,15 @@ class Decoder:
     The core has a slot for each recurrence, prelude and coda have one.
 
     Compiled on CUDA, a step is recorded as a graph, because its thousands of small kernels take
-    longer to launch than to run. The next batch of the same size takes over the cache and the
-    recorded step.
+    longer to launch than to run. The next batch of the same size takes over the recorded step, and
+    with it the cache.
     """
 
     def __init__(self, model, compile=False):
         self.model = model
         self.compiled = compile
         self.records = compile and model.embed.weight.is_cuda
-        self.size = None
+        self.drop()
         # cuDNN would plan every new shape anew, for up to 0.4 s.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if self.records:  # tries tilings: by its documentation 30% faster for one row
@@ -135,17 +135,21 @@ class Decoder:
             sum_few_rows(model)
             model.compile_parts(dynamic=True)
 
+    def drop(self):
+        """Free the memory of the last batch."""
+        self.size = None
+        self.cache = {}
+        self.views = {}    # see caches()
+        self.graph = None  # see next_logits()
+
     def make_room(self, r, rows, columns, options):
         """Get ready for `rows` texts at depth r. columns: the longest, with what is to come."""
         if self.size == (r, rows, columns, options):
             return
-        self.size = r, rows, columns, options
+        self.drop()
         self.r = r
         self.columns = columns
         self.slots = min(r, options.kv or r)
-        self.graph = None  # see next_logits()
-        self.views = {}    # see caches()
-        self.cache = {}    # frees the last one
         c = self.model.config
         weight = self.model.embed.weight
         # Drafts run ahead of the text, and passes read multiples of COLUMNS. One block more than
@@ -161,6 +165,7 @@ class Decoder:
         self.rope = torch.stack(self.model.rope(columns)).to(weight.dtype)  # of each position
         noise = self.model.initial_state(1, columns, options.seed)[0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
+        self.size = r, rows, self.columns, options
 
     def at(self, position, end):
         """The Pass of tokens at `position` (rows, T), all of them below `end`."""
@@ -311,6 +316,8 @@ class Decoder:
                 left[row] -= 1
                 if not left[row] or (ends and ends(row, token)):
                     batch.stop(row)
+        if not self.graph:
+            self.drop()
 
 
 class Batch:
