@@ -554,6 +554,16 @@ def copy_text_files(source, folder, config):
         write_json(path, said)
 
 
+def begin_with(name, i):
+    """The post-processor of a tokenizer.json that begins each text with a token."""
+    token = {"SpecialToken": {"id": name, "type_id": 0}}
+    first = {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
+    return {"type": "TemplateProcessing", "single": [token, first],
+            "pair": [token, first, token, second],
+            "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]}}}
+
+
 def export_tokenizer(tokenizer, folder):
     """
     Say which of transformers' classes reads the tokenizer in a folder. From a tokenizer.json the
@@ -567,9 +577,13 @@ def export_tokenizer(tokenizer, folder):
     for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         if i is not None:
             config.setdefault(key, names[i])
-    if (folder / "tokenizer.json").exists():
+    spec = folder / "tokenizer.json"
+    if spec.exists():
         config |= {"tokenizer_class": "PreTrainedTokenizerFast",
                    "model_input_names": ["input_ids", "attention_mask"]}
+        if tokenizer.bos_id is not None and not read_json(spec).get("post_processor"):
+            write_json(spec, read_json(spec) | {"post_processor": begin_with(
+                names[tokenizer.bos_id], tokenizer.bos_id)})
     else:
         config |= {"tokenizer_class": "LlamaTokenizer",
                    "add_bos_token": tokenizer.bos_id is not None}

@@ -1666,14 +1666,15 @@ def test_forward_takes_what_others_give(checkpoint):
 def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
     """transformers reads an export's ids and text as we do, but for what its card says."""
     tf, real = need("transformers"), [MATERIAL / name for name in ("olmo2", "tinyllama")]
-    for folder in (speaker, checkpoint, *filter(Path.exists, real)):
+    tiny("s5", "s5", rows=64)
+    for folder in (speaker, checkpoint, Path("s5/task"), *filter(Path.exists, real)):
         ours, m, out = Tokenizer.load(folder), f"m/{folder.name}", f"out/{folder.name}"
         small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1).save(m)
         data.copy_tokenizer(folder, m)
         call("surgery", m, out, "--export", "hf")
         theirs = tf.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
         words = ["has 7 gets 2", "  has  7 so ", "gets 3</s> has"]
-        for text in words if folder == checkpoint else HARD + ["a  b", " </s>  x", "12 123456"]:
+        for text in words if folder in (checkpoint, Path("s5/task")) else HARD + ["a  b", " </s>  x", "12 123456"]:
             ids = ours.encode(text)
             known = any(name in text for name in ours.special)  # which transformers reads as such
             if not (known or Path(out, "tokenizer.model").exists() and re.search("^ |  ", text)):
