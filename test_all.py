@@ -1779,16 +1779,3 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         for prompt, row in zip(prompts, found):
             assert row == decode(model, [prompt], len(row), steps=3)[0].tolist()
         assert len(recorded) == count
-
-def test_a_rank_takes_its_device_first(monkeypatch):
-    """set_device() comes before the process group; float32 products use TF32."""
-    monkeypatch.setattr(torch, "cuda", (machine := MagicMock()).cuda)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", machine.precision)
-    monkeypatch.setattr(train, "dist", machine.dist)
-    monkeypatch.setattr(train, "WORLD", 4)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    machine.dist.rendezvous.return_value = iter([["store"]])
-    assert train.start_processes()[0] == "cuda:1"
-    assert [call[0] for call in machine.mock_calls if "bool" not in call[0]] == [
-        "cuda.is_available", "cuda.set_device", "precision", "dist.rendezvous",
-        "dist.init_process_group"]

@@ -219,9 +219,12 @@ def start_processes():
     if WORLD == 1:
         return device, dist.HashStore()
     store = next(dist.rendezvous("env://"))[0]
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(WORLD):
-        # Restarts by torchrun on one node share its store, with the addresses of dead processes.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+    # Restarts by torchrun share its store, with the addresses of dead processes: each attempt needs
+    # keys of its own. Nodes count their own restarts, so several nodes count processes.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(WORLD):
+        attempt = (store.add("processes", 1) - 1) // WORLD
+    store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
                             timeout=timedelta(hours=1))  # for one that compiles or saves
     return device, store
