@@ -1208,6 +1208,9 @@ def test_an_update_is_torchs(base):
     peer.step()
     for name, t in load_file("run/step_000001/model.safetensors").items():
         assert far(t, model.get_parameter(name)) < 1e-3 * s.lr, name
+    for clip in ("0", "1e9"):  # 0 is off
+        call("train", *flags, f"--clip={clip}", f"--out_dir={clip}")
+    assert same_end("0", "1e9")
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """Out of memory in the pass at the full depth, before the first update, names the flags."""
@@ -1473,7 +1476,7 @@ train {run}:
     --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
     --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
     --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
-    --log_every=0; --keep=0; --train=cores;
+    --log_every=0; --keep=0; --train=cores; --train=core| -> '' matches none;
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
 sample --prompt 3 --model {m}:
