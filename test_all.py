@@ -1476,7 +1476,7 @@ train {run}:
     --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
     --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
     --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
-    --log_every=0; --keep=0; --train=cores; --train=core| -> '' matches none;
+    --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
 sample --prompt 3 --model {m}:
