@@ -1666,6 +1666,38 @@ def test_forward_takes_what_others_give(checkpoint):
         wanted = decode(ours, prompts, 8, steps=6).tolist()
         assert [x.generated_tokens for x in sorted(new, key=lambda x: x.request_id)] == wanted
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_an_engine_finds_its_slots(norm, monkeypatch):
+    """
+    What vLLM asks of an export: the head's input, a module for each slot of its r, attention
+    without a batch, positions of 32 bits, and Linear that may be replaced, since none casts.
+    """
+    tf = need("transformers")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    model, used = small(vocab_size=50, state_std=1.0, norm=norm), []
+    model.save("m")
+    call("surgery", "m", "out", "--export", "hf")
+
+    def attend(module, q, k, v, mask, scaling):
+        used.append(module)
+        y = sdpa(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return y.transpose(1, 2).reshape(12, -1), None
+
+    monkeypatch.setitem(tf.modeling_utils.ALL_ATTENTION_FUNCTIONS, "vllm", attend)
+    base = tf.AutoModel.from_pretrained("out", trust_remote_code=True, mean_recurrence=6,
+                                        attn_implementation="vllm")
+    ids, positions = torch.randint(1, 50, (1, 12)), torch.arange(12, dtype=torch.int32)[None]
+    for dtype, near in ((torch.float32, 1e-4), (torch.bfloat16, 0.03)):
+        used.clear()
+        x = base.to(dtype)(ids, position_ids=positions, use_cache=False).last_hidden_state
+        model.to(dtype)
+        ours, _ = model(ids, steps=6, state=model.initial_state(1, 12, 0))
+        assert far(model.head(x), ours) < near
+        assert [slot.layer_idx for slot in used] == list(range(base.config.num_hidden_layers))
+        assert len(set(used)) == 14
+    linear = [type(m) for m in base.modules() if isinstance(m, torch.nn.Linear)]
+    assert set(linear) == {torch.nn.Linear}
+
 def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
     """transformers reads an export's ids and text as we do, but for what its card says."""
     tf, real = need("transformers"), [MATERIAL / name for name in ("olmo2", "tinyllama")]
