@@ -191,15 +191,16 @@ def convert_config(path, raw, names):
         if "norm" not in raw:  # the paper's file: its ids are Huginn's, whatever the tokenizer
             raw |= {"norm": "post" if ".q_norm." in names else "pre",
                     "bos_token_id": None, "eos_token_id": None}
-        if ".qk_bias" in names:
-            raw |= {"norm": "sandwich", "rope_theta": raw["rope_base"]}  # never read by others
+        if ".qk_bias" in names:  # Huginn; others have a rope_base, too, and never read it
+            raw |= {"norm": "sandwich", "rope_theta": raw["rope_base"]}
     else:
         keys = HF_KEYS | {key: key for key in ("norm", "head_norm", "qkv_bias")}
         raw |= {"norm": "post" if kind == "olmo2" else "pre",
                 "head_norm": kind == "qwen3", "qkv_bias": kind == "qwen2"}
-        said = path.with_name("generation_config.json")
-        if said.exists():  # may name more ends of a text
-            raw |= {"eos_token_id": read_json(said).get("eos_token_id", raw.get("eos_token_id"))}
+        generation = path.with_name("generation_config.json")
+        if generation.exists():  # a chat model's names more ends of a text
+            ends = read_json(generation).get("eos_token_id")
+            raw["eos_token_id"] = raw.get("eos_token_id") if ends is None else ends
     fields = {ours: raw[key] for ours, key in keys.items() if raw.get(key) is not None}
     return Config(**{"n_kv_head": fields["n_head"]} | fields)
 
