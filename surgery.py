@@ -620,6 +620,8 @@ print(tokenizer.decode(out[0], skip_special_tokens=True))
 - A cache belongs to one `num_steps`: it has keys and values of each layer of each recurrence.
 - `output_hidden_states=True` gives the initial state and the state after each recurrence.
 - LoRA: `target_modules=["Wqkv", "fc", "proj", "adapter"]`.
+- vLLM serves one `num_steps`, {c.mean_recurrence} by default; another depth takes another server:
+  `vllm serve name --trust-remote-code --hf-overrides '{{"mean_recurrence": 8}}' --port 8001`
 - The tokenizer reads `</s>` and the like in a text as control tokens, whoever wrote the text. If
   it is a tokenizer.model alone, it takes `pip install sentencepiece protobuf`, and transformers
   splits blanks that lead or repeat, and what follows a control token, in ways of its own.
