@@ -238,7 +238,7 @@ class Tokenizer:
     """
     encode_text: callable  # text -> ids; names of control tokens are text like any other
     decode_ids: callable   # list of known ids -> text
-    known: set             # ids; a vocabulary may have gaps
+    known: set             # ids (or a range); a vocabulary may have gaps
     special: dict          # {name: id} of control tokens
     added: str             # what the tokenizers library adds to a text: JSON with their names
 
@@ -260,13 +260,15 @@ class Tokenizer:
 
     def find_ends(self, config):
         """Find .vocab_size, .eos_id and .bos_id. config: the content of tokenizer_config.json."""
-        bos, eos = (token.get("content") if isinstance(token, dict) else token
-                    for token in map(config.get, ("bos_token", "eos_token")))
+        bos = token_name(config.get("bos_token"))
+        eos = token_name(config.get("eos_token"))
         self.vocab_size = max(self.known) + 1
         self.eos_id = self.first(eos, *EOS)
         self.bos_id = self.first(bos, *BOS)
-        # GPT-2's kind names a token that it never adds.
-        if self.bos_id == self.eos_id or not config.get("add_bos_token", (bos or "") in self.added):
+        adds = config.get("add_bos_token")
+        if adds is None:  # GPT-2's kind names a token that it never adds
+            adds = bos in self.added
+        if self.bos_id == self.eos_id or not adds:
             self.bos_id = None
 
     def first(self, *names):
@@ -281,6 +283,13 @@ class Tokenizer:
     def decode(self, ids):
         """The text of a list of ids. Those that only the model has, its padding, are left out."""
         return self.decode_ids([i for i in ids if i in self.known])
+
+
+def token_name(token):
+    """The name of a token of tokenizer_config.json, which may be text, a dict or null ("")."""
+    if isinstance(token, dict):
+        token = token["content"]
+    return token or ""
 
 
 def tokenizer_file(folder):
@@ -361,13 +370,15 @@ def word_pattern(spec):
                 return None
         case _:
             return None
-    odd = [key for key in ("dropout", "byte_fallback", "continuing_subword_prefix", "unk_token")
-           if model.get(key)]
+    odd = [key for key in ("dropout", "byte_fallback", "continuing_subword_prefix",
+                           "end_of_word_suffix") if model.get(key)]
     for token in spec["added_tokens"]:
         odd += [key for key in ("lstrip", "rstrip", "single_word", "normalized")
                 if token[key] and not token["special"]]  # names of control tokens are text
     made = [model["vocab"]["".join(pair).replace(" ", "")] for pair in model["merges"]]
-    if odd or made != sorted(made):  # tiktoken merges in the order of ids
+    characters = sum(len(piece) == 1 for piece in model["vocab"])
+    # tiktoken needs a piece for each byte, and merges in the order of ids.
+    if odd or characters < 256 or made != sorted(made):
         return None
     match words, last["use_regex"]:
         case {"type": "Digits", "individual_digits": True}, True:
