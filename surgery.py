@@ -272,7 +272,7 @@ def open_source(src):
     if odd and kind not in ("huginn_raven", "loopgraft"):  # released files have stale ones
         raise UserError(f"{folder}: {odd[0]!r} has no place in the model of its config.json")
     source = Source(folder, config, kind, tensors, parts)
-    if any(Path(folder).glob("tokenizer.*")):
+    if any(Path(folder, name).exists() for name in TOKENIZER_FILES[:2]):
         source.tokenizer = check_tokenizer(config, folder)
         if kind == "huginn_raven" and not config.ends:
             config.bos_token_id = source.tokenizer.bos_id
