@@ -31,8 +31,11 @@ def flops_of(folder):
 
 def answered(folder):
     """{r: share of the unseen answers that are right} after the last update."""
-    lines = (folder / "log.jsonl").read_text().splitlines()
-    return json.loads(lines[-1])["accuracy"]
+    log = folder / "log.jsonl"
+    last = json.loads(log.read_text().splitlines()[-1]) if log.exists() else {}
+    if "accuracy" not in last:
+        raise UserError(f"{folder}: is not done: the same command goes on")
+    return last["accuracy"]
 
 
 def main():
@@ -42,8 +45,8 @@ def main():
     seeds = sorted(folder.glob("[0-9]*"))
     if not seeds:
         raise UserError(f"{folder}: holds no runs: bash runs/speedrun.sh makes them")
-    flops = [flops_of(seed) for seed in seeds]
     right = [answered(seed) for seed in seeds]
+    flops = [flops_of(seed) for seed in seeds]
     model = RecurrentLM.load(find_checkpoint(seeds[0]))
     print(f"{folder.name}, seeds {', '.join(seed.name for seed in seeds)}: TFLOPs of training, % of "
           "answers, r, MFLOPs of a token at test time")
