@@ -545,14 +545,19 @@ def document(tokenizer, row, args):
     return tokens
 
 
+def count_rows(args):
+    """1, ids, or 2, ids and targets, where the next token is not always the target."""
+    return 2 if args.prompt or args.loss != "all" else 1
+
+
 def tokenize(tokenizer, args, row):
-    """A row -> ("kept", its ids and targets), ("dropped", nothing) or ("bad", why)."""
+    """A row -> ("kept", its ids, and targets), ("dropped", nothing) or ("bad", why)."""
     try:
         if isinstance(row, bytes):
             row = json.loads(row)
         if any(is_dropped(row, rule) for rule in args.drop):
             return "dropped", None
-        return "kept", document(tokenizer, row, args)
+        return "kept", document(tokenizer, row, args)[:count_rows(args)].copy()
     except Exception as e:  # not JSON, or a field is missing or of another kind
         return "bad", f"{row!r:.80} ({e!r:.300})"
 
@@ -568,7 +573,7 @@ def write_shards(args, progress, documents):
     """Write the next shard, its last 1% apart for validation, then the progress so far."""
     number = len(progress["shards"]["train"])
     tokens = np.concatenate(documents, axis=1)
-    if not args.prompt and args.loss == "all":  # the next token is the target
+    if len(tokens) == 1:
         tokens = tokens[0].astype(np.uint16 if progress["vocab_size"] <= 65536 else np.uint32)
     cut = tokens.shape[-1] - tokens.shape[-1] // 100
     for split, part in (("train", tokens[..., :cut]), ("val", tokens[..., cut:])):
@@ -588,7 +593,7 @@ def pack(args, tokenizer, progress):
     progress["counts"] = counts
     rows = itertools.chain.from_iterable(map(read_rows, args.input))
     rows = itertools.islice(rows, counts.total(), None)
-    documents = [np.empty((2, 0), np.int32)]  # ids and targets of each
+    documents = [np.empty((count_rows(args), 0), np.int32)]
     size = 0
     why = None
     work = functools.partial(tokenize, tokenizer, args)
