@@ -179,7 +179,7 @@ def check_decoding():
 
 @torch.inference_mode()
 def check_bfloat16():
-    """Compiled and recorded, steps in bfloat16 are as near to float32 as forward() without a cache."""
+    """Compiled and recorded, steps in bfloat16 are as near to float32 as forward() is."""
     B, T = 4, 32
     idx = small(DEVICE, torch.float32)[1][:, :T]
 
