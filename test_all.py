@@ -1616,7 +1616,7 @@ def check_export(folder, **changes):
     theirs = tf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     ids, state = torch.randint(1, 50, (2, 12)), model.initial_state(2, 12)
     drawn = theirs.transformer.draw_state(state, torch.arange(12)[None])
-    assert drawn.equal(model.initial_state(1, 12, 0))
+    assert drawn.equal(model.initial_state(1, 12, 0).expand(2, -1, -1))
     for steps in (0, 32, 3):
         out = theirs(ids, labels=ids, num_steps=steps, initial_state=state)
         assert far(out.logits, model(ids, steps=steps, state=state)[0]) < 1e-4

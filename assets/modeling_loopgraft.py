@@ -217,7 +217,7 @@ class LoopgraftModel(LoopgraftBase):
 
     def draw_state(self, e, position_ids):
         """s_0 (B, T, C): a function of the seed and the position. Training draws it anew."""
-        position_ids = position_ids.long()  # generate_batch's are 32 bits, which mix() overflows
+        position_ids = position_ids.long().expand(len(e), -1)  # mix() overflows 32 bits
         seed, row = self.config.noise_seed, torch.zeros_like(position_ids)
         if self.training:
             seed = torch.randint(2**31, ()).item()
