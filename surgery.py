@@ -24,7 +24,6 @@ prelude from the start, and core and coda from the end. --prelude, --core and --
 --preset or --shape would take.
 """
 import functools
-import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path

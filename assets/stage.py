@@ -5,6 +5,7 @@ on this machine, commands in comments, tasks of lm-evaluation-harness, and rando
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -32,7 +34,8 @@ import data
 import eval_gsm8k  # and with it all that the processes below import
 import train
 from model import Config, RecurrentLM
-from muon import clip_factor
+from muon import Optimizer, clip_factor
+from sample import generate
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where processes find the scripts, and this file.
@@ -412,3 +415,163 @@ def step_with(opt, ps, *grads, lr_factor=1.0, clip=math.inf, labels=1):
     norm = opt.reduce().item() / labels
     opt.step(lr_factor, clip_factor(norm, clip) / labels)
     return norm
+
+
+def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
+    """A tiny random model whose noise (std 1) and recurrences change what it says."""
+    return small(1, vocab_size=vocab_size, n_core=n_core, norm=norm, context=context, state_std=1.0,
+                 mean_recurrence=3, n_kv_head=4 if norm == "sandwich" else 2)
+
+
+def decode(model, prompts, n, **options):
+    """(B, n) tokens"""
+    rows = [[] for _ in prompts]
+    for row, token, _ in generate(model, prompts, n, **options):
+        rows[row].append(token)
+    return torch.tensor(rows)
+
+
+def random_prompts(*lengths):
+    return [torch.randint(64, (n,)).tolist() for n in lengths]
+
+
+def optimizer_rank(rank, world, folder):
+    """
+    20 updates of every kind on one of `world` gloo ranks, into a file: its weights, on rank 0 all
+    masters and moments, and how many numbers it keeps and sends in an update.
+    """
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet{world}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+    found = {}
+    for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
+        ps = parameters(noise(), getattr(torch, dtype))
+        opt = Optimizer(ps.items(), lr=0.02, adam_lr=0.01, weight_decay=0.1, rule=kind,
+                        weights=noise(), rank=rank, world=world)
+        for u in range(20):
+            grads = [noise(u, i) for i in range(rank * 8 // world, (rank + 1) * 8 // world)]
+            step_with(opt, ps, *grads, lr_factor=0.9**u, clip=20.0, labels=8)
+        kept = sum(t.numel() for t in (opt.masters | opt.moments).values())
+        found |= {f"{kind} {dtype} kept": torch.tensor(kept)}
+        found |= {f"{kind} {dtype} {name}": p.detach() for name, p in ps.items()}
+        found |= {f"{kind} {dtype} all {key}": t.clone() for key, t in opt.gather().items()}
+    save_file(found, f"{folder}/{world}_{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def count(story, _):
+    """The answer after every sentence of a story (a list of words): the task, said once more."""
+    answers, number = [], 0
+    for verb, x in zip(story[::2], map(int, story[1::2])):
+        sums = {"gets": number + x, "loses": number - x, "times": number * x}
+        number = sums.get(verb, x) % 10
+        answers.append(str(number))
+    return answers
+
+
+def multiply(story, known):
+    """The product after every factor, as permutation matrices; known: each factor by itself."""
+    answers, product = [], np.eye(5)
+    for factor in story:
+        product = np.eye(5)[[int(i) - 1 for i in known[factor]]] @ product
+        answers.append("".join(str(row.argmax() + 1) for row in product))
+    return answers
+
+
+HARD = [
+    "", " ", "Hello  world", "naïve 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 café", "汉字和かな한국어 Ωмिक\u064e",
+    "1234567890 3.14", "a\n\n\n  b\t\tc\r\n", "don't DON'T 'ſ", "e\u0301\u0323\u0308" * 9,
+    "".join(map(chr, [*range(32), *range(127, 160)])), "|||IP_ADDRESS||| x",
+    "<s></s><|endoftext|><|begin_of_text|><|eot_id|>", "a" * 5000, "漢" * 600,
+    "\u2028\u00a0\ufeff ﷺ\U0010ffff", "\ufeffx",
+    *(" " * n + "x" + "\n" * n for n in range(1, 101))]
+
+
+RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=52 --batch_size=16
+    --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
+    --eval_every=6 --eval_rows=27 --eval_steps=1,4 --compile=false --lr=0.01 --adam_lr=0.003
+    --dtype=float32 --keep=1""".split()
+
+
+DIES = """
+import importlib, os, muon, train
+def gather(self, whole=muon.Optimizer.gather):
+    if self.updates == 6 and (self.rank, os.environ.get("TORCHELASTIC_RESTART_COUNT")) == (1, %r):
+        os.kill(os.getpid(), 9)
+    return whole(self)
+muon.Optimizer.gather = gather
+importlib.reload(train)  # its RANK is that of this process
+train.cli(train.main)
+"""
+
+
+MISTAKES = """
+surgery {llama} out:
+     -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
+    --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
+    --prelude 0-3 --core 3-4 --coda 5 -> taken once; --shape 4,8,4 -> a shape of 16 layers;
+    --shape 1,2,1 --select block-influence --text {blank} -> has no text;
+    --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
+    --shape 2 --feed_forward --select block-influence --text {m}/model.safetensors -> UTF-8;
+surgery:
+    {llama} {m} --feed_forward -> --overwrite; {truncated} out --feed_forward -> damaged;
+    {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
+    {misshapen} out --feed_forward -> not the model of its config.json;
+    {other} out --export hf -> another model; {biased} out --feed_forward -> q_proj.bias' has no;
+    {ends} out --feed_forward -> names -5; {window} out --feed_forward -> sliding_window of 8;
+    {list} out --feed_forward -> is damaged; {yarn} out --feed_forward -> 'yarn' is not supported;
+    {qwen} out --feed_forward -> q_norm.weight' is missing;
+    {trained} {trained}/step_000002 --overwrite -> SRC;
+    {llama} {llama} --feed_forward --overwrite -> never SRC;
+    ./lama out --feed_forward -> no such folder;
+runs/tiny_corpus:
+    --out {m} -> meta.json; --out out --rows 0 -> --rows;
+data:
+    prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} -> --out;
+    prepare --input {corpus}/test.jsonl --tokenizer gpt2 --out out -> tokenizer.json;
+    prepare --input {corpus}/test.jsonl --tokenizer {m} --out {corpus} -> other files;
+data prepare --tokenizer {m} --out out:
+    --input {corpus}/test.jsonl --field question --drop question -> COLUMN=TEXT;
+    --input {corpus}/test.jsonl --field question --drop question=has -> no text is left;
+    --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
+    --input {m}/config.json -> config.json: is not;
+train {run}:
+    --uptades=3; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
+    --n_head=5; --wandb -> pip install; --lr=x; --curriculum=cubic -> linear;
+    --config=none.toml -> none.toml; --data=none -> none;
+    --data={corpus}/test.jsonl -> no finished data set; --data={corpus}/task:0 -> weight;
+    --data={corpus}/task:1.5 -> weight; --context=30; --init_from={foreign} -> tokenizer;
+    --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
+    --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
+    --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
+    --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
+sample --prompt 3:
+    --model none -> no such folder; --model {other} -> another model;
+sample --prompt 3 --model {m}:
+    --kv=x; --top_p=0; --temperature=-1; --seed=-1; --tokens=0;
+    --device=cuda:99 -> --device cuda:99;
+    --steps=-1; --draft_steps=2 --exit=kl;
+eval_gsm8k {ask}:
+    --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
+    --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
+    --max_new_tokens=3 --out=x.json --seed=-1 -> --seed; --seed=2e13; --seed=20000000000000;
+    --data {levels} -> "difficulty"; --data {listed} -> "difficulty"; --out {other} -> is a folder;
+bench decode:
+    --ways foo=1 -> foo; --repeat 0;
+bench train:
+    --steps 4; --steps 4+0;
+bench plot:
+     -> results; none.json; {m}/config.json -> nothing to draw; {m} --x steps -> --x steps;
+    {m}/config.json {m} --labels a -> 1 labels for 2;
+"""
+
+
+def mistakes():
+    """(command, what its refusal says) of each mistake in MISTAKES; it says the flag by default."""
+    for line in MISTAKES.strip().splitlines():
+        if line[0] != " ":
+            command = line.removesuffix(":")
+        for mistake in line.split(";")[:-1]:
+            mistake, _, words = map(str.strip, mistake.partition("->"))
+            yield f"{command} {mistake}", words or re.split("[ =]", mistake)[0]

@@ -4,7 +4,7 @@ Try an export with the installed transformers, beyond what test_all.py does: a l
     pip install transformers accelerate peft optimum-quanto hqq
     python surgery.py out/tiny/task out/export --export hf && python runs/export_check.py out/export
 
-What is generated is compared, token by token, with generation without a cache. About a minute on a CPU.
+What is generated is compared, token by token, with generation without a cache. A minute on a CPU.
 """
 import sys
 import tempfile
