@@ -33,6 +33,6 @@ for seed in ${SEEDS:-0 1 2}; do
             --updates="$heal"
         from=out/speedrun/healed-$shape-$heal-$seed
     fi
-    stage task "$from" unseen "$out/$seed" --context=15 --eval_steps=2,4,8,16,32 --updates=700 "$@"
+    stage task "$from" unseen "$out/$seed" --context=15 --eval_steps=2,4,8,16,32 --updates=1300 "$@"
 done
 python runs/speedrun/score.py "$out"

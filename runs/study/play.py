@@ -95,7 +95,7 @@ DESIGN = 2  # of corpus, noise and measures: results of two designs never share 
 UNSEEN = {"stories": 6, "s5": 9}  # from this length on, training shows no test
 UPDATES = {  # where a run's flags do not say
     "stories": {"pretrain": 350, "heal": 100, "task": 200},
-    "s5": {"pretrain": 700, "heal": 100, "task": 700},
+    "s5": {"pretrain": 700, "heal": 100, "task": 1300},
 }
 LOOPED = {"n_prelude": 1, "n_core": 2, "n_coda": 1}  # from random weights; the parent has 6 layers
 PRETRAIN = Run("pretrain", "pretrain", "", {})
@@ -119,7 +119,7 @@ MEAN_16 = {"curriculum": "none", "mean_recurrence": 16}
 MIX = {"data": "{corpus}/pretrain:1,{corpus}/pairs:1", "context": 52, "batch_size": 64,
        "micro_batch": 64}
 PARENTS = parents("stories", "r32", tokens=450, deep=350)
-S5_PARENTS = parents("s5", "task", tokens=837, deep=700)
+S5_PARENTS = parents("s5", "task", tokens=1437, deep=1300)
 RATES = {
     "muon": (0.005, 0.01, 0.02, 0.04),
     "adamw": (0.001, 0.002, 0.004, 0.008),
