@@ -237,7 +237,8 @@ def test_text_files_follow_the_model(llama, corpus):
     os.mkdir("parent/my_tokens")
     call("surgery", "parent", "m", "--shape", "1,2,1")
     call("train", f"--data={corpus}/task", "--context=26", "--init_from=m", "--out_dir=run",
-         "--updates=2", "--batch_size=2", "--save_every=1", "--keep=1", "--compile=false")
+         "--updates=2", "--batch_size=2", "--save_every=1", "--keep=1", "--compile=false",
+         "--eval_rows=2", "--eval_steps=1", "--mean_recurrence=2")
     call("surgery", "run", "out", "--export", "hf")
     for folder in ("m", find_checkpoint("run"), "out"):
         assert not [name for name in os.listdir(folder) if name.endswith(("token", "tokens"))]
@@ -1404,14 +1405,16 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     save(small(n_core=0), "out/newer/parent", corpus)  # sample.py prefers a recurrent model
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # saves half a minute
-    blocks = dict.fromkeys(("sh", "python"), "")
+    blocks = dict.fromkeys(("sh", "python", "toml"), "")
     for kind, text in re.findall(r"(?s)```(\w+)\n(.*?)```", (HERE / "README.md").read_text()):
         blocks[kind] += text.replace("\\\n", "")
     exec(blocks["python"], {})
-    needs_more = re.compile(r"fig|tinyllama|my-model|web/|\*")  # trained models and data sets
+    Path("mine.toml").write_text(blocks["toml"])
+    assert train.read_settings(["--config=mine.toml"]).backprop_depth == 4
+    needs_more = re.compile(r"fig|tinyllama|my-model|evening|mine|web/|\*")  # models and data
     played = [shlex.split(line, comments=True) for line in blocks["sh"].splitlines()
               if line.startswith("python") and not needs_more.search(line)]
-    assert len(played) >= 8
+    assert len(played) >= 6
     for _, script, *args in played:
         call(script.removesuffix(".py"), *args, *["--tokens=4"] * (script == "sample.py"))
     assert "out/newer" not in capfd.readouterr().err
