@@ -1003,6 +1003,8 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     assert same_end("run", unbroken)
     losses = [line for line in open("run/log.jsonl") if '"loss"' in line]
     assert len(losses) == 12, "what came after the checkpoint stands there twice"
+    os.truncate("run/step_000012/optimizer.safetensors", 9000)
+    assert "optimizer.safetensors: is damaged" in refusal("train", *base)
 
 def test_a_stop_drops_the_unfinished_update(base, monkeypatch):
     """A stop takes two of an update's 128 micro-batches at most, on all ranks if one is asked."""

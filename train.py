@@ -35,8 +35,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import (RANK, WORLD, Dataset, Parser, check_settings, check_tokenizer, cli,
                   copy_tokenizer, find_gpu, fraction, locked, natural, positive, rate, read_json,
@@ -239,8 +240,7 @@ def train(settings, device, store):
     begin_progress(settings, model, progress)
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     if folder:
-        moments = load_file(folder / "optimizer.safetensors")  # mapped: a rank reads what it owns
-        optimizer.load(moments, progress["update"] - progress["skipped"])
+        load_moments(optimizer, folder, progress["update"] - progress["skipped"])
     plan(settings, model)
     agree(progress, model)
     start = progress["update"]
@@ -471,6 +471,16 @@ def make_optimizer(settings, model, rank, world, weights=None):
         rank=rank,
         world=world,
     )
+
+
+def load_moments(optimizer, folder, updates):
+    """Continue with the moments of our checkpoint `folder`, made by so many updates."""
+    path = folder / "optimizer.safetensors"
+    try:
+        optimizer.load(load_file(path), updates)  # mapped: a rank reads what it owns
+    except (SafetensorError, KeyError) as e:
+        raise UserError(f"{path}: is damaged ({e!r:.80}): without this checkpoint the run goes on "
+                        "from an older one")
 
 
 def agree(progress, model):
