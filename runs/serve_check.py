@@ -25,7 +25,11 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process
 import requests
 import torch
 import transformers
-import vllm
+
+try:
+    import vllm
+except ImportError:
+    sys.exit("error: serve_check.py needs vLLM: runs/README.md says how to install it")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import surgery
