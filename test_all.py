@@ -1637,7 +1637,7 @@ def test_right_device_and_no_hidden_waits(corpus, speaker):
     data.copy_tokenizer(speaker, "model")
     env = os.environ | {"LD_PRELOAD": card.build_driver()}
     command = [sys.executable, "-c", f"import card; card.simulate('{corpus}', 'model')"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout.splitlines()[-1]) == WAITS
 
