@@ -384,8 +384,8 @@ def find_progress(settings, dataset):
     folder = saved[-1]
     earlier = read_json(folder / "train.json")
     if missing := progress.keys() - earlier.keys():
-        raise UserError(f"{folder}/train.json: lacks {min(missing)}: is damaged, or was written by "
-                        "another version: without this checkpoint the run goes on from an older one")
+        raise UserError(f"{folder}/train.json: lacks {min(missing)}: is damaged, or of another "
+                        "version: without this checkpoint the run goes on from an older one")
     progress |= earlier
     check_settings(settings.out_dir, progress["recipe"], recipe,
                    "to go on from it with other settings, give --init_from=OLD --out_dir=NEW")
