@@ -1118,7 +1118,8 @@ def test_micro_batches_do_not_change_an_update(draws, sizes, base):
 
 def test_an_update_is_torchs(base):
     """An update is torch's: the mean loss over labels, clipped, by AdamW, whose eps shows."""
-    flags = [*base, "--optimizer=adamw", "--updates=1", "--clip=1e-5", "--seed=3", "--out_dir=run"]
+    flags = [*base, "--optimizer=adamw", "--updates=1", "--clip=1e-5", "--seed=3", "--warmup=0",
+             "--cooldown=0", "--out_dir=run"]
     call("train", *flags)
     s = train.read_settings(flags)
     dataset = Dataset(s.data, "train", s.context)
