@@ -12,15 +12,15 @@ update has the same size. Five Newton-Schulz steps, made of matrix products only
 
 Every parameter has an owner: one rank keeps its float32 master weights and its moments, receives
 the sum of its gradients from all ranks, updates it and broadcasts the new weights in the model's
-dtype. Embeddings and head are large, and AdamW works number by number, so each rank owns some of
-their rows. With N ranks, one keeps about 1/N of masters and moments.
+dtype. AdamW works number by number, so each rank owns some rows of what it updates. With N ranks,
+one keeps about 1/N of masters and moments.
 
 Sources: Keller Jordan, "Muon: an optimizer for hidden layers" (2024) and its official code; AdamW:
 Loshchilov and Hutter (2019); AdamW*: Huginn's variant. Hyperparameters: arXiv 2511.07384,
 appendix D. Owners: ZeRO-1 (arXiv 1910.02054).
 """
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -104,13 +104,14 @@ def clip_factor(norm, clip):
     return min(1.0, clip / (norm + 1e-6))
 
 
-class Piece(NamedTuple):
-    """Rows of a parameter that one rank owns, and the sum of their gradients."""
+@dataclass
+class Piece:
+    """Rows of a parameter that one rank owns."""
     owner: int
     name: str
     rows: slice
-    weight: torch.Tensor  # the parameter's rows
-    grad: torch.Tensor    # float32
+    weight: torch.Tensor              # the parameter's rows
+    grad: torch.Tensor | None = None  # the sum of their gradients, float32
 
 
 class Optimizer:
@@ -129,7 +130,6 @@ class Optimizer:
     def __init__(
             self, named, *, lr, adam_lr, weight_decay, rule="muon", weights=None, parts=None,
             rank=0, world=1):
-        # Small ones first: while a large gradient is added to its sum, the others are gone already.
         self.params = dict(sorted(named, key=lambda item: item[1].numel()))
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
@@ -142,12 +142,17 @@ class Optimizer:
         for name, p in self.params.items():
             matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
             self.rules[name] = "adamw" if rule == "muon" and not matrix else rule
-        self.shares = []  # a buffer for each rank: the sums of the gradients that it owns
-        self.pieces = []
-        owners = self.choose_owners()
-        for owner in range(world):
-            self.add_share(owner, owners)
+
+        self.pieces = self.share_out()
         self.own = [piece for piece in self.pieces if piece.owner == rank]
+        sizes = [piece.weight.numel() for piece in self.pieces]
+        self.sums = self.pieces[0].weight.new_zeros(sum(sizes), dtype=torch.float32)
+        for piece, grad in zip(self.pieces, self.sums.split(sizes)):
+            piece.grad = grad.view_as(piece.weight)
+        owned = [0] * world
+        for piece in self.pieces:
+            owned[piece.owner] += piece.weight.numel()
+        self.shares = self.sums.split(owned)  # the sums that each rank owns
 
         self.masters = {}
         self.moments = {}
@@ -166,36 +171,29 @@ class Optimizer:
             sizes = (parts or {}).get(name, [len(master)])
             self.groups[self.rules[name]] += zip(*(t.split(sizes) for t in tensors))
 
-    def choose_owners(self):
+    def share_out(self):
         """
-        {name: rank}. A parameter, the largest first, goes to the rank that keeps least so far. All
-        ranks share the rows of what is missing here, embeddings and head, if AdamW updates them.
+        All Pieces, one rank's after another's. AdamW works number by number, so all ranks share the
+        rows of what it updates. Any other parameter, the largest first, goes to the rank that has
+        least so far.
         """
-        loads = [0] * self.world
-        owners = {}
-        for name, p in reversed(self.params.items()):
-            if self.rules[name] == "adamw" and name.startswith(("embed.", "head.")):
-                continue
-            owners[name] = loads.index(min(loads))
-            loads[owners[name]] += p.numel() * len(self.keys(name))
-        return owners
-
-    def add_share(self, rank, owners):
-        """Add a rank's share and its pieces."""
         found = []
-        for name, p in self.params.items():
-            if name not in owners:
-                start = rank * len(p) // self.world
-                end = (rank + 1) * len(p) // self.world
-                found.append((name, slice(start, end)))
-            elif owners[name] == rank:
-                found.append((name, slice(0, len(p))))
-        weights = [self.params[name].detach()[rows] for name, rows in found]
-        sizes = [weight.numel() for weight in weights]
-        device = next(iter(self.params.values())).device
-        self.shares.append(torch.zeros(sum(sizes), device=device))
-        for piece, weight, grad in zip(found, weights, self.shares[-1].split(sizes)):
-            self.pieces.append(Piece(rank, *piece, weight, grad.view_as(weight)))
+        loads = [0] * self.world
+        for name, p in reversed(self.params.items()):
+            if self.rules[name] == "adamw":
+                for owner in range(self.world):
+                    start = owner * len(p) // self.world
+                    end = (owner + 1) * len(p) // self.world
+                    found.append((owner, name, slice(start, end)))
+            else:
+                owner = loads.index(min(loads))
+                loads[owner] += p.numel()
+                found.append((owner, name, slice(len(p))))
+        found.reverse()
+        pieces = []
+        for owner, name, rows in sorted(found, key=lambda cut: cut[0]):
+            pieces.append(Piece(owner, name, rows, self.params[name].detach()[rows]))
+        return pieces
 
     @torch.no_grad()
     def accumulate(self):
@@ -250,8 +248,7 @@ class Optimizer:
 
     def drop(self):
         """Forget the gradients of this update."""
-        for share in self.shares:
-            share.zero_()
+        self.sums.zero_()
 
     # A checkpoint has whole tensors by name, so any number of ranks continues it.
 

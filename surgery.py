@@ -4,12 +4,10 @@ recurrent block and the coda, those in between are dropped, and a fresh adapter 
 
     python surgery.py SRC OUT --preset tinyllama-4-8-4
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21 --verify
-    python surgery.py SRC OUT --shape 4,8,4 --select block-influence --text corpus.txt
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
-    python surgery.py SRC OUT --feed_forward --shape 8 --select block-influence --text corpus.txt
     python surgery.py SRC OUT --export hf                       ours, back in Hugging Face layout
-    python surgery.py --preset tinyllama-4-8-4 --dry_run        the paper's tables, without weights
+    python surgery.py - --preset tinyllama-4-8-4                the sizes of its parts, no weights
     python surgery.py - OUT --preset tinyllama-4-8-4            config.json alone, to plan training
 
 SRC is a folder, or a hub id: org/name or org/name@REVISION (pip install huggingface_hub). It holds
@@ -29,7 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -276,10 +273,6 @@ def open_source(src):
         if kind == "huginn_raven" and not config.ends:
             config.bos_token_id = source.tokenizer.bos_id
             config.eos_token_id = source.tokenizer.eos_id
-    for i in {config.bos_token_id or 0, *config.ends}:
-        if not 0 <= i < config.vocab_size:
-            raise UserError(f"{folder}: config.json names {i} as a token that begins or ends a "
-                            f"text, outside the vocabulary of {config.vocab_size}")
     return source
 
 
@@ -364,25 +357,22 @@ def choose_layers(args, source):
     None: OUT is SRC as it is.
     """
     if source.config.n_core:
-        for flag in (*PARTS, "preset", "shape", "select", "feed_forward", "adapter"):
+        for flag in (*PARTS, "preset", "shape", "feed_forward", "adapter"):
             if getattr(args, flag):
                 raise UserError(f"--{flag}: SRC is recurrent already: drop the flag")
         return None
     L = source.config.n_prelude
     layers = [None] * 3
     sizes = PRESETS[args.preset][1] if args.preset else args.shape
-    if sizes and sum(sizes) > L:
-        raise UserError(f"a shape of {sum(sizes)} layers: SRC has layers 0-{L - 1}")
-    if args.select and not (sizes and args.text and source.tokenizer):
-        raise UserError("--select: needs a --shape, --text FILE and a tokenizer")
     if sizes:
         P, R, C = sizes
-        kept = [*range(P), *range(L - R - C, L)]  # the paper's rule
-        if args.select:
-            kept = most_influential(args, source, P + R + C)
-        layers = [kept[:P], kept[P:P + R], kept[P + R:]]
-    given = zip([args.prelude, args.core, args.coda], layers)
-    layers = [default if chosen is None else chosen for chosen, default in given]
+        if P + R + C > L:
+            raise UserError(f"a shape of {P + R + C} layers: SRC has layers 0-{L - 1}")
+        everything = list(range(L))
+        layers = [everything[:P], everything[L - R - C:L - C], everything[L - C:]]
+    for i, part in enumerate(PARTS):
+        if getattr(args, part) is not None:
+            layers[i] = getattr(args, part)
     if args.feed_forward:
         layers = [sum(filter(None, layers), []) or list(range(L)), [], []]
     elif args.export and not any(layers):
@@ -395,35 +385,6 @@ def choose_layers(args, source):
     if len(set(taken) & set(range(L))) < len(taken):
         raise UserError(f"layers {taken}: SRC has layers 0-{L - 1}, and each can be taken once")
     return layers
-
-
-def most_influential(args, source, count):
-    """The `count` layers that change the hidden state most on --text (ShortGPT, 2403.03853)."""
-    try:
-        with open(args.text, encoding="utf-8") as f:
-            ids = source.tokenizer.encode(f.read(1_000_000), bos=True)[:16384]
-    except UnicodeDecodeError as e:
-        raise UserError(f"{args.text}: is not a text in UTF-8 ({e})")
-    if not ids:
-        raise UserError(f"{args.text}: has no text")
-    T = min(args.window, source.config.context, len(ids))
-    influence = block_influence(build(source).float(), torch.tensor(ids).unfold(0, T, T))
-    print("block influence:", *(f"{value:.6f}" for value in influence))
-    return sorted(torch.tensor(influence).topk(count).indices.tolist())
-
-
-@torch.no_grad()
-def block_influence(model, idx):
-    """
-    For each layer of a feed-forward model 1 - the mean cosine of its input and output over all
-    tokens of idx (B, T), the last layer's output taken before the final norm.
-    """
-    total = 0
-    for row in idx:
-        states = torch.stack(hidden(model, row[None])[:-1]).double()  # (L + 1, 1, T, C)
-        cosine = F.cosine_similarity(states[:-1], states[1:], dim=-1)
-        total += (1 - cosine).mean((1, 2))
-    return (total / len(idx)).tolist()
 
 
 def hidden(model, ids):
@@ -554,16 +515,6 @@ def copy_text_files(source, folder, config):
         write_json(path, said)
 
 
-def begin_with(name, i):
-    """The post-processor of a tokenizer.json that begins each text with a token."""
-    token = {"SpecialToken": {"id": name, "type_id": 0}}
-    first = {"Sequence": {"id": "A", "type_id": 0}}
-    second = {"Sequence": {"id": "B", "type_id": 0}}
-    return {"type": "TemplateProcessing", "single": [token, first],
-            "pair": [token, first, token, second],
-            "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]}}}
-
-
 def export_tokenizer(tokenizer, folder):
     """
     Say which of transformers' classes reads the tokenizer in a folder. From a tokenizer.json the
@@ -577,13 +528,9 @@ def export_tokenizer(tokenizer, folder):
     for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         if i is not None:
             config.setdefault(key, names[i])
-    spec = folder / "tokenizer.json"
-    if spec.exists():
+    if (folder / "tokenizer.json").exists():
         config |= {"tokenizer_class": "PreTrainedTokenizerFast",
                    "model_input_names": ["input_ids", "attention_mask"]}
-        if tokenizer.bos_id is not None and not read_json(spec).get("post_processor"):
-            write_json(spec, read_json(spec) | {"post_processor": begin_with(
-                names[tokenizer.bos_id], tokenizer.bos_id)})
     else:
         config |= {"tokenizer_class": "LlamaTokenizer",
                    "add_bos_token": tokenizer.bos_id is not None}
@@ -689,15 +636,11 @@ def history(folder):
     seen = set()
     while Path(folder, "train.json").exists() and folder not in seen:
         seen.add(folder)
-        path = Path(folder, "train.json")
-        try:
-            run = read_json(path)
-            c = run["config"]
-            recipe = ", ".join(f"{key} {names_only(c[key])}" for key in RECIPE)
-            line = f"{run['tokens']:,} tokens and {run['flops']:.3g} FLOPs so far"
-        except (KeyError, TypeError) as e:
-            raise UserError(f"{path}: has no {e}: written by something else")
-        text = f"- {recipe}: {line}\n{text}"
+        run = read_json(f"{folder}/train.json")
+        c = run["config"]
+        recipe = ", ".join(f"{key} {names_only(c[key])}" for key in RECIPE)
+        spent = f"{run['tokens']:,} tokens and {run['flops']:.3g} FLOPs so far"
+        text = f"- {recipe}: {spent}\n{text}"
         if c["reinit"] or not c["init_from"]:
             break
         try:
@@ -717,8 +660,8 @@ def history(folder):
 def parse_args():
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("src", nargs="?")
-    add("out", nargs="?", type=Path)
+    add("src", help="a checkpoint, or - for a preset's shape without weights")
+    add("out", nargs="?", type=Path, help="default: only print the sizes")
     rule = parser.add_mutually_exclusive_group().add_argument
     rule("--preset", choices=PRESETS, help="a known parent, and the choice of its layers")
     rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, or 8 with "
@@ -728,10 +671,6 @@ def parse_args():
     add("--feed_forward", action="store_true",
         help="a model without recurrent block: all layers, or those of the other flags in a row")
     add("--untie", action="store_true", help="give a tied feed-forward model a head of its own")
-    add("--select", choices=["block-influence"],
-        help="keep the layers that change the hidden state most on --text (with --shape)")
-    add("--text", help="a file of which --select reads up to 16,384 tokens")
-    add("--window", type=positive, default=1024, help="... in windows of so many (%(default)s)")
     add("--adapter", choices=["linear", "add"], help="default: linear")
     add("--adapter_init", choices=["identity", "default"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
@@ -740,11 +679,10 @@ def parse_args():
         help="the result's default r (the released models' config.json always says 32)")
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
     add("--verify", action="store_true", help="compare hidden states of SRC and of OUT")
-    add("--dry_run", action="store_true", help="only print the sizes, as without OUT")
     add("--overwrite", action="store_true", help="replace OUT, if it is a checkpoint")
     args = parser.parse_args()
-    if args.src in (None, "-") and not args.preset:
-        raise UserError("give SRC and OUT, or only a --preset to see its sizes")
+    if args.src == "-" and not args.preset:
+        parser.error("without a checkpoint it takes a --preset")
     if args.out and args.out.exists():
         src = Path(args.src).resolve()
         out = args.out.resolve()
@@ -758,11 +696,11 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if args.src not in (None, "-"):
-        source = open_source(args.src)
-    else:
+    if args.src == "-":
         config, _ = PRESETS[args.preset]
         source = Source("", config, "llama", {}, tensor_names(config, "llama"))
+    else:
+        source = open_source(args.src)
     result = source
     layers = choose_layers(args, source)
     if layers:
@@ -771,7 +709,7 @@ def main():
     if args.mean_recurrence:
         result.config.mean_recurrence = args.mean_recurrence
     print_sizes(source, result)
-    if args.dry_run or not args.out:
+    if not args.out:
         return
     if args.src == "-":  # a preset's shape, for train.py --dry_run
         write_json(args.out / "config.json", {"model_type": "loopgraft", **vars(result.config)})

@@ -47,6 +47,7 @@ from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
 from model import STATE_STD, RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
 from muon import Optimizer
 from runs import tiny_corpus
+from runs.block_influence import block_influence
 from runs.tiny_corpus import tiny
 from sample import Batch, Decoder, Decoding, adaptive, cut, distribution, generate, pick
 from train import Settings
@@ -297,15 +298,15 @@ olmo-2-1b-4-6-4     411,041,792 1,073,874,944  939,638,784 268,468,224 402,702,3
 
 @pytest.mark.parametrize("row", PRESETS.strip().splitlines())
 def test_tables_of_the_paper(row):
-    """--dry_run prints the paper's Tables 6-8: embeddings and body of the source, then parts."""
+    """A preset prints the paper's Tables 6-8: embeddings and body of the source, then parts."""
     preset, embeddings, body, *parts = row.split()
-    lines = call("surgery", "--preset", preset, "--dry_run").splitlines()[-8:]
+    lines = call("surgery", "-", "--preset", preset).splitlines()[-8:]
     _, *rows = zip(*map(str.split, lines))
     assert [*rows[0][1:3]] == [embeddings, body]
     assert [*rows[1][1:6]] == [embeddings, *parts]
 
 def test_layer_choice(llama, corpus):
-    """--select keeps the layers that turn the hidden state (1 - mean cosine); idle ones go."""
+    """Block influence is 1 - mean cosine; the layers that have the most of it are kept."""
     model = surgery.build(surgery.open_source(llama)).float()
     for i in (1, 3):
         model.prelude[i].attn.proj.weight.data.zero_()
@@ -319,11 +320,12 @@ def test_layer_choice(llama, corpus):
     idx = torch.randint(17, (1, 30))
     model(idx)
     wanted = [1 - value.item() for value in cosines]
-    assert surgery.block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
-    select = f"--dry_run --select block-influence --text {corpus}/test.jsonl"
-    for flags, layers in (("--shape 1,2,1", "[0] [2, 4] [5]"),
-                          ("--feed_forward --shape 4", "[0, 2, 4, 5] [] []")):
-        assert f"coda: {layers}" in call("surgery", "idle", *f"{flags} {select}".split())
+    assert block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
+    text = "--text", f"{corpus}/test.jsonl"
+    call("runs/block_influence", "idle", "out", "--shape", "1,2,1", *text)
+    assert read_json("out/surgery.json")["layers"] == [[0], [2, 4], [5]]
+    call("runs/block_influence", "idle", "parent", "--shape", 4, "--feed_forward", *text)
+    assert load_config("parent").n_prelude == 4
 
 def test_whole_files_or_none(llama):
     """On a full disk a folder stays as it was, and with --overwrite one that holds others."""
@@ -858,7 +860,6 @@ def test_recipes_can_be_played(corpus, monkeypatch):
 
     made, done, runs = [], set(), {}
     monkeypatch.setattr(surgery, "open_source", open_source)
-    monkeypatch.setattr(surgery, "most_influential", lambda args, source, n: list(range(n)))
     monkeypatch.setattr(surgery, "print_sizes", lambda source, result: made.append(result.config))
     Path("out/tiny").mkdir(parents=True)
     Path("out/tiny/data").symlink_to(corpus)
@@ -875,11 +876,14 @@ def test_recipes_can_be_played(corpus, monkeypatch):
             assert settings.draws in (1, int(each)), name
     for path in paths:
         for words in recipe(path):
-            if "surgery.py" in words and str(words) not in done:
+            cuts = words[1] in ("surgery.py", "runs/block_influence.py")
+            if cuts and str(words) not in done:
                 done.add(str(words))
-                call("surgery", *words[2:], "--dry_run")
+                source, out, *flags = words[2:]
+                flags = " ".join(flags).replace("--text FILE", "").replace("--verify", "")
+                call("surgery", source, *flags.split())
                 shape = {"model_type": "loopgraft", **vars(made.pop())}
-                data.write_json(f"{words[3]}/config.json", shape)
+                data.write_json(f"{out}/config.json", shape)
             if "train.py" in words:
                 sizes = re.findall(r"--n\w+=(\d+)", " ".join(words))
                 monkeypatch.setattr(train, "WORLD", math.prod(map(int, sizes)))

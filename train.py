@@ -696,8 +696,8 @@ def memory_held(settings, model, rank):
     kept = [*model.parameters(), *optimizer.moments.values()]
     if settings.dtype != "float32":
         kept += optimizer.masters.values()
-    sums = sum(share.nbytes for share in optimizer.shares)
-    return sum(t.nbytes for t in kept) + 1.5 * sums  # gradients take half as much as their sums
+    # Gradients take half as much as their sums.
+    return sum(t.nbytes for t in kept) + 1.5 * optimizer.sums.nbytes
 
 
 # ------------------------------------------------------------------------- validation and the log

@@ -349,7 +349,7 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "misshapen" / "model.safetensors")
     config = data.read_json(llama / "config.json")
-    for name, wrong in (("ends", config | {"eos_token_id": [1, -5]}), ("list", []),
+    for name, wrong in (("list", []),
                         ("window", config | {"model_type": "mistral", "sliding_window": 8}),
                         ("yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
                         ("qwen", config | {"model_type": "qwen3"})):
@@ -511,20 +511,21 @@ surgery {llama} out:
      -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
     --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
     --prelude 0-3 --core 3-4 --coda 5 -> taken once; --shape 4,8,4 -> a shape of 16 layers;
-    --shape 1,2,1 --select block-influence --text {blank} -> has no text;
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
-    --shape 2 --feed_forward --select block-influence --text {m}/model.safetensors -> UTF-8;
 surgery:
     {llama} {m} --feed_forward -> --overwrite; {truncated} out --feed_forward -> damaged;
     {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
     {misshapen} out --feed_forward -> not the model of its config.json;
     {other} out --export hf -> another model; {biased} out --feed_forward -> q_proj.bias' has no;
-    {ends} out --feed_forward -> names -5; {window} out --feed_forward -> sliding_window of 8;
+    {window} out --feed_forward -> sliding_window of 8;
     {list} out --feed_forward -> is damaged; {yarn} out --feed_forward -> 'yarn' is not supported;
     {qwen} out --feed_forward -> q_norm.weight' is missing;
     {trained} {trained}/step_000002 --overwrite -> SRC;
     {llama} {llama} --feed_forward --overwrite -> never SRC;
     ./lama out --feed_forward -> no such folder;
+runs/block_influence {llama} out:
+    --shape 1,2,1 --text {blank} -> has no text; --text {blank} -> --shape;
+    --shape 1,x,1 --text {blank} -> --shape;
 runs/tiny_corpus:
     --out {m} -> meta.json; --out out --rows 0 -> --rows;
 data:

@@ -136,11 +136,22 @@ def unseen_rows(stories, seen, unseen):
 # ---------------------------------------------------------------------------------------- files
 
 def make_tokenizer(ids):
-    """The tokenizer.json of {word: id}, which the tokenizers library and transformers read, too."""
+    """
+    The tokenizer.json of {word: id}, which the tokenizers library and transformers read, too. If
+    there is a word <s>, each text begins with it.
+    """
     special = [dict(id=ids[word], content=word, special=True, single_word=False, lstrip=False,
                     rstrip=False, normalized=False) for word in ids if word in ("<s>", "</s>")]
-    return dict(version="1.0", added_tokens=special, pre_tokenizer={"type": "WhitespaceSplit"},
+    spec = dict(version="1.0", added_tokens=special, pre_tokenizer={"type": "WhitespaceSplit"},
                 model={"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
+    if "<s>" in ids:
+        bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+        first = {"Sequence": {"id": "A", "type_id": 0}}
+        second = {"Sequence": {"id": "B", "type_id": 0}}
+        spec["post_processor"] = dict(
+            type="TemplateProcessing", single=[bos, first], pair=[bos, first, bos, second],
+            special_tokens={"<s>": dict(id="<s>", ids=[ids["<s>"]], tokens=["<s>"])})
+    return spec
 
 
 def write_rows(folder, split, ids, rows):

@@ -103,7 +103,7 @@ CUT, HEAL = healed("")
 BEFORE = [
     PRETRAIN, CUT, HEAL,
     Run("deep_pretrain", "pretrain", "", {"n_prelude": 18}),  # as deep as the loop is at r = 8
-    *healed("_influence", select="block-influence", text="{corpus}/text.txt", window=52),
+    *healed("_influence", text="{corpus}/text.txt", window=52),
     *healed("_random", select="random"),
     *healed("_default", adapter_init="default"),
     *healed("_add", adapter="add"),
@@ -336,7 +336,8 @@ class Study:
             steps = self.commands(task, seed, RUNS[run.start])
             start = self.model(task, seed, run.start)
         if run.script == "surgery":
-            command = ["surgery.py", start, folder]
+            script = "runs/block_influence.py" if "text" in run.flags else "surgery.py"
+            command = [script, start, folder]
         else:
             command = ["train.py", f"--init_from={start}", f"--out_dir={folder}"]
         steps.append((folder, [*command, *self.flags(task, seed, run)]))
@@ -348,7 +349,7 @@ class Study:
     def make(self, folder, command):
         """Play a command once in this process. train.py itself knows what is there already."""
         with self.locks.setdefault(folder, threading.Lock()):
-            cut = command[0] == "surgery.py" and folder.exists()
+            cut = command[0] not in ("train.py", "-c") and folder.exists()
             if folder not in self.made and not cut:
                 if command[0] == "train.py":
                     command = [*command, f"--dtype={self.dtype}"]
