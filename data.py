@@ -351,42 +351,32 @@ def read_tokenizer_json(path):
     return Tokenizer(encode, decode, known, special, added)
 
 
-# GPT-2's words, but SmolLM2 takes digits out one by one first.
-SMOLLM2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
-
-
 def word_pattern(spec):
     """
     The regular expression of a tokenizer.json's words, if byte-level BPE of these is all that it
-    asks for (Llama 3, OLMo 2, Qwen, SmolLM2); "words" for one of whole words; None for others.
+    asks for (Llama 3, OLMo 2, Qwen); "words" for one of whole words; None for others.
     """
-    model = spec["model"]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False}
-    match model["type"], spec.get("normalizer"), spec["pre_tokenizer"]:
-        case "WordLevel", None, {"type": "WhitespaceSplit"}:
+    match spec:
+        case {"model": {"type": "WordLevel"}, "pre_tokenizer": {"type": "WhitespaceSplit"}}:
             return "words"
-        case "BPE", None | {"type": "NFC"}, {"pretokenizers": [words, last]}:
-            if not last.items() >= byte_level.items():
-                return None
+        case {"model": {"type": "BPE"}, "normalizer": None | {"type": "NFC"},
+              "pre_tokenizer": {"pretokenizers": [
+                  {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+                  | {"pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True},
+                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}}:
+            pass
         case _:
             return None
-    odd = [key for key in ("dropout", "byte_fallback", "continuing_subword_prefix",
-                           "end_of_word_suffix") if model.get(key)]
     for token in spec["added_tokens"]:
-        odd += [key for key in ("lstrip", "rstrip", "single_word", "normalized")
-                if token[key] and not token["special"]]  # names of control tokens are text
-    made = [model["vocab"]["".join(pair).replace(" ", "")] for pair in model["merges"]]
-    characters = sum(len(piece) == 1 for piece in model["vocab"])
+        strips = token["lstrip"] or token["rstrip"]
+        if not token["special"] and (strips or token["single_word"] or token["normalized"]):
+            return None
     # tiktoken needs a piece for each byte, and merges in the order of ids.
-    if odd or characters < 256 or made != sorted(made):
+    ids = spec["model"]["vocab"]
+    made = [ids["".join(pair).replace(" ", "")] for pair in spec["model"]["merges"]]
+    if made != sorted(made) or sum(len(piece) == 1 for piece in ids) < 256:
         return None
-    match words, last["use_regex"]:
-        case {"type": "Digits", "individual_digits": True}, True:
-            return SMOLLM2
-        case {"pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}, False:
-            return regex
-        case {"pattern": {"Regex": regex}, "behavior": "Removed", "invert": True}, False:
-            return regex
+    return pattern
 
 
 def byte_level(spec, pattern, special, always):
@@ -463,13 +453,13 @@ def read_rows(path):
 
 
 def batches(rows):
-    """Lists of rows, to be tokenized at a time: up to 1,000 of them, and about 16 MB."""
+    """Lists of rows, to be tokenized at a time, each of about 4 MB."""
     batch = []
     size = 0
     for row in rows:
         batch.append(row)
         size += len(row if isinstance(row, bytes) else str(row))
-        if len(batch) == 1000 or size > 2**24:
+        if size > 2**22:
             yield batch
             batch = []
             size = 0
@@ -581,6 +571,9 @@ def write_shards(args, progress, documents):
             entry = write_shard(args.out, f"{split}_{number:06d}.npy", part.copy())
             progress["shards"][split].append(entry)
             print(f"{args.out}: {entry[0]}, {entry[1]:,} tokens")
+    if not progress["shards"]["train"]:
+        raise UserError(f"{args.out}: no text is left of these documents: "
+                        f"{dict(progress['counts'])}")
     write_json(f"{args.out}/progress.json", progress)
 
 
@@ -614,8 +607,6 @@ def pack(args, tokenizer, progress):
                 raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
                                 f"are bad, more than --max_bad={args.max_bad}, such as {why}")
     write_shards(args, progress, documents)
-    if not progress["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left of these documents: {dict(counts)}")
 
 
 def prepare(args):
@@ -648,14 +639,10 @@ def prepare(args):
         return print(f"{out}: is complete, nothing to do")
     with locked(out):
         try:
-            write_json(started, progress)
             pack(args, tokenizer, progress)
         except BaseException:
-            if not progress["shards"]["train"]:  # nothing that the next try could use
-                started.unlink(missing_ok=True)
-                (out / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # other files stay
-                    out.rmdir()
+            if not started.exists():  # nothing that the next try could use
+                shutil.rmtree(out)
             raise
         copy_tokenizer(args.tokenizer, out)
         started.rename(meta)
@@ -681,14 +668,10 @@ class Shards:
         self.shards = []  # tokens and targets of each
         self.starts = []  # the first row of each
         self.num_rows = 0
-        try:
-            row = self.meta["row"]
-            files = self.meta["shards"][split]
-        except (KeyError, TypeError) as e:
-            raise UserError(f"{path}: has no {e}: make the data set again")
+        row = self.meta["row"]
         if row not in (None, T):
             raise UserError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
-        for name, *_ in files:
+        for name, *_ in self.meta["shards"][split]:
             path = f"{folder}/{name}"
             try:
                 tokens = np.load(path, mmap_mode="r")
@@ -737,8 +720,7 @@ class Dataset:
             self.parts.append((Shards(folder, split, T), weight))
             turns += [((i + 0.5) / weight, k, i) for i in range(weight)]
         self.turns = sorted(turns)
-        self.num_rows = min(shards.num_rows * len(turns) // weight
-                            for shards, weight in self.parts)
+        self.num_rows = min(part.num_rows * len(turns) // weight for part, weight in self.parts)
 
     def fingerprint(self):
         """A digest of the shards' digests and weights tells these tokens, wherever they lie."""
