@@ -78,11 +78,10 @@ class Config:
     @property
     def ends(self):
         """The set of token ids that end a text."""
-        if self.eos_token_id is None:
-            return set()
-        if isinstance(self.eos_token_id, int):
-            return {self.eos_token_id}
-        return set(self.eos_token_id)
+        ends = self.eos_token_id
+        if isinstance(ends, int):
+            ends = [ends]
+        return set(ends or [])
 
 
 # -------------------------------------------------------------------------------- the noise

@@ -1396,6 +1396,8 @@ def test_tiny_run_end_to_end():
                           for name in ("task", "parent_tokens", "parent_flops"))
     assert tokens["tokens"] == run["tokens"]
     assert abs(flops["flops"] / run["flops"] - 1) < 0.5 / flops["update"]
+    first = json.loads(open("out/tiny-quick-seed5/task/log.jsonl").readline())
+    assert first["paper_flops"] > 0, "a run goes on counting where healing ended"
     assert os.listdir("out") == ["tiny-quick-seed5"]
 
 def test_no_compiler(base, monkeypatch):

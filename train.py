@@ -397,14 +397,10 @@ def begin_progress(settings, model, progress):
     path = Path(model.folder or "", "train.json")
     if progress["update"] or not path.exists():
         return
-    try:
-        earlier = read_json(path)
-        if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
-            progress["tokens"] = earlier["tokens"]
-            progress["flops"] = earlier["flops"]
-    except KeyError as e:
-        raise UserError(f"{path}: is damaged: it lacks {e}")
-        progress["paper_flops"] = earlier.get("paper_flops", earlier["flops"])
+    earlier = read_json(path)
+    if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
+        for key in ("tokens", "flops", "paper_flops"):
+            progress[key] = earlier[key]
 
 
 def model_config(settings):
@@ -449,9 +445,9 @@ def make_model(settings, dataset, folder, device):
 def choose_trained(settings, model):
     """Only parameters that --train names carry gradient. UserError if a part names none."""
     names = [name for name, _ in model.named_parameters()]
-    parts = settings.train.split("|") if settings.train else [""]
+    parts = settings.train.split("|")  # "" is part of every name
     for part in parts:
-        if settings.train and not (part and any(part in name for name in names)):
+        if not any(part in name for name in names):
             raise UserError(f"--train={settings.train}: {part!r} matches none of the parameters, "
                             f"such as {names[-2]}")
     for name, p in model.named_parameters():
