@@ -1642,7 +1642,7 @@ def simulation(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("card")
     small(vocab_size=512, context=512).save(folder / "model")
     data.copy_tokenizer(request.getfixturevalue("speaker"), folder / "model")
-    env = os.environ | {"LD_PRELOAD": card.build_driver()}
+    env = os.environ | {"LD_PRELOAD": card.build_driver(folder)}
     corpus = request.getfixturevalue("corpus")
     command = [sys.executable, "-c", f"import card; card.simulate('{corpus}', 'model')"]
     with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:

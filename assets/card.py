@@ -57,14 +57,14 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<kCUDA>)
 """
 
 
-def build_driver():
-    """A shared library, to be loaded before torch is: LD_PRELOAD. Returns its path."""
-    Path("driver.cpp").write_text(DRIVER)
+def build_driver(folder):
+    """Build a shared library there, to be loaded before torch is: LD_PRELOAD. Returns its path."""
+    (folder / "driver.cpp").write_text(DRIVER)
     root = os.path.dirname(torch.__file__)
     subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", "driver.cpp",
                     "-o", "driver.so", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10",
-                    "-ltorch_cpu"], check=True)
-    return os.path.abspath("driver.so")
+                    "-ltorch_cpu"], check=True, cwd=folder)
+    return str(folder / "driver.so")
 
 
 class Card(TorchDispatchMode):

@@ -525,7 +525,7 @@ surgery:
     ./lama out --feed_forward -> no such folder;
 runs/block_influence {llama} out:
     --shape 1,2,1 --text {blank} -> has no text; --text {blank} -> --shape;
-    --shape 1,x,1 --text {blank} -> --shape;
+    --shape 1,x,1 --text {blank} -> --shape; --shape 4,8,4 --text {corpus}/test.jsonl -> 16 layers;
 runs/tiny_corpus:
     --out {m} -> meta.json; --out out --rows 0 -> --rows;
 data:

@@ -40,6 +40,9 @@ def most_influential(source, path, window, count):
     if not source.tokenizer:
         raise UserError(f"{source.folder}: has no tokenizer, which --text needs")
     ids = source.tokenizer.encode(path.read_text("utf-8", "replace")[:1_000_000], bos=True)[:16384]
+    if count > source.config.n_prelude:
+        raise UserError(f"--shape: {count} layers, but {source.folder} has "
+                        f"{source.config.n_prelude}")
     T = min(window, source.config.context, len(ids))
     if not T:
         raise UserError(f"{path}: has no text")
