@@ -151,7 +151,10 @@ def rotate(x, rope):
     cos = cos.type_as(x)
     sin = sin.type_as(x)
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((
+        a * cos - b * sin,
+        b * cos + a * sin,
+    ), dim=-1)
 
 
 class Attention(nn.Module):
@@ -175,7 +178,8 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(kv, c.norm_eps)
         self.qk_bias = None
         if c.norm == "sandwich":  # Huginn has as many heads of k as of q
-            self.qk_bias = nn.Parameter(torch.zeros(2, 1, c.n_head, c.head_dim))
+            zeros = torch.zeros(2, 1, c.n_head, c.head_dim)
+            self.qk_bias = nn.Parameter(zeros)
 
     def forward(self, x, rope, mask=None, cache=None):
         """
@@ -187,27 +191,36 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = self.q_norm(q)
         k = self.k_norm(k)
-        q, k, v = (t.view(B, T, -1, self.head_dim) for t in (q, k, v))
+        q = q.view(B, T, -1, self.head_dim)
+        k = k.view(B, T, -1, self.head_dim)
+        v = v.view(B, T, -1, self.head_dim)
         if self.qk_bias is not None:
             q = q + self.qk_bias[0]
             k = k + self.qk_bias[1]
         # Rotate first: what SDPA returns has the layout of q, so the heads join without a copy.
-        q = rotate(q, rope)
-        k = rotate(k, rope)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+        q = rotate(q, rope).transpose(1, 2)  # (B, H, T, D)
+        k = rotate(k, rope).transpose(1, 2)
+        v = v.transpose(1, 2)
         if cache is None:
             if q.is_cuda and (mask is not None or q.dtype == torch.float32):
                 # Neither flash attention nor cuDNN's takes these. The kernel that does, without
                 # storing the scores, wants a head of k and v for each of q.
-                k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
-                                               enable_gqa=q.shape[1] != k.shape[1])
+                groups = q.shape[1] // k.shape[1]
+                k = k.repeat_interleave(groups, 1)
+                v = v.repeat_interleave(groups, 1)
+            y = F.scaled_dot_product_attention(
+                q, k, v, mask,
+                is_causal=mask is None,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
         else:
             k, v = cache.update(k, v)
             # Query heads that share a kv head become rows of one, so the cache is read once.
             q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
-            y = F.scaled_dot_product_attention(q, k, v, mask).view(B, self.n_head, T, -1)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
+            y = F.scaled_dot_product_attention(q, k, v, mask)
+            y = y.view(B, self.n_head, T, -1)
+        y = y.transpose(1, 2).reshape(B, T, -1)
+        return self.proj(y)
 
 
 class MLP(nn.Module):
@@ -304,7 +317,8 @@ class RecurrentLM(nn.Module):
         """
         for _ in range(max_new_tokens):
             state = self.initial_state(1, idx.shape[1], seed)
-            logits, _ = self(idx, steps=steps, state=state.expand(len(idx), -1, -1))
+            state = state.expand(len(idx), -1, -1)
+            logits, _ = self(idx, steps=steps, state=state)
             token = logits[:, -1].argmax(-1)
             idx = torch.cat((idx, token[:, None]), dim=1)
         return idx
@@ -326,7 +340,8 @@ class RecurrentLM(nn.Module):
         if self.config.adapter == "add":
             x = s + e
         else:
-            x = self.adapter(torch.cat((s, e), -1)).type_as(e)
+            x = torch.cat((s, e), -1)
+            x = self.adapter(x).type_as(e)
         return run_blocks(self.core, x, rope, mask, caches)
 
     def run_coda(self, x, rope, mask=None, caches=None):
@@ -357,8 +372,11 @@ class RecurrentLM(nn.Module):
             return s
         for i in range(count):
             if recompute:
-                s = checkpoint(self.run_core, s, e, rope, mask,
-                               use_reentrant=False, preserve_rng_state=False)
+                s = checkpoint(
+                    self.run_core, s, e, rope, mask,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
             else:
                 s = self.run_core(s, e, rope, mask, caches and caches[i])
         return s
@@ -371,9 +389,11 @@ class RecurrentLM(nn.Module):
     def loss(self, s, targets, rope, reduction="mean"):
         """Last state (B, T, C) -> the mean or sum of the cross-entropy of targets (B, T)."""
         x = self.run_coda(s, rope)
-        loss = self.token_losses(x.flatten(0, 1), targets.flatten()).sum()
+        losses = self.token_losses(x.flatten(0, 1), targets.flatten())
+        loss = losses.sum()
         if reduction == "mean":
-            loss = loss / (targets != IGNORE).sum().clamp(min=1)
+            labels = (targets != IGNORE).sum()
+            loss = loss / labels.clamp(min=1)
         return loss
 
     @torch.no_grad()
@@ -398,14 +418,18 @@ class RecurrentLM(nn.Module):
         """
         losses = []
         for part, wanted in self.few_rows(x, targets):
-            losses.append(checkpoint(self.head_losses, part, wanted,
-                                     use_reentrant=False, preserve_rng_state=False))
+            losses.append(checkpoint(
+                self.head_losses, part, wanted,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            ))
         return torch.cat(losses)
 
     @torch.no_grad()
     def token_scores(self, x, targets):
         """As token_losses(), and whether each target is the likeliest token: both (N,)."""
-        losses, right = [], []
+        losses = []
+        right = []
         for part, wanted in self.few_rows(x, targets):
             logits = self.head(part).float()
             losses.append(F.cross_entropy(logits, wanted, reduction="none"))
@@ -414,7 +438,8 @@ class RecurrentLM(nn.Module):
 
     def head_losses(self, x, targets):
         """x (N, C), targets (N,) -> losses (N,), all logits at once."""
-        return F.cross_entropy(self.head(x).float(), targets, reduction="none")
+        logits = self.head(x).float()
+        return F.cross_entropy(logits, targets, reduction="none")
 
     def few_rows(self, x, targets):
         """Pairs of parts of both, each of so many rows that their logits stay small."""
@@ -459,7 +484,8 @@ class RecurrentLM(nn.Module):
             low = scaling["low_freq_factor"]
             high = scaling["high_freq_factor"]
             turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
-            smooth = ((turns - low) / (high - low)).clamp(0, 1)
+            smooth = (turns - low) / (high - low)
+            smooth = smooth.clamp(0, 1)
             f = f * (smooth + (1 - smooth) / scaling["factor"])
         angle = torch.arange(T, device=device)[:, None, None] * f
         return angle.cos(), angle.sin()
@@ -490,7 +516,8 @@ class RecurrentLM(nn.Module):
             if p.requires_grad or not trained:
                 n[name.split(".")[0]] += p.numel()
         n["total"] = n.total()
-        n["embeddings"] = n.pop("embed", 0) + n.pop("head", 0)
+        n["embeddings"] = n.pop("embed", 0)
+        n["embeddings"] += n.pop("head", 0)
         n["body"] = n["prelude"] + n["core"] + n["coda"]
         if not self.core:
             n["body"] += n["norm_f"]
@@ -547,7 +574,8 @@ class RecurrentLM(nn.Module):
             raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
         model.folder = folder
         # A run with --train stores frozen parameters in bfloat16 if that loses nothing.
-        stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
+        dtypes = {p.dtype for p in model.parameters()}
+        stored = functools.reduce(torch.promote_types, dtypes)
         return model.to(device, dtype or stored)
 
     def fill(self, tensors):
@@ -576,8 +604,11 @@ class RecurrentLM(nn.Module):
 
 def checkpoints(folder):
     """Paths of the checkpoints step_N in a run's folder, oldest first. Other names do not count."""
-    found = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    found = {}
+    for path in Path(folder).glob("step_*/"):
+        if path.name[5:].isdecimal():
+            found[int(path.name[5:])] = path
+    return [found[number] for number in sorted(found)]
 
 
 def find_checkpoint(folder):

@@ -55,7 +55,8 @@ def muon_(w, g, m, lr, weight_decay):
     m.lerp_(g, 1 - MOMENTUM)
     update = newton_schulz(g.lerp_(m, MOMENTUM))  # Nesterov
     w.mul_(1 - lr * weight_decay)
-    w.add_(update, alpha=-lr * max(1, rows / cols) ** 0.5)
+    shape = max(1, rows / cols) ** 0.5
+    w.add_(update, alpha=-lr * shape)
 
 
 def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
@@ -80,10 +81,12 @@ def adamw_star_(w, g, m, v, t, lr, decay):
         v.copy_(g.square())
     m.lerp_(g, 1 - BETA1)
     v.lerp_(g.square(), 1 - BETA2).clamp_(min=1e-12)
-    excess = (g.square() / v).mean().sqrt().clamp(min=1)
+    excess = (g.square() / v).mean().sqrt()
+    excess = excess.clamp(min=1)
     step = lr / (1 - BETA1**t) / excess
     w.mul_(1 - decay)
-    w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - BETA2**t)))
+    size = v.sqrt() / math.sqrt(1 - BETA2**t)
+    w.sub_(step * torch.atan2(m, size))
 
 
 def stacked_parts(model):
@@ -146,7 +149,8 @@ class Optimizer:
         self.pieces = self.share_out()
         self.own = [piece for piece in self.pieces if piece.owner == rank]
         sizes = [piece.weight.numel() for piece in self.pieces]
-        self.sums = self.pieces[0].weight.new_zeros(sum(sizes), dtype=torch.float32)
+        device = self.pieces[0].weight.device
+        self.sums = torch.zeros(sum(sizes), device=device)
         for piece, grad in zip(self.pieces, self.sums.split(sizes)):
             piece.grad = grad.view_as(piece.weight)
         owned = [0] * world
@@ -168,8 +172,11 @@ class Optimizer:
             for key in self.keys(name)[1:]:
                 self.moments[key] = torch.zeros_like(master)
                 tensors.append(self.moments[key])
-            sizes = (parts or {}).get(name, [len(master)])
-            self.groups[self.rules[name]] += zip(*(t.split(sizes) for t in tensors))
+            sizes = [len(master)]
+            if parts and name in parts:
+                sizes = parts[name]
+            split = [t.split(sizes) for t in tensors]
+            self.groups[self.rules[name]] += zip(*split)
 
     def share_out(self):
         """
@@ -190,9 +197,11 @@ class Optimizer:
                 loads[owner] += p.numel()
                 found.append((owner, name, slice(len(p))))
         found.reverse()
+        found.sort(key=lambda cut: cut[0])
         pieces = []
-        for owner, name, rows in sorted(found, key=lambda cut: cut[0]):
-            pieces.append(Piece(owner, name, rows, self.params[name].detach()[rows]))
+        for owner, name, rows in found:
+            weight = self.params[name].detach()[rows]
+            pieces.append(Piece(owner, name, rows, weight))
         return pieces
 
     @torch.no_grad()
@@ -212,12 +221,15 @@ class Optimizer:
         Returns the norm of the whole gradient, a float64 scalar that stays on the device.
         """
         if self.world > 1:
-            wait([dist.reduce(share, owner, async_op=True)
-                  for owner, share in enumerate(self.shares) if len(share)])
-        # Row by row: over 65M weights one float32 sum would be wrong by 1% (on a CPU).
-        squares = [torch.linalg.vector_norm(piece.grad, dim=-1).double().square().sum()
-                   for piece in self.own]
-        total = torch.stack(squares).sum() if squares else self.shares[0].new_zeros(()).double()
+            flying = []
+            for owner, share in enumerate(self.shares):
+                flying.append(dist.reduce(share, owner, async_op=True))
+            wait(flying)
+        total = torch.zeros((), dtype=torch.float64, device=self.sums.device)
+        for piece in self.own:
+            # Row by row: over 65M weights one float32 sum would be wrong by 1% (on a CPU).
+            norms = torch.linalg.vector_norm(piece.grad, dim=-1)
+            total += norms.double().square().sum()
         if self.world > 1:
             dist.all_reduce(total)
         return total.sqrt()
@@ -242,8 +254,10 @@ class Optimizer:
         for piece in self.own:
             piece.weight.copy_(self.masters[piece.name])
         if self.world > 1:
-            wait([dist.broadcast(piece.weight, piece.owner, async_op=True)
-                  for piece in self.pieces])
+            flying = []
+            for piece in self.pieces:
+                flying.append(dist.broadcast(piece.weight, piece.owner, async_op=True))
+            wait(flying)
         self.drop()
 
     def drop(self):

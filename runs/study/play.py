@@ -13,6 +13,7 @@ not even on a machine that has none of the models. A model that several measurem
 once, a run that was killed continues from its checkpoint, and one that fails does not keep others.
 """
 import bisect
+import collections
 import datetime
 import functools
 import json
@@ -35,6 +36,7 @@ import torch
 
 from data import Dataset, Parser, cli, positive, read_json, whole, write_json
 from model import IGNORE, RecurrentLM, UserError, find_checkpoint
+from sample import Decoder, Decoding, load_model
 from train import draws_of, model_config, read_settings
 
 
@@ -497,19 +499,48 @@ def exits(folder, corpus):
     prompt but the last take r = 32, this one exits by its KL divergence. "last R": this one takes R
     of them. "all R": all ids do.
     """
-    rules = {f"kl {x}": ["--exit_threshold", x] for x in (0.3, 0.1, 0.01, 0.001)}
-    rules |= {f"last {r}": ["--exit_threshold", 1e9, "--exit_every", 1, "--min_steps", r]
-              for r in (4, 5, 6, 7, 8, 16)}
     found = {}
-    for rule, flags in rules.items():
-        (row,) = ask(folder, corpus / "test.jsonl", f"exit_{rule.replace(' ', '_')}",
-                     "--steps", 32, "--exit", "kl", *flags)
+    for x in (0.3, 0.1, 0.01, 0.001):
+        (row,) = ask(folder, corpus / "test.jsonl", f"exit_kl_{x}", "--steps", 32, "--exit", "kl",
+                     "--exit_threshold", x)
         took = {n: score[3] for n, score in row["by_difficulty"].items()}
-        found[rule] = [right_by_length(row), took]
+        found[f"kl {x}"] = [right_by_length(row), took]
+    for r, right in last_alone(folder, corpus / "test.jsonl", (4, 5, 6, 7, 8, 16)).items():
+        found[f"last {r}"] = [right, dict.fromkeys(right, r)]
     for row in ask(folder, corpus / "test.jsonl", "test_fixed", "--steps", "4,5,6,7,8,16,32"):
         right = right_by_length(row)
         found[f"all {row['steps']}"] = [right, dict.fromkeys(right, row["steps"])]
     return {"rules": found}
+
+
+@torch.inference_mode()
+def last_alone(folder, questions, steps):
+    """
+    {r: {sentences: share of right answers}} where all ids of a prompt but the last take r = 32, and
+    the last takes each r of `steps`.
+    """
+    model, tokenizer = load_model(folder)
+    decoder = Decoder(model)
+    right = {r: collections.defaultdict(list) for r in steps}
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    for first in range(0, len(rows), 200):
+        batch = rows[first:first + 200]
+        prompts = [tokenizer.encode(row["question"], bos=True) for row in batch]
+        end = max(map(len, prompts))
+        decoder.make_room(32, len(prompts), end, Decoding())
+        token, position = decoder.prefill(prompts)
+        tokens = decoder.at(position[:, None], end)
+        e, start = decoder.begin(token[:, None], tokens)
+        for r in steps:
+            s = decoder.recur(start, e, tokens, 0, r)
+            answers = decoder.logits(s, tokens)[:, -1].argmax(-1).tolist()
+            for row, answer in zip(batch, answers):
+                hit = tokenizer.decode([answer]) == row["answer"]
+                right[r][str(row["difficulty"])].append(hit)
+    shares = {}
+    for r, lengths in right.items():
+        shares[r] = {n: sum(hits) / len(hits) for n, hits in lengths.items()}
+    return shares
 
 
 @torch.no_grad()
