@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
