@@ -16,7 +16,6 @@ Tokens/s mean little across different r, so training also shows its FLOPs utilis
 follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
 do not, of the layers alone. The adapter, the head and attention come on top of that.
 """
-import itertools
 import json
 import math
 import shlex
@@ -248,8 +247,6 @@ def plot(args):
     labels = args.labels.split(",") if args.labels else paths
     if len(labels) != len(paths):
         raise UserError(f"--labels: {len(labels)} labels for {len(paths)} files")
-    if args.table:
-        return print_table(labels, paths)
     axis = args.x or ("update" if Path(paths[0]).is_dir() else "steps")
     figures = []
     found = {}  # {(title, words for y): curves}
@@ -262,6 +259,8 @@ def plot(args):
             points = scores(label, result, axis)
         for title, y, curve, *point in points:
             found.setdefault((title, y), {}).setdefault(curve, []).append(point)
+    if args.table:
+        return print_table(found)
     for (title, y), curves in found.items():
         figures.append({
             "title": title,
@@ -320,21 +319,20 @@ def scores(label, result, axis):
         yield title, metric, curve, position(x, axis), row["value"], error
 
 
-def print_table(labels, paths):
-    """Print the scores of result files in %, in Markdown: a line for each model and r."""
-    table = {}  # {(label, r): {column: words}}
-    for label, path in zip(labels, paths):
-        for title, metric, _, r, value, error in scores(label, read_json(path), "steps"):
-            line = table.setdefault((label, r or "-"), {})
-            line[f"{title} {metric}"] = f"{100 * value:.1f}"
-            if error is not None:
-                line[f"{title} {metric}"] += f" ± {100 * error:.1f}"
-    columns = dict.fromkeys(itertools.chain(*table.values()))
-    print("| model | r |", " | ".join(columns), "|")
-    print("|", "--- | " * (2 + len(columns)))
-    for (label, r), line in table.items():
-        words = [line.get(column, "") for column in columns]
-        print("|", label, "|", r, "|", " | ".join(words), "|")
+def print_table(found):
+    """Print scores over r in %, in Markdown: a line for each model and r, a column each task."""
+    lines = {}  # {(label, r): {column: words}}
+    for (title, metric), curves in found.items():
+        for label, points in curves.items():
+            for r, value, error in points:
+                words = f"{100 * value:.1f}"
+                if error is not None:
+                    words += f" ± {100 * error:.1f}"
+                lines.setdefault((label, r or "-"), {})[title, metric] = words
+    print("| model | r |", *(f"{title} {metric} |" for title, metric in found))
+    print("|", "--- | " * (2 + len(found)))
+    for (label, r), line in lines.items():
+        print(f"| {label} | {r} |", *(f"{line.get(column, '')} |" for column in found))
 
 
 def draw(figures, out):
