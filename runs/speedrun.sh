@@ -15,7 +15,7 @@ shift || true
 out=out/speedrun/$name
 data=out/speedrun/data
 shape=${SHAPE:-1,2,1}
-heal=${HEAL:-100}
+heal=${HEAL:-0}
 parent=runs/speedrun/parent
 digest=3ddd6d11bebb51c357e3bde80a2f28a779a00dab1e7c44127ce25897c4860751
 sha256sum --quiet --check <<<"$digest  $parent/model.safetensors"
@@ -33,6 +33,7 @@ for seed in ${SEEDS:-0 1 2}; do
             --updates="$heal"
         from=out/speedrun/healed-$shape-$heal-$seed
     fi
-    stage task "$from" unseen "$out/$seed" --context=15 --eval_steps=2,4,8,16,32 --updates=1300 "$@"
+    stage task "$from" unseen "$out/$seed" --context=15 --eval_steps=2,4,8,16,32 \
+        --updates=2000 --batch_size=16 --micro_batch=16 "$@"
 done
 python runs/speedrun/score.py "$out"

@@ -321,7 +321,7 @@ def exits(item, found):
             "of an id, mean": cell([of_prompt(item, kind, x) for x in steps], 2),
         }
         for n in "1", str(first), "12":
-            row[f"{n} sentences"] = cell(each(steps, n))
+            row[f"at length {n}"] = cell(each(steps, n))
         rows.append(row)
         over.setdefault(words, []).append([statistics.fmean(took), *mean_se(right)])
         if kind == "kl":
