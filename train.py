@@ -445,9 +445,9 @@ def make_model(settings, dataset, folder, device):
 def choose_trained(settings, model):
     """Only parameters that --train names carry gradient. UserError if a part names none."""
     names = [name for name, _ in model.named_parameters()]
-    parts = settings.train.split("|")  # "" is part of every name
+    parts = settings.train.split("|") if settings.train else [""]
     for part in parts:
-        if not any(part in name for name in names):
+        if settings.train and not (part and any(part in name for name in names)):
             raise UserError(f"--train={settings.train}: {part!r} matches none of the parameters, "
                             f"such as {names[-2]}")
     for name, p in model.named_parameters():
