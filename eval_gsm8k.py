@@ -123,6 +123,10 @@ def read_questions(path, limit=None):
                         f'"answer" ({e!r})')
     if not rows:
         raise UserError(f"{path}: holds no questions")
+    try:
+        levels(rows)
+    except TypeError as e:
+        raise UserError(f'{path}: "difficulty" must be a number in each line, or a text ({e})')
     count = min(limit or len(rows), len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
