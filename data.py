@@ -356,8 +356,10 @@ def word_pattern(spec):
     The regular expression of a tokenizer.json's words, if byte-level BPE of these is all that it
     asks for (Llama 3, OLMo 2, Qwen); "words" for one of whole words; None for others.
     """
-    match spec:
-        case {"model": {"type": "WordLevel"}, "pre_tokenizer": {"type": "WhitespaceSplit"}}:
+    model = spec["model"]
+    match spec | {"normalizer": spec.get("normalizer")}:
+        case {"model": {"type": "WordLevel"}, "normalizer": None,
+              "pre_tokenizer": {"type": "WhitespaceSplit"}}:
             return "words"
         case {"model": {"type": "BPE"}, "normalizer": None | {"type": "NFC"},
               "pre_tokenizer": {"pretokenizers": [
@@ -371,9 +373,12 @@ def word_pattern(spec):
         strips = token["lstrip"] or token["rstrip"]
         if not token["special"] and (strips or token["single_word"] or token["normalized"]):
             return None
+    for key in ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            return None
     # tiktoken needs a piece for each byte, and merges in the order of ids.
-    ids = spec["model"]["vocab"]
-    made = [ids["".join(pair).replace(" ", "")] for pair in spec["model"]["merges"]]
+    ids = model["vocab"]
+    made = [ids["".join(pair).replace(" ", "")] for pair in model["merges"]]
     if made != sorted(made) or sum(len(piece) == 1 for piece in ids) < 256:
         return None
     return pattern
@@ -571,9 +576,6 @@ def write_shards(args, progress, documents):
             entry = write_shard(args.out, f"{split}_{number:06d}.npy", part.copy())
             progress["shards"][split].append(entry)
             print(f"{args.out}: {entry[0]}, {entry[1]:,} tokens")
-    if not progress["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left of these documents: "
-                        f"{dict(progress['counts'])}")
     write_json(f"{args.out}/progress.json", progress)
 
 
@@ -607,6 +609,8 @@ def pack(args, tokenizer, progress):
                 raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
                                 f"are bad, more than --max_bad={args.max_bad}, such as {why}")
     write_shards(args, progress, documents)
+    if not progress["shards"]["train"]:
+        raise UserError(f"{args.out}: no text is left of these documents: {dict(counts)}")
 
 
 def prepare(args):
@@ -639,10 +643,14 @@ def prepare(args):
         return print(f"{out}: is complete, nothing to do")
     with locked(out):
         try:
+            write_json(started, progress)
             pack(args, tokenizer, progress)
         except BaseException:
-            if not started.exists():  # nothing that the next try could use
-                shutil.rmtree(out)
+            if not progress["shards"]["train"]:  # nothing that the next try could use
+                started.unlink(missing_ok=True)
+                (out / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # other files stay
+                    out.rmdir()
             raise
         copy_tokenizer(args.tokenizer, out)
         started.rename(meta)
