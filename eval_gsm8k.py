@@ -8,7 +8,7 @@ GSM8K over recurrences: the same questions, answered by one model at several dep
 Unusual: every question is answered once per r. All else follows the paper, which used
 lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32, at most 256 new
 tokens. "flexible" scores the last number of the output, "strict" the one after "The answer is".
-Answers depend a little on --seed, since s_0 is noise. Caches, exits and drafts are those of
+Answers depend a little on --seed, since s_0 is noise. Caches and drafts are those of
 sample.py. A feed-forward model has no r and gets one row.
 
 Without --data, the test set of GSM8K is fetched once, to out/data/gsm8k/test.jsonl. Each line of
@@ -181,9 +181,9 @@ def answer_questions(decoder, tokenizer, rows, r, args):
                          **decoding(args))
     seconds = (time.perf_counter() - began) / len(rows)
     lines = []
-    for row, text, tokens, recurrences in zip(rows, *found):
+    for row, text, tokens in zip(rows, *found):
         line = {"index": row["index"], "steps": r, "output": text, "tokens": tokens,
-                "recurrences": recurrences, "seconds": seconds}
+                "seconds": seconds}
         for metric, extract in METRICS.items():
             line[metric] = is_correct(extract(text), row["answer"])
         lines.append(line)
@@ -242,13 +242,11 @@ def read_answers(path, settings):
 # ---- scores -----------------------------------------------------------------------------------
 
 def score(rows, answers, r, metric):
-    """Accuracy, its standard error, the number of answers, mean recurrences of a token."""
+    """Accuracy, its standard error, and the number of answers."""
     lines = [answers[r, row["index"]] for row in rows]
     n = len(lines)
     p = sum(line[metric] for line in lines) / n
-    recurrences = sum(line["recurrences"] for line in lines)
-    tokens = sum(line["tokens"] for line in lines)
-    return p, math.sqrt(p * (1 - p) / n), n, recurrences / tokens
+    return p, math.sqrt(p * (1 - p) / n), n
 
 
 def summarise(rows, answers, steps, metrics):
@@ -256,7 +254,7 @@ def summarise(rows, answers, steps, metrics):
     results = []
     for r, metric in product(steps, metrics):
         result = {"steps": r, "metric": metric, "by_difficulty": {}}
-        keys = "value", "standard_error", "n", "mean_steps"
+        keys = "value", "standard_error", "n"
         result |= zip(keys, score(rows, answers, r, metric))
         for level in levels(rows):
             part = [row for row in rows if row["difficulty"] == level]
@@ -269,12 +267,12 @@ def print_table(results, config, args):
     """A line for each r and metric. On the right stand the accuracies of each difficulty."""
     levels = results[0]["by_difficulty"]
     print(f"\n{args.task}" + ", on the right by difficulty" * bool(levels))
-    print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'mean r':>8}  "
+    print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  "
           + "".join(f"{level:>5}" for level in levels))
     for row in results:
         r = f"{row['steps'] or '-'}" + "*" * (row["steps"] > config.mean_recurrence)
         print(f"{r:>6}  {row['metric']:9}{row['value']:6.1%}"
-              f"{row['standard_error']:6.1%}{row['n']:7}{row['mean_steps']:8.2f}  "
+              f"{row['standard_error']:6.1%}{row['n']:7}  "
               + "".join(f"{right:5.0%}" for right, *_ in row["by_difficulty"].values()))
     if config.n_core:
         print(f"* beyond the mean recurrence of training, {config.mean_recurrence}")

@@ -198,7 +198,7 @@ class Harness(TemplateLM):
             jobs.sort(reverse=True)
             for first in tqdm(range(0, len(jobs), self.batch_size), f"texts at r = {self.r}"):
                 _, indices, prompts = zip(*jobs[first:first + self.batch_size])
-                found, counts, _ = answer_batch(
+                found, counts = answer_batch(
                     self.decoder,
                     self.tokenizer,
                     prompts,

@@ -1,10 +1,9 @@
 """
-Decoding: an exact KV cache for recurrent depth, drafts, exits, and text streamed to the terminal.
+Decoding: an exact KV cache for recurrent depth, drafts, and text streamed to the terminal.
 
     python sample.py --steps 32                    # newest checkpoint, a prompt of its own
     python sample.py --steps 1,4,32                # the same prompt at several depths
     python sample.py --model out/tinyllama --steps 32 --dtype bfloat16 --compile --draft_steps 2
-    python sample.py --model out/tinyllama --steps 32 --exit kl --exit_threshold 0.001
     python sample.py --model out/tinyllama --interactive
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
 
@@ -13,12 +12,10 @@ What is unusual here:
   prelude + r * core + coda slots. --kv 1 keeps one slot a core layer at any r.
 - The recurrences of a token depend on earlier tokens only. So a cheap draft's recurrences are the
   first ones of the full answer, and nothing is computed twice.
-- All recurrences share their weights, so one pass may take rows of a batch that are at different
-  recurrences.
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position follows from
   (seed, position) alone, whatever else is in the batch. --state zero goes without noise.
 
-Read downwards: the cache, a batch of texts, three ways to decode, then the command.
+Read downwards: the cache, a batch of texts, two ways to decode, then the command.
 
 The model's text goes to stdout, everything else to stderr.
 """
@@ -27,7 +24,6 @@ import copy
 import functools
 import gc
 import itertools
-import math
 import os
 import re
 import sys
@@ -54,25 +50,20 @@ COMPILE = "torch.compile: a minute at first, then about twice as fast"  # --comp
 
 @dataclass
 class Decoding:
-    """How to decode. exit and kv make the result inexact and are off by default."""
+    """How to decode. kv makes the result inexact and is off by default."""
     temperature: float = 0.0      # 0: greedy
     top_k: int = 0                # 0: off
     top_p: float = 1.0            # 1: off
     seed: int = 0                 # of the noise and of sampling
     state: str = "noise"          # s_0: noise or zero
     kv: int = 0                   # cache slots a layer; 0: one a recurrence
-    exit: str | None = None       # kl: a token stops recurring once it has settled, see adaptive()
-    exit_threshold: float = 0.001   # in nats
-    exit_every: int = 2           # recurrences between two looks, cut to the gcd with r
     draft_steps: int = 0          # recurrences of a draft (0: off), see speculative()
 
     def __post_init__(self):
-        if self.exit == "off":
-            self.exit = None
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
-        if self.draft_steps and (self.exit or self.kv):
-            raise UserError("--draft_steps: cannot be combined with --exit or --kv")
+        if self.draft_steps and self.kv:
+            raise UserError("--draft_steps: cannot be combined with --kv")
 
 
 # -------------------------------------------------------------------------------------- the cache
@@ -80,21 +71,17 @@ class Decoding:
 @dataclass
 class LayerCache:
     """
-    The cache as Attention sees it: keys and values of one layer. Indices say where it writes the
-    tokens of this pass, and what these attend to.
+    The cache as Attention sees it: keys and values of one layer, as far as this pass reads them.
     """
-    keys: torch.Tensor    # (rows, columns, n_kv_head, head_dim), or (rows, slots, columns, ...)
+    keys: torch.Tensor    # (rows, columns, n_kv_head, head_dim)
     values: torch.Tensor
-    write: tuple
-    read: tuple = ()
+    write: tuple          # (rows, columns) of the tokens of this pass
 
     def update(self, k, v):
         """k, v (rows, n_kv_head, T, head_dim) of new tokens -> all that these attend to."""
         self.keys[self.write] = k.transpose(1, 2)
         self.values[self.write] = v.transpose(1, 2)
-        k = self.keys[self.read]
-        v = self.values[self.read]
-        return k.transpose(1, 2), v.transpose(1, 2)
+        return self.keys.transpose(1, 2), self.values.transpose(1, 2)
 
 
 @dataclass
@@ -161,7 +148,7 @@ class Decoder:
             self.cache[part] = []
             for _ in getattr(self.model, part):
                 self.cache[part].append([weight.new_zeros(shape) for _ in "kv"])
-        self.column = torch.arange(max(columns, rows, self.slots), device=weight.device)
+        self.column = torch.arange(max(columns, rows), device=weight.device)
         self.rope = torch.stack(self.model.rope(columns)).to(weight.dtype)  # of each position
         noise = self.model.initial_state(1, columns, options.seed)[0]
         self.noise = noise * (options.state == "noise")  # s_0 of each position
@@ -201,23 +188,6 @@ class Decoder:
             slot = min(i, self.slots - 1)
             caches.append(self.caches("core", tokens, slot))
         return self.model.recur(s, e, tokens.rope, last - first, tokens.mask, caches)
-
-    def recur_each(self, s, e, tokens, done):
-        """
-        One recurrence of rows that have done (rows,) different numbers of them. It also fills the
-        slots of later recurrences: once a token exits, these see its last keys and values.
-        """
-        rows, position = tokens.write
-        slot = done.clamp(max=self.slots - 1)
-        later = torch.maximum(slot[:, None], self.column[:self.slots])
-        write = rows, later, position
-        read = rows[:, 0], slot
-        caches = []
-        for keys, values in self.cache["core"]:
-            k = keys[:, :, :tokens.width]
-            v = values[:, :, :tokens.width]
-            caches.append(LayerCache(k, v, write, read))
-        return self.model.run_core(s, e, tokens.rope, tokens.mask, caches)
 
     def run_coda(self, s, tokens):
         """State (rows, T, C) -> the head's input (rows, T, C)."""
@@ -284,12 +254,12 @@ class Decoder:
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, steps=None, ends=None, **options):
         """
-        Decode a batch. Yields (row, token, recurrences it took) for every new token, max_new_tokens
-        of each row. It knows no end of text: ends(row, token) -> True ends a row.
+        Decode a batch. Yields (row, token, whether it was a draft) for every new token,
+        max_new_tokens of each row. It knows no end of text: ends(row, token) -> True ends a row.
 
         prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
         steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those
-        of Decoding. A right draft counts draft_steps recurrences.
+        of Decoding.
         """
         c = self.model.config
         options = Decoding(**options)
@@ -303,16 +273,12 @@ class Decoder:
         columns = -(-(T + max_new_tokens) // COLUMNS) * COLUMNS  # texts of similar lengths share
         self.make_room(r, len(prompts), columns, options)
         batch = Batch(self, prompts)
-        way = plain
-        if r and options.exit:
-            way = adaptive
-        elif 0 < options.draft_steps < r:
-            way = speculative
+        way = speculative if 0 < options.draft_steps < r else plain
         rng = torch.Generator(batch.token.device).manual_seed(options.seed)
         left = [max_new_tokens] * len(prompts)
-        for row, token, took in way(batch, options, rng):
+        for row, token, drafted in way(batch, options, rng):
             if row in batch.live:
-                yield row, token, took
+                yield row, token, drafted
                 left[row] -= 1
                 if not left[row] or (ends and ends(row, token)):
                     batch.stop(row)
@@ -345,20 +311,16 @@ class Batch:
     def stop(self, row):
         self.live.discard(row)
 
-    def shrink(self, *tensors):
-        """
-        Once half of the rows have ended, the others go on alone. Returns these rows of tensors
-        (B, ...).
-        """
+    def shrink(self):
+        """Once half of the rows have ended, the others go on alone."""
         if 2 * len(self.live) > len(self.rows):
-            return tensors
+            return
         kept = [i for i, row in enumerate(self.rows) if row in self.live]
         self.rows = [self.rows[i] for i in kept]
         index = torch.tensor(kept, device=self.token.device)
         self.decoder.keep(index)
         self.token = self.token[index]
         self.position = self.position[index]
-        return [t[index] for t in tensors]
 
 
 def generate(model, *args, **options):
@@ -434,8 +396,8 @@ def pick(logits, options, rng):
     return sample_token(distribution(logits, options), rng)
 
 
-# ------------------------------------------------------------------------- three ways to decode
-# While a row is live, they yield (row, token, recurrences it took).
+# --------------------------------------------------------------------------- two ways to decode
+# While a row is live, they yield (row, token, whether it was a draft).
 
 def plain(batch, options, rng):
     """One token of every row at a time."""
@@ -446,7 +408,7 @@ def plain(batch, options, rng):
         batch.advance(pick(logits, options, rng), 1)
         batch.end = min(batch.end, decoder.columns) + 1
         for row, token in zip(batch.rows, batch.token.tolist()):
-            yield row, token, decoder.r
+            yield row, token, False
 
 
 def speculative(batch, options, rng):
@@ -473,8 +435,8 @@ def speculative(batch, options, rng):
         batch.end = max(position for position, *_ in report) + 1
         for row, (_, count, new, *guesses) in zip(batch.rows, report):
             for guess in guesses[:count]:
-                yield row, guess, options.draft_steps
-            yield row, new, decoder.r
+                yield row, guess, True
+            yield row, new, False
             right += (count - right) / (4 * len(batch.rows))
     yield from plain(batch, options, rng)
 
@@ -523,48 +485,6 @@ def accept(p, q, drafts, rng):
     return accepted, sample_token(left, rng)
 
 
-def adaptive(batch, options, rng):
-    """
-    A token stops recurring once its last exit_every recurrences changed the distribution over the
-    next token by less than exit_threshold nats (KL, Geiping et al., arXiv 2502.05171), or at r.
-    Each look runs coda and head. A row that is done goes on with its next token at once, beside
-    rows at other recurrences: a batch takes the time of its mean, not of its slowest. All ids of a
-    prompt but the last take r.
-    """
-    decoder = batch.decoder
-    done = torch.zeros_like(batch.token)  # recurrences of the current token
-    s = decoder.noise[batch.position[:, None]]
-    logp = s.new_zeros(len(batch.rows), decoder.model.config.vocab_size)
-    every = math.gcd(decoder.r, options.exit_every)
-    while batch.live:
-        done, s, logp = batch.shrink(done, s, logp)
-        tokens = decoder.at(batch.position[:, None], batch.end)
-        e, first = decoder.begin(batch.token[:, None], tokens)
-        s = first.where((done == 0)[:, None, None], s)
-        stopped = False
-        while not stopped:  # until a row has its next token
-            for _ in range(every):
-                s = decoder.recur_each(s, e, tokens, done)
-                done = done + 1
-            logits = decoder.logits(s, tokens)[:, -1]
-            before = logp
-            logp = logits.log_softmax(-1)
-            change = logp - before
-            kl = (logp.exp() * change).sum(-1)
-            kl = kl.clamp(min=0)  # less by rounding alone
-            settled = (kl < options.exit_threshold) & (done > every)
-            stops = settled | (done == decoder.r)
-            token = pick(logits, options, rng)
-            batch.advance(token.where(stops, batch.token), stops)
-            report = torch.stack((stops, done, batch.token, batch.position), 1).tolist()
-            stopped = any(stop for stop, *_ in report)
-        done = done.masked_fill(stops, 0)
-        batch.end = max(position for *_, position in report) + 1
-        for row, (stop, took, token, _) in zip(batch.rows, report):
-            if stop:
-                yield row, token, took
-
-
 # ------------------------------------------------------------- what every decoding script needs
 
 def add_model_arguments(p, dtype):
@@ -580,12 +500,8 @@ def add_model_arguments(p, dtype):
 
 def add_decoding_arguments(p):
     """The flags with which scripts say how to decode; see Decoding."""
-    p.add_argument("--exit", choices=("off", "kl"), default="off",
-                   help="kl: tokens stop recurring once they have settled")
     add_options(
         p,
-        exit_threshold="... once two looks differ by less than this many nats",
-        exit_every="recurrences between two looks",
         kv="cache slots a layer; 0 (default): one a recurrence, which is exact",
         draft_steps="recurrences of a draft; one pass at full depth checks 12 drafts; 0: off",
     )
@@ -650,10 +566,9 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **option
     Continue a batch of prompts (lists of ids) until each has met a stop string or an end of text.
     options: those of Decoding.
 
-    Returns three lists: texts, cut at the first stop; tokens generated; recurrences these took.
+    Returns two lists: texts, cut at the first stop; and the number of tokens generated.
     """
     new = [[] for _ in prompts]
-    recurrences = [0] * len(prompts)
     last = decoder.model.config.ends | {tokenizer.eos_id}
     # A stop of n characters spans at most n tokens, so it is enough to look at the last few.
     tail = max(map(len, stops), default=0)
@@ -662,15 +577,14 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **option
         end = tokenizer.decode(new[row][-tail:])
         return token in last or any(stop in end for stop in stops)
 
-    for row, token, took in decoder.generate(prompts, max_new_tokens, r, ends, **options):
+    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, ends, **options):
         new[row].append(token)
-        recurrences[row] += took
     texts = []
     unsaid = {*tokenizer.special.values(), *last}  # control tokens, as in the harness's own HFLM
     for ids in new:
         text = tokenizer.decode([i for i in ids if i not in unsaid])
         texts.append(cut(text, stops))
-    return texts, list(map(len, new)), recurrences
+    return texts, list(map(len, new))
 
 
 def cut(text, stops):
@@ -718,10 +632,10 @@ def write(decoder, tokenizer, args, prompt, r):
     room = model.config.context - len(ids)
     room = max(1, min(args.tokens, room))
     shown = len(text)
-    took = []
+    drafts = []  # whether each token was one
     began = time.perf_counter()
-    for _, token, recurrences in decoder.generate([ids], room, r, **options):
-        took.append(recurrences)
+    for _, token, drafted in decoder.generate([ids], room, r, **options):
+        drafts.append(drafted)
         if token in model.config.ends | {tokenizer.eos_id}:
             break
         # Decode all of it: a token alone may lack its leading space or be a part of a character.
@@ -731,19 +645,16 @@ def write(decoder, tokenizer, args, prompt, r):
             print(text[shown:], end="", flush=True)
             shown = len(text)
     print(text[shown:], flush=True)
-    count = len(took)
+    count = len(drafts)
     words = f"--- {count} tokens, {count / (time.perf_counter() - began):.1f} tokens/s"
     if options["draft_steps"]:
-        words += f", {took.count(options['draft_steps']) / count:.0%} of them right drafts"
-    if options["exit"]:
-        words += f", {sum(took) / count:.2f} recurrences a token"
+        words += f", {sum(drafts) / count:.0%} of them right drafts"
     tell(words)
 
 
 def interact(decoder, tokenizer, args):
     """Prompts from the terminal, each on its own. /FLAG VALUE sets a flag of dial()."""
-    tell("a line is a prompt; /steps 16, /exit kl, /draft_steps 2 or /temperature 0.8 sets a flag; "
-         "ctrl-D ends")
+    tell("a line is a prompt; /steps 16, /draft_steps 2 or /temperature 0.8 sets a flag; ctrl-D ends")
     while True:
         try:
             line = input("> ")

@@ -23,6 +23,7 @@ prelude from the start, and core and coda from the end. --prelude, --core and --
 """
 import functools
 import shutil
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,34 +31,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data import (TOKENIZER_FILES, Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, digest,
-                  positive, read_json, whole, write_json)
+from data import (TOKENIZER_FILES, Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, positive,
+                  read_json, whole, write_json)
 from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
-TINYLLAMA = Config(vocab_size=32000, n_embd=2048, n_head=32, n_kv_head=4, n_ffn=5632,
-                   n_prelude=22)
-LLAMA = Config(vocab_size=128256, n_embd=2048, n_head=32, n_kv_head=8, n_ffn=8192,
-               n_prelude=16, tie_embeddings=True)
-OLMO2 = Config(vocab_size=100352, n_embd=2048, n_head=16, n_kv_head=16, n_ffn=8192,
-               n_prelude=16, norm="post")
-LLAMA_8B = Config(vocab_size=128256, n_embd=4096, n_head=32, n_kv_head=8, n_ffn=14336,
-                  n_prelude=32)
-QWEN3 = Config(vocab_size=151936, n_embd=1024, n_head=16, n_kv_head=8, n_ffn=3072, head_dim=128,
-               n_prelude=28, head_norm=True, norm_eps=1e-6, tie_embeddings=True)
-QWEN3_4B = replace(QWEN3, n_embd=2560, n_head=32, n_ffn=9728, n_prelude=36)
-PRESETS = {  # the source and the sizes of the parts; first the paper's (Table 8)
-    "tinyllama-2-4-2": (TINYLLAMA, (2, 4, 2)),
-    "tinyllama-4-8-4": (TINYLLAMA, (4, 8, 4)),
-    "tinyllama-6-10-6": (TINYLLAMA, (6, 10, 6)),
-    "llama-3.2-1b-2-4-2": (LLAMA, (2, 4, 2)),
-    "llama-3.2-1b-4-6-4": (LLAMA, (4, 6, 4)),
-    "olmo-2-1b-4-6-4": (OLMO2, (4, 6, 4)),
-    "llama-3.1-8b-8-12-8": (LLAMA_8B, (8, 12, 8)),
-    "qwen3-0.6b-4-8-4": (QWEN3, (4, 8, 4)),
-    "qwen3-4b-6-12-6": (QWEN3_4B, (6, 12, 6)),
-}
+PRESETS = {}  # the parent without weights, and the sizes of the parts
+for parent, about in tomllib.loads((ASSETS / "parents.toml").read_text()).items():
+    for sizes in about.pop("shapes"):
+        PRESETS["-".join(map(str, [parent, *sizes]))] = (Config(**about), sizes)
 
 
 # ------------------------------------------------------------------------------------- the layouts
@@ -574,51 +557,18 @@ print(tokenizer.decode(out[0], skip_special_tokens=True))
 - The weights are under the licence of the model and the data that they were made from, the code
   under MIT.
 """
-SCORES = """
-## Scores
-
-| file | task | metric | dtype | n | r | score |
-|---|---|---|---|---|---|---|
-"""
 RECIPE = ("init_from reinit data updates batch_size context optimizer lr mean_recurrence "
           "curriculum backprop_depth dtype seed").split()
 
 
 def write_card(folder, source, config):
     """
-    The README.md of an export: what the files of surgery, training and evaluation say about the
-    checkpoint in the folder `source`, and nothing else.
+    The README.md of an export: what the files of surgery and training say about the checkpoint in
+    the folder `source`, and nothing else.
     """
     base, training = history(source)
-    card = CARD.format(name=folder.name, base=base, c=config) + training + score_table(source)
+    card = CARD.format(name=folder.name, base=base, c=config) + training
     (folder / "README.md").write_text(card, "utf-8")
-
-
-def score_table(source):
-    """Markdown: what eval_*.json in a checkpoint's folder, its run's or beside that say of it."""
-    source = Path(source).resolve()
-    weights = source / "model.safetensors"
-    if not weights.exists():  # of several files, so not ours
-        return ""
-    weights = digest(weights)
-    lines = ""
-    folders = [source, *source.parents[:2]]
-    for path in sorted(path for folder in folders for path in folder.glob("eval_*.json")):
-        try:
-            result = read_json(path)
-            settings = result["settings"]
-            if settings["weights"] != weights:
-                continue
-        except (UserError, KeyError, TypeError):  # somebody else's file
-            continue
-        if any(settings.get(way) for way in ("exit", "kv", "temperature")):
-            continue  # r says nothing of what these did
-        for x in result["results"]:
-            x = result | x
-            task = Path(x["task"]).name  # without the folders of this machine
-            lines += (f"| {path.stem} | {task} | {x['metric']} | {x['dtype']} | {x['n']} "
-                      f"| {x['steps']} | {x['value']:.4g} |\n")
-    return lines and SCORES + lines
 
 
 def names_only(value):
@@ -679,18 +629,11 @@ def parse_args():
         help="the result's default r (the released models' config.json always says 32)")
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
     add("--verify", action="store_true", help="compare hidden states of SRC and of OUT")
-    add("--overwrite", action="store_true", help="replace OUT, if it is a checkpoint")
     args = parser.parse_args()
     if args.src == "-" and not args.preset:
         parser.error("without a checkpoint it takes a --preset")
     if args.out and args.out.exists():
-        src = Path(args.src).resolve()
-        out = args.out.resolve()
-        apart = out not in (src, *src.parents) and src not in out.parents
-        folders = any(out.glob("*/"))  # such as .git: surgery makes none
-        if not (args.overwrite and apart and (out / "model.safetensors").exists()) or folders:
-            raise UserError(f"{args.out}: exists already: choose another OUT (--overwrite replaces "
-                            "a checkpoint, but never SRC or folders in it)")
+        raise UserError(f"{args.out}: exists already: choose another OUT")
     return args
 
 

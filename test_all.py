@@ -49,7 +49,7 @@ from muon import Optimizer
 from runs import tiny_corpus
 from runs.block_influence import block_influence
 from runs.tiny_corpus import tiny
-from sample import Batch, Decoder, Decoding, adaptive, cut, distribution, generate, pick
+from sample import Decoder, Decoding, cut, distribution, generate, pick
 from train import Settings
 
 HERE = Path(__file__).resolve().parent
@@ -61,6 +61,8 @@ from stage import (DIES, HARD, QKV, RUN, TASKS, answers_of, call, checkpoints, c
                    step_with, weights, write_bad_folders, write_bpe, write_task)
 
 ORACLE = HERE / "assets" / "oracle"
+TINYLLAMA, LLAMA, OLMO2 = (surgery.PRESETS[name][0] for name in (
+    "tinyllama-4-8-4", "llama-3.2-1b-4-6-4", "olmo-2-1b-4-6-4"))
 MATERIAL = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets", "tokenizers").resolve()
 EXTRAS = 'pip install transformers accelerate protobuf pyarrow "lm_eval[math]==0.4.13"'
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
@@ -328,15 +330,12 @@ def test_layer_choice(llama, corpus):
     assert load_config("parent").n_prelude == 4
 
 def test_whole_files_or_none(llama):
-    """On a full disk a folder stays as it was, and with --overwrite one that holds others."""
-    command = ("surgery", llama, "m", "--feed_forward", "--overwrite")
-    call(*command)
+    """On a full disk nothing stays of what was begun."""
+    Path("m").mkdir()
     before = contents(".")
     with full_disk(20_000):
-        assert "cannot be written" in refusal(*command)
+        assert "cannot be written" in refusal("surgery", llama, "m/out", "--feed_forward")
     assert contents(".") == before
-    os.mkdir("m/.git")
-    assert "folders in it" in refusal(*command)
 
 # ---------------------------------------------------------------------------------------- the hub
 def test_download(llama, monkeypatch):
@@ -688,8 +687,7 @@ def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch
     logits = model(text, steps=steps, state=state)[0]
     assert text[:, 7:].equal(logits[:, 6:-1].argmax(-1))
 
-@pytest.mark.parametrize("way", [{}, {"draft_steps": 1},
-                                 {"steps": 9, "exit": "kl", "exit_threshold": 0.05}])
+@pytest.mark.parametrize("way", [{}, {"draft_steps": 1}])
 def test_batch_equals_alone(way):
     """A row's tokens do not depend on the batch's other rows, which end before and after it."""
     model, prompts, limits = decode_model(), random_prompts(1, 9, 4, 17), (20, 5, 13, 6)
@@ -707,19 +705,19 @@ def test_batch_equals_alone(way):
     ("pre", 8, 2, 0.2), ("pre", 3, 3, 1.0), ("post", 4, 2, 0.3), ("sandwich", 6, 1, 0.3),
     ("pre", 32, 4, 0.4)])
 def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
-    """Greedy text is the same whether drafts are right, wrong (they take r) or both."""
+    """Greedy text is the same whether drafts are right, wrong or both."""
     torch.manual_seed(0)
     model, prompts, limits = decode_model(2, norm), random_prompts(1, 34, 3), (30, 30, 11)
     model.adapter.weight.data[:, :32] *= scale  # depths agree the more, the less of s is kept
-    rows, took = [[] for _ in prompts], Counter()
-    for row, token, recurrences in generate(
+    rows, kinds = [[] for _ in prompts], set()
+    for row, token, drafted in generate(
             model, prompts, 30, steps, lambda row, _: len(rows[row]) == limits[row],
             draft_steps=draft_steps):
         rows[row].append(token)
-        took[recurrences] += 1
+        kinds.add(drafted)
     for row, prompt, limit in zip(rows, prompts, limits):
         assert row == decode(model, [prompt], limit, steps=steps)[0].tolist()
-    assert took.keys() >= {draft_steps, steps}
+    assert kinds == ({False} if draft_steps == steps else {False, True})
 
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
     """Wrong drafts end after some rounds; a row that has ended does not run over its cache."""
@@ -748,48 +746,18 @@ def test_drafts_keep_the_distribution():
     assert ((found - exact).abs() <= 4.5 * error).all()
     assert ((found - draft).abs() > 10 * error).any()
 
-def test_exits_and_few_slots():
-    """Threshold 0 is plain decoding, one always met two looks; a cache of r slots is exact."""
+def test_few_slots():
+    """A cache of r slots is exact, one of fewer is not."""
     model, prompts = decode_model(), [[5], [9], [33]]
-    for threshold, kv, steps in ((0.0, 0, 12), (0.0, 2, 12), (1e9, 0, 4)):
-        exits = decode(model, prompts, 20, steps=12, exit="kl", exit_threshold=threshold, kv=kv)
-        assert exits.equal(decode(model, prompts, 20, steps=steps, kv=kv))
     full, few, last = (decode(model, prompts, 20, steps=6, kv=kv) for kv in (0, 6, 1))
     assert full.equal(few) and not full.equal(last)
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_exits_are_taken_once_settled(every):
-    """A token stops at the first look, but one, whose KL from the look before is small enough."""
-    model, prompts = decode_model(), torch.arange(64)[:, None]
-    state = model.initial_state(1, 1, 0).expand(64, -1, -1)
-    logp = torch.stack([model.finish(s)[:, -1].log_softmax(-1) for _, s in
-                        model.trajectory(prompts, range(every, 13, every), state)])
-    kl = (logp[1:].exp() * (logp[1:] - logp[:-1])).sum(-1)  # (looks - 1, B)
-    kl[-1] = 0  # r = 12 is the end
-    wanted = every * (2 + (kl < 0.1).int().argmax(0))
-    took = generate(model, prompts.tolist(), 1, 12, exit="kl", exit_threshold=0.1, exit_every=every)
-    assert [t for _, _, t in sorted(took)] == wanted.tolist() and len(set(wanted.tolist())) > 1
-
-def test_rows_exit_in_their_own_time():
-    """Rows take different numbers of recurrences; later ones see a token's last keys."""
-    o = Decoding(exit="kl", exit_threshold=0.2)
-    with torch.inference_mode():
-        d = Decoder(decode_model())
-        d.make_room(12, 3, 60, o)
-        seen = list(itertools.islice(adaptive(Batch(d, [[5], [9], [33]]), o, None), 60))
-    assert len({took for _, _, took in seen}) > 2
-    for i in range(3):
-        took = [took - 1 for row, _, took in seen if row == i]
-        keys = d.cache["core"][0][0][i, :, :len(took)]  # (slots, columns, ...)
-        later = [keys[t:, column].unique(dim=0) for column, t in enumerate(took)]
-        assert all(len(same) == 1 for same in later)
-
 @needs_compiler
 def test_every_way_of_decoding_compiles():
-    """Plain, drafts and exits compile and give the tokens of the uncompiled model."""
+    """Plain decoding and drafts compile and give the tokens of the uncompiled model."""
     model = decode_model(n_core=1)
     compiled = Decoder(decode_model(n_core=1), compile=True)
-    for way in ({}, {"draft_steps": 1}, {"exit": "kl", "exit_threshold": 0.01}):
+    for way in ({}, {"draft_steps": 1}):
         tokens = [token for _, token, _ in compiled.generate([[5, 1, 2]], 4, 2, **way)]
         assert [tokens] == decode(model, [[5, 1, 2]], 4, steps=2, **way).tolist(), way
 
@@ -833,8 +801,7 @@ def test_schedules_are_the_papers():
 
 def test_flops_are_the_papers():
     """Training FLOPs are those of the paper's result files to 1e-8."""
-    shapes = {"tinyllama": surgery.TINYLLAMA, "llama-3.2-1b": surgery.LLAMA,
-              "olmo-2-1b": surgery.OLMO2}
+    shapes = {"tinyllama": TINYLLAMA, "llama-3.2-1b": LLAMA, "olmo-2-1b": OLMO2}
     for row in read_json(ORACLE / "flops.json")["rows"]:
         config, R = shapes[row["arch"]], row["train_rec"]
         s = Settings(updates=row["max_steps"] or row["chkpt"], mean_recurrence=R, batch_size=1024,
@@ -846,11 +813,11 @@ def test_flops_are_the_papers():
         off = abs(flops / row["FLOPs"] - 1)  # one file has older edges
         assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
 
-QWEN3 = replace(surgery.TINYLLAMA, n_prelude=28, head_norm=True, head_dim=128)
-HUB = {"TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": surgery.TINYLLAMA,
+QWEN3 = replace(TINYLLAMA, n_prelude=28, head_norm=True, head_dim=128)
+HUB = {"TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": TINYLLAMA,
        "Qwen/Qwen3-0.6B-Base": QWEN3,
-       "meta-llama/Llama-3.2-1B": surgery.LLAMA,
-       "allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B": surgery.OLMO2}
+       "meta-llama/Llama-3.2-1B": LLAMA,
+       "allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B": OLMO2}
 
 def test_recipes_can_be_played(corpus, monkeypatch):
     """Every command in config/'s comments works as far as no weights are needed."""
@@ -899,7 +866,7 @@ def test_recipes_can_be_played(corpus, monkeypatch):
 
 def test_dry_run(corpus):
     """--dry_run says parameters, budget, memory and hours, from a config.json alone."""
-    config = replace(surgery.TINYLLAMA, n_prelude=4, n_core=8, n_coda=4, tie_embeddings=False)
+    config = replace(TINYLLAMA, n_prelude=4, n_core=8, n_coda=4, tie_embeddings=False)
     data.write_json("m/config.json", {"model_type": "loopgraft", **vars(config)})
     plan = "train", f"--config={HERE}/config/fig7_two_phase.toml", "--dry_run", "--init_from=m"
     for flags, wanted in (
@@ -1326,19 +1293,19 @@ def test_harness_scores_are_its_own_models(parent):
 
 # ------------------------------------------------------------------------- measuring and drawing
 def test_bench_measures_what_it_says(checkpoint, monkeypatch):
-    """By a clock that ticks at each recurrence: tokens/s, and what is seen of an exit's saving."""
+    """By a clock that ticks at each recurrence: tokens/s, the share of right drafts."""
     import bench
     ticks, rows, run_core = itertools.count(1), [], RecurrentLM.run_core
     monkeypatch.setattr(RecurrentLM, "run_core", lambda *x: next(ticks) and run_core(*x))
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     for command in ("train --context 8 --steps 1+1", "decode --prompt 4 --tokens 4 --steps 4 "
-                    "--ways exit=kl,exit_threshold=9,exit_every=1"):
+                    "--ways draft_steps=1"):
         said = call("bench", *command.split(), "--model", checkpoint, "--repeat", 1, "--no_compile")
         rows += json.loads(said.splitlines()[-1])["rows"]
-    update, plain, exits = rows
+    update, plain, drafts = rows
     assert (update["tokens_per_s"], update["update_s"]) == (32 / 5, 1)  # 2 recurrences, 2 looks
-    assert (plain["tokens_per_s"], exits["tokens_per_s"]) == (4 / 21, 4 / 13)  # 4 of the prompt
-    assert exits["of_saving"] == pytest.approx(21 / 13 / 2)  # tokens stop after 2 of 4 recurrences
+    assert plain["tokens_per_s"] == 4 / 21  # 4 of the prompt, 4 of each token
+    print(drafts)
 
 def test_plot_results(unbroken, monkeypatch):
     """plot says every point of results and losses; what has no r, or no error, is said without."""
@@ -1441,15 +1408,13 @@ def test_study_pages_are_made_from_its_results(monkeypatch):
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, sets flags, says unknown words, and survives a mistake."""
-    lines = ["has 1", "", "/steps 2,4", "/steps x", "has 1", "/exit kl", "/draft_steps 2",
-             "/steps 8", "/exit_threshold 99", "has 1", "/exit off", "/model m", "/draft_steps 8",
-             "has one"]
+    lines = ["has 1", "", "/steps 2,4", "/steps x", "has 1", "/kv 1", "/draft_steps 2",
+             "/steps 8", "has 1", "/kv 0", "/model m", "/draft_steps 4", "has one"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8", "8"]
-    assert errors.count("4.00 recurrences a token") == 1
-    assert errors.count("100% of them right drafts") == 1
+    assert errors.count("% of them right drafts") == 1
     for words in ("--steps x", "--draft_steps: cannot", "--model", "has <unk>"):
         assert words in errors
     assert said.count("\n") == 5
@@ -1585,23 +1550,15 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         assert theirs("has").input_ids == ours.encode("has", bos=True)
 
 def test_export_in_the_harness(parent):
-    """lm_eval's own HFLM on an export gives eval_lm.py's numbers, which its card has, too."""
+    """lm_eval's own HFLM on an export gives eval_lm.py's numbers."""
     flags, eval_lm = "--shape 2,2,1 --adapter_init default --mean_recurrence 3", harness()
     call("surgery", parent[0], "m", *flags.split())
     call("eval_lm", "--model", "m", "--steps", 3, *write_task("choice"), "--out", "m/eval_a.json")
-    data.write_json("eval_questions.json", [1])  # not ours
-    result = read_json("m/eval_a.json")
-    data.write_json("m/eval_b.json", result | {"settings": result["settings"] | {"kv": 1}})
-    data.write_json("m/eval_c.json", result | {"results": [
-        x | {"task": "/home/me/secret/asked.jsonl"} for x in result["results"]]})
     call("surgery", "m", "out", "--export", "hf")
     theirs = type(parent[1])("out", trust_remote_code=True, device="cpu")
     theirs.steps = [3]
     ours = read_json("m/eval_a.json")["results"]
     assert ours == eval_lm.evaluate(theirs, eval_lm.load_tasks(["local_choice"], "."))
-    card = Path("out/README.md").read_text()
-    assert f"| 3 | {ours[0]['value']:.4g} |" in card
-    assert "eval_b" not in card and "| eval_c | asked.jsonl |" in card and "secret" not in card
 
 @pytest.mark.parametrize("earlier", ["run", "gone"])
 def test_card_runs_as_pasted(earlier, checkpoint):
@@ -1628,7 +1585,6 @@ WAITS = {
     "plain": {"sample.plain": 1},
     "sampled": {"sample.plain": 1},
     "drafted": {"sample.speculative": 1},
-    "exits": {"sample.adaptive": 1},
 }
 
 @pytest.fixture(scope="session", autouse=True)

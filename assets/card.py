@@ -210,7 +210,7 @@ def play_decoding(card, found):
     llm, sample.COLUMNS = small(1, n_core=1, context=64).to("cuda", torch.bfloat16), 8
     for decoder in (sample.Decoder(llm), sample.Decoder(llm, compile=True)):
         for way, options in {"plain": {}, "sampled": {"temperature": 0.8},
-                             "drafted": {"draft_steps": 1}, "exits": {"exit": "kl"}}.items():
+                             "drafted": {"draft_steps": 1}}.items():
             events = decoder.generate([[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options)
             for row, _, _ in events:
                 if row == 0:  # row 1 has left

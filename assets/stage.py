@@ -513,15 +513,14 @@ surgery {llama} out:
     --prelude 0-3 --core 3-4 --coda 5 -> taken once; --shape 4,8,4 -> a shape of 16 layers;
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
 surgery:
-    {llama} {m} --feed_forward -> --overwrite; {truncated} out --feed_forward -> damaged;
+    {llama} {m} --feed_forward -> exists already; {truncated} out --feed_forward -> damaged;
     {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
     {misshapen} out --feed_forward -> not the model of its config.json;
     {other} out --export hf -> another model; {biased} out --feed_forward -> q_proj.bias' has no;
     {window} out --feed_forward -> sliding_window of 8;
     {list} out --feed_forward -> is damaged; {yarn} out --feed_forward -> 'yarn' is not supported;
     {qwen} out --feed_forward -> q_norm.weight' is missing;
-    {trained} {trained}/step_000002 --overwrite -> SRC;
-    {llama} {llama} --feed_forward --overwrite -> never SRC;
+    {llama} {llama} --feed_forward -> exists already;
     ./lama out --feed_forward -> no such folder;
 runs/block_influence {llama} out:
     --shape 1,2,1 --text {blank} -> has no text; --text {blank} -> --shape;
@@ -552,7 +551,7 @@ sample --prompt 3:
 sample --prompt 3 --model {m}:
     --kv=x; --top_p=0; --temperature=-1; --seed=-1; --tokens=0;
     --device=cuda:99 -> --device cuda:99;
-    --steps=-1; --draft_steps=2 --exit=kl;
+    --steps=-1; --draft_steps=2 --kv=1 -> combined;
 eval_gsm8k {ask}:
     --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
     --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;

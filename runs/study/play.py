@@ -21,6 +21,7 @@ import random
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -499,14 +500,7 @@ def exits(folder, corpus):
     prompt but the last take r = 32, this one exits by its KL divergence. "last R": this one takes R
     of them. "all R": all ids do.
     """
-    found = {}
-    for x in (0.3, 0.1, 0.01, 0.001):
-        (row,) = ask(folder, corpus / "test.jsonl", f"exit_kl_{x}", "--steps", 32, "--exit", "kl",
-                     "--exit_threshold", x)
-        took = {n: score[3] for n, score in row["by_difficulty"].items()}
-        found[f"kl {x}"] = [right_by_length(row), took]
-    for r, right in last_alone(folder, corpus / "test.jsonl", (4, 5, 6, 7, 8, 16)).items():
-        found[f"last {r}"] = [right, dict.fromkeys(right, r)]
+    found = by_last_id(folder, corpus / "test.jsonl")
     for row in ask(folder, corpus / "test.jsonl", "test_fixed", "--steps", "4,5,6,7,8,16,32"):
         right = right_by_length(row)
         found[f"all {row['steps']}"] = [right, dict.fromkeys(right, row["steps"])]
@@ -514,33 +508,49 @@ def exits(folder, corpus):
 
 
 @torch.inference_mode()
-def last_alone(folder, questions, steps):
+def by_last_id(folder, questions):
     """
-    {r: {sentences: share of right answers}} where all ids of a prompt but the last take r = 32, and
-    the last takes each r of `steps`.
+    exits() for "last R" and for "kl X": a token stops recurring once its last two recurrences
+    changed the distribution over the next token by less than X nats (KL, Geiping et al., arXiv
+    2502.05171), looked at from the fourth recurrence on, or at r = 32.
     """
+    far = 32
     model, tokenizer = load_model(folder)
     decoder = Decoder(model)
-    right = {r: collections.defaultdict(list) for r in steps}
+    seen = collections.defaultdict(lambda: collections.defaultdict(list))  # rule, sentences
     rows = [json.loads(line) for line in questions.read_text().splitlines()]
     for first in range(0, len(rows), 200):
         batch = rows[first:first + 200]
         prompts = [tokenizer.encode(row["question"], bos=True) for row in batch]
         end = max(map(len, prompts))
-        decoder.make_room(32, len(prompts), end, Decoding())
+        decoder.make_room(far, len(prompts), end, Decoding())
         token, position = decoder.prefill(prompts)
         tokens = decoder.at(position[:, None], end)
-        e, start = decoder.begin(token[:, None], tokens)
-        for r in steps:
-            s = decoder.recur(start, e, tokens, 0, r)
-            answers = decoder.logits(s, tokens)[:, -1].argmax(-1).tolist()
-            for row, answer in zip(batch, answers):
-                hit = tokenizer.decode([answer]) == row["answer"]
-                right[r][str(row["difficulty"])].append(hit)
-    shares = {}
-    for r, lengths in right.items():
-        shares[r] = {n: sum(hits) / len(hits) for n, hits in lengths.items()}
-    return shares
+        e, s = decoder.begin(token[:, None], tokens)
+        scores = []
+        for r in range(far):
+            s = decoder.recur(s, e, tokens, r, r + 1)
+            scores.append(decoder.logits(s, tokens)[:, -1].log_softmax(-1))
+        scores = torch.stack(scores, 1)  # (rows, far, V)
+        looks = scores[:, 1::2]
+        change = looks[:, 1:] - looks[:, :-1]
+        kl = (looks[:, 1:].exp() * change).sum(-1)
+        rules = {}
+        for x in (0.3, 0.1, 0.01, 0.001):
+            unsettled = (kl >= x).long().cumprod(1).sum(1)
+            rules[f"kl {x}"] = (4 + 2 * unsettled).clamp(max=far).tolist()
+        for r in (4, 5, 6, 7, 8, 16):
+            rules[f"last {r}"] = [r] * len(batch)
+        answers = scores.argmax(-1).tolist()
+        for rule, took in rules.items():
+            for row, answer, r in zip(batch, answers, took):
+                hit = tokenizer.decode([answer[r - 1]]) == row["answer"]
+                seen[rule][str(row["difficulty"])].append((hit, r))
+    found = {}
+    for rule, lengths in seen.items():
+        means = {n: [statistics.fmean(x) for x in zip(*pairs)] for n, pairs in lengths.items()}
+        found[rule] = [{n: mean[i] for n, mean in means.items()} for i in range(2)]
+    return found
 
 
 @torch.no_grad()

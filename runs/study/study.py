@@ -17,9 +17,9 @@ import re
 import statistics
 
 from play import DESIGN, HERE, ITEMS, ROOT, UNSEEN, Study
-from bench import draw
 from data import Parser, cli, read_json, write_json
 from model import UserError
+from runs.plot import draw
 
 
 def main():
@@ -87,7 +87,7 @@ def scientific(values):
 
 
 def panel(x, y, curves, title="", **more):
-    """A part of the picture, see draw() of bench.py. curves: {label: [[x, mean, error], ...]}"""
+    """A part of the picture, see runs/plot.py. curves: {label: [[x, mean, error], ...]}"""
     return {"title": title, "x": x, "y": y, "curves": curves, **more}
 
 
