@@ -184,24 +184,23 @@ class Optimizer:
         rows of what it updates. Any other parameter, the largest first, goes to the rank that has
         least so far.
         """
-        found = []
+        owners = {}
         loads = [0] * self.world
         for name, p in reversed(self.params.items()):
-            if self.rules[name] == "adamw":
-                for owner in range(self.world):
-                    start = owner * len(p) // self.world
-                    end = (owner + 1) * len(p) // self.world
-                    found.append((owner, name, slice(start, end)))
-            else:
-                owner = loads.index(min(loads))
-                loads[owner] += p.numel()
-                found.append((owner, name, slice(len(p))))
-        found.reverse()
-        found.sort(key=lambda cut: cut[0])
+            if self.rules[name] != "adamw":
+                owners[name] = loads.index(min(loads))
+                loads[owners[name]] += p.numel()
         pieces = []
-        for owner, name, rows in found:
-            weight = self.params[name].detach()[rows]
-            pieces.append(Piece(owner, name, rows, weight))
+        for rank in range(self.world):
+            for name, p in self.params.items():
+                rows = slice(len(p))
+                if name not in owners:
+                    start = rank * len(p) // self.world
+                    rows = slice(start, (rank + 1) * len(p) // self.world)
+                elif owners[name] != rank:
+                    continue
+                weight = p.detach()[rows]
+                pieces.append(Piece(rank, name, rows, weight))
         return pieces
 
     @torch.no_grad()

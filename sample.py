@@ -654,7 +654,8 @@ def write(decoder, tokenizer, args, prompt, r):
 
 def interact(decoder, tokenizer, args):
     """Prompts from the terminal, each on its own. /FLAG VALUE sets a flag of dial()."""
-    tell("a line is a prompt; /steps 16, /draft_steps 2 or /temperature 0.8 sets a flag; ctrl-D ends")
+    tell("a line is a prompt; /steps 16, /draft_steps 2 or /temperature 0.8 sets a flag; "
+         "ctrl-D ends")
     while True:
         try:
             line = input("> ")

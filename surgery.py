@@ -31,8 +31,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data import (TOKENIZER_FILES, Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer, positive,
-                  read_json, whole, write_json)
+from data import (TOKENIZER_FILES, Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer,
+                  positive, read_json, whole, write_json)
 from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
