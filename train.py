@@ -376,17 +376,12 @@ def find_progress(settings, dataset):
     """
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = dataset.fingerprint()
-    progress = dict(update=0, skipped=0, skips=0, tokens=0, flops=0, paper_flops=0, log_bytes=0,
-                    recipe=recipe)
     saved = checkpoints(settings.out_dir)
     if not saved:
-        return progress, None
+        return dict(update=0, skipped=0, skips=0, tokens=0, flops=0, paper_flops=0, log_bytes=0,
+                    recipe=recipe), None
     folder = saved[-1]
-    earlier = read_json(folder / "train.json")
-    if missing := progress.keys() - earlier.keys():
-        raise UserError(f"{folder}/train.json: lacks {min(missing)}: is damaged, or of another "
-                        "version: without this checkpoint the run goes on from an older one")
-    progress |= earlier
+    progress = read_json(folder / "train.json")
     check_settings(settings.out_dir, progress["recipe"], recipe,
                    "to go on from it with other settings, give --init_from=OLD --out_dir=NEW")
     return progress, folder
