@@ -176,7 +176,7 @@ def write_json(path, value):
 
 
 def digest(path):
-    """SHA-256 tells a file from others, wherever it lies and whenever it was written."""
+    """The first 16 hex digits of a file's SHA-256."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -190,7 +190,7 @@ def check_settings(path, earlier, settings, way_out="choose another name for the
 
 
 def describe(model):
-    """(device, dtype) of a model in words, to stand beside a measurement."""
+    """The names of a model's device and dtype."""
     weight = model.embed.weight
     device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
     return device, str(weight.dtype)[6:]  # without "torch."
@@ -225,7 +225,7 @@ def copy_tokenizer(source, target):
 
 
 # ---- tokenizers ------------------------------------------------------------------------------
-# What begins and ends a text where tokenizer_config.json does not say.
+# The names of BOS and EOS where tokenizer_config.json does not say.
 BOS = "<s>", "<|begin_of_text|>", "<|begin_text|>"
 EOS = "</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>"
 
@@ -252,8 +252,8 @@ class Tokenizer:
         except UserError:
             raise
         except Exception as e:  # the libraries raise no narrower one
-            raise UserError(f"{path}: is damaged, or of an unread kind, as Llama 3's own "
-                            f"tokenizer.model: fetch its tokenizer.json ({e!r:.200})")
+            raise UserError(f"{path}: is damaged, or of a kind that we do not read, such as "
+                            f"Llama 3's own tokenizer.model: fetch its tokenizer.json ({e!r:.200})")
         config = Path(folder, "tokenizer_config.json")
         tokenizer.find_ends(read_json(config) if config.exists() else {})
         return tokenizer
@@ -567,8 +567,8 @@ def write_shards(args, progress, documents):
 
 def pack(args, tokenizer, progress):
     """
-    Tokenize the rows that are still to be read, and write shards as they fill up. Threads do, since
-    tokenizers are native code that runs beside Python's.
+    Tokenize the rows that are still to be read, and write shards as they fill up. Tokenizers are
+    native code that releases Python's lock, so threads are enough.
     """
     counts = Counter(progress["counts"])
     progress["counts"] = counts
@@ -695,10 +695,10 @@ class Shards:
 
 class Dataset:
     """
-    The rows of a folder, or of several in fixed shares: of "A:1,B:1,C:2" 1/4 is from A, 1/4 from B
-    and 1/2 from C. Of sum(weights) samples in a row, counted from 0, exactly weights[k] are of
-    folder k, evenly spread; each folder has epochs of its own. .num_rows: samples until the first
-    is through. .folders: all of them, which have one tokenizer (check_tokenizer() sees to it).
+    The rows of a folder, or of several in fixed shares: "A:1,B:1,C:2" takes 1/4 from A, 1/4 from B
+    and 1/2 from C. Each round of sum(weights) samples has exactly weights[k] from folder k, evenly
+    spread. Each folder has epochs of its own. .num_rows: samples until the first folder is through.
+    .folders: all of them; they share one tokenizer (check_tokenizer() sees to it).
     """
 
     def __init__(self, data, split, T):
@@ -717,7 +717,7 @@ class Dataset:
         self.num_rows = min(part.num_rows * len(turns) // weight for part, weight in self.parts)
 
     def fingerprint(self):
-        """A digest of the shards' digests and weights tells these tokens, wherever they lie."""
+        """A digest of the shards and weights: the same tokens have the same one in any folder."""
         content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.parts])
         return hashlib.sha256(content.encode()).hexdigest()
 

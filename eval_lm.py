@@ -77,7 +77,7 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self):
-        """What stands for an empty context."""
+        """The token that stands for an empty context."""
         bos = self.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
@@ -114,9 +114,9 @@ class Harness(TemplateLM):
     @torch.no_grad()
     def score(self, rows):
         """
-        Put into self.answers what each continuation of some rows has at every r. A token sees
-        earlier tokens of its own branch and of the context. Its position, and with it the noise of
-        its s_0, is the one that it would have in a row without the other continuations.
+        Score each continuation of some rows at every r, into self.answers. A token sees earlier
+        tokens of its own branch and of the context. Its position, and with it the noise of its s_0,
+        is the one that it would have in a row without the other continuations.
         """
         model = self.model
         idx, position, branch, places, targets = self.pack(rows)
@@ -259,7 +259,7 @@ def evaluate(lm, tasks, limit=None):
 
 
 def digest_documents(tasks):
-    """What tells the questions of tasks from those of another version: a digest of all."""
+    """A digest of all questions: another version of a task has another."""
     sha = hashlib.sha256()
     for name, task in sorted(tasks["tasks"].items()):
         for document in task.eval_docs:

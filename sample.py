@@ -420,8 +420,8 @@ def speculative(batch, options, rng):
     """
     decoder = batch.decoder
     ahead = decoder.column[:DRAFTS + 1]
-    # At r = 32 a round takes as long as 5 plain tokens on a CPU (runs/README.md), and by its calls
-    # of the block as 2. So it pays from 4 right drafts there, from 1 where rows are free.
+    # A round at r = 32 takes as long as 5 plain tokens on a CPU (runs/README.md), so 4 right drafts
+    # pay for it. It calls the block as often as 2 plain tokens do. Where rows are free, 1 pays.
     right = DRAFTS / 2  # right drafts of a round, a running mean
     while batch.live and right > TOO_FEW:
         batch.shrink()
@@ -674,7 +674,7 @@ def interact(decoder, tokenizer, args):
 
 
 def tell(text):
-    """Anything but the model's text."""
+    """Print anything but the model's text, to stderr."""
     say(text, file=sys.stderr)
 
 

@@ -500,9 +500,10 @@ def copy_text_files(source, folder, config):
 
 def export_tokenizer(tokenizer, folder):
     """
-    Say which of transformers' classes reads the tokenizer in a folder. From a tokenizer.json the
-    one that does what the file says gives our ids: those for Llama and GPT-2 split blanks and
-    digits in ways of their own. From tokenizer.model alone Llama's is nearest (see CARD).
+    Name the class of transformers that reads the tokenizer in a folder. For a tokenizer.json it is
+    the one that follows the file, and so gives our ids: the classes for Llama and GPT-2 split
+    blanks and digits in ways of their own. For a tokenizer.model alone Llama's comes nearest (see
+    CARD).
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}

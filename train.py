@@ -262,7 +262,7 @@ def train(settings, device, store):
             draws = draws_of(settings, update)
             totals = add_gradients(settings, model, optimizer, dataset, update, draws, store)
             norm = optimizer.reduce()
-            losses, labels, stops, norm = torch.stack((*totals, norm)).tolist()  # waits, only here
+            losses, labels, stops, norm = torch.stack((*totals, norm)).tolist()  # the only wait
             if stops:  # some processes left this update early, so it is dropped
                 if update > start:
                     save_checkpoint(settings, model, weights, optimizer, dataset, progress)
@@ -388,7 +388,7 @@ def find_progress(settings, dataset):
 
 
 def begin_progress(settings, model, progress):
-    """What a new run takes over from the run that made its init_from: tokens and FLOPs so far."""
+    """Carry tokens and FLOPs over from the run that made init_from into a new run."""
     path = Path(model.folder or "", "train.json")
     if progress["update"] or not path.exists():
         return
@@ -496,7 +496,7 @@ def fast_attention(settings, device):
 
 
 def catch_signals(store):
-    """Let SIGTERM, Ctrl-C and a lost terminal stop the run, as a key in the store for all."""
+    """Make SIGTERM, Ctrl-C and a lost terminal set a key in the store, which stops all ranks."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: store.set("stop", ""))
@@ -668,8 +668,8 @@ def dry_run(settings):
     except UserError as e:
         say(f"data: {rows:,} rows of {settings.context} tokens; but {e}")
     held = max(memory_held(settings, model, rank) for rank in range(settings.gpus)) / 1e9
-    # What the forward pass of a row keeps for the backward pass, compiled: so many bytes a layer
-    # and token were counted on small models in bfloat16.
+    # Bytes a layer and token that a compiled forward pass keeps for the backward pass, counted on
+    # small models in bfloat16.
     layer = 14 * c.n_embd + 6 * (c.n_ffn + (c.n_head + c.n_kv_head) * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
