@@ -1305,7 +1305,8 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     update, plain, drafts = rows
     assert (update["tokens_per_s"], update["update_s"]) == (32 / 5, 1)  # 2 recurrences, 2 looks
     assert plain["tokens_per_s"] == 4 / 21  # 4 of the prompt, 4 of each token
-    print(drafts)
+    # Three rounds of 13 recurrences for drafts and 3 on all of them; one draft is right.
+    assert (drafts["tokens_per_s"], drafts["accepted"]) == (4 / 53, 1 / 4)
 
 def test_plot_results(unbroken, monkeypatch):
     """plot says every point of results and losses; what has no r, or no error, is said without."""
