@@ -83,12 +83,12 @@ def parents(task_name, loop, tokens, deep):
     """
     runs = {}
     for lr in (0.005, 0.01, 0.02, 0.04):
-        if lr >= 0.01:
+        if lr <= 0.02:
             name = f"{task_name}_tokens_{lr}"
             runs[f"tokens {lr}"] = task(name, "pretrain", lr=lr, updates=tokens)
             name = f"{task_name}_flops_{lr}"
             runs[f"flops {lr}"] = task(name, "pretrain", lr=lr, equal=loop)
-        if lr <= 0.02:
+        if lr >= 0.01:
             name = f"{task_name}_deep_{lr}"
             runs[f"deep {lr}"] = task(name, "deep_pretrain", lr=lr, updates=deep)
     return runs
