@@ -76,21 +76,28 @@ def healed(name, **flags):
             Run(f"heal{name}", "heal", f"cut{name}", {}))
 
 
+PARENT_RATES = {
+    "tokens": (0.005, 0.01, 0.02),
+    "flops": (0.0025, 0.005, 0.01),
+    "deep": (0.01, 0.02, 0.04),
+}
+
+
 def parents(task_name, loop, tokens, deep):
     """
     Runs of the parents, each at three learning rates: {"KIND RATE": Run}. tokens: updates of as
     many tokens as the run `loop` has had since surgery; deep: updates of the parent of 18 layers.
     """
+    lengths = {
+        "tokens": {"updates": tokens},
+        "flops": {"equal": loop},
+        "deep": {"updates": deep},
+    }
     runs = {}
-    for lr in (0.005, 0.01, 0.02, 0.04):
-        if lr <= 0.02:
-            name = f"{task_name}_tokens_{lr}"
-            runs[f"tokens {lr}"] = task(name, "pretrain", lr=lr, updates=tokens)
-            name = f"{task_name}_flops_{lr}"
-            runs[f"flops {lr}"] = task(name, "pretrain", lr=lr, equal=loop)
-        if lr >= 0.01:
-            name = f"{task_name}_deep_{lr}"
-            runs[f"deep {lr}"] = task(name, "deep_pretrain", lr=lr, updates=deep)
+    for kind, length in lengths.items():
+        start = "deep_pretrain" if kind == "deep" else "pretrain"
+        for lr in PARENT_RATES[kind]:
+            runs[f"{kind} {lr}"] = task(f"{task_name}_{kind}_{lr}", start, lr=lr, **length)
     return runs
 
 
@@ -155,9 +162,9 @@ ITEMS = {
     }),
     "recurrence": Item("stories", "accuracy", "answers", {
         **LOOPS,
-        "parent, equal tokens": PARENTS["tokens 0.02"],
-        "parent, FLOPs of r = 32": PARENTS["flops 0.02"],
-        "untied parent of 18 layers": PARENTS["deep 0.01"],
+        "parent, equal tokens": PARENTS["tokens 0.01"],
+        "parent, FLOPs of r = 32": PARENTS["flops 0.005"],
+        "untied parent of 18 layers": PARENTS["deep 0.02"],
     }),
     "parent_rates": Item("stories", "curves", "curve", PARENTS, seeds=1),
     "healing": Item("stories", "healing", "losses", {
@@ -192,9 +199,9 @@ ITEMS = {
     }),
     "s5_parents": Item("s5", "accuracy", "answers", {
         "trained with r = 8": TASK,
-        "parent, equal tokens": S5_PARENTS["tokens 0.02"],
-        "parent, equal FLOPs": S5_PARENTS["flops 0.02"],
-        "untied parent of 18 layers": S5_PARENTS["deep 0.01"],
+        "parent, equal tokens": S5_PARENTS["tokens 0.01"],
+        "parent, equal FLOPs": S5_PARENTS["flops 0.005"],
+        "untied parent of 18 layers": S5_PARENTS["deep 0.02"],
     }),
     "s5_rates": Item("s5", "curves", "curve", S5_PARENTS, seeds=1),
     "s5_adapter": Item("s5", "curves", "curve", {
