@@ -236,8 +236,6 @@ def accuracy(item, found):
                              for r, flops in runs[0]["token_flops"].items()]
         row = {"arm": label, "training FLOPs": scientific(each(runs, "flops"))}
         row |= {f"r = {r}": percent(right[r]) for r in steps}
-        if plain:
-            row |= {f"r = {r}": "same" for r in steps[1:]}
         row["18 sentences, r = 32"] = percent(each(runs, "right_18", "32"))
         rows.append(row)
     token_flops = "FLOPs of a new token (the paper's rule)"
