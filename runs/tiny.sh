@@ -5,7 +5,7 @@
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# It takes 4 to 7 minutes on 2 idle cores. --quick plays every stage in about a minute, too short
+# It takes 4 to 9 minutes on 2 idle cores. --quick plays every stage in about a minute, too short
 # to learn. Everything goes to out/tiny, with --quick to out/tiny-quick, with --seed 5 to
 # out/tiny-seed5. A run that was stopped continues with the same command; `rm -rf out/tiny` starts
 # over. On a machine that is busy with other work, two threads wait for each other, and one is
@@ -52,7 +52,7 @@ score() {  # score NAME: what the model in $out/NAME answers at r = 1 to 32
 }
 
 if [[ ! $quick ]]; then
-    echo "4 to 7 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
+    echo "4 to 9 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 
