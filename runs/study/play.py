@@ -76,10 +76,17 @@ def healed(name, **flags):
             Run(f"heal{name}", "heal", f"cut{name}", {}))
 
 
-PARENT_RATES = {
-    "tokens": (0.005, 0.01, 0.02),
-    "flops": (0.0025, 0.005, 0.01),
-    "deep": (0.01, 0.02, 0.04),
+PARENT_RATES = {  # three around the best
+    "stories": {
+        "tokens": (0.005, 0.01, 0.02),
+        "flops": (0.0025, 0.005, 0.01),
+        "deep": (0.01, 0.02, 0.04),
+    },
+    "s5": {
+        "tokens": (0.005, 0.01, 0.02),
+        "flops": (0.005, 0.01, 0.02),
+        "deep": (0.005, 0.01, 0.02),
+    },
 }
 
 
@@ -96,7 +103,7 @@ def parents(task_name, loop, tokens, deep):
     runs = {}
     for kind, length in lengths.items():
         start = "deep_pretrain" if kind == "deep" else "pretrain"
-        for lr in PARENT_RATES[kind]:
+        for lr in PARENT_RATES[task_name][kind]:
             runs[f"{kind} {lr}"] = task(f"{task_name}_{kind}_{lr}", start, lr=lr, **length)
     return runs
 
@@ -200,8 +207,8 @@ ITEMS = {
     "s5_parents": Item("s5", "accuracy", "answers", {
         "trained with r = 8": TASK,
         "parent, equal tokens": S5_PARENTS["tokens 0.01"],
-        "parent, equal FLOPs": S5_PARENTS["flops 0.005"],
-        "untied parent of 18 layers": S5_PARENTS["deep 0.02"],
+        "parent, equal FLOPs": S5_PARENTS["flops 0.01"],
+        "untied parent of 18 layers": S5_PARENTS["deep 0.01"],
     }),
     "s5_rates": Item("s5", "curves", "curve", S5_PARENTS, seeds=1),
     "s5_adapter": Item("s5", "curves", "curve", {
