@@ -457,6 +457,20 @@ def read_rows(path):
         raise UserError(f"{path}: is not .txt, .md, .rst, .jsonl or .parquet")
 
 
+def batches(rows):
+    """Lists of rows, to be tokenized at a time, each of about 4 MB."""
+    batch = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(row if isinstance(row, bytes) else str(row))
+        if size > 2**22:
+            yield batch
+            batch = []
+            size = 0
+    yield batch
+
+
 def find(row, column):
     """The value in a column of a row. "a.b" is the column b of dicts that stand in column a."""
     if row is None:
@@ -579,7 +593,7 @@ def pack(args, tokenizer, progress):
     why = None
     work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
-        while batch := list(itertools.islice(rows, 256)):
+        for batch in batches(rows):
             for kind, found in pool.map(work, batch):
                 counts[kind] += 1
                 if kind == "bad":

@@ -509,7 +509,7 @@ def test_prepare_counts_bad_documents(corpus):
     documents(4000)
     for wrong in ("--field=txt", "--drop=meta.model=x"):
         line = refusal("data", *prepare(corpus, "a.jsonl", "out", wrong))
-        assert "256 of 256" in line and ("only text, meta" in line or "only by" in line)
+        assert "4000 of 4000" in line and ("only text, meta" in line or "only by" in line)
     assert not os.path.exists("out")
     call("data", *prepare(corpus, "b.jsonl", "out", "--max_bad=0.2"))
     assert read_json("out/meta.json")["counts"]["bad"] == 7
