@@ -3,7 +3,7 @@ Measure training and decoding; draw results (runs/plot.py does).
 
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
-    python bench.py decode --model out/tiny/task --ways "kv=1;draft_steps=2"
+    python bench.py decode --model out/tiny/task --draft_steps 0,2,4
     python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each task
     python bench.py plot out/fig4 out/fig5       # loss curves of runs, from their log.jsonl
     python bench.py plot out/*/eval_*.json --table     # all scores, a line for each model and r
@@ -22,11 +22,11 @@ import time
 
 import torch
 
-from data import Parser, cli, describe, natural, positive
+from data import Parser, cli, depths, describe, natural, positive
 from model import Config, RecurrentLM
 from muon import Optimizer, clip_factor
-from runs.plot import AXES, plot
-from sample import Decoder, add_decoding_arguments, decoding, parse_steps
+from runs.plot import plot, plot_flags
+from sample import Decoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -48,20 +48,13 @@ def main():
     flag("--optimizer", choices=("muon", "adamw", "adamw*"), default="adamw")
 
     flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
-    flag("--steps", type=parse_steps, default="1,2,4,8,16,32", help="recurrences r")
+    flag("--steps", type=depths, default="1,2,4,8,16,32", help="recurrences r")
     flag("--batch_size", type=positive, default=1, help="prompts at once")
     flag("--prompt", type=positive, default=32, help="tokens of a prompt")
     flag("--tokens", type=positive, default=64, help="new tokens of a row")
-    flag("--ways", type=parse_ways, default="", help="settings of sample.py to compare with plain "
-                                                     "decoding, such as 'kv=1;draft_steps=4'")
+    flag("--draft_steps", type=depths, default="0", help="recurrences of a draft; 0: plain")
 
-    flag = commands.add_parser("plot", help="draw results, or the losses of runs").add_argument
-    flag("results", nargs="+", help="result files, or folders of runs")
-    flag("--x", choices=AXES, help="default: steps of results, update of runs")
-    flag("--labels", help="comma-separated names, one a file; equal ones share a curve")
-    flag("--table", action="store_true", help="print all scores in Markdown instead")
-    flag("--out", help=".png or .svg; default: named after the first input")
-
+    commands.add_parser("plot", parents=[plot_flags()], help="draw results, or losses of runs")
     args = parser.parse_args()
     if args.command == "plot":
         plot(args)
@@ -178,40 +171,26 @@ def n_plus_k(text):
 
 def bench_decode(model, args):
     """
-    Time the decoding of prompts: new tokens per second over all rows, prefill included. Plain
-    decoding comes first at each r. accepted: the share of tokens that were right drafts.
+    Time the decoding of prompts: new tokens per second over all rows, prefill included. accepted:
+    the share of tokens that were right drafts.
     """
     decoder = Decoder(model, not args.no_compile)
     torch.manual_seed(0)
     idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
     for r in args.steps:
-        for way, options in args.ways.items():
+        for draft_steps in args.draft_steps:
             drafts = []  # whether each token was one
 
             def run():
                 drafts.clear()
-                tokens = decoder.generate(idx.tolist(), args.tokens, r, **options)
+                tokens = decoder.generate(idx.tolist(), args.tokens, r, draft_steps=draft_steps)
                 for _, _, drafted in tokens:
                     drafts.append(drafted)
 
-            row = measure(run, len(idx) * args.tokens, args, r=r, way=way)
-            if options["draft_steps"]:
+            row = measure(run, len(idx) * args.tokens, args, r=r, draft_steps=draft_steps)
+            if draft_steps:
                 row["accepted"] = statistics.fmean(drafts)
             yield row
-
-
-def parse_ways(text):
-    """
-    'kv=1;draft_steps=2' -> {"": {...}, "kv=1": {"kv": 1, ...}, ...}, settings of sample.py.
-    The first is plain decoding.
-    """
-    parser = Parser()
-    add_decoding_arguments(parser)
-    ways = {}
-    for way in ["", *text.split(";")]:
-        flags = [f"--{setting}" for setting in way.split(",") if setting]
-        ways[way] = decoding(parser.parse_args(flags))
-    return ways
 
 
 if __name__ == "__main__":

@@ -91,6 +91,12 @@ rate = between(0, kind=float)
 fraction = between(0, 1, float)
 seeds = between(0, 2**31 - 1)
 
+
+def depths(text):
+    """Recurrences: "32,1,4" -> [1, 4, 32]"""
+    return sorted({natural(part) for part in text.strip("[]").split(",")})
+
+
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
 
 
@@ -181,8 +187,8 @@ def digest(path):
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def check_settings(path, earlier, settings, way_out="choose another name for the new one"):
-    """Refuse output made with different settings: UserError if those that made `path` differ."""
+def check_settings(path, earlier, settings, way_out):
+    """UserError, which ends with a way out, if other settings made the output `path`."""
     for key, value in settings.items():
         if earlier.get(key) != value:
             raise UserError(f"{path}: was made with {key} = {earlier.get(key)!s:.80}, not "

@@ -31,14 +31,13 @@ from itertools import chain, product
 from pathlib import Path
 
 import requests
-import torch
 import torch.distributed as dist
 
-from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, positive, say, whole,
-                  write_result)
+from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, natural, positive,
+                  say, whole, write_result)
 from model import UserError
-from sample import (COMPILE, Decoder, add_decoding_arguments, add_evaluation_arguments,
-                    answer_batch, check_out, decoding, load_model)
+from sample import (COMPILE, DRAFT_STEPS, Decoder, add_evaluation_arguments, answer_batch,
+                    check_out, decoding, load_model)
 
 GSM8K = Path("out/data/gsm8k/test.jsonl")
 SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
@@ -123,17 +122,8 @@ def read_questions(path, limit=None):
                         f'"answer" ({e!r})')
     if not rows:
         raise UserError(f"{path}: holds no questions")
-    try:
-        levels(rows)
-    except TypeError as e:
-        raise UserError(f'{path}: "difficulty" must be a number in each line, or a text ({e})')
     count = min(limit or len(rows), len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
-
-
-def levels(rows):
-    """The difficulties of questions, in order."""
-    return sorted({row["difficulty"] for row in rows} - {None})
 
 
 def make_prompt(question, template="cot", shots=1):
@@ -252,30 +242,28 @@ def score(rows, answers, r, metric):
 def summarise(rows, answers, steps, metrics):
     """The "results" of write_result(): a dict for each r and metric."""
     results = []
+    levels = sorted({row["difficulty"] for row in rows} - {None})
     for r, metric in product(steps, metrics):
         result = {"steps": r, "metric": metric, "by_difficulty": {}}
         keys = "value", "standard_error", "n"
         result |= zip(keys, score(rows, answers, r, metric))
-        for level in levels(rows):
+        for level in levels:
             part = [row for row in rows if row["difficulty"] == level]
             result["by_difficulty"][str(level)] = score(part, answers, r, metric)
         results.append(result)
     return results
 
 
-def print_table(results, config, args):
+def print_table(results, args):
     """A line for each r and metric. On the right stand the accuracies of each difficulty."""
     levels = results[0]["by_difficulty"]
     print(f"\n{args.task}" + ", on the right by difficulty" * bool(levels))
     print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  "
           + "".join(f"{level:>5}" for level in levels))
     for row in results:
-        r = f"{row['steps'] or '-'}" + "*" * (row["steps"] > config.mean_recurrence)
-        print(f"{r:>6}  {row['metric']:9}{row['value']:6.1%}"
+        print(f"{row['steps'] or '-':>6}  {row['metric']:9}{row['value']:6.1%}"
               f"{row['standard_error']:6.1%}{row['n']:7}  "
               + "".join(f"{right:5.0%}" for right, *_ in row["by_difficulty"].values()))
-    if config.n_core:
-        print(f"* beyond the mean recurrence of training, {config.mean_recurrence}")
 
 
 # ---- the command ------------------------------------------------------------------------------
@@ -292,8 +280,8 @@ def parse_args():
     flag("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
     flag("--task", help="what tables and pictures call the questions; default: the file's name")
     flag("--compile", action="store_true", help=COMPILE)
+    flag("--draft_steps", type=natural, default=0, help=DRAFT_STEPS)
     add_evaluation_arguments(p)
-    add_decoding_arguments(p)
     args = p.parse_args()
     args.task = args.task or Path(args.data or "GSM8K").name
     args.data = args.data or fetch_gsm8k()
@@ -307,7 +295,6 @@ def main():
         dist.init_process_group("gloo")
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(args.device)
     check_out(args.out)
     rows = read_questions(args.data, args.limit)
     model, tokenizer = load_model(args.model, args.device, args.dtype)
@@ -347,7 +334,7 @@ def main():
         results = summarise(rows, answers, steps, metrics)
         seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
         tokens = sum(answer["tokens"] for answer in answers.values())
-        print_table(results, config, args)
+        print_table(results, args)
         write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
                      n=len(rows), settings=settings)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")

@@ -13,12 +13,10 @@ What is unusual:
 
 Tokens, truncation and scores are those of the harness's own HFLM, with BOS where the tokenizer has
 one, but for texts that transformers reads in its own way, as an export's card says: `</s>` and the
-like are text here. More --steps extend an existing file; other settings need another --out.
+like are text here. A file that exists is never replaced: name another with --out.
 
 In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
-import hashlib
-import json
 import os
 import random
 import time
@@ -26,8 +24,7 @@ import time
 import numpy as np
 import torch
 
-from data import (Parser, check_settings, cli, digest, natural, positive, read_json,
-                  write_result)
+from data import Parser, cli, digest, natural, positive, write_result
 from model import UserError
 from sample import (Decoder, add_evaluation_arguments, answer_batch, check_out, decoding,
                     load_model)
@@ -35,7 +32,7 @@ from sample import (Decoder, add_evaluation_arguments, answer_batch, check_out, 
 try:
     from lm_eval import defaults, evaluator, utils
     from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.models.utils import Collator, normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from tqdm import tqdm
 except ImportError as error:  # --help does without it
@@ -55,7 +52,7 @@ class Harness(TemplateLM):
     """
 
     def __init__(self, folder, steps, batch_size=16, device="cpu", dtype="float32", seed=0,
-                 state="noise", max_length=None):
+                 max_length=None):
         super().__init__()
         self.model, self.tokenizer = load_model(folder, device, dtype)
         self.decoder = Decoder(self.model)
@@ -63,7 +60,6 @@ class Harness(TemplateLM):
         self.r = self.steps[-1]
         self.batch_size = batch_size
         self.seed = seed
-        self.state = state
         context = self.model.config.context
         self.max_length = max_length or context
         if self.max_length > context:
@@ -125,8 +121,7 @@ class Harness(TemplateLM):
         same = branch[:, None, :] == branch[:, :, None]                     # (B, T, T)
         context = (branch == 0)[:, None, :]
         mask = (same | context).tril()[:, None]                             # (B, 1, T, T)
-        noise = model.initial_state(1, S, self.seed)[0]        # (S, C), as in decoding
-        noise *= self.state != "zero"
+        noise = model.initial_state(1, S, self.seed)[0]                     # as in decoding
         asked = []
         for context, continuations in rows:
             asked += [(context, x) for x in continuations]
@@ -180,37 +175,33 @@ class Harness(TemplateLM):
         Greedy continuations of contexts, each cut at the first of its stop strings. Exits if a task
         wants samples, or more tokens than the context holds.
         """
-        groups = {}  # what the same settings apply to
-        for i, request in enumerate(requests):
+        jobs = []
+        for request in requests:
             context, settings = request.args
             settings = normalize_gen_kwargs(settings)
             new = settings["max_gen_toks"]
-            stops = tuple(filter(None, settings["until"]))
             if settings["do_sample"] or new >= self.max_length:
                 raise UserError(f"--tasks: one wants {new} tokens, sampled: "
                                 f"{settings['do_sample']}. This model decodes greedily, in a "
                                 f"context of {self.max_length}")
             ids = self.tok_encode(context)[new - self.max_length:]
-            jobs = groups.setdefault((new, stops), [])
-            jobs.append((len(ids), i, ids))
-        texts = {}
-        for (new, stops), jobs in groups.items():
-            jobs.sort(reverse=True)
-            for first in tqdm(range(0, len(jobs), self.batch_size), f"texts at r = {self.r}"):
-                _, indices, prompts = zip(*jobs[first:first + self.batch_size])
-                found, counts = answer_batch(
-                    self.decoder,
-                    self.tokenizer,
-                    prompts,
-                    new,
-                    stops,
-                    self.r,
-                    seed=self.seed,
-                    state=self.state,
-                )
-                texts.update(zip(indices, found))
-                self.tokens += sum(counts)
-        return [texts[i] for i in sorted(texts)]
+            jobs.append((ids, settings))
+        batches = Collator(jobs, lambda job: -len(job[0]), group_by="gen_kwargs")
+        texts = []
+        for batch in tqdm([*batches.get_batched(self.batch_size)], f"batches at r = {self.r}"):
+            settings = batch[0][1]  # all of a batch have the same
+            found, counts = answer_batch(
+                self.decoder,
+                self.tokenizer,
+                [ids for ids, _ in batch],
+                settings["max_gen_toks"],
+                [*filter(None, settings["until"])],
+                self.r,
+                seed=self.seed,
+            )
+            texts += found
+            self.tokens += sum(counts)
+        return batches.get_original(texts)
 
 
 def load_tasks(names, include_path=None, num_fewshot=None):
@@ -258,16 +249,6 @@ def evaluate(lm, tasks, limit=None):
     return results
 
 
-def digest_documents(tasks):
-    """A digest of all questions: another version of a task has another."""
-    sha = hashlib.sha256()
-    for name, task in sorted(tasks["tasks"].items()):
-        for document in task.eval_docs:
-            words = json.dumps([name, document], sort_keys=True, default=str)
-            sha.update(words.encode())
-    return sha.hexdigest()[:16]
-
-
 def print_table(results):
     """A line for each task, metric and r."""
     by_task = sorted(results, key=lambda x: (x["task"], x["metric"], x["steps"]))
@@ -299,6 +280,8 @@ def main():
         raise UserError('eval_lm.py needs pip install "lm_eval[math]==0.4.13" accelerate '
                         f'({missing})')
     check_out(args.out)
+    if os.path.exists(args.out):
+        raise UserError(f"{args.out}: exists already: name another with --out")
     lm = Harness(
         args.model,
         args.steps,
@@ -306,22 +289,14 @@ def main():
         args.device,
         args.dtype,
         args.seed,
-        args.state,
         args.max_length,
     )
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     keys = "tasks", "num_fewshot", "limit", "max_length", "dtype"
     settings = {key: getattr(args, key) for key in keys} | decoding(args)
     settings["weights"] = digest(f"{lm.model.folder}/model.safetensors")
-    settings["documents"] = digest_documents(tasks)
-    earlier = []
-    if os.path.exists(args.out):
-        earlier = read_json(args.out)
-        check_settings(args.out, earlier.get("settings", {}), settings, "name another with --out")
-        earlier = [x for x in earlier["results"] if x["steps"] not in lm.steps]
     began = time.perf_counter()
-    results = earlier + evaluate(lm, tasks, args.limit)
-    results.sort(key=lambda x: x["steps"])
+    results = evaluate(lm, tasks, args.limit)
     seconds = time.perf_counter() - began
     print_table(results)
     write_result(args.out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,

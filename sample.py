@@ -9,18 +9,17 @@ Decoding: an exact KV cache for recurrent depth, drafts, and text streamed to th
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r:
-  prelude + r * core + coda slots. --kv 1 keeps one slot a core layer at any r.
+  prelude + r * core + coda slots.
 - The recurrences of a token depend on earlier tokens only. So a cheap draft's recurrences are the
   first ones of the full answer, and nothing is computed twice.
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position follows from
-  (seed, position) alone, whatever else is in the batch. --state zero goes without noise.
+  (seed, position) alone, whatever else is in the batch.
 
 Read downwards: the cache, a batch of texts, two ways to decode, then the command.
 
 The model's text goes to stdout, everything else to stderr.
 """
 import contextlib
-import copy
 import functools
 import gc
 import itertools
@@ -36,34 +35,26 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data import (Parser, check_tokenizer, cli, describe, find_gpu, natural, positive, rate,
-                  read_json, say, seeds)
-from model import Linear, RecurrentLM, UserError
+from data import (Parser, check_tokenizer, cli, depths, describe, find_gpu, natural, positive,
+                  rate, read_json, say, seeds)
+from model import Linear, RecurrentLM, UserError, load_config
 
 DRAFTS = 12     # drafts of a row before the model checks them
 TOO_FEW = 2     # right drafts of a round, below which drafts do not pay, see speculative()
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens of a row in one pass
 FEW_ROWS = 4    # up to so many rows plain sums beat a CPU library's products
-COMPILE = "torch.compile: a minute at first, then about twice as fast"  # --compile's help
+DRAFT_STEPS = "recurrences of a draft; one pass at full depth checks 12 of them; 0: off"
+COMPILE = "torch.compile: a minute at first, then about twice as fast"
 
 
 @dataclass
 class Decoding:
-    """How to decode. kv makes the result inexact and is off by default."""
+    """How to decode. Drafts change the speed, not the distribution of the text."""
     temperature: float = 0.0      # 0: greedy
     top_k: int = 0                # 0: off
-    top_p: float = 1.0            # 1: off
     seed: int = 0                 # of the noise and of sampling
-    state: str = "noise"          # s_0: noise or zero
-    kv: int = 0                   # cache slots a layer; 0: one a recurrence
     draft_steps: int = 0          # recurrences of a draft (0: off), see speculative()
-
-    def __post_init__(self):
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top_p {self.top_p}: must be above 0 and at most 1")
-        if self.draft_steps and self.kv:
-            raise UserError("--draft_steps: cannot be combined with --kv")
 
 
 # -------------------------------------------------------------------------------------- the cache
@@ -116,10 +107,9 @@ class Decoder:
         self.drop()
         # cuDNN would plan every new shape anew, for up to 0.4 s.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if self.records:  # tries tilings: by its documentation 30% faster for one row
-            model.compile_parts(dynamic=True, options={"coordinate_descent_tuning": True})
-        elif compile:
-            sum_few_rows(model)
+        if compile:
+            if not self.records:
+                sum_few_rows(model)
             model.compile_parts(dynamic=True)
 
     def drop(self):
@@ -136,22 +126,21 @@ class Decoder:
         self.drop()
         self.r = r
         self.columns = columns
-        self.slots = min(r, options.kv or r)
         c = self.model.config
         weight = self.model.embed.weight
         # Drafts run ahead of the text, and passes read multiples of COLUMNS. One block more than
         # that: a view of all columns would be contiguous, and torch.compile would compile again.
         columns += DRAFTS + 2 * COLUMNS
         # Zeros, because the mask multiplies what nobody may see by zero, so it has to be finite.
-        for part, slots in ("prelude", 1), ("core", self.slots), ("coda", 1):
+        for part, slots in ("prelude", 1), ("core", r), ("coda", 1):
             shape = rows, slots, columns, c.n_kv_head, c.head_dim
             self.cache[part] = []
             for _ in getattr(self.model, part):
                 self.cache[part].append([weight.new_zeros(shape) for _ in "kv"])
         self.column = torch.arange(max(columns, rows), device=weight.device)
-        self.rope = torch.stack(self.model.rope(columns)).to(weight.dtype)  # of each position
-        noise = self.model.initial_state(1, columns, options.seed)[0]
-        self.noise = noise * (options.state == "noise")  # s_0 of each position
+        rope = torch.stack(self.model.rope(columns))
+        self.rope = rope.to(weight.dtype)  # of each position
+        self.noise = self.model.initial_state(1, columns, options.seed)[0]  # s_0 of each position
         self.size = r, rows, self.columns, options
 
     def at(self, position, end):
@@ -171,8 +160,10 @@ class Decoder:
         key = part, slot, tokens.width
         if key not in self.views:
             self.views[key] = []
-            for layer in self.cache[part]:
-                self.views[key].append([t[:, slot, :tokens.width] for t in layer])
+            for keys, values in self.cache[part]:
+                k = keys[:, slot, :tokens.width]
+                v = values[:, slot, :tokens.width]
+                self.views[key].append((k, v))
         return [LayerCache(k, v, tokens.write) for k, v in self.views[key]]
 
     def begin(self, idx, tokens):
@@ -183,15 +174,13 @@ class Decoder:
 
     def recur(self, s, e, tokens, first, last):
         """The state (rows, T, C) after `first` recurrences -> after `last`."""
-        caches = []
-        for i in range(first, last):
-            slot = min(i, self.slots - 1)
-            caches.append(self.caches("core", tokens, slot))
+        caches = [self.caches("core", tokens, slot) for slot in range(first, last)]
         return self.model.recur(s, e, tokens.rope, last - first, tokens.mask, caches)
 
     def run_coda(self, s, tokens):
         """State (rows, T, C) -> the head's input (rows, T, C)."""
-        return self.model.run_coda(s, tokens.rope, tokens.mask, self.caches("coda", tokens))
+        caches = self.caches("coda", tokens)
+        return self.model.run_coda(s, tokens.rope, tokens.mask, caches)
 
     def logits(self, s, tokens):
         """State (rows, T, C) -> logits (rows, T, V) float32."""
@@ -204,7 +193,10 @@ class Decoder:
         """
         T = max(map(len, prompts))
         device = self.column.device
-        idx = torch.tensor([p + [0] * (T - len(p)) for p in prompts], device=device)
+        rows = []
+        for prompt in prompts:
+            rows.append(prompt + [0] * (T - len(prompt)))
+        idx = torch.tensor(rows, device=device)
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
         eager = contextlib.nullcontext()
         if self.compiled:  # large products gain little from compiling, which takes a minute
@@ -281,7 +273,7 @@ class Decoder:
                 yield row, token, drafted
                 left[row] -= 1
                 if not left[row] or (ends and ends(row, token)):
-                    batch.stop(row)
+                    batch.live.discard(row)
         if not self.graph:
             self.drop()
 
@@ -306,10 +298,8 @@ class Batch:
         """Each row's last token is `token` (B,) now, `count` positions further."""
         self.token = token
         # Rows that have ended wait at the end of the cache.
-        self.position = (self.position + count).clamp(max=self.decoder.columns)
-
-    def stop(self, row):
-        self.live.discard(row)
+        position = self.position + count
+        self.position = position.clamp(max=self.decoder.columns)
 
     def shrink(self):
         """Once half of the rows have ended, the others go on alone."""
@@ -321,11 +311,6 @@ class Batch:
         self.decoder.keep(index)
         self.token = self.token[index]
         self.position = self.position[index]
-
-
-def generate(model, *args, **options):
-    """Decoder.generate() for one batch."""
-    return Decoder(model).generate(*args, **options)
 
 
 class FewRows(nn.Module):
@@ -366,21 +351,16 @@ def sum_few_rows(model):
 
 def distribution(logits, options):
     """
-    Probabilities (..., V) of the next token. Greedy: 1 for the likeliest. Else top-k, then the
-    nucleus: the fewest likely tokens that hold probability top_p (arXiv 1904.09751).
+    Probabilities (..., V) of the next token: 1 for the likeliest if greedy, 0 beyond the top k.
     """
     if options.temperature == 0:
         likeliest = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, likeliest, 1.0)
-    p = (logits / options.temperature).softmax(-1)
-    if options.top_k or options.top_p < 1:
-        p, order = p.sort(dim=-1, descending=True, stable=True)
-        if options.top_k:
-            p[..., options.top_k:] = 0
-        enough = options.top_p * p.sum(-1, keepdim=True)
-        p[p.cumsum(-1) - p >= enough] = 0  # keeps the token that crosses top_p
-        p = torch.zeros_like(p).scatter_(-1, order, p)
-    return p / p.sum(-1, keepdim=True)
+    if options.top_k:
+        k = min(options.top_k, logits.shape[-1])
+        likeliest = logits.topk(k).values
+        logits = logits.masked_fill(logits < likeliest[..., -1:], -torch.inf)
+    return (logits / options.temperature).softmax(-1)
 
 
 def sample_token(p, rng):
@@ -431,9 +411,11 @@ def speculative(batch, options, rng):
         p = distribution(decoder.logits(s, tokens), options)
         accepted, token = accept(p, q, drafts, rng)
         batch.advance(token, accepted + 1)
-        report = torch.column_stack((batch.position, accepted, token, drafts)).tolist()
-        batch.end = max(position for position, *_ in report) + 1
-        for row, (_, count, new, *guesses) in zip(batch.rows, report):
+        report = torch.column_stack((batch.position, accepted, token, drafts))
+        report = report.tolist()
+        batch.end = max(line[0] for line in report) + 1
+        for row, line in zip(batch.rows, report):
+            _, count, new, *guesses = line
             for guess in guesses[:count]:
                 yield row, guess, True
             yield row, new, False
@@ -475,7 +457,7 @@ def accept(p, q, drafts, rng):
     """
     index = drafts[:, :, None]
     ratio = p[:, :-1].gather(2, index) / q.gather(2, index)
-    ratio = ratio[:, :, 0]
+    ratio = ratio.squeeze(2)
     luck = torch.rand(ratio.shape, device=ratio.device, generator=rng)
     accepted = (luck < ratio).long().cumprod(1).sum(1)
     wrong = torch.arange(len(p), device=p.device), accepted  # the first, or what follows the last
@@ -494,49 +476,22 @@ def add_model_arguments(p, dtype):
     p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
                    help=f"default: {dtype or 'as stored'}")
     p.add_argument("--seed", type=seeds, default=0, help="of the initial state and of sampling")
-    p.add_argument("--state", default="noise", choices=("noise", "zero"),
-                   help="initial state")
-
-
-def add_decoding_arguments(p):
-    """The flags with which scripts say how to decode; see Decoding."""
-    add_options(
-        p,
-        kv="cache slots a layer; 0 (default): one a recurrence, which is exact",
-        draft_steps="recurrences of a draft; one pass at full depth checks 12 drafts; 0: off",
-    )
 
 
 def add_evaluation_arguments(p):
     """The flags of every script that scores a model."""
     p.add_argument("--model", required=True, help="checkpoint or run folder")
-    p.add_argument("--steps", type=parse_steps, default="1,2,4,8,16,32",
+    p.add_argument("--steps", type=depths, default="1,2,4,8,16,32",
                    help="recurrences r, comma-separated; default: %(default)s")
     p.add_argument("--batch_size", type=positive, default=32, help="default: %(default)s")
     p.add_argument("--out", help="the summary; default: eval_TASK.json in the folder of --model")
     add_model_arguments(p, dtype="float32")
 
 
-def add_options(p, **helps):
-    """A flag for each of these fields of Decoding."""
-    for name, text in helps.items():
-        default = getattr(Decoding, name)
-        kind = rate if isinstance(default, float) else natural
-        p.add_argument(f"--{name}", type=kind, default=default, help=text)
-
-
 def decoding(args):
-    """Decoding's {name: value} by a script's flags. UserError for values that make no sense."""
-    given = vars(args)
-    fields = Decoding.__dataclass_fields__.keys() & given.keys()
-    return vars(Decoding(**{name: given[name] for name in fields}))
-
-
-def parse_steps(text):
-    """'32,1,4' -> [1, 4, 32]"""
-    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
-        raise UserError(f"--steps {text}: give recurrences such as 32 or 1,4,32")
-    return sorted(set(map(int, text.split(","))))
+    """Those of a script's flags that are fields of Decoding, {name: value}."""
+    fields = Decoding.__dataclass_fields__
+    return {name: value for name, value in vars(args).items() if name in fields}
 
 
 def check_out(path):
@@ -600,9 +555,9 @@ def newest_checkpoint(root="out"):
     """The newest recurrent checkpoint under root."""
     paths = []
     for path in Path(root).glob("**/config.json"):
-        config = {} if ".tmp-" in str(path) else read_json(path)  # whole() writes there
-        if isinstance(config, dict) and config.get("n_core"):
-            paths.append(path)
+        with contextlib.suppress(UserError):  # a model of another kind
+            if ".tmp-" not in str(path) and load_config(path.parent).n_core:
+                paths.append(path)
     if not paths:
         raise UserError(f"no recurrent checkpoint under {root}/: run `bash runs/tiny.sh` first, or "
                         "give --model")
@@ -661,9 +616,7 @@ def interact(decoder, tokenizer, args):
             line = input("> ")
             if line.startswith("/"):
                 words = f"--{line[1:]}".split()
-                turned = dial().parse_args(words, copy.copy(args))
-                decoding(turned)  # refuses what cannot be combined
-                args = turned
+                dial().parse_args(words, args)
             elif line:
                 for r in args.steps:
                     write(decoder, tokenizer, args, line, r)
@@ -681,15 +634,11 @@ def tell(text):
 def dial():
     """The flags that --interactive can set, too."""
     p = Parser(add_help=False)
-    p.add_argument("--steps", type=parse_steps, help="recurrences r, or several such as 1,4,32")
+    p.add_argument("--steps", type=depths, help="recurrences r, or several such as 1,4,32")
     p.add_argument("--tokens", type=positive, default=256, help="new tokens at most")
-    add_options(
-        p,
-        temperature="0 (default): greedy",
-        top_k="sample from the k likeliest tokens",
-        top_p="... from the likeliest that hold this probability",
-    )
-    add_decoding_arguments(p)
+    p.add_argument("--temperature", type=rate, default=0.0, help="0 (default): greedy")
+    p.add_argument("--top_k", type=natural, default=0, help="the k likeliest tokens only; 0: all")
+    p.add_argument("--draft_steps", type=natural, default=0, help=DRAFT_STEPS)
     return p
 
 

@@ -20,7 +20,6 @@ Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 import bisect
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -40,8 +39,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import (RANK, WORLD, Dataset, Parser, check_settings, check_tokenizer, cli,
-                  copy_tokenizer, find_gpu, fraction, locked, natural, positive, rate, read_json,
-                  say, seeds, whole, write_json)
+                  copy_tokenizer, depths, find_gpu, fraction, locked, natural, positive, rate,
+                  read_json, say, seeds, whole, write_json)
 from model import IGNORE, Config, RecurrentLM, UserError, checkpoints, find_checkpoint, load_config
 from muon import BUFFERS, Optimizer, clip_factor, stacked_parts
 
@@ -53,11 +52,6 @@ MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
 def yes_or_no(text):
     """"true" -> True"""
     return bool(["false", "true"].index(text.lower()))
-
-
-def numbers(text):
-    """"1,2,4" -> [1, 2, 4]"""
-    return [natural(part) for part in text.strip("[]").split(",")]
 
 
 def setting(default, meaning, kind):
@@ -130,7 +124,7 @@ class Settings(Recipe):
                               positive)
     eval_rows: int = setting(1024, "validation rows", positive)
     eval_steps: list[int] = setting((1, 2, 4, 8, 16, 32), "validation at these recurrences",
-                                   numbers)
+                                   depths)
     save_every: int = setting(500, "updates between checkpoints; also one at the end", positive)
     keep: int = setting(2, "checkpoints to keep", positive)
     log_every: int = setting(1, "updates between lines of the log", positive)
@@ -440,7 +434,7 @@ def make_model(settings, dataset, folder, device):
 def choose_trained(settings, model):
     """Only parameters that --train names carry gradient. UserError if a part names none."""
     names = [name for name, _ in model.named_parameters()]
-    parts = settings.train.split("|") if settings.train else [""]
+    parts = settings.train.split("|")  # [""] if empty, which all names contain
     for part in parts:
         if settings.train and not (part and any(part in name for name in names)):
             raise UserError(f"--train={settings.train}: {part!r} matches none of the parameters, "
@@ -548,7 +542,7 @@ def mean_recurrence(settings, update):
 
 def backprop_depth(settings, update):
     """k, where r is not below it; rises from 2 over its warm-up (Figure 16)."""
-    k = min(settings.backprop_depth or settings.mean_recurrence, settings.mean_recurrence)
+    k = deepest(settings)
     warmup = math.ceil(settings.backprop_warmup * settings.updates)
     if update < warmup:
         k = min(k, 1 + math.ceil((k - 1) * (update + 1) / warmup))
@@ -579,11 +573,8 @@ def draws_of(settings, update):
 
 
 def deepest(settings):
-    """The largest k of the whole run, at least 1."""
-    if settings.backprop_depth:
-        return min(settings.backprop_depth, settings.mean_recurrence)
-    draws = (draws_of(settings, update) for update in range(settings.updates))
-    return max((k for _, k in itertools.chain(*draws)), default=1)
+    """The largest k of the whole run; without truncation that of a mean r, some draw more."""
+    return min(settings.backprop_depth or settings.mean_recurrence, settings.mean_recurrence)
 
 
 def lr_scale(settings, update):
@@ -629,7 +620,7 @@ SPEEDS = {"RTX 4090": 1.0e14, "A100": 1.9e14, "H100": 4.7e14}
 
 
 def plan(settings, model):
-    """Print the run's shape, budget and schedules."""
+    """Print the run's shape, budget and schedules. Returns its FLOPs."""
     c = model.config
     updates = settings.updates
     rows = updates * settings.batch_size
@@ -637,12 +628,8 @@ def plan(settings, model):
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; {parts}; of these "
         f"{model.num_params(trained=True)['total']:,} trained")
     flops = paper_flops(settings, model, updates)
-    gpus = settings.gpus if settings.dry_run else WORLD
-    hours = ", ".join(f"{flops / (3600 * gpus * speed):,.1f} hours on {gpus} {name}"
-                      for name, speed in SPEEDS.items())
     say(f"budget: {updates:,} updates of {settings.batch_size:,} rows, "
-        f"{rows * settings.context:.4g} tokens, {flops:.4g} training FLOPs by the paper's rule: "
-        f"about {hours} (estimates)")
+        f"{rows * settings.context:.4g} tokens, {flops:.4g} training FLOPs by the paper's rule")
     if c.n_core:
         rise = f"1 to {settings.mean_recurrence} over {mean_rise(settings):,} updates"
         if settings.curriculum == "none":
@@ -651,6 +638,7 @@ def plan(settings, model):
     say(f"learning rate: {settings.lr:g} ({settings.optimizer}), up over "
         f"{settings.warmup * updates:,.0f} updates, cosine down over the last "
         f"{settings.cooldown * updates:,.0f}")
+    return flops
 
 
 def dry_run(settings):
@@ -660,7 +648,10 @@ def dry_run(settings):
     c.mean_recurrence = settings.mean_recurrence
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
     choose_trained(settings, model)
-    plan(settings, model)
+    flops = plan(settings, model)
+    for name, speed in SPEEDS.items():
+        hours = flops / (3600 * settings.gpus * speed)
+        say(f"time: about {hours:,.1f} hours on {settings.gpus} {name} (an estimate)")
     rows = settings.updates * settings.batch_size
     try:
         epochs = rows / Dataset(settings.data, "train", settings.context).num_rows
@@ -699,7 +690,7 @@ def validate(settings, model, dataset):
     Over eval_rows rows of the validation split: "val" {r: mean loss} and "accuracy" {r: share
     of labels that are the most likely token}, for each r of eval_steps.
     """
-    steps = sorted(settings.eval_steps) if model.config.n_core else [0]
+    steps = settings.eval_steps if model.config.n_core else [0]
     limit = min(settings.eval_rows, dataset.num_rows)
     B = settings.micro_batch
     rope = model.rope(settings.context)

@@ -35,7 +35,7 @@ import eval_gsm8k  # and with it all that the processes below import
 import train
 from model import Config, RecurrentLM
 from muon import Optimizer, clip_factor
-from sample import generate
+from sample import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where processes find the scripts, and this file.
@@ -332,9 +332,6 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     save(model, folder / "nan", corpus)
     small().save(folder / "foreign")
     (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
-    for name, level in {"levels": '"hard"', "listed": "[1]"}.items():
-        line = '{"question": "has 1", "answer": "1", "difficulty": %s}\n'
-        (folder / name).write_text(line % 1 + line % level)
     shutil.copytree(checkpoint, folder / "trained" / "step_000002")
     (folder / "blank").write_text("\n")
     for name in ("truncated", "missing", "mixed", "misshapen", "biased"):
@@ -426,7 +423,7 @@ def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
 def decode(model, prompts, n, **options):
     """(B, n) tokens"""
     rows = [[] for _ in prompts]
-    for row, token, _ in generate(model, prompts, n, **options):
+    for row, token, _ in Decoder(model).generate(prompts, n, **options):
         rows[row].append(token)
     return torch.tensor(rows)
 
@@ -549,16 +546,16 @@ train {run}:
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
 sample --prompt 3 --model {m}:
-    --kv=x; --top_p=0; --temperature=-1; --seed=-1; --tokens=0;
+    --top_k=x; --temperature=-1; --seed=-1; --tokens=0;
     --device=cuda:99 -> --device cuda:99;
-    --steps=-1; --draft_steps=2 --kv=1 -> combined;
+    --steps=-1; --draft_steps=x;
 eval_gsm8k {ask}:
     --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
     --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
     --max_new_tokens=3 --out=x.json --seed=-1 -> --seed; --seed=2e13; --seed=20000000000000;
-    --data {levels} -> "difficulty"; --data {listed} -> "difficulty"; --out {other} -> is a folder;
+    --out {other} -> is a folder;
 bench decode:
-    --ways foo=1 -> foo; --repeat 0;
+    --draft_steps x; --repeat 0;
 bench train:
     --steps 4; --steps 4+0;
 bench plot:

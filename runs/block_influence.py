@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data import Parser, cli, positive
 from model import UserError
-from surgery import PARTS, build, hidden, open_source, shape
+from surgery import PARTS, build, open_source, shape
 
 
 @torch.no_grad()
@@ -27,12 +27,16 @@ def block_influence(model, idx):
     For each layer of a feed-forward model 1 - the mean cosine of its input and output over all
     tokens of idx (B, T), the last layer's output taken before the final norm.
     """
-    total = 0
+    influence = torch.zeros(len(model.prelude), dtype=torch.float64)
+    rope = model.rope(idx.shape[1])
     for row in idx:
-        states = torch.stack(hidden(model, row[None])[:-1]).double()  # (L + 1, 1, T, C)
-        cosine = F.cosine_similarity(states[:-1], states[1:], dim=-1)
-        total += (1 - cosine).mean((1, 2))
-    return (total / len(idx)).tolist()
+        x = model.embed_idx(row[None])
+        for i, block in enumerate(model.prelude):
+            y = block(x, rope)
+            cosine = F.cosine_similarity(x.double(), y.double(), dim=-1)
+            influence[i] += (1 - cosine).mean()
+            x = y
+    return (influence / len(idx)).tolist()
 
 
 def most_influential(source, path, window, count):

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from model import Config, RecurrentLM, find_checkpoint
 from muon import Optimizer, clip_factor
-from sample import Decoder, Decoding, generate
+from sample import Decoder, Decoding
 from tiny_corpus import tiny
 
 GPU = torch.cuda.is_available()
@@ -145,7 +145,7 @@ def check_attention():
             uses = {
                 "training": lambda: model(idx, targets, (0, 1), state)[1].backward(),
                 "eval_lm.py": lambda: list(model.trajectory(idx, [1], state, mask=mask)),
-                "decoding": lambda: list(generate(model, [[1, 2, 3]], 2, 1)),
+                "decoding": lambda: list(Decoder(model).generate([[1, 2, 3]], 2, 1)),
             }
             for use, run in uses.items():
                 run()
@@ -204,7 +204,8 @@ def check_waits():
     if not GPU:
         return
     _, update = make_update(DEVICE, torch.bfloat16)
-    tokens = generate(small(DEVICE, torch.bfloat16)[0], [[1, 2, 3]], 8, 4)
+    model = small(DEVICE, torch.bfloat16)[0]
+    tokens = Decoder(model).generate([[1, 2, 3]], 8, 4)
     for name, step in (("update", update), ("token", lambda: next(tokens))):
         seconds(step, 1)
         with warnings.catch_warnings(record=True) as caught:

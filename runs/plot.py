@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from data import read_json
+from data import Parser, read_json
 from model import Config, RecurrentLM, UserError
 
 AXES = {
@@ -22,6 +22,18 @@ AXES = {
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
 POINTS = 10  # of a curve, in words
+
+
+def plot_flags():
+    """The flags of the command."""
+    parser = Parser(add_help=False)
+    flag = parser.add_argument
+    flag("results", nargs="+", help="result files, or folders of runs")
+    flag("--x", choices=AXES, help="default: steps of results, update of runs")
+    flag("--labels", help="comma-separated names, one a file; equal ones share a curve")
+    flag("--table", action="store_true", help="print all scores in Markdown instead")
+    flag("--out", help=".png or .svg; default: named after the first input")
+    return parser
 
 
 def plot(args):
