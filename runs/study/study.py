@@ -323,7 +323,7 @@ def exits(item, found):
         rows.append(row)
         over.setdefault(words, []).append([statistics.fmean(took), *mean_se(right)])
         if kind == "kl":
-            hard[rule] = along(steps[0], steps)
+            hard[rule] = along(sorted(steps[0], key=int), steps)
     last = "mean recurrences of the last id"
     figures = [
         panel(last, "accuracy", over, f"{first} to 12 sentences", x_log=2),
