@@ -22,7 +22,7 @@ import time
 
 import torch
 
-from data import Parser, cli, depths, describe, natural, positive
+from data import Parser, cli, describe, natural, positive, recurrences
 from model import Config, RecurrentLM
 from muon import Optimizer, clip_factor
 from runs.plot import plot, plot_flags
@@ -48,11 +48,11 @@ def main():
     flag("--optimizer", choices=("muon", "adamw", "adamw*"), default="adamw")
 
     flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
-    flag("--steps", type=depths, default="1,2,4,8,16,32", help="recurrences r")
+    flag("--steps", type=recurrences, default="1,2,4,8,16,32", help="recurrences r")
     flag("--batch_size", type=positive, default=1, help="prompts at once")
     flag("--prompt", type=positive, default=32, help="tokens of a prompt")
     flag("--tokens", type=positive, default=64, help="new tokens of a row")
-    flag("--draft_steps", type=depths, default="0", help="recurrences of a draft; 0: plain")
+    flag("--draft_steps", type=recurrences, default="0", help="recurrences of a draft; 0: plain")
 
     commands.add_parser("plot", parents=[plot_flags()], help="draw results, or losses of runs")
     args = parser.parse_args()

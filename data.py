@@ -92,8 +92,8 @@ fraction = between(0, 1, float)
 seeds = between(0, 2**31 - 1)
 
 
-def depths(text):
-    """Recurrences: "32,1,4" -> [1, 4, 32]"""
+def recurrences(text):
+    """"32,1,4" -> [1, 4, 32]"""
     return sorted({natural(part) for part in text.strip("[]").split(",")})
 
 
@@ -469,7 +469,7 @@ def batches(rows):
     size = 0
     for row in rows:
         batch.append(row)
-        size += len(row if isinstance(row, bytes) else str(row))
+        size += len(str(row))
         if size > 2**22:
             yield batch
             batch = []

@@ -336,7 +336,7 @@ def main():
         tokens = sum(answer["tokens"] for answer in answers.values())
         print_table(results, args)
         write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
-                     n=len(rows), settings=settings)
+                     settings=settings)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 
 

@@ -26,8 +26,7 @@ import torch
 
 from data import Parser, cli, digest, natural, positive, write_result
 from model import UserError
-from sample import (Decoder, add_evaluation_arguments, answer_batch, check_out, decoding,
-                    load_model)
+from sample import Decoder, add_evaluation_arguments, answer_batch, check_out, load_model
 
 try:
     from lm_eval import defaults, evaluator, utils
@@ -61,9 +60,7 @@ class Harness(TemplateLM):
         self.batch_size = batch_size
         self.seed = seed
         context = self.model.config.context
-        self.max_length = max_length or context
-        if self.max_length > context:
-            raise UserError(f"--max_length {max_length}: the model's context is {context}")
+        self.max_length = min(max_length or context, context)
         self.answers = {}  # (context, continuation), tuples of ids: {r: (likelihood, is greedy)}
         self.tokens = 0    # computed so far
 
@@ -267,7 +264,7 @@ def parse_args():
     flag("--include_path", help="a folder with .yaml files of further tasks")
     flag("--num_fewshot", type=natural, help="default: as the task says, or else none")
     flag("--max_length", type=positive,
-         help="tokens of a row; default: the model's context")
+         help="tokens of a row; default, and at most: the model's context")
     add_evaluation_arguments(p)
     args = p.parse_args()
     args.out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
@@ -282,18 +279,11 @@ def main():
     check_out(args.out)
     if os.path.exists(args.out):
         raise UserError(f"{args.out}: exists already: name another with --out")
-    lm = Harness(
-        args.model,
-        args.steps,
-        args.batch_size,
-        args.device,
-        args.dtype,
-        args.seed,
-        args.max_length,
-    )
+    lm = Harness(args.model, args.steps, args.batch_size, args.device, args.dtype, args.seed,
+                 args.max_length)
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
-    keys = "tasks", "num_fewshot", "limit", "max_length", "dtype"
-    settings = {key: getattr(args, key) for key in keys} | decoding(args)
+    keys = "tasks", "num_fewshot", "limit", "max_length", "dtype", "seed"
+    settings = {key: getattr(args, key) for key in keys}
     settings["weights"] = digest(f"{lm.model.folder}/model.safetensors")
     began = time.perf_counter()
     results = evaluate(lm, tasks, args.limit)

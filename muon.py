@@ -231,7 +231,8 @@ class Optimizer:
             flying = []
             for owner, share in enumerate(self.shares):
                 flying.append(dist.reduce(share, owner, async_op=True))
-            wait(flying)
+            for work in flying:
+                work.wait()
         total = torch.zeros((), dtype=torch.float64, device=self.sums.device)
         for piece in self.own:
             # Row by row: over 65M weights one float32 sum would be wrong by 1% (on a CPU).
@@ -264,7 +265,8 @@ class Optimizer:
             flying = []
             for piece in self.pieces:
                 flying.append(dist.broadcast(piece.weight, piece.owner, async_op=True))
-            wait(flying)
+            for work in flying:
+                work.wait()
         self.drop()
 
     def drop(self):
@@ -305,9 +307,3 @@ class Optimizer:
     def keys(self, name):
         """The names of a parameter's master and of its moments."""
         return [name, *(f"{name}.{key}" for key in BUFFERS[self.rules[name]])]
-
-
-def wait(flying):
-    """Wait for collectives that were started."""
-    for work in flying:
-        work.wait()

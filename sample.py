@@ -35,8 +35,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data import (Parser, check_tokenizer, cli, depths, describe, find_gpu, natural, positive,
-                  rate, read_json, say, seeds)
+from data import (Parser, check_tokenizer, cli, describe, find_gpu, natural, positive, rate,
+                  read_json, recurrences, say, seeds)
 from model import Linear, RecurrentLM, UserError, load_config
 
 DRAFTS = 12     # drafts of a row before the model checks them
@@ -481,7 +481,7 @@ def add_model_arguments(p, dtype):
 def add_evaluation_arguments(p):
     """The flags of every script that scores a model."""
     p.add_argument("--model", required=True, help="checkpoint or run folder")
-    p.add_argument("--steps", type=depths, default="1,2,4,8,16,32",
+    p.add_argument("--steps", type=recurrences, default="1,2,4,8,16,32",
                    help="recurrences r, comma-separated; default: %(default)s")
     p.add_argument("--batch_size", type=positive, default=32, help="default: %(default)s")
     p.add_argument("--out", help="the summary; default: eval_TASK.json in the folder of --model")
@@ -634,7 +634,8 @@ def tell(text):
 def dial():
     """The flags that --interactive can set, too."""
     p = Parser(add_help=False)
-    p.add_argument("--steps", type=depths, help="recurrences r, or several such as 1,4,32")
+    p.add_argument("--steps", type=recurrences,
+                   help="recurrences r, or several such as 1,4,32")
     p.add_argument("--tokens", type=positive, default=256, help="new tokens at most")
     p.add_argument("--temperature", type=rate, default=0.0, help="0 (default): greedy")
     p.add_argument("--top_k", type=natural, default=0, help="the k likeliest tokens only; 0: all")

@@ -39,8 +39,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import (RANK, WORLD, Dataset, Parser, check_settings, check_tokenizer, cli,
-                  copy_tokenizer, depths, find_gpu, fraction, locked, natural, positive, rate,
-                  read_json, say, seeds, whole, write_json)
+                  copy_tokenizer, find_gpu, fraction, locked, natural, positive, rate, read_json,
+                  recurrences, say, seeds, whole, write_json)
 from model import IGNORE, Config, RecurrentLM, UserError, checkpoints, find_checkpoint, load_config
 from muon import BUFFERS, Optimizer, clip_factor, stacked_parts
 
@@ -124,7 +124,7 @@ class Settings(Recipe):
                               positive)
     eval_rows: int = setting(1024, "validation rows", positive)
     eval_steps: list[int] = setting((1, 2, 4, 8, 16, 32), "validation at these recurrences",
-                                   depths)
+                                   recurrences)
     save_every: int = setting(500, "updates between checkpoints; also one at the end", positive)
     keep: int = setting(2, "checkpoints to keep", positive)
     log_every: int = setting(1, "updates between lines of the log", positive)
@@ -542,7 +542,7 @@ def mean_recurrence(settings, update):
 
 def backprop_depth(settings, update):
     """k, where r is not below it; rises from 2 over its warm-up (Figure 16)."""
-    k = deepest(settings)
+    k = min(settings.backprop_depth or settings.mean_recurrence, settings.mean_recurrence)
     warmup = math.ceil(settings.backprop_warmup * settings.updates)
     if update < warmup:
         k = min(k, 1 + math.ceil((k - 1) * (update + 1) / warmup))
@@ -573,8 +573,13 @@ def draws_of(settings, update):
 
 
 def deepest(settings):
-    """The largest k of the whole run; without truncation that of a mean r, some draw more."""
-    return min(settings.backprop_depth or settings.mean_recurrence, settings.mean_recurrence)
+    """The largest k of the whole run, at least 1."""
+    if settings.backprop_depth:
+        return min(settings.backprop_depth, settings.mean_recurrence)
+    drawn = [1]
+    for update in range(settings.updates):
+        drawn += [k for _, k in draws_of(settings, update)]
+    return max(drawn)
 
 
 def lr_scale(settings, update):
