@@ -25,10 +25,11 @@ out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
 heal=100 task=350  # updates
 if [[ $quick ]]; then heal=4 task=6; fi
-# Training is in bfloat16 where the processor has AMX for it (a third faster), else in float32: with
-# AVX-512's bfloat16 alone it is slower. All scores are in float32.
+# Training is in bfloat16 where the processor has it (a third faster on an AMD EPYC), else in float32.
+# Intel's without AMX are slower in it (runs/README.md). All scores are in float32.
 dtype=float32
-if grep -qs amx_bf16 /proc/cpuinfo; then dtype=bfloat16; fi
+if grep -qs bf16 /proc/cpuinfo; then dtype=bfloat16; fi
+if grep -qs GenuineIntel /proc/cpuinfo && ! grep -qs amx_bf16 /proc/cpuinfo; then dtype=float32; fi
 
 stage() {  # stage TITLE TIME PURPOSE
     local time=$2

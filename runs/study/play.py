@@ -267,8 +267,10 @@ class Study:
         self.locks = {}
         self.made = set()
         self.dtype = "float32"
-        if "amx_bf16" in Path("/proc/cpuinfo").read_text():
-            self.dtype = "bfloat16"  # of training: a third faster there, slower elsewhere
+        cpu = Path("/proc/cpuinfo").read_text()
+        slow = "GenuineIntel" in cpu and "amx_bf16" not in cpu  # see runs/README.md
+        if "bf16" in cpu and not slow:
+            self.dtype = "bfloat16"  # of training: a third faster on an AMD EPYC
 
     def corpus(self, task):
         return self.folder / task / "data"
