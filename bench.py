@@ -22,7 +22,7 @@ import time
 
 import torch
 
-from data import Parser, cli, describe, natural, positive, recurrences
+from common import Parser, cli, describe, natural, positive, recurrences
 from model import Config, RecurrentLM
 from muon import Optimizer, clip_factor
 from runs.plot import plot, plot_flags

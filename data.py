@@ -18,10 +18,8 @@ its multiples. `meta.json` is written last, so a folder that has one is complete
 Unusual: the loader has no state. A batch is a pure function of (seed, step, rank, world), so a run
 resumes from its step alone, and 2 ranks see what 1 rank with twice the batch size sees.
 """
-import argparse
 import bisect
 import contextlib
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -29,194 +27,22 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
-import sys
-import tempfile
 import unicodedata
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
-from model import IGNORE, UserError
-
-# ---- files and command lines -----------------------------------------------------------------
-
-
-def cli(main):
-    """
-    Run a script's main() and exit with what it returns. A user's mistake, UserError or OSError,
-    ends in one line on stderr and exit code 1. A bug keeps its traceback.
-    """
-    # A data set keeps each shard open, and there may be more than the usual limit of 1,024.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (UserError, OSError) as e:
-        sys.exit(f"error: {e}")
+from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, positive,
+                    read_json, whole, write_json)
+from model import IGNORE
 
 
-class Parser(argparse.ArgumentParser):
-    """The command line of a script: a mistake in it is a UserError, and no flag is guessed."""
-
-    def __init__(self, **options):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                         **options)
-
-    def error(self, message):
-        raise UserError(f"{message} (--help lists the flags)")
-
-
-def between(lowest, highest=math.inf, kind=int):
-    """The type of a flag that takes numbers from `lowest` to `highest`."""
-    def number(text):
-        value = kind(text)
-        if not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"{text} is not between {lowest} and {highest}")
-        return value
-    return number
-
-
-natural = between(0)
-positive = between(1)
-rate = between(0, kind=float)
-fraction = between(0, 1, float)
-seeds = between(0, 2**31 - 1)
-
-
-def recurrences(text):
-    """"32,1,4" -> [1, 4, 32]"""
-    return sorted({natural(part) for part in text.strip("[]").split(",")})
-
-
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
-
-
-def say(text, file=None):
-    """Print a line on rank 0."""
-    if RANK == 0:
-        print(text, file=file, flush=True)
-
-
-def find_gpu():
-    """Whether torch can use a GPU. Says so if there is one that it cannot use."""
-    if torch.cuda.is_available():
-        return True
-    if os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd"):
-        say(f"note: this machine has a GPU, but torch {torch.__version__} cannot use it, so the "
-            "CPU works: README.md has the install lines", file=sys.stderr)
-    return False
-
-
-@contextlib.contextmanager
-def whole(path):
-    """
-    Write a file or a folder completely or not at all. Yields a Path in a temporary folder beside
-    `path`, where the caller creates the file or folder. On a clean exit it is flushed to disk and
-    renamed to `path`; on an error `path` stays as it was. A full disk ends in one line that names
-    `path`. A kill leaves the temporary folder, `path`.tmp-*, behind.
-    """
-    target = Path(path).resolve()
-    try:
-        os.makedirs(target.parent, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
-            new = Path(folder, target.name)
-            yield new
-            for item in (*new.rglob("*"), new):
-                if item.is_file():  # safetensors writes files that only their owner can read
-                    item.chmod(new.stat().st_mode & 0o666)
-                    with open(item) as file:
-                        os.fsync(file)
-            if target.is_dir():
-                target.rename(f"{folder}/old")  # is deleted with the temporary folder
-            new.rename(target)
-    except (OSError, SafetensorError) as e:  # the latter is how safetensors reports a full disk
-        raise UserError(f"{path}: cannot be written ({e}); what was there before is untouched")
-
-
-# What whole() leaves in a data set or a run if it is killed.
-HALF = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta)\.json)\.tmp-\w{8}")
-
-
-def locked(folder):
-    """
-    Make a folder and hold it until what is returned is closed: a second process is refused. What a
-    killed process left half-written there is deleted.
-    """
-    os.makedirs(folder, exist_ok=True)
-    file = open(f"{folder}/.lock", "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{folder}: another process is writing it; wait, or choose another folder")
-    except OSError as e:  # a network's file system may have no locks
-        say(f"{folder}: cannot be locked ({e}), so let no other process write there")
-        return file
-    for path in Path(folder).glob("*.tmp-*/"):
-        if HALF.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    return file
-
-
-def read_json(path):
-    """The value in a JSON file."""
-    try:
-        return json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read as JSON ({e})")
-
-
-def write_json(path, value):
-    """Write a whole JSON file. NaN and infinity, which JSON does not have, become null."""
-    value = json.loads(json.dumps(value), parse_constant=lambda name: None)
-    with whole(path) as new:
-        new.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def digest(path):
-    """The first 16 hex digits of a file's SHA-256."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def check_settings(path, earlier, settings, way_out):
-    """UserError, which ends with a way out, if other settings made the output `path`."""
-    for key, value in settings.items():
-        if earlier.get(key) != value:
-            raise UserError(f"{path}: was made with {key} = {earlier.get(key)!s:.80}, not "
-                            f"{value!s:.80}: {way_out}")
-
-
-def describe(model):
-    """The names of a model's device and dtype."""
-    weight = model.embed.weight
-    device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
-    return device, str(weight.dtype)[6:]  # without "torch."
-
-
-def write_result(path, script, model, task, results, seconds, tokens, **more):
-    """
-    The JSON file of a measurement. results: a list of {"steps": r, "metric": name, "value": x,
-    "standard_error": se, "n": count, ...}. tokens: what `seconds` were spent on. With `training`,
-    a picture needs neither the model nor its folder.
-    """
-    device, dtype = describe(model)
-    trained = Path(model.folder, "train.json")
-    trained = read_json(trained) if trained.exists() else {}
-    write_json(path, dict(
-        script=script, model=model.folder, config=asdict(model.config), task=task,
-        device=device, dtype=dtype, torch=torch.__version__,
-        training={key: trained.get(key) for key in ("update", "flops", "paper_flops")},
-        seconds=seconds, tokens_per_second=tokens / seconds, **more, results=results))
-
+# ---- tokenizer files ---------------------------------------------------------------------------
 
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

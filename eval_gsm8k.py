@@ -33,9 +33,8 @@ from pathlib import Path
 import requests
 import torch.distributed as dist
 
-from data import (RANK, WORLD, Parser, check_settings, cli, describe, digest, natural, positive,
-                  say, whole, write_result)
-from model import UserError
+from common import (RANK, WORLD, Parser, UserError, check_settings, cli, describe, digest, natural,
+                    positive, say, whole, write_result)
 from sample import (COMPILE, DRAFT_STEPS, Decoder, add_evaluation_arguments, answer_batch,
                     check_out, decoding, load_model)
 

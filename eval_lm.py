@@ -24,8 +24,7 @@ import time
 import numpy as np
 import torch
 
-from data import Parser, cli, digest, natural, positive, write_result
-from model import UserError
+from common import Parser, UserError, cli, digest, natural, positive, write_result
 from sample import Decoder, add_evaluation_arguments, answer_batch, check_out, load_model
 
 try:

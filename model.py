@@ -24,8 +24,9 @@ Paper: arXiv 2511.07384, section 3.
 import functools
 import json
 import math
+import tomllib
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,13 +36,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
+from common import UserError
+
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, at any width
 IGNORE = -100                     # torch's target without loss
 LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
-
-
-class UserError(Exception):
-    """A user's mistake, in one line. Scripts print it without a traceback."""
 
 
 @dataclass
@@ -82,6 +81,27 @@ class Config:
         if isinstance(ends, int):
             ends = [ends]
         return set(ends or [])
+
+
+@functools.cache
+def presets():
+    """
+    Known parents and the layers to keep of them, from assets/parents.toml, as {preset name: (Config
+    of the parent, (prelude, core, coda))}, such as "tinyllama-4-8-4". Layers are numbers of layers.
+    """
+    found = {}
+    path = Path(__file__).parent / "assets" / "parents.toml"
+    for parent, about in tomllib.loads(path.read_text()).items():
+        for sizes in about.pop("shapes"):
+            name = "-".join(map(str, [parent, *sizes]))
+            found[name] = Config(**about), tuple(sizes)
+    return found
+
+
+def retrofitted(parent, sizes, adapter="linear"):
+    """The Config of a parent's recurrent model with (prelude, core, coda) layers and its own head."""
+    P, R, C = sizes
+    return replace(parent, n_prelude=P, n_core=R, n_coda=C, adapter=adapter, tie_embeddings=False)
 
 
 # -------------------------------------------------------------------------------- the noise

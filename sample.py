@@ -35,9 +35,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data import (Parser, check_tokenizer, cli, describe, find_gpu, natural, positive, rate,
-                  read_json, recurrences, say, seeds)
-from model import Linear, RecurrentLM, UserError, load_config
+from common import (Parser, UserError, cli, describe, find_gpu, natural, positive, rate, read_json,
+                    recurrences, say, seeds)
+from data import check_tokenizer
+from model import Linear, RecurrentLM, load_config
 
 DRAFTS = 12     # drafts of a row before the model checks them
 TOO_FEW = 2     # right drafts of a round, below which drafts do not pay, see speculative()

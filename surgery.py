@@ -23,7 +23,6 @@ prelude from the start, and core and coda from the end. --prelude, --core and --
 """
 import functools
 import shutil
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,16 +30,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data import (TOKENIZER_FILES, Parser, Tokenizer, check_tokenizer, cli, copy_tokenizer,
-                  positive, read_json, whole, write_json)
-from model import Config, RecurrentLM, UserError, find_checkpoint, load_config
+from common import Parser, UserError, cli, positive, read_json, whole, write_json
+from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
+from model import Config, RecurrentLM, find_checkpoint, load_config, presets
 
 PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
-PRESETS = {}  # the parent without weights, and the sizes of the parts
-for parent, about in tomllib.loads((ASSETS / "parents.toml").read_text()).items():
-    for sizes in about.pop("shapes"):
-        PRESETS["-".join(map(str, [parent, *sizes]))] = (Config(**about), sizes)
 
 
 # ------------------------------------------------------------------------------------- the layouts
@@ -351,7 +346,7 @@ def choose_layers(args, source):
         return None
     L = source.config.n_prelude
     layers = [None] * 3
-    sizes = PRESETS[args.preset][1] if args.preset else args.shape
+    sizes = presets()[args.preset][1] if args.preset else args.shape
     if sizes:
         P, R, C = sizes
         if P + R + C > L:
@@ -564,7 +559,7 @@ def parse_args():
     add("src", help="a checkpoint, or - for a preset's shape without weights")
     add("out", nargs="?", type=Path, help="default: only print the sizes")
     rule = parser.add_mutually_exclusive_group().add_argument
-    rule("--preset", choices=PRESETS, help="a known parent, and the choice of its layers")
+    rule("--preset", choices=presets(), help="a known parent, and the choice of its layers")
     rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, or 8 with "
          "--feed_forward, by the paper's rule")
     for part in PARTS:
@@ -591,7 +586,7 @@ def parse_args():
 def main():
     args = parse_args()
     if args.src == "-":
-        config, _ = PRESETS[args.preset]
+        config, _ = presets()[args.preset]
         source = Source("", config, "llama", {}, tensor_names(config, "llama"))
     else:
         source = open_source(args.src)

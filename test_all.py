@@ -2,7 +2,7 @@
 What loopgraft promises, one test a promise: `python -m pytest -q test_all.py`, on a CPU, offline.
 
 The docstrings in order are the list. Oracles come first: logits, gradients, schedules, FLOPs and
-scores of the paper's own code, which lie in assets/oracle, torch's optimizers, a run that was never
+scores of the paper's own code, which lie in tests/oracle, torch's optimizers, a run that was never
 killed. Other libraries are oracles where they are installed. The environment variable
 LOOPGRAFT_ASSETS names a folder with what is too large or not free to lie here: Llama 3's and
 OLMo 2's tokenizers. What is missing is skipped, and `-rs` says which command brings it.
@@ -37,14 +37,16 @@ import torch
 import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
 
+import common
 import data
 import eval_gsm8k
 import sample
 import surgery
 import train
-from data import Dataset, Tokenizer, read_json
+from common import UserError, read_json
+from data import Dataset, Tokenizer
 from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
-from model import STATE_STD, RecurrentLM, UserError, find_checkpoint, load_config, run_blocks
+from model import STATE_STD, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
 from muon import Optimizer
 from runs import tiny_corpus
 from runs.block_influence import block_influence
@@ -53,15 +55,17 @@ from sample import Decoder, Decoding, cut, distribution, pick
 from train import Settings
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE / "assets"))
-from stage import (DIES, HARD, QKV, RUN, TASKS, answers_of, call, checkpoints, contents, convert,
-                   count, decode, decode_model, documents, expected, far, finish, full_disk, kill,
-                   launch, logged, mistakes, multiply, noise, optimizer_rank, outcome, parameters,
-                   play, random_prompts, recipe, refusal, same, same_end, save, small, start_hub,
-                   step_with, weights, write_bad_folders, write_bpe, write_task)
+sys.path.append(str(HERE / "tests"))
+from helpers import (
+    DIES, HARD, QKV, RUN, TASKS, answers_of, call, checkpoints, contents, convert, count,
+    decode, decode_model, documents, expected, far, finish, full_disk, kill, launch, logged,
+    mistakes, multiply, noise, optimizer_rank, outcome, parameters, play, random_prompts,
+    recipe, refusal, same, same_end, save, small, start_hub, step_with, weights,
+    write_bad_folders, write_bpe, write_task,
+)
 
-ORACLE = HERE / "assets" / "oracle"
-TINYLLAMA, LLAMA, OLMO2 = (surgery.PRESETS[name][0] for name in (
+ORACLE = HERE / "tests" / "oracle"
+TINYLLAMA, LLAMA, OLMO2 = (presets()[name][0] for name in (
     "tinyllama-4-8-4", "llama-3.2-1b-4-6-4", "olmo-2-1b-4-6-4"))
 MATERIAL = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets", "tokenizers").resolve()
 EXTRAS = 'pip install transformers accelerate protobuf pyarrow "lm_eval[math]==0.4.13"'
@@ -150,7 +154,8 @@ def test_recurrence_is_the_papers_code(name):
     ids, s0 = x["input_ids"], x["s0"]
     for r, state in model.trajectory(ids, [1, 2, 8], s0):
         logits = model.finish(state)
-        assert far(logits, x[f"logits.{r}"]) < 1e-5
+        # Float32 alone: 1.96e-5 apart on a CPU without AVX-512, below 1e-5 on one that has it.
+        assert far(logits, x[f"logits.{r}"]) < 3e-5
         for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
             assert model(ids, steps=steps, state=s0)[0].equal(logits)
     model(x["grad_input_ids"], x["labels"], (3, 2), s0)[1].backward()
@@ -233,8 +238,8 @@ def test_export_is_the_inverse_of_import(name):
 def test_text_files_follow_the_model(llama, corpus):
     """Ends of text, a chat's template and sampling defaults reach an export; secrets do not."""
     shutil.copytree(llama, "parent")
-    data.write_json("parent/generation_config.json", {"eos_token_id": [1, 3], "top_k": 20})
-    data.write_json("parent/tokenizer_config.json", {"auto_map": {"AutoTokenizer": "private.py"}})
+    common.write_json("parent/generation_config.json", {"eos_token_id": [1, 3], "top_k": 20})
+    common.write_json("parent/tokenizer_config.json", {"auto_map": {"AutoTokenizer": "private.py"}})
     for name in ("chat_template.jinja", "hf_token", ".env.token"):
         Path("parent", name).write_text(name)
     os.mkdir("parent/my_tokens")
@@ -253,7 +258,7 @@ def test_text_files_follow_the_model(llama, corpus):
     assert "auto_map" not in said and said["eos_token"] == "</s>"
     shutil.copytree(ORACLE / "raven_llama", "released")
     huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
-    data.write_json("released/config.json", huginn)
+    common.write_json("released/config.json", huginn)
     data.copy_tokenizer(corpus / "task", "released")
     call("surgery", "released", "ours")
     config = load_config("ours")
@@ -407,12 +412,12 @@ def test_ends_of_text(corpus):
     spec["model"]["vocab"] |= names
     spec["added_tokens"] = [spec["added_tokens"][0] | {"content": name, "id": i}
                             for name, i in names.items()]
-    data.write_json("tokenizer.json", spec)
+    common.write_json("tokenizer.json", spec)
     for config, ends in (
             ({}, (30, 1)), ({"eos_token": {"content": "<|eot_id|>"}}, (30, 32)),
             ({"eos_token": "<|end_text|>", "add_bos_token": False}, (None, 31)),
             ({"bos_token": "</s>"}, (None, 1)), ({"bos_token": "<|eot_id|>"}, (32, 1))):
-        data.write_json("tokenizer_config.json", config)
+        common.write_json("tokenizer_config.json", config)
         tokenizer = Tokenizer.load(".")
         assert (tokenizer.bos_id, tokenizer.eos_id) == ends
     assert tokenizer.decode([5, 29, 7]) == tokenizer.decode([5, 7])
@@ -517,8 +522,8 @@ def test_prepare_counts_bad_documents(corpus):
 
 def test_no_locks(monkeypatch, capsys):
     """A file system without locks is said, and no error."""
-    monkeypatch.setattr(data.fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "none")))
-    data.locked("out").close()
+    monkeypatch.setattr(common.fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "none")))
+    common.locked("out").close()
     assert "cannot be locked" in capsys.readouterr().out
 
 # ------------------------------------------------------------------------------------- the loader
@@ -650,10 +655,10 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
                 assert " all " in key or all(other[key].equal(found[0][key]) for other in found)
         print(f"{world} processes are off by {worst:.2g}")
 
-@pytest.mark.parametrize("preset", surgery.PRESETS)
+@pytest.mark.parametrize("preset", presets())
 def test_ranks_keep_even_shares(preset):
     """The fullest of 2, 4 or 8 ranks keeps at most 1.15 times the mean, and orthogonalises so."""
-    source, (P, R, C) = surgery.PRESETS[preset]
+    source, (P, R, C) = presets()[preset]
     model = RecurrentLM.empty(replace(source, n_prelude=P, n_core=R, n_coda=C,
                                       tie_embeddings=False))
     for world in (2, 4, 8):
@@ -846,7 +851,7 @@ def test_recipes_can_be_played(corpus, monkeypatch):
                 flags = " ".join(flags).replace("--text FILE", "").replace("--verify", "")
                 call("surgery", source, *flags.split())
                 shape = {"model_type": "loopgraft", **vars(made.pop())}
-                data.write_json(f"{out}/config.json", shape)
+                common.write_json(f"{out}/config.json", shape)
             if "train.py" in words:
                 sizes = re.findall(r"--n\w+=(\d+)", " ".join(words))
                 monkeypatch.setattr(train, "WORLD", math.prod(map(int, sizes)))
@@ -863,7 +868,7 @@ def test_recipes_can_be_played(corpus, monkeypatch):
 def test_dry_run(corpus):
     """--dry_run says parameters, budget, memory and hours, from a config.json alone."""
     config = replace(TINYLLAMA, n_prelude=4, n_core=8, n_coda=4, tie_embeddings=False)
-    data.write_json("m/config.json", {"model_type": "loopgraft", **vars(config)})
+    common.write_json("m/config.json", {"model_type": "loopgraft", **vars(config)})
     plan = "train", f"--config={HERE}/config/fig7_two_phase.toml", "--dry_run", "--init_from=m"
     for flags, wanted in (
             [], ("body 704,708,608", "2.621e+10 tokens", "1 to 4 over 6,250", "up over 125 updates",
@@ -1005,7 +1010,7 @@ def test_changed_settings_or_data(base):
     base = [*base, "--data=data/pretrain", "--updates=1", "--out_dir=run"]
     tiny("data", rows=64)
     call("train", *base)
-    assert "lr = 0.01, not 0.02" in refusal("train", *base, "--lr=0.02")
+    assert "lr = 0.01, but this command says 0.02" in refusal("train", *base, "--lr=0.02")
     shutil.copytree("run", "copy")
     shutil.copytree("data", "moved")
     said = call("train", *base, "--data=moved/pretrain", "--out_dir=copy")
@@ -1038,23 +1043,23 @@ def test_train_some_parameters(base, unbroken):
     assert same(weights("1/step_000012"), weights("some/step_000012"))
     assert logged("1", "loss") == pytest.approx(logged("2", "loss"), abs=1e-2)
     path = Path("some/step_000012/config.json")
-    data.write_json(path, read_json(path) | {"context": 20})
+    common.write_json(path, read_json(path) | {"context": 20})
     call("train", *some, "--train=head", "--init_from=some", "--out_dir=second", "--updates=1")
     assert load_config("second/step_000001").context == 52
     kept = load_file("second/step_000001/model.safetensors")
     assert [name for name, t in last.items() if not t.equal(kept[name])] == ["head.weight"]
     line = refusal("train", *some, "--train=core", "--out_dir=1")
-    assert "train = core|adapter, not core" in line
+    assert "train = core|adapter, but this command says core" in line
 
 def test_a_run_deletes_its_own_checkpoints_alone(base):
     """The older of two checkpoints goes; what only has a name like it stays. Names are numbers."""
     others = ["step_000002_keep", "step_best", "step_notes.txt"]
     for name in others:
-        data.write_json(f"run/{name}/config.json" if "." not in name else f"run/{name}", {})
+        common.write_json(f"run/{name}/config.json" if "." not in name else f"run/{name}", {})
     call("train", *base, "--updates=6", "--out_dir=run")
     assert checkpoints("run") == sorted(["step_000006", *others])
     for number in (999_999, 1_000_000):
-        data.write_json(f"run/step_{number}/config.json", {})
+        common.write_json(f"run/step_{number}/config.json", {})
     assert find_checkpoint("run") == "run/step_1000000"
 
 def test_updates_that_are_not_finite(base, monkeypatch):
@@ -1179,7 +1184,7 @@ def test_questions(checkpoint, corpus, monkeypatch):
     monkeypatch.setattr(eval_gsm8k, "SOURCE", f"{hub.url}/test.jsonl")
     ask = "eval_gsm8k", "--model", checkpoint, "--limit", 4, "--steps=1", "--out=a.json"
     assert "is not GSM8K" in refusal(*ask)
-    monkeypatch.setattr(eval_gsm8k, "SHA256", data.digest(eval_gsm8k.GSM8K))
+    monkeypatch.setattr(eval_gsm8k, "SHA256", common.digest(eval_gsm8k.GSM8K))
     asked = []
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda _, __, prompts, *___, **____: (
         asked.extend(prompts) or [["1"] * 4, [1] * 4]))
@@ -1308,7 +1313,7 @@ def test_plot_results(unbroken, monkeypatch):
     for name, n_core, value in (("near", 2, 0.5), ("far", 2, 0.25), ("p", 0, 1)):
         rows = [{"steps": r, "metric": "flexible", "value": value, "standard_error": 0.25 * value}
                 for r in range(2, 16)]
-        data.write_json(f"{name}.json", {
+        common.write_json(f"{name}.json", {
             "config": vars(small(n_core=n_core).config), "task": "count",
             "training": {"update": 7}, "results": rows[:1 if name == "p" else None]})
     files = "near.json", "far.json", "p.json", "--labels", "a,a,parent"
@@ -1580,13 +1585,13 @@ def simulation(request, tmp_path_factory):
     if not asked or not shutil.which("g++") or torch.version.cuda or torch.version.hip:
         yield None
         return
-    import card
+    import fake_gpu
     folder = tmp_path_factory.mktemp("card")
     small(vocab_size=512, context=512).save(folder / "model")
     data.copy_tokenizer(request.getfixturevalue("speaker"), folder / "model")
-    env = os.environ | {"LD_PRELOAD": card.build_driver(folder)}
+    env = os.environ | {"LD_PRELOAD": fake_gpu.build_driver(folder)}
     corpus = request.getfixturevalue("corpus")
-    command = [sys.executable, "-c", f"import card; card.simulate('{corpus}', 'model')"]
+    command = [sys.executable, "-c", f"import fake_gpu; fake_gpu.simulate('{corpus}', 'model')"]
     with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=env)
         yield process, folder

@@ -38,10 +38,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data import (RANK, WORLD, Dataset, Parser, check_settings, check_tokenizer, cli,
-                  copy_tokenizer, find_gpu, fraction, locked, natural, positive, rate, read_json,
-                  recurrences, say, seeds, whole, write_json)
-from model import IGNORE, Config, RecurrentLM, UserError, checkpoints, find_checkpoint, load_config
+from common import (RANK, WORLD, Parser, UserError, check_settings, cli, find_gpu, fraction, locked,
+                    natural, positive, rate, read_json, recurrences, say, seeds, whole, write_json)
+from data import Dataset, check_tokenizer, copy_tokenizer
+from model import IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config
 from muon import BUFFERS, Optimizer, clip_factor, stacked_parts
 
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data import Parser, cli, positive
-from model import UserError
+from common import Parser, UserError, cli, positive
 from surgery import PARTS, build, open_source, shape
 
 

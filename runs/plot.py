@@ -11,8 +11,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from data import Parser, read_json
-from model import Config, RecurrentLM, UserError
+from common import Parser, UserError, read_json
+from model import Config, RecurrentLM
 
 AXES = {
     "steps": "recurrences r at test time",

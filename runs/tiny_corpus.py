@@ -27,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data import Parser, check_settings, cli, positive, read_json, whole, write_json, write_shard
+from common import Parser, check_settings, cli, positive, read_json, whole, write_json
+from data import write_shard
 
 SENTENCES = 12  # of a training story
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parents[1]), str(HERE.parent / "study")]
-from data import Parser, cli, read_json
-from model import RecurrentLM, UserError, find_checkpoint
+from common import Parser, UserError, cli, read_json
+from model import RecurrentLM, find_checkpoint
 from play import training_flops
 from study import cell, percent
 from train import Settings

@@ -35,8 +35,9 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import torch
 
-from data import Dataset, Parser, cli, positive, read_json, whole, write_json
-from model import IGNORE, RecurrentLM, UserError, find_checkpoint
+from common import Parser, UserError, cli, positive, read_json, whole, write_json
+from data import Dataset
+from model import IGNORE, RecurrentLM, find_checkpoint
 from sample import Decoder, Decoding, load_model
 from train import draws_of, model_config, read_settings
 

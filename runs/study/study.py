@@ -17,8 +17,7 @@ import re
 import statistics
 
 from play import DESIGN, HERE, ITEMS, ROOT, UNSEEN, Study
-from data import Parser, cli, read_json, write_json
-from model import UserError
+from common import Parser, UserError, cli, read_json, write_json
 from runs.plot import draw
 
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+import common
 import data
 import eval_gsm8k  # and with it all that the processes below import
 import train
@@ -39,7 +40,7 @@ from sample import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where processes find the scripts, and this file.
-os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/assets:{os.environ.get('PYTHONPATH', '')}"
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{os.environ.get('PYTHONPATH', '')}"
 # On busy cores two threads that wait for each other make models of this size 50 times slower.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
@@ -51,7 +52,7 @@ def outcome(script, *args):
     with (mock.patch.object(sys, "argv", [script, *map(str, args)]),
           contextlib.redirect_stdout(said)):
         try:
-            data.cli(main)
+            common.cli(main)
         except SystemExit as end:
             return end.code or 0, said.getvalue()
 
@@ -109,7 +110,8 @@ def run_forked(folder, env, script, *args):
     os.dup2(log, 2)
     os.environ.update(env)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    data.RANK, data.WORLD = int(env["RANK"]), int(env["WORLD_SIZE"])
+    common.RANK = int(env["RANK"])
+    common.WORLD = int(env["WORLD_SIZE"])
     sys.argv = [script, *map(str, args)]
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
@@ -229,7 +231,7 @@ TASKS = {
 
 def write_task(name):
     """Write a task of the harness's kind on 8 questions of the prompt; its flags for eval_lm.py."""
-    shots = data.read_json(ROOT / "assets/oracle/gsm8k_prompt.json")["8"].split("\n\n")[:8]
+    shots = common.read_json(ROOT / "tests/oracle/gsm8k_prompt.json")["8"].split("\n\n")[:8]
     with open("rows.jsonl", "w") as f:
         for i, shot in enumerate(shots):
             question, answer = shot.removeprefix("Q: ").split("\nA: ")
@@ -243,7 +245,7 @@ def write_task(name):
         dataset_kwargs=dict(data_files={"test": "rows.jsonl"}, cache_dir="cache"))
     if "include" in task:  # one of its own
         task["include"] = str(Path(find_spec("lm_eval").origin).parent / "tasks" / task["include"])
-    data.write_json("task.yaml", task)  # JSON is YAML, too
+    common.write_json("task.yaml", task)  # JSON is YAML, too
     return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", f"{name}.json"
 
 
@@ -270,8 +272,8 @@ def convert(src, out, *flags):
 
 
 def expected(name):
-    """{name: tensor} of what others make of a checkpoint in assets/oracle."""
-    return load_file(ROOT / "assets/oracle" / name / "expected.safetensors")
+    """{name: tensor} of what others make of a checkpoint in tests/oracle."""
+    return load_file(ROOT / "tests/oracle" / name / "expected.safetensors")
 
 
 def far(a, b):
@@ -345,13 +347,13 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     save_file(tensors, folder / "mixed" / "model-2.safetensors")
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "misshapen" / "model.safetensors")
-    config = data.read_json(llama / "config.json")
+    config = common.read_json(llama / "config.json")
     for name, wrong in (("list", []),
                         ("window", config | {"model_type": "mistral", "sliding_window": 8}),
                         ("yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
                         ("qwen", config | {"model_type": "qwen3"})):
         shutil.copytree(llama, folder / name)
-        data.write_json(folder / name / "config.json", wrong)
+        common.write_json(folder / name / "config.json", wrong)
 
 
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -380,7 +382,7 @@ def write_bpe(kind):
     spec = json.loads(bpe.to_str())
     if kind == "merges":
         spec["model"]["merges"].reverse()
-    data.write_json("tokenizer.json", spec)
+    common.write_json("tokenizer.json", spec)
 
 
 # What an optimizer updates.

@@ -35,7 +35,7 @@ import muon
 import sample
 import train
 from model import RecurrentLM
-from stage import ROOT, call, small, write_task
+from helpers import ROOT, call, small, write_task
 
 # What torch for CPUs lacks for tensors on "cuda": a current device, and generators.
 DRIVER = """
