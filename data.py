@@ -30,6 +30,7 @@ import re
 import shutil
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,55 +58,44 @@ def copy_tokenizer(source, target):
 
 
 # ---- tokenizers ------------------------------------------------------------------------------
-# The names of BOS and EOS where tokenizer_config.json does not say.
-BOS = "<s>", "<|begin_of_text|>", "<|begin_text|>"
+
+# The names of EOS, one of which ends a document if tokenizer_config.json names no other token.
 EOS = "</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>"
 
 
 @dataclass
 class Tokenizer:
-    """
-    Text to ids and back. It also has .vocab_size, the highest id + 1; .eos_id, which ends a
-    document; and .bos_id, which begins it, or None.
-    """
-    encode_text: callable  # text -> ids; names of control tokens are text like any other
-    decode_ids: callable   # list of known ids -> text
+    """Text to ids and back."""
+    encode_text: Callable  # text -> ids; names of control tokens are text like any other
+    decode_ids: Callable   # list of known ids -> text
     known: set             # ids (or a range); a vocabulary may have gaps
     special: dict          # {name: id} of control tokens
-    added: str             # what the tokenizers library adds to a text: JSON with their names
+    bos_id: int | None     # begins a text, where transformers' tokenizer of the same files adds it
+    eos_id: int | None     # ends a document
+    fingerprint: str       # of all that decides which ids a text becomes, and where they end
 
     @staticmethod
     def load(folder):
         """The Tokenizer in a folder."""
         path = tokenizer_file(folder)
         read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
+        config = Path(folder, "tokenizer_config.json")
+        config = read_json(config) if config.exists() else {}
         try:
-            tokenizer = read(str(path))
+            encode, decode, known, special, bos_id = read(str(path), config)
         except UserError:
             raise
         except Exception as e:  # the libraries raise no narrower one
             raise UserError(f"{path}: is damaged, or of a kind that we do not read, such as "
                             f"Llama 3's own tokenizer.model: fetch its tokenizer.json ({e!r:.200})")
-        config = Path(folder, "tokenizer_config.json")
-        tokenizer.find_ends(read_json(config) if config.exists() else {})
-        return tokenizer
+        eos_id = find_eos(path, config, special)
+        fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
+        return Tokenizer(encode, decode, known, special, bos_id, eos_id, fingerprint)
 
-    def find_ends(self, config):
-        """Find .vocab_size, .eos_id and .bos_id. config: the content of tokenizer_config.json."""
-        bos = token_name(config.get("bos_token"))
-        eos = token_name(config.get("eos_token"))
-        self.vocab_size = max(self.known) + 1
-        self.eos_id = self.first(eos, *EOS)
-        self.bos_id = self.first(bos, *BOS)
-        adds = config.get("add_bos_token")
-        if adds is None:  # GPT-2's kind names a token that it never adds
-            adds = bos in self.added
-        if self.bos_id == self.eos_id or not adds:
-            self.bos_id = None
-
-    def first(self, *names):
-        """The id of the first name that is a control token's, or None."""
-        return next((self.special[name] for name in names if name in self.special), None)
+    @property
+    def vocab_size(self):
+        """The highest id + 1."""
+        return max(self.known) + 1
 
     def encode(self, text, bos=False):
         """Token ids. "</s>" in a text is four characters, not EOS. bos: begin with BOS, if any."""
@@ -115,6 +105,19 @@ class Tokenizer:
     def decode(self, ids):
         """The text of a list of ids. Those that only the model has, its padding, are left out."""
         return self.decode_ids([i for i in ids if i in self.known])
+
+
+def find_eos(path, config, special):
+    """
+    The id of the token that tokenizer_config.json (`config`) names as EOS, or else of the first
+    usual name among the control tokens `special`, or None. UserError if the tokenizer lacks what
+    the config names: any other token would be a wrong end.
+    """
+    name = token_name(config.get("eos_token"))
+    if name and name not in special:
+        raise UserError(f"{path}: has no control token {name}, which tokenizer_config.json beside "
+                        "it names as eos_token")
+    return next((special[n] for n in (name, *EOS) if n in special), None)
 
 
 def token_name(token):
@@ -138,29 +141,40 @@ def check_tokenizer(config, folder, *others):
     The Tokenizer of a model's folder. UserError if it has more ids than the model, or if that of
     another folder, such as a data set's, differs.
     """
-    for other in others:
-        if digest(tokenizer_file(other)) != digest(tokenizer_file(folder)):
-            raise UserError(f"{other}: its tokenizer is not {folder}'s: prepare it with that one")
     tokenizer = Tokenizer.load(folder)
+    for other in others:
+        theirs = Tokenizer.load(other).fingerprint
+        if theirs != tokenizer.fingerprint:
+            raise UserError(f"{other}: its tokenizer ({theirs}) is not that of {folder} "
+                            f"({tokenizer.fingerprint}): prepare the data with --tokenizer={folder}")
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
                         f"{config.vocab_size}: it is the tokenizer of another model")
     return tokenizer
 
 
-def read_sentencepiece(path):
-    """The Tokenizer in a SentencePiece model (Llama 2, TinyLlama). Control tokens have no text."""
+# These two return how to encode and decode, the known and the special ids, and BOS, as Tokenizer
+# has them.
+
+def read_sentencepiece(path, config):
+    """A SentencePiece model (Llama 2, TinyLlama), whose control tokens have no text."""
     import sentencepiece
     model = sentencepiece.SentencePieceProcessor(model_file=path)
     known = range(model.vocab_size())
     special = {model.id_to_piece(i): i for i in known if model.is_control(i)}
-    return Tokenizer(model.encode, model.decode, known, special, json.dumps([*special]))
+    # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer, which
+    # reads it there, begins with it unless tokenizer_config.json says otherwise.
+    bos_id = None
+    if config.get("add_bos_token", True):
+        name = token_name(config.get("bos_token", "<s>"))
+        bos_id = special.get(name)
+    return model.encode, model.decode, known, special, bos_id
 
 
-def read_tokenizer_json(path):
+def read_tokenizer_json(path, _):
     """
-    The Tokenizer in a tokenizer.json. The corpus of tiny.sh has words. Byte-level BPE is tiktoken's
-    if that gives the same ids. Everything else takes the tokenizers library.
+    A tokenizer.json. The corpus of tiny.sh has words. Byte-level BPE is tiktoken's if that gives
+    the same ids. Everything else takes the tokenizers library.
     """
     spec = read_json(path)
     special = {}  # {name: id}
@@ -179,8 +193,30 @@ def read_tokenizer_json(path):
         encode, decode, known = byte_level(spec, pattern, special, always)
     else:
         encode, decode, known = library(path)
-    added = json.dumps(spec.get("post_processor") or [*special], ensure_ascii=False)
-    return Tokenizer(encode, decode, known, special, added)
+    return encode, decode, known, special, added_first(path, spec.get("post_processor"))
+
+
+def added_first(path, processor):
+    """
+    The id of the token that a tokenizer.json's post_processor puts before a text, or None. It alone
+    decides in transformers, too, whatever tokenizer_config.json says. What it puts after a text is
+    ignored: a prompt is to be continued.
+    """
+    ids = []
+    match processor or {}:
+        case {"type": "TemplateProcessing", "single": template, "special_tokens": tokens}:
+            for piece in template:
+                if "Sequence" in piece:  # the text
+                    break
+                ids += tokens[piece["SpecialToken"]["id"]]["ids"]
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, i]}:
+            ids = [i]
+        case {"type": "Sequence", "processors": several}:
+            ids = [added_first(path, one) for one in several]
+            ids = [i for i in ids if i is not None]
+    if len(ids) > 1:
+        raise UserError(f"{path}: begins a text with {len(ids)} tokens; only one is supported")
+    return ids[0] if ids else None
 
 
 def word_pattern(spec):
@@ -460,7 +496,7 @@ def prepare(args):
                         "ends a document")
     arguments = vars(args) | {
         "input": [[os.path.basename(path), digest(path)] for path in args.input],
-        "tokenizer": digest(tokenizer_file(args.tokenizer)),
+        "tokenizer": tokenizer.fingerprint,
         "out": None, "max_bad": None}  # may change
     started = out / "progress.json"
     meta = out / "meta.json"

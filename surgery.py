@@ -501,7 +501,7 @@ def export_tokenizer(tokenizer, folder):
     config.pop("auto_map", None)  # names code that is not here
     names = {i: name for name, i in tokenizer.special.items()}
     for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-        if i is not None:
+        if i in names:
             config.setdefault(key, names[i])
     if (folder / "tokenizer.json").exists():
         config |= {"tokenizer_class": "PreTrainedTokenizerFast",

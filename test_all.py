@@ -373,6 +373,16 @@ def test_token_ids_match_tokenizers():
         converter = slow.TikTokenConverter(str(path), extra_special_tokens=names)
         os.mkdir("llama3")
         converter.converted().save("llama3/tokenizer.json")
+        spec = read_json("llama3/tokenizer.json")
+        name = names[0]
+        spec["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": name, "type_id": 0}},
+                       {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}},
+                     {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {name: {"id": name, "ids": [128000], "tokens": [name]}}}
+        common.write_json("llama3/tokenizer.json", spec)
     folders = [path.parent for path in (*Path().glob("llama3/*"), *MATERIAL.glob("olmo2/*.json"))]
     if not folders:  # Llama 3's is gated: meta-llama/Llama-3.2-1B original/tokenizer.model
         pytest.skip("hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir "
@@ -405,22 +415,95 @@ def test_any_tokenizer_json(kind, monkeypatch):
         assert ids == theirs.encode(text, add_special_tokens=False).ids, text[:200]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
 
-def test_ends_of_text(corpus):
-    """tokenizer_config.json names what begins and ends a text, or else its usual name does."""
+def test_texts_begin_as_in_transformers(corpus):
+    """For every post_processor, bos_token and add_bos_token, BOS is there if transformers adds it."""
+    tf = need("transformers")
+    tiny("s5", "s5", rows=64)
+    spec = read_json("s5/task/tokenizer.json")
+    template = spec["post_processor"]
+    ends = json.loads(json.dumps(template).replace("<s>", "</s>"))  # begins a text with </s>
+    ends["special_tokens"]["</s>"]["ids"] = [1]
+    bytes_first = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False,
+                   "use_regex": True}
+    roberta = {"type": "RobertaProcessing", "cls": ["<s>", 2], "sep": ["</s>", 1],
+               "trim_offsets": True, "add_prefix_space": True}
+    sequence = {"type": "Sequence", "processors": [bytes_first, template]}
+    after = template | {"single": ends["single"][::-1], "special_tokens": ends["special_tokens"]}
+    processors = None, template, ends, bytes_first, roberta, sequence, after
+    unsaid = "unsaid"
+    begun = Counter()
+    for processor, adds, bos, kind in itertools.product(
+            processors, (unsaid, True, False), (unsaid, None, "<s>", "</s>"),
+            ("PreTrainedTokenizerFast", "LlamaTokenizer")):
+        config = dict(tokenizer_class=kind, eos_token="</s>", add_bos_token=adds, bos_token=bos)
+        config = {key: value for key, value in config.items() if value != unsaid}
+        common.write_json("tokenizer_config.json", config)
+        common.write_json("tokenizer.json", spec | {"post_processor": processor})
+        ours = Tokenizer.load(".").encode("a d", bos=True)
+        theirs = tf.AutoTokenizer.from_pretrained(".")("a d").input_ids
+        assert (ours[0] in (1, 2), theirs[0] in (1, 2)) == (ours[0] == theirs[0] < 3,) * 2, config
+        begun[ours[0]] += 1
+    assert begun[2] == begun[1] * 3 and begun[1] == 24
+
+def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
+    """A tokenizer.model begins texts as transformers' LlamaTokenizer; by default with BOS."""
+    tf = need("transformers")
+    need("google.protobuf")
+    shutil.copy(speaker / "tokenizer.model", ".")
+    assert Tokenizer.load(".").bos_id == 1
+    for adds, bos in itertools.product((True, False, None), (None, "<s>", "</s>")):
+        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds, "bos_token": bos}
+        common.write_json("tokenizer_config.json", config)
+        theirs = tf.AutoTokenizer.from_pretrained(".")("has 1").input_ids
+        assert Tokenizer.load(".").encode("has 1", bos=True) == theirs, config
+
+def test_configured_end_of_text(corpus, speaker):
+    """EOS is the token that the config names, or else a usual one. One that is missing is said."""
     spec = read_json(corpus / "task" / "tokenizer.json")
-    names = {"</s>": 1, "<|begin_text|>": 30, "<|end_text|>": 31, "<|eot_id|>": 32}  # after a gap
+    names = {"</s>": 1, "<|end_text|>": 31, "<|eot_id|>": 32}  # after a gap
     spec["model"]["vocab"] |= names
     spec["added_tokens"] = [spec["added_tokens"][0] | {"content": name, "id": i}
                             for name, i in names.items()]
-    common.write_json("tokenizer.json", spec)
-    for config, ends in (
-            ({}, (30, 1)), ({"eos_token": {"content": "<|eot_id|>"}}, (30, 32)),
-            ({"eos_token": "<|end_text|>", "add_bos_token": False}, (None, 31)),
-            ({"bos_token": "</s>"}, (None, 1)), ({"bos_token": "<|eot_id|>"}, (32, 1))):
+    for config, eos in (({}, 1), ({"eos_token": None}, 1), ({"eos_token": "<|end_text|>"}, 31),
+                        ({"eos_token": {"content": "<|eot_id|>"}}, 32)):
+        common.write_json("tokenizer.json", spec)
         common.write_json("tokenizer_config.json", config)
         tokenizer = Tokenizer.load(".")
-        assert (tokenizer.bos_id, tokenizer.eos_id) == ends
+        assert tokenizer.eos_id == eos
     assert tokenizer.decode([5, 29, 7]) == tokenizer.decode([5, 7])
+    spec["added_tokens"][2]["special"] = False
+    common.write_json("tokenizer.json", spec)
+    with pytest.raises(UserError, match="no control token <.eot_id.>"):
+        Tokenizer.load(".")
+    os.mkdir("chat")
+    shutil.copy(speaker / "tokenizer.model", "chat")
+    common.write_json("chat/added_tokens.json", {"<|im_end|>": 513})
+    common.write_json("chat/tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    with pytest.raises(UserError, match="no control token <.im_end.>"):
+        Tokenizer.load("chat")
+
+def test_data_and_model_have_the_same_ends(base, unbroken, corpus):
+    """Training refuses data with another EOS or BOS; prepare does not mix two of them."""
+    documents(4000)
+    shutil.copytree(corpus / "pretrain", "data")
+    shutil.copytree(unbroken, "parent")
+    parent = find_checkpoint("parent")
+    train_it = *base, "--data=data", "--init_from=parent", "--out_dir=run", "--updates=1"
+    call("train", *train_it)
+    spec = read_json("data/tokenizer.json")
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "has", "id": 2})
+    for folder in ("data", parent):  # the same file, two ends
+        common.write_json(f"{folder}/tokenizer.json", spec)
+    common.write_json(f"{parent}/tokenizer_config.json", {"eos_token": "has"})
+    line = refusal("train", *train_it, "--init_from=parent", "--out_dir=other")
+    assert "EOS 1" in line and "EOS 2" in line
+    command = "prepare", "--input", "a.jsonl", "--tokenizer", "tokens", "--out", "out"
+    shutil.copytree("data", "tokens")
+    kill(launch("data.py", *command, "--shard_tokens=2000"),
+         lambda: os.path.exists("out/train_000001.npy"))
+    common.write_json("tokens/tokenizer_config.json", {"eos_token": "has"})
+    line = refusal("data", *command, "--shard_tokens=2000")
+    assert "tokenizer = " in line and "EOS 1" in line and "EOS 2" in line
 
 def test_padding_of_a_vocabulary(corpus, speaker):
     """Ids that a model has and its tokenizer has not are left out of the text."""
