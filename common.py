@@ -134,7 +134,7 @@ def whole(path):
 
 
 # The temporary folders of whole() that a killed process may leave in a data set or a run.
-UNFINISHED = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta)\.json)\.tmp-\w{8}")
+UNFINISHED = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta|recipe)\.json)\.tmp-\w{8}")
 
 
 def locked(folder):

@@ -52,9 +52,19 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
 
 def copy_tokenizer(source, target):
     """Copy the files that say how text goes in and out of a model, and no others."""
-    for name in TOKENIZER_FILES:
-        if Path(source, name).is_file():
-            shutil.copy(Path(source, name), target)
+    write_tokenizer(read_tokenizer_files(source), target)
+
+
+def read_tokenizer_files(folder):
+    """{name: bytes} of those files."""
+    paths = [Path(folder, name) for name in TOKENIZER_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def write_tokenizer(files, folder):
+    """Write the files that read_tokenizer_files() found."""
+    for name, content in files.items():
+        Path(folder, name).write_bytes(content)
 
 
 # ---- tokenizers ------------------------------------------------------------------------------
@@ -308,7 +318,7 @@ def read_rows(path):
     """Yield the rows of a file: dicts, or bytes of JSON."""
     kind = Path(path).suffix
     if kind in (".txt", ".md", ".rst"):
-        yield {"text": Path(path).read_text("utf-8-sig", "replace")}
+        yield {"text": read_text(path)}
     elif kind == ".jsonl":
         with open(path, "rb") as file:
             yield from filter(bytes.strip, file)  # leaves out empty lines
@@ -323,6 +333,17 @@ def read_rows(path):
             raise UserError(f"{path}: is damaged ({e})")
     else:
         raise UserError(f"{path}: is not .txt, .md, .rst, .jsonl or .parquet")
+
+
+def read_text(path):
+    """The text of a file. UserError names the first line that is not UTF-8."""
+    content = Path(path).read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = 1 + content.count(b"\n", 0, e.start)
+        raise UserError(f"{path}: line {line} is not UTF-8 text, so convert the file (with iconv, "
+                        f"say): {e.reason}, byte {content[e.start]:#x}")
 
 
 def batches(rows):
@@ -359,9 +380,16 @@ def is_dropped(row, rule):
     return any(text.lower() in str(x).lower() for x in values if x is not None)
 
 
+def as_text(value):
+    """A number, true or false as text; other values, such as text and lists of ids, unchanged."""
+    return json.dumps(value) if isinstance(value, (bool, int, float)) else value
+
+
 def read_field(row, field):
-    """[(role, text or ids), ...] of a column: text, ids, or a chat. A message may have parts."""
-    value = find(row, field)
+    """
+    [(role, text or ids), ...] of a column: text, a number, ids, or a chat. A message may have parts.
+    """
+    value = as_text(find(row, field))
     if isinstance(value, str) or isinstance(value[0], int):
         return [("", value)]
     messages = []
@@ -384,7 +412,7 @@ def document(tokenizer, row, args):
     if args.loss == "all" and isinstance(pieces[0][0], str):
         pieces = [("\n".join(text for text, _ in pieces), True)]
     if args.prompt:
-        pieces = [(find(row, args.prompt), False), *pieces]
+        pieces = [(as_text(find(row, args.prompt)), False), *pieces]
     parts = [np.empty((2, 0), np.int32)]
     for text, loss in pieces:
         ids = text

@@ -8,6 +8,8 @@ GSM8K over recurrences: the same questions, answered by one model at several dep
 Unusual: every question is answered once per r. All else follows the paper, which used
 lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32, at most 256 new
 tokens. "flexible" scores the last number of the output, "strict" the one after "The answer is".
+With --template plain there is one score, "accuracy": where a reference ends in a number, the last
+number of the output has to equal it; elsewhere the whole output has to be the reference's text.
 Answers depend a little on --seed, since s_0 is noise. Caches and drafts are those of
 sample.py. A feed-forward model has no r and gets one row.
 
@@ -27,6 +29,7 @@ import os
 import re
 import sys
 import time
+from decimal import Decimal
 from itertools import chain, product
 from pathlib import Path
 
@@ -34,7 +37,8 @@ import requests
 import torch.distributed as dist
 
 from common import (RANK, WORLD, Parser, UserError, check_settings, cli, describe, digest, natural,
-                    positive, say, whole, write_result)
+                    positive, read_json, say, whole, write_result)
+from data import as_text
 from sample import (COMPILE, DRAFT_STEPS, Decoder, add_evaluation_arguments, answer_batch,
                     check_out, decoding, load_model)
 
@@ -85,6 +89,7 @@ A: Let's think step by step. Olivia had 23 dollars. 5 bagels for 3 dollars each 
 15 dollars. So she has 23 - 15 dollars left. 23 - 15 is 8. The answer is 8.""".split("\n\n")
 STOPS = ("Q:", "</s>", "<|im_end|>")  # plain substrings; the tokenizer's EOS ends a text as well
 INVALID = "[invalid]"
+SCRIPT = "eval_gsm8k"  # its name in the summary
 
 
 # ---- questions and answers --------------------------------------------------------------------
@@ -113,9 +118,7 @@ def read_questions(path, limit=None):
     try:
         with open(path, encoding="utf-8-sig") as f:
             for line in filter(str.strip, f):  # leaves out empty lines
-                row = {"difficulty": None} | json.loads(line) | {"index": len(rows)}
-                row |= {key: str(row[key]) for key in ("question", "answer")}
-                rows.append(row)
+                rows.append(read_question(json.loads(line)) | {"index": len(rows)})
     except (ValueError, KeyError, TypeError) as e:  # ValueError also for a file that is not text
         raise UserError(f'{path}: line {len(rows) + 1} is not a JSON object with "question" and '
                         f'"answer" ({e!r})')
@@ -123,6 +126,18 @@ def read_questions(path, limit=None):
         raise UserError(f"{path}: holds no questions")
     count = min(limit or len(rows), len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def read_question(row):
+    """What a line says: a dict of question, answer (text or numbers) and, perhaps, difficulty."""
+    found = {"difficulty": row.get("difficulty")}
+    if isinstance(found["difficulty"], (list, dict)):
+        raise TypeError("a difficulty is a number or text")
+    for key in ("question", "answer"):
+        found[key] = as_text(row[key])
+        if not isinstance(found[key], str):
+            raise TypeError(f"{key} is neither text nor a number")
+    return found
 
 
 def make_prompt(question, template="cot", shots=1):
@@ -144,7 +159,7 @@ def strict_extract(text):
     return found[1] if found else INVALID
 
 
-def is_correct(extracted, answer):
+def equals(extracted, answer):
     """Equal as text, so "18.00" is not "18". answer: the field of the data set, "... #### 18"."""
     return normalise(extracted) == normalise(answer)
 
@@ -156,7 +171,49 @@ def normalise(text):
     return text.lower()
 
 
-METRICS = {"flexible": flexible_extract, "strict": strict_extract}
+# A number that does not belong to a word, a fraction, a date or a range.
+NUMBER = re.compile(r"(?<![\w.,/:-])-?\$?\d[\d,]*(?:\.\d+)?(?![\w/:-])")
+
+
+def reference_text(answer):
+    """The text of a reference answer: what follows its last "####", if it has one."""
+    return answer.rpartition("####")[2].strip().removesuffix(".").rstrip()
+
+
+def reference_number(answer):
+    """The number that a reference answer ends in, or None."""
+    text = reference_text(answer)
+    found = [*NUMBER.finditer(text)]
+    if found and found[-1].end() == len(text):
+        return to_number(found[-1][0])
+    return None
+
+
+def to_number(text):
+    """"$1,234.50" -> Decimal("1234.50"), which equals Decimal("1234.5")"""
+    return Decimal(re.sub("[$,]", "", text))
+
+
+def same_answer(output, answer):
+    """
+    Whether an output is right, where no prompt asks for a form of the answer. As numbers if the
+    reference ends in one, else as text, in any case and with or without a full stop.
+    """
+    number = reference_number(answer)
+    if number is None:
+        return reference_text(output).lower() == reference_text(answer).lower()
+    found = NUMBER.findall(output)
+    return bool(found) and to_number(found[-1]) == number
+
+
+# What is scored with each template, as {metric: (output, reference) -> whether it is right}.
+METRICS = {
+    "cot": {
+        "flexible": lambda output, answer: equals(flexible_extract(output), answer),
+        "strict": lambda output, answer: equals(strict_extract(output), answer),
+    },
+    "plain": {"accuracy": same_answer},
+}
 
 
 # ---- decoding ---------------------------------------------------------------------------------
@@ -173,8 +230,8 @@ def answer_questions(decoder, tokenizer, rows, r, args):
     for row, text, tokens in zip(rows, *found):
         line = {"index": row["index"], "steps": r, "output": text, "tokens": tokens,
                 "seconds": seconds}
-        for metric, extract in METRICS.items():
-            line[metric] = is_correct(extract(text), row["answer"])
+        for metric, is_right in METRICS[args.template].items():
+            line[metric] = is_right(text, row["answer"])
         lines.append(line)
     return lines
 
@@ -211,6 +268,16 @@ def answer_rest(decoder, tokenizer, rows, steps, answers, path, args):
 
 # ---- the file of answers ----------------------------------------------------------------------
 
+def check_summary(path, task):
+    """UserError if the summary that this command will write would replace another script's or task's."""
+    if not os.path.exists(path):
+        return
+    found = read_json(path)
+    if not isinstance(found, dict) or (found.get("script"), found.get("task")) != (SCRIPT, task):
+        raise UserError(f"{path}: is not a summary of {task} by eval_gsm8k.py: name another file "
+                        "with --out")
+
+
 def read_answers(path, settings):
     """
     {(r, index): line} of a file of answers; {} if there is no file. A last line without an end is
@@ -241,7 +308,8 @@ def score(rows, answers, r, metric):
 def summarise(rows, answers, steps, metrics):
     """The "results" of write_result(): a dict for each r and metric."""
     results = []
-    levels = sorted({row["difficulty"] for row in rows} - {None})
+    levels = {row["difficulty"] for row in rows} - {None}
+    levels = sorted(levels, key=lambda level: (isinstance(level, str), level))  # numbers first
     for r, metric in product(steps, metrics):
         result = {"steps": r, "metric": metric, "by_difficulty": {}}
         keys = "value", "standard_error", "n"
@@ -295,6 +363,7 @@ def main():
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     check_out(args.out)
+    check_summary(args.out, args.task)
     rows = read_questions(args.data, args.limit)
     model, tokenizer = load_model(args.model, args.device, args.dtype)
     config = model.config
@@ -314,6 +383,8 @@ def main():
     settings = {key: getattr(args, key) for key in keys} | decoding(args)
     settings["questions"] = digest(args.data)
     settings["weights"] = digest(f"{model.folder}/model.safetensors")
+    settings["config"] = digest(f"{model.folder}/config.json")
+    settings["tokenizer"] = tokenizer.fingerprint
     answers = read_answers(path, settings)
     depths = f" at r = {steps}" if config.n_core else ""
     if RANK == 0:
@@ -322,19 +393,21 @@ def main():
             f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
         print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions{depths}; "
               f"{path} holds {len(answers)} answers", file=sys.stderr)
+        if args.template == "plain":
+            numbers = sum(reference_number(row["answer"]) is not None for row in rows)
+            print(f"answers are compared as numbers in {numbers} of these questions, as text in "
+                  f"the other {len(rows) - numbers}", file=sys.stderr)
     decoder = Decoder(model, args.compile)
     answer_rest(decoder, tokenizer, rows, steps, answers, path, args)
     if RANK == 0:
         # Earlier commands may have answered all of these questions at other r.
         steps = [r for r in sorted({r for r, _ in answers})
                  if all((r, row["index"]) in answers for row in rows)]
-        # Without the paper's prompt nothing asks for "The answer is".
-        metrics = METRICS if args.template == "cot" else ["flexible"]
-        results = summarise(rows, answers, steps, metrics)
+        results = summarise(rows, answers, steps, METRICS[args.template])
         seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
         tokens = sum(answer["tokens"] for answer in answers.values())
         print_table(results, args)
-        write_result(args.out, "eval_gsm8k", model, args.task, results, seconds, tokens,
+        write_result(args.out, SCRIPT, model, args.task, results, seconds, tokens,
                      settings=settings)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 

@@ -20,6 +20,7 @@ Read downwards: the cache, a batch of texts, two ways to decode, then the comman
 The model's text goes to stdout, everything else to stderr.
 """
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -579,6 +580,10 @@ def write(decoder, tokenizer, args, prompt, r):
     """Stream what follows prompt at depth r to stdout, and say how fast it went."""
     model = decoder.model
     options = decoding(args)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:  # a byte that was no character became a lone surrogate
+        raise UserError(f"the prompt is not UTF-8 text: its character {e.start + 1} is a stray byte")
     ids = tokenizer.encode(prompt, bos=True)
     text = tokenizer.decode(ids)
     if "<unk>" in text:
@@ -610,6 +615,7 @@ def write(decoder, tokenizer, args, prompt, r):
 
 def interact(decoder, tokenizer, args):
     """Prompts from the terminal, each on its own. /FLAG VALUE sets a flag of dial()."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # a stray byte is a mistake in its line alone
     tell("a line is a prompt; /steps 16, /draft_steps 2 or /temperature 0.8 sets a flag; "
          "ctrl-D ends")
     while True:
@@ -617,7 +623,7 @@ def interact(decoder, tokenizer, args):
             line = input("> ")
             if line.startswith("/"):
                 words = f"--{line[1:]}".split()
-                dial().parse_args(words, args)
+                args = dial().parse_args(words, copy.copy(args))  # a mistake changes nothing
             elif line:
                 for r in args.steps:
                     write(decoder, tokenizer, args, line, r)

@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import Parser, UserError, cli, positive, read_json, whole, write_json
+from common import Parser, UserError, cli, natural, positive, read_json, whole, write_json
 from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
 from model import Config, RecurrentLM, find_checkpoint, load_config, presets
 
@@ -329,7 +329,9 @@ def layer_list(text):
 
 def shape(text):
     """'4,8,4' -> (4, 8, 4); '8', of a feed-forward model, -> (8, 0, 0)."""
-    P, R, C = map(int, (text if "," in text else f"{text},0,0").split(","))
+    P, R, C = map(natural, (text if "," in text else f"{text},0,0").split(","))
+    if not P + R + C:
+        raise ValueError("no layers")
     return P, R, C
 
 
@@ -357,7 +359,11 @@ def choose_layers(args, source):
         if getattr(args, part) is not None:
             layers[i] = getattr(args, part)
     if args.feed_forward:
-        layers = [sum(filter(None, layers), []) or list(range(L)), [], []]
+        if all(part is None for part in layers):
+            layers[0] = list(range(L))
+        layers = [sum(filter(None, layers), []), [], []]
+        if not layers[0]:
+            raise UserError("--feed_forward: these flags leave no layer")
     elif args.export and not any(layers):
         return None
     elif None in layers or not layers[1]:

@@ -45,7 +45,7 @@ import surgery
 import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
-from eval_gsm8k import METRICS, STOPS, is_correct, make_prompt
+from eval_gsm8k import METRICS, STOPS, make_prompt, same_answer
 from model import STATE_STD, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
 from muon import Optimizer
 from runs import tiny_corpus
@@ -60,7 +60,7 @@ from helpers import (
     DIES, HARD, QKV, RUN, TASKS, answers_of, call, checkpoints, contents, convert, count,
     decode, decode_model, documents, expected, far, finish, full_disk, kill, launch, logged,
     mistakes, multiply, noise, optimizer_rank, outcome, parameters, play, random_prompts,
-    recipe, refusal, same, same_end, save, small, start_hub, step_with, weights,
+    recipe, refusal, same, same_end, save, small, start_hub, step_with, typed, weights,
     write_bad_folders, write_bpe, write_task,
 )
 
@@ -592,7 +592,7 @@ def test_loss_on_answers_alone(corpus):
 def test_prepare_counts_bad_documents(corpus):
     """Up to --max_bad are left out; a wrong column is said after 1,000, and nothing is written."""
     good = '{"text": "has 1"}\n' * 53
-    bad = '{"text": \n[]\n{"text": "\xff"}\n{"text": 3}\n{"text": [17]}\n{"text": [-1]}\n{"q": "a"}'
+    bad = '{"text": \n[]\n{"text": "\xff"}\n{"text": null}\n{"text": [17]}\n{"text": [-1]}\n{"q": "a"}'
     Path("b.jsonl").write_text(good + bad, encoding="latin-1")
     assert "7 of 60 documents" in refusal("data", *prepare(corpus, "b.jsonl", "out"))
     documents(4000)
@@ -602,6 +602,20 @@ def test_prepare_counts_bad_documents(corpus):
     assert not os.path.exists("out")
     call("data", *prepare(corpus, "b.jsonl", "out", "--max_bad=0.2"))
     assert read_json("out/meta.json")["counts"]["bad"] == 7
+
+def test_numbers_are_text(corpus):
+    """A number or true is its text, in prepare as in the evaluation; a list of numbers is ids."""
+    rows = [{"question": 7, "answer": 7}, {"question": [3], "answer": "7"},
+            {"question": "has", "answer": True}]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call("data", *prepare(corpus, "a.jsonl", "out", "--prompt=question", "--field=answer"))
+    tokenizer = Tokenizer.load("out")
+    seven, unknown, end = tokenizer.encode("7 true </s>")[0], 0, tokenizer.eos_id
+    assert np.load("out/train_000000.npy")[0].tolist() == [
+        seven, seven, end, 3, seven, end, tokenizer.encode("has")[0], unknown, end]
+    asked = [eval_gsm8k.read_question(row) for row in (rows[0], rows[2])]
+    assert asked == [{"question": "7", "answer": "7", "difficulty": None},
+                     {"question": "has", "answer": "true", "difficulty": None}]
 
 def test_no_locks(monkeypatch, capsys):
     """A file system without locks is said, and no error."""
@@ -1208,6 +1222,74 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     # k of the whole run, though the curriculum begins at 1; 0 is all of r, which has no limit
     assert seen == [(1, 2), (1, largest)] and largest > 3
 
+def test_checkpoints_have_the_tokenizer(base, unbroken):
+    """A checkpoint has its tokenizer although --init_from vanished after the start."""
+    shutil.copytree(unbroken, "parent")
+    validate = train.validate
+
+    def vanish(*args):
+        shutil.rmtree("parent", ignore_errors=True)
+        return validate(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "validate", vanish)
+        call("train", *base, "--init_from=parent", "--out_dir=run", "--updates=1")
+    assert Tokenizer.load("run/step_000001").eos_id == 1
+
+def test_a_log_is_not_overwritten(base, unbroken):
+    """The log of a run without checkpoints stays if the settings differ; ./name is name."""
+    shutil.copytree(unbroken, "parent")
+    measure = *base, "--updates=0", "--out_dir=run", "--init_from=parent"
+    call("train", *measure)
+    before = contents("run")
+    assert "init_from = parent, but this command says other" in refusal(
+        "train", *measure, "--init_from=other")
+    assert contents("run") == before
+    call("train", *measure, "--init_from=./parent/")
+    assert contents("run") == before
+
+def test_a_mixture_is_validated_by_source(base, corpus):
+    """Each source is measured on its share of the rows, as far as it goes, by a loss of its own."""
+    Path("small").mkdir()
+    shutil.copytree(corpus / "pretrain", "small/set")
+    meta = read_json("small/set/meta.json")
+    shard = np.load("small/set/val_000000.npy")[:, :5 * 52].copy()
+    meta["shards"]["val"] = [data.write_shard("small/set", "val_000000.npy", shard)]
+    common.write_json("small/set/meta.json", meta)
+    mixture = f"--data={corpus}/pretrain:2,small/set:1"
+    said = call("train", *base, mixture, "--updates=0", "--out_dir=run")
+    assert "18 rows of" in said and "5 rows of small/set" in said
+    found = logged("run", "val_by_source")[0]
+    total = labels = 0
+    for folder, rows in ((f"{corpus}/pretrain", 18), ("small/set", 5)):
+        call("train", *base, f"--data={folder}", "--updates=0", f"--out_dir=alone{rows}",
+             f"--eval_rows={rows}")
+        alone = logged(f"alone{rows}", "val")[0]
+        assert found[folder]["val"] == alone and found[folder]["rows"] == rows
+        _, targets, _ = Dataset(folder, "val", 52).batch(0, 0, 0, 1, rows)
+        assert found[folder]["labels"] == (targets >= 0).sum()
+        total += alone["4"] * found[folder]["labels"]
+        labels += found[folder]["labels"]
+    assert logged("run", "val")[0]["4"] == pytest.approx(total / labels)
+
+def test_rows_without_labels_are_said(base, corpus):
+    """A validation without a label is refused; an update without one is said and logs no loss."""
+    shutil.copytree(corpus / "pretrain", "data")
+    meta = read_json("data/meta.json")
+
+    def without_labels(split):
+        tokens = np.load(f"data/{split}_000000.npy")
+        tokens[1] = -100
+        meta["shards"][split] = [data.write_shard("data", f"{split}_000000.npy", tokens)]
+        common.write_json("data/meta.json", meta)
+
+    without_labels("train")
+    said = call("train", *base, "--data=data", "--updates=2", "--out_dir=run")
+    assert said.count("no labels") == 2 and logged("run", "loss") == {1: None, 2: None}
+    without_labels("val")
+    line = refusal("train", *base, "--data=data", "--updates=2", "--out_dir=other")
+    assert "none of the 27 validation rows has a label" in line
+
 def test_processes_start_alike(base, unbroken):
     """A process with other settings, or other weights, than the first one says so and exits."""
     for name in ("run", "other"):
@@ -1243,10 +1325,56 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     for row in map(json.loads, open(ORACLE / "gsm8k_extract.jsonl")):
         text = cut(row["output"], STOPS)
         assert text == row["cut"], row["why"]
-        for metric, extract in METRICS.items():
-            assert extract(text) == row[metric], row["why"]
+        extracted = eval_gsm8k.flexible_extract(text), eval_gsm8k.strict_extract(text)
+        assert extracted == (row["flexible"], row["strict"]), row["why"]
+        for metric, is_right in METRICS["cot"].items():
             for answer in (row["answer"], row["gold"]):
-                assert is_correct(extract(text), answer) == row[f"{metric}_correct"], row["why"]
+                assert is_right(text, answer) == row[f"{metric}_correct"], row["why"]
+
+@pytest.mark.parametrize("output, reference, right", [
+    ("17 + 25 = 42", "17 + 25 = 42", True), ("it is 42.", "17 + 25 = 42", True),
+    ("42\n", "42", True), ("42", "42\n", True), ("18", "####18", True), ("18", "#### 18", True),
+    ("$1,234.50", "1234.5", True), ("-3", "3", False), ("43", "17 + 25 = 42", False),
+    ("17", "17 + 25 = 42", False), ("", "42", False), ("forty-two", "42", False),
+    ("Paris", "Paris", True), (" paris.\n", "Paris", True), ("in Paris", "Paris", False),
+    ("", "Paris", False), ("room B2", "B2", False), ("B2", "B2", True), ("3/4", "3/4", True),
+    ("1/4", "3/4", False), ("10-12", "10-12", True), ("42 apples", "42 apples", True),
+    ("4.", "4", True), ("24153", "24153", True), ("she has 1, 2 or 3", "3", True)])
+def test_answers_to_plain_questions(output, reference, right):
+    """Without the paper's prompt, a number is compared as a number and any other answer as text."""
+    assert same_answer(output, reference) == right
+
+def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
+    """eval_gsm8k.py --template plain says what it compares, and scores identical text as right."""
+    Path("asked.jsonl").write_text(
+        '{"question": "has", "answer": "so gets", "difficulty": "easy"}\n'
+        '{"question": "so", "answer": 7, "difficulty": 2}\n'
+        '{"question": "so", "answer": "loses", "difficulty": 10}\n')
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda _, __, prompts, *___, **____: (
+        [["so gets", "7", "gets"][:len(prompts)], [1] * 3]))
+    ask = "eval_gsm8k", "--model", checkpoint, "--data=asked.jsonl", "--template=plain"
+    call(*ask, "--max_new_tokens=4", "--steps=1", "--out=a.json")
+    assert "as numbers in 1 of these questions, as text in the other 2" in capfd.readouterr().err
+    (result,) = read_json("a.json")["results"]
+    assert result["metric"] == "accuracy" and result["value"] == pytest.approx(2 / 3)
+    levels = {level: value for level, (value, *_) in result["by_difficulty"].items()}
+    assert list(levels.items()) == [("2", 1.0), ("10", 0.0), ("easy", 1.0)]
+
+def test_no_summary_is_replaced_by_another(checkpoint, corpus):
+    """eval_gsm8k.py writes no summary over a file of another script, or about another task."""
+    ask = ("eval_gsm8k", "--model", checkpoint, "--data", corpus / "test.jsonl", "--limit=2",
+           "--template=plain", "--max_new_tokens=1", "--steps=1")
+    call(*ask, "--out=a.json")
+    call(*ask, "--out=a.json")
+    before = contents(".")
+    assert "is not a summary of riddles" in refusal(*ask, "--out=a.json", "--task=riddles")
+    for other in ({"script": "eval_lm", "task": "test.jsonl"}, [], {}):
+        common.write_json("b.json", other)
+        assert "is not a summary" in refusal(*ask, "--out=b.json")
+    Path("b.json").unlink()
+    assert contents(".") == before
+    Path("bad.jsonl").write_text('{"question": "has", "answer": "so", "difficulty": [1]}\n')
+    assert "difficulty" in refusal(*ask, "--data=bad.jsonl", "--out=c.json")
 
 def test_an_answer_ends_at_any_end(checkpoint, corpus):
     """Each id of config.ends ends an answer; control tokens are no part of its text, as in HFLM."""
@@ -1297,6 +1425,14 @@ def test_killed_evaluation_goes_on(checkpoint, corpus):
     assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
     assert len(answers_of("killed.jsonl")) == 2 * 60
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
+    config = read_json("moved/config.json")
+    common.write_json("moved/config.json", config | {"norm_eps": 0.1})
+    assert "config = " in refusal("eval_gsm8k", *command[1:])
+    shutil.copy(checkpoint / "config.json", "moved/config.json")
+    spec = read_json("moved/tokenizer.json")
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "has", "id": 2})
+    common.write_json("moved/tokenizer.json", spec)
+    assert "tokenizer = " in refusal("eval_gsm8k", *command[1:])
     save(small(seed=1), "moved", corpus)
     assert "weights" in refusal("eval_gsm8k", *command[1:])
 
@@ -1426,7 +1562,7 @@ def names(corpus, llama, checkpoint, tmp_path_factory):
     run = f"--data={corpus}/task --context=26 --out_dir=out"
     ask = f"--model {checkpoint} --data {corpus}/test.jsonl --shots 0"
     return {"corpus": corpus, "llama": llama, "m": checkpoint, "run": run, "ask": ask,
-            **{path.name: path for path in folder.iterdir()}}
+            **{path.stem: path for path in folder.iterdir()}}
 
 @pytest.mark.parametrize("command, words", mistakes())
 def test_mistakes_end_in_one_line(command, words, names):
@@ -1463,7 +1599,7 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     """README.md's Python runs, and so do its commands that need no more than runs/tiny.sh."""
     shutil.copytree(taught, "out")
     save(small(n_core=0), "out/newer/parent", corpus)  # sample.py prefers a recurrent model
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "stdin", typed())
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # saves half a minute
     blocks = dict.fromkeys(("sh", "python", "toml"), "")
     for kind, text in re.findall(r"(?s)```(\w+)\n(.*?)```", (HERE / "README.md").read_text()):
@@ -1492,16 +1628,23 @@ def test_study_pages_are_made_from_its_results(monkeypatch):
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, sets flags, says unknown words, and survives a mistake."""
-    lines = ["has 1", "", "/steps 2,4", "/steps x", "has 1", "/draft_steps 2",
-             "/steps 8", "has 1", "/model m", "/draft_steps 4", "has one"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    monkeypatch.setattr(sys, "stdin", typed(
+        b"has 1", b"", b"/steps 2,4", b"/steps x", b"has 1", b"/draft_steps 2", b"/steps 8",
+        b"has 1", b"/model m", b"/steps 3 --temperature x", b"has \xff", b"/draft_steps 4",
+        b"has one"))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8", "8"]
     assert errors.count("% of them right drafts") == 2
-    for words in ("argument --steps", "--model", "has <unk>"):
+    for words in ("argument --steps", "--model", "has <unk>", "--temperature",
+                  "its character 5 is a stray byte"):
         assert words in errors
     assert said.count("\n") == 5
+
+def test_a_stray_byte_in_a_prompt(checkpoint):
+    """A prompt that is not UTF-8 is refused in one line."""
+    assert "character 2 is a stray byte" in refusal(
+        "sample", "--model", checkpoint, "--prompt", os.fsdecode(b"a\xff"))
 
 def test_characters_stream_whole(speaker, monkeypatch):
     """What follows BOS and the prompt is printed without a part of a character."""

@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (RANK, WORLD, Parser, UserError, check_settings, cli, find_gpu, fraction, locked,
                     natural, positive, rate, read_json, recurrences, say, seeds, whole, write_json)
-from data import Dataset, check_tokenizer, copy_tokenizer
+from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config
 from muon import BUFFERS, Optimizer, clip_factor, stacked_parts
 
@@ -54,6 +54,11 @@ def yes_or_no(text):
     return bool(["false", "true"].index(text.lower()))
 
 
+def folder_name(text):
+    """"./out/m/" -> "out/m", so that a run may be continued by either name"""
+    return os.path.normpath(text) if text else ""
+
+
 def setting(default, meaning, kind):
     """A field of Settings. kind: makes its value from text, or is a tuple of the words allowed."""
     return field(default=default, metadata={"meaning": meaning, "kind": kind})
@@ -65,7 +70,8 @@ class Recipe:
     The settings that decide the result. The defaults are the paper's (appendix D); files in config/
     say what differs.
     """
-    init_from: str = setting("", "a checkpoint or run; empty: random weights, shaped as below", str)
+    init_from: str = setting("", "a checkpoint or run; empty: random weights, shaped as below",
+                             folder_name)
     reinit: bool = setting(False, "random weights in the shape of init_from", yes_or_no)
     embed_scale: float = setting(1.0, "of random weights: multiplies the embeddings (Huginn: 72.7)",
                                  float)
@@ -139,17 +145,18 @@ class Settings(Recipe):
 
 def read_settings(argv):
     """
-    The Settings of --config=FILE.toml (flat keys) and of --key=value, which wins. --key alone is
-    true. UserError says which one is wrong: an update must divide into draws and micro-batches, and
-    the width into heads.
+    The Settings of --config=FILE.toml (flat keys) and of --key=value, which wins. A yes-or-no --key
+    alone is true. UserError says which one is wrong: an update must divide into draws and
+    micro-batches, and the width into heads.
     """
     parser = Parser(usage="train.py --config=FILE --key=value ...", description=__doc__)
     for item in fields(Settings):
         kind = item.metadata["kind"]
         option = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        if kind is yes_or_no:
+            option |= {"nargs": "?", "const": "true"}
         meaning = f"{item.metadata['meaning']} [{item.default}]"
-        parser.add_argument(f"--{item.name}", default=item.default, help=meaning,
-                            nargs="?", const="true", **option)
+        parser.add_argument(f"--{item.name}", default=item.default, help=meaning, **option)
     config = parser.parse_known_args(argv)[0].config
     if config:
         argv = read_config(config) + argv
@@ -228,9 +235,11 @@ def start_processes():
 def train(settings, device, store):
     """The run. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
     dataset = Dataset(settings.data, "train", settings.context)
-    val_set = Dataset(settings.data, "val", settings.context)
+    val_sets = validation_sets(settings)
     progress, folder = find_progress(settings, dataset)
     model, weights = make_model(settings, dataset, folder, device)
+    # Read now, since --init_from may be gone when the first checkpoint is written.
+    tokenizer_files = read_tokenizer_files(model.folder or dataset.folders[0])
     begin_progress(settings, model, progress)
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     if folder:
@@ -248,7 +257,9 @@ def train(settings, device, store):
     with lock, fast_attention(settings, device):
         warm_up(settings, model, dataset)
         if start == 0:
-            log(settings, progress, validate(settings, model, val_set))
+            if RANK == 0:
+                write_json(f"{settings.out_dir}/recipe.json", progress["recipe"])
+            log(settings, progress, validate(settings, model, val_sets))
         catch_signals(store)
         began = time.time()
         for update in range(start, settings.updates):
@@ -259,11 +270,11 @@ def train(settings, device, store):
             losses, labels, stops, norm = torch.stack((*totals, norm)).tolist()  # the only wait
             if stops:  # some processes left this update early, so it is dropped
                 if update > start:
-                    save_checkpoint(settings, model, weights, optimizer, dataset, progress)
+                    save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
                 say(f"stopped after update {update} by a signal: the same command continues")
                 return 128 + signal.SIGTERM
+            loss = losses / labels if labels else math.nan
             labels = max(labels, 1)
-            loss = losses / labels
             norm = norm / labels
             lr_factor = lr_scale(settings, update)
             if math.isfinite(norm):
@@ -278,9 +289,9 @@ def train(settings, device, store):
             if last or not math.isfinite(norm) or (update + 1) % settings.log_every == 0:
                 report(settings, progress, model, loss, norm, draws[-1], lr_factor, speed, pace)
             if last or (update + 1) % settings.eval_every == 0:
-                log(settings, progress, validate(settings, model, val_set))
+                log(settings, progress, validate(settings, model, val_sets))
             if last or (update + 1) % settings.save_every == 0:
-                save_checkpoint(settings, model, weights, optimizer, dataset, progress)
+                save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
     say(f"done: {settings.out_dir}")
     return 0
 
@@ -355,7 +366,8 @@ def report(settings, progress, model, loss, norm, draw, lr_factor, speed, pace):
     done = progress["update"]
     left = pace * (settings.updates - done) / 60
     depth = f"n {n} k {k}  " if model.config.n_core else ""
-    say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}norm {norm:.2f}  "
+    loss_text = "no labels" if math.isnan(loss) else f"loss {loss:.4f}"
+    say(f"update {done:5d}/{settings.updates}  {loss_text}  {depth}norm {norm:.2f}  "
         f"{speed:,.0f} tokens/s  {left:.1f} min left at this pace")
     log(settings, progress, {"loss": loss, "norm": norm, "n": n, "k": k,
                              "lr": settings.lr * lr_factor, "tokens_per_s": round(speed)})
@@ -366,19 +378,23 @@ def report(settings, progress, model, loss, norm, draw, lr_factor, speed, pace):
 def find_progress(settings, dataset):
     """
     Our newest checkpoint, if any -> progress (a dict that train.json keeps) and its folder or None.
-    UserError if it was made with another recipe.
+    UserError if out_dir was made with another recipe.
     """
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = dataset.fingerprint()
     saved = checkpoints(settings.out_dir)
-    if not saved:
-        return dict(update=0, skipped=0, skips=0, tokens=0, flops=0, paper_flops=0, log_bytes=0,
-                    recipe=recipe), None
-    folder = saved[-1]
-    progress = read_json(folder / "train.json")
-    check_settings(settings.out_dir, progress["recipe"], recipe,
-                   "to go on from it with other settings, give --init_from=OLD --out_dir=NEW")
-    return progress, folder
+    begun = Path(settings.out_dir, "recipe.json")
+    if saved:
+        folder = saved[-1]
+        progress = read_json(folder / "train.json")
+        check_settings(settings.out_dir, progress["recipe"], recipe,
+                       "To go on from it with other settings, give --init_from=OLD --out_dir=NEW")
+        return progress, folder
+    if begun.exists():  # its log would be overwritten
+        check_settings(settings.out_dir, read_json(begun), recipe, "Choose another --out_dir, or "
+                       "delete this one, which has a log but no checkpoint")
+    return dict(update=0, skipped=0, skips=0, tokens=0, flops=0, paper_flops=0, log_bytes=0,
+                recipe=recipe), None
 
 
 def begin_progress(settings, model, progress):
@@ -689,21 +705,35 @@ def memory_held(settings, model, rank):
 
 # ------------------------------------------------------------------------- validation and the log
 
+def validation_sets(settings):
+    """
+    [(Dataset, number of rows), ...]: each folder of --data has its share of --eval_rows, as far as
+    its validation rows go.
+    """
+    mixture = Dataset(settings.data, "val", settings.context)
+    total = sum(weight for _, weight in mixture.parts)
+    sets = []
+    for folder, (_, weight) in zip(mixture.folders, mixture.parts):
+        alone = Dataset(folder, "val", settings.context)
+        share = math.ceil(settings.eval_rows * weight / total)
+        sets.append((alone, min(share, alone.num_rows)))
+    return sets
+
+
 @torch.no_grad()
-def validate(settings, model, dataset):
+def score_rows(settings, model, dataset, rows, steps):
     """
-    Over eval_rows rows of the validation split: "val" {r: mean loss} and "accuracy" {r: share
-    of labels that are the most likely token}, for each r of eval_steps.
+    Over the first rows of a Dataset, for each r of steps: the sums of the losses and of the labels
+    that are the likeliest token, and the number of labels. A tensor (3, len(steps)) float64, summed
+    over all processes.
     """
-    steps = settings.eval_steps if model.config.n_core else [0]
-    limit = min(settings.eval_rows, dataset.num_rows)
     B = settings.micro_batch
     rope = model.rope(settings.context)
     totals = torch.zeros(3, len(steps), dtype=torch.float64, device=rope[0].device)
     losses, right, labels = totals
-    for i in range(math.ceil(limit / (B * WORLD))):
+    for i in range(math.ceil(rows / (B * WORLD))):
         batch = dataset.batch(0, i, RANK, WORLD, B)
-        batch[1][batch[2] >= limit] = IGNORE  # the last batch has too many rows
+        batch[1][batch[2] >= rows] = IGNORE  # the last batch has too many rows
         idx, targets, state = to_inputs(model, batch, 0)
         targets = targets.flatten()
         labels += (targets != IGNORE).sum()
@@ -714,10 +744,39 @@ def validate(settings, model, dataset):
             right[j] += hit.sum()
     if WORLD > 1:
         dist.all_reduce(totals)
-    losses = (losses / labels).tolist()
-    accuracy = (right / labels).tolist()
-    say("validation loss " + ", ".join(f"{x:.4f} at r = {r}" for r, x in zip(steps, losses)))
-    return {"val": dict(zip(steps, losses)), "accuracy": dict(zip(steps, accuracy))}
+    return totals
+
+
+def validate(settings, model, val_sets):
+    """
+    The log's entry of a validation: "val" {r: mean loss} and "accuracy" {r: share of labels that
+    are the likeliest token}, for each r of eval_steps. With several data sets, "val_by_source" has
+    the losses, rows and labels of each.
+    """
+    steps = settings.eval_steps if model.config.n_core else [0]
+
+    def by_r(sums, labels):
+        return dict(zip(steps, (sums / labels).tolist()))
+
+    total = 0
+    sources = {}
+    for dataset, rows in val_sets:
+        totals = score_rows(settings, model, dataset, rows, steps)
+        losses, _, labels = totals
+        count = int(labels[0])
+        name = dataset.folders[0]
+        if not count:
+            raise UserError(f"{name}: none of the {rows} validation rows has a label, so there is "
+                            "no loss to measure: take more --eval_rows, or make the set again")
+        sources[name] = {"val": by_r(losses, labels), "rows": rows, "labels": count}
+        say(f"validation on {rows:,} rows of {name}, {count:,} labels: loss "
+            + ", ".join(f"{x:.4f} at r = {r}" for r, x in sources[name]["val"].items()))
+        total = total + totals
+    losses, right, labels = total
+    entry = {"val": by_r(losses, labels), "accuracy": by_r(right, labels)}
+    if len(val_sets) > 1:
+        entry["val_by_source"] = sources
+    return entry
 
 
 def start_wandb(settings):
@@ -750,7 +809,7 @@ def log(settings, progress, entry):
 
 # ----------------------------------------------------------------------------------- checkpoints
 
-def save_checkpoint(settings, model, weights, optimizer, dataset, progress):
+def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress):
     """
     out_dir/step_*: masters in float32, frozen parameters as `weights` has them, moments, and where
     the run is. Rank 0 writes what all ranks send it. Old checkpoints go when the new one is whole.
@@ -761,8 +820,7 @@ def save_checkpoint(settings, model, weights, optimizer, dataset, progress):
     moments = {key: t for key, t in kept.items() if key not in optimizer.params}
     with whole(f"{settings.out_dir}/step_{progress['update']:06d}") as folder:
         model.save(folder, weights | kept)
-        earlier = [model.folder or dataset.folders[0], *checkpoints(settings.out_dir)]
-        copy_tokenizer(earlier[-1], folder)
+        write_tokenizer(tokenizer_files, folder)
         save_file(moments, folder / "optimizer.safetensors")
         write_json(folder / "train.json", progress | {"config": vars(settings)})
     for path in checkpoints(settings.out_dir)[:-settings.keep]:

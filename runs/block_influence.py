@@ -17,6 +17,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from common import Parser, UserError, cli, positive
+from data import read_text
 from surgery import PARTS, build, open_source, shape
 
 
@@ -42,7 +43,7 @@ def most_influential(source, path, window, count):
     """The `count` layers that change the hidden state most on a text, in order."""
     if not source.tokenizer:
         raise UserError(f"{source.folder}: has no tokenizer, which --text needs")
-    ids = source.tokenizer.encode(path.read_text("utf-8", "replace")[:1_000_000], bos=True)[:16384]
+    ids = source.tokenizer.encode(read_text(path)[:1_000_000], bos=True)[:16384]
     if count > source.config.n_prelude:
         raise UserError(f"--shape: {count} layers, but {source.folder} has "
                         f"{source.config.n_prelude}")

@@ -162,6 +162,11 @@ def full_disk(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def typed(*lines):
+    """What stdin is while somebody types these lines (bytes)."""
+    return io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
+
+
 def contents(folder):
     """{path: bytes} of all files in and below a folder, but locks and what a kill left."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).glob("**/*")
@@ -336,6 +341,7 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
     shutil.copytree(checkpoint, folder / "trained" / "step_000002")
     (folder / "blank").write_text("\n")
+    (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
     for name in ("truncated", "missing", "mixed", "misshapen", "biased"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
@@ -510,6 +516,8 @@ surgery {llama} out:
      -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
     --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
     --prelude 0-3 --core 3-4 --coda 5 -> taken once; --shape 4,8,4 -> a shape of 16 layers;
+    --feed_forward --shape 0 -> --shape; --feed_forward --shape -2 -> --shape;
+    --shape 2,2,-1 -> --shape; --feed_forward --prelude= -> leave no layer;
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
 surgery:
     {llama} {m} --feed_forward -> exists already; {truncated} out --feed_forward -> damaged;
@@ -534,7 +542,7 @@ data prepare --tokenizer {m} --out out:
     --input {corpus}/test.jsonl --field question --drop question -> COLUMN=TEXT;
     --input {corpus}/test.jsonl --field question --drop question=has -> no text is left;
     --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
-    --input {m}/config.json -> config.json: is not;
+    --input {m}/config.json -> config.json: is not; --input {latin} -> line 2 is not UTF-8;
 train {run}:
     --uptades=3; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
     --n_head=5; --wandb -> pip install; --lr=x; --curriculum=cubic -> linear;
@@ -542,6 +550,7 @@ train {run}:
     --data={corpus}/test.jsonl -> no finished data set; --data={corpus}/task:0 -> weight;
     --data={corpus}/task:1.5 -> weight; --context=30; --init_from={foreign} -> tokenizer;
     --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
+    --out_dir -> expected one argument; --train -> expected one argument;
     --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
     --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
     --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
