@@ -24,10 +24,8 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
-import shutil
 import unicodedata
 from collections import Counter
 from collections.abc import Callable

@@ -10,7 +10,6 @@ OLMo 2's tokenizers. What is missing is skipped, and `-rs` says which command br
 import contextlib
 import errno
 import functools
-import io
 import itertools
 import json
 import math
@@ -46,7 +45,7 @@ import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
 from eval_gsm8k import METRICS, STOPS, make_prompt, same_answer
-from model import STATE_STD, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
+from model import STATE_STD, HeadNorm, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
 from muon import Optimizer
 from runs import tiny_corpus
 from runs.block_influence import block_influence
@@ -206,7 +205,58 @@ def test_initial_state():
     if shutil.which("g++"):
         assert far(torch.compile(model.initial_state)(2, 9, 5, 6), s[6:8, :9]) < 3e-6
 
+def test_huginns_state_is_scaled():
+    """Huginn's s_0 is scaled as its embeddings are; no other model's is."""
+    for norm, std in (("sandwich", 0.5 * 6.0), ("pre", 0.5)):
+        model = small(norm=norm, state_std=0.5, embed_scale=6.0, n_kv_head=4)
+        assert abs(model.initial_state(64, 64, 0).std() / (0.98658 * std) - 1) < 0.01
+
+def test_head_norm_has_eps():
+    """The norm of a head is x / sqrt(mean(x^2) + eps), in float64's numbers."""
+    norm = HeadNorm(8, 0.1)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 4 * 8)
+    heads = x.double().unflatten(-1, (4, 8))
+    wanted = heads * (heads.square().mean(-1, keepdim=True) + 0.1).rsqrt() * norm.weight.double()
+    assert far(norm(x), wanted.flatten(-2)) < 1e-6
+
+def test_losses_in_chunks(monkeypatch):
+    """Losses and gradients are the whole cross-entropy's, however few rows of logits fit at once."""
+    model, idx = small(), torch.randint(17, (3, 11))
+    targets = torch.randint(17, (3, 11))
+    targets[1, 2:7] = -100
+    state = model.initial_state(3, 11, 0)
+    whole = torch.nn.functional.cross_entropy(
+        model(idx, steps=2, state=state)[0].flatten(0, 1), targets.flatten())
+    wanted = torch.autograd.grad(whole, list(model.parameters()))
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * 5)
+    loss = model(idx, targets, 2, state)[1]
+    assert abs(loss - whole) < 1e-6
+    for ours, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), wanted):
+        assert far(ours, theirs) < 1e-6
+    x = torch.randn(33, 32)
+    losses, right = model.token_scores(x, targets.flatten())
+    logits = model.head(x)
+    assert far(losses, torch.nn.functional.cross_entropy(
+        logits, targets.flatten(), reduction="none")) < 1e-5
+    assert right.equal(logits.argmax(-1) == targets.flatten())
+
 # ---------------------------------------------------------------------------------------- surgery
+def test_shape_takes_the_papers_layers(llama):
+    """--shape takes the prelude from the start, and core and coda from the end."""
+    for flags, layers in (([], [[0], [3, 4], [5]]), (["--feed_forward"], [[0, 3, 4, 5], [], []])):
+        out = f"m{len(flags)}"
+        call("surgery", llama, out, "--shape", "1,2,1", *flags)
+        assert read_json(f"{out}/surgery.json")["layers"] == layers
+
+def test_a_config_without_eps():
+    """Where config.json has no rms_norm_eps, it is transformers' default, 1e-6."""
+    shutil.copytree(ORACLE / "hf_llama", "hf")
+    config = read_json("hf/config.json")
+    del config["rms_norm_eps"]
+    common.write_json("hf/config.json", config)
+    assert convert("hf", "m", "--feed_forward").config.norm_eps == 1e-6
+
 def test_surgery_keeps_the_layers_in_a_row():
     """With the identity adapter r = 1 is the kept layers in a row, as transformers runs them."""
     for name, flags, kept in (
@@ -617,6 +667,24 @@ def test_numbers_are_text(corpus):
     assert asked == [{"question": "7", "answer": "7", "difficulty": None},
                      {"question": "has", "answer": "true", "difficulty": None}]
 
+def test_validation_is_one_percent(corpus):
+    """prepare sets the last 1% of a shard's tokens apart, and loses none."""
+    documents(4000)
+    call("data", *prepare(corpus, "a.jsonl", "out"))
+    val, rest = (len(np.load(f"out/{split}_000000.npy")) for split in ("val", "train"))
+    tokens = sum(len(str(i)) + 1 for i in range(4000))
+    assert (val, val + rest) == (tokens // 100, tokens)
+
+def test_large_ids(corpus):
+    """Ids of a vocabulary above 65,536 are kept whole."""
+    spec = read_json(corpus / "task" / "tokenizer.json")
+    spec["model"]["vocab"] |= {f"w{i}": i for i in range(20, 70_000)}
+    os.mkdir("large")
+    common.write_json("large/tokenizer.json", spec)
+    Path("a.txt").write_text("w20 w65535 w65536 w69999")
+    call("data", "prepare", "--input", "a.txt", "--tokenizer", "large", "--out", "out")
+    assert np.load("out/train_000000.npy").tolist() == [20, 65535, 65536, 69999, 1]
+
 def test_no_locks(monkeypatch, capsys):
     """A file system without locks is said, and no error."""
     monkeypatch.setattr(common.fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "none")))
@@ -642,6 +710,7 @@ def test_mixture_follows_its_weights(corpus):
         mine = chosen == k
         assert far(mine.cumsum(0)[:, 0], torch.arange(1, 801) * weight / 8) < 1
         assert numbers[mine].tolist() == list(range(100 * weight))
+    assert mixture.num_rows == 1024 * 8 // 5  # the first set is through
     other = Dataset(f"{corpus}/task:5,{corpus}/task,{corpus}/task:3", "val", 26)
     assert other.fingerprint() != mixture.fingerprint()
 
@@ -714,6 +783,28 @@ def test_adamw_and_clipping_are_torchs(clip, scale):
         peer.param_groups[0]["lr"] = 0.01 * 0.5**i
         peer.step()
     assert all(p.allclose(theirs[name], atol=1e-7) for name, p in ours.items())
+
+def test_muon_beside_adamw_is_torchs():
+    """Under a schedule blocks and adapter follow torch's Muon, all else torch's AdamW, at its rate."""
+    ours, theirs = parameters(noise()), parameters(noise())
+    opt = Optimizer(ours.items(), lr=0.02, adam_lr=0.003, weight_decay=0.1)
+    matrices, rest = [], []
+    for name, p in theirs.items():
+        in_block = p.dim() == 2 and name not in ("embed.weight", "head.weight")
+        (matrices if in_block else rest).append(p)
+    muon = torch.optim.Muon(matrices, weight_decay=0.1)
+    adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    for i, factor in enumerate((0.1, 1.0, 0.6, 0.2)):
+        grads = noise(i)
+        step_with(opt, ours, grads, lr_factor=factor)
+        for name, p in theirs.items():
+            p.grad = grads[name]
+        muon.param_groups[0]["lr"] = 0.02 * factor
+        adamw.param_groups[0]["lr"] = 0.003 * factor
+        muon.step()
+        adamw.step()
+    for name, p in ours.items():
+        assert far(p, theirs[name]) < 1e-6, name
 
 def test_adamw_star_is_the_papers():
     """AdamW* is its formulas written out in float64, with v clamped in place at 1e-12."""
@@ -853,12 +944,21 @@ def test_drafts_keep_the_distribution():
 
 @needs_compiler
 def test_every_way_of_decoding_compiles():
-    """Plain decoding and drafts compile and give the tokens of the uncompiled model."""
-    model = decode_model(n_core=1)
-    compiled = Decoder(decode_model(n_core=1), compile=True)
+    """Plain decoding and drafts compile and give the tokens of the uncompiled model, with biases."""
+    model, again = (small(1, vocab_size=64, n_core=1, context=64, state_std=1.0, qkv_bias=True)
+                    for _ in range(2))
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(p)
+    again.load_state_dict(model.state_dict())
+    without = {name: p * (not name.endswith("bias")) for name, p in model.state_dict().items()}
+    plain = decode(model, [[5, 1, 2]], 4, steps=2)
+    compiled = Decoder(again, compile=True)
     for way in ({}, {"draft_steps": 1}):
         tokens = [token for _, token, _ in compiled.generate([[5, 1, 2]], 4, 2, **way)]
         assert [tokens] == decode(model, [[5, 1, 2]], 4, steps=2, **way).tolist(), way
+    model.load_state_dict(without)
+    assert not decode(model, [[5, 1, 2]], 4, steps=2).equal(plain), "the biases change nothing"
 
 def test_sampling_follows_its_settings():
     """Draws have softmax(logits / temperature)'s frequencies, cut to the top k."""
@@ -869,6 +969,12 @@ def test_sampling_follows_its_settings():
         tokens = pick(logits, settings, torch.Generator().manual_seed(0))
         share = tokens.bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
+
+def test_samples_follow_the_seed(checkpoint):
+    """sample.py --seed decides what is drawn: the same seed the same text, others others."""
+    ask = "sample", "--model", checkpoint, "--prompt=has 1", "--temperature=2", "--tokens=20"
+    texts = [call(*ask, f"--seed={seed}") for seed in (0, 0, 1, 2)]
+    assert texts[0] == texts[1] and len(set(texts)) == 3
 
 # --------------------------------------------------------------------------------------- training
 def test_schedules_are_the_papers():
@@ -896,6 +1002,16 @@ def test_schedules_are_the_papers():
         assert draws == x["exact_data_step_1_to_64"]
         s.seed = 1
         assert draws != [list(train.draw_steps(s, 0, i)) for i in range(1, 65)]
+
+def test_every_draw_is_taken_once():
+    """Updates of several draws take the paper's sequence of r in order, none left out or repeated."""
+    oracle = read_json(ORACLE / "curriculum.json")["sampler"]["cases"]
+    for x in oracle:
+        for draws in (1, 4):
+            s = Settings(mean_recurrence=x["mean_recurrence"], curriculum="none", draws=draws,
+                         backprop_depth=x["backprop_depth"])
+            found = sum((train.draws_of(s, update) for update in range(64 // draws)), [])
+            assert [list(pair) for pair in found] == x["exact_data_step_1_to_64"]
 
 def test_flops_are_the_papers():
     """Training FLOPs are those of the paper's result files to 1e-8."""
@@ -1171,6 +1287,12 @@ def test_updates_that_are_not_finite(base, monkeypatch):
     monkeypatch.setattr(train, "MAX_SKIPS", 2)
     call("train", *base, "--out_dir=run")
     assert read_json("run/step_000012/train.json")["skipped"] == 2
+    # AdamW counts the updates that it made, also after a restart.
+    adamw = *base, "--optimizer=adamw", "--keep=4"
+    call("train", *adamw, "--out_dir=whole")
+    shutil.copytree("whole/step_000003", "resumed/step_000003")
+    call("train", *adamw, "--out_dir=resumed")
+    assert same(weights("resumed/step_000012"), weights("whole/step_000012"))
     bad |= {5, 6, 7}
     for _ in range(2):
         assert "no finite gradient" in refusal("train", *base, "--out_dir=bad")
@@ -1184,6 +1306,72 @@ def test_micro_batches_do_not_change_an_update(draws, sizes, base):
         call("train", *base, f"--micro_batch={size}", f"--out_dir={size}")
     first, *others = (logged(str(size), "loss") for size in sizes)
     assert all(abs(first[u] - other[u]) < 2e-5 for u in first for other in others)
+
+def test_updates_are_torchs(base):
+    """Six updates of two draws each, with warm-up and cooldown, are torch's AdamW step by step."""
+    flags = [*base, "--optimizer=adamw", "--updates=6", "--draws=2", "--warmup=0.4", "--seed=3",
+             "--cooldown=0.5", "--micro_batch=8", "--clip=0.5", "--out_dir=run"]
+    call("train", *flags)
+    s = train.read_settings(flags)
+    dataset = Dataset(s.data, "train", s.context)
+    model, _ = train.make_model(s, dataset, None, "cpu")
+    peer = torch.optim.AdamW(model.parameters(), eps=1e-8, betas=(0.9, 0.95),
+                             weight_decay=s.weight_decay)
+    for update in range(6):
+        idx, targets, numbers = dataset.batch(s.seed, update, 0, 1, 16)
+        state = model.initial_state(16, 52, s.seed, int(numbers[0]))
+        labels = (targets != -100).sum()
+        for half in (0, 1):
+            rows = slice(8 * half, 8 * half + 8)
+            steps = train.draw_steps(s, update, 2 * update + half + 1)
+            loss = model(idx[rows], targets[rows], steps, state[rows], "sum")[1]
+            (loss / labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+        peer.param_groups[0]["lr"] = s.lr * train.lr_scale(s, update)
+        peer.step()
+        peer.zero_grad()
+    for name, t in load_file("run/step_000006/model.safetensors").items():
+        assert far(t, model.get_parameter(name)) < 1e-3 * s.lr, name
+
+def test_random_weights_follow_the_seed(base, unbroken):
+    """Weights and their order of rows follow --seed; a --reinit run resumes to the same bits."""
+    for seed in (0, 1):
+        call("train", *base, f"--init_from={unbroken}", "--reinit", "--keep=4", f"--seed={seed}",
+             f"--out_dir={seed}")
+    first, other = (load_file(f"{seed}/step_000003/model.safetensors") for seed in (0, 1))
+    assert not any(t.equal(other[name]) for name, t in first.items() if t.dim() == 2)
+    s = train.read_settings([*base, "--seed=1", "--out_dir=x"])
+    model, again = (train.make_model(s, Dataset(s.data, "train", 52), None, "cpu")[0]
+                    for _ in range(2))
+    assert same(model.state_dict(), again.state_dict())
+    s.seed = 2
+    other, _ = train.make_model(s, Dataset(s.data, "train", 52), None, "cpu")
+    assert not other.head.weight.equal(model.head.weight)
+    shutil.copytree("1/step_000003", "resumed/step_000003")
+    call("train", *base, f"--init_from={unbroken}", "--reinit", "--seed=1", "--out_dir=resumed")
+    assert same(weights("resumed/step_000012"), weights("1/step_000012"))
+
+def test_log_and_checkpoint_agree(base, corpus):
+    """
+    FLOPs are those of the draws, whatever their number; a loss in the log is that of the weights
+    in the checkpoint of its update, on one process and on two; k = 0 is kept as all of r.
+    """
+    run = [*base, "--draws=4", "--backprop_depth=0", "--keep=4", "--updates=6", "--eval_every=3"]
+    call("train", *run, "--out_dir=run")
+    s = train.read_settings([*run, "--out_dir=run"])
+    model = RecurrentLM.load("run")
+    assert (model.config.mean_recurrence, model.config.backprop_depth) == (3, 3)
+    size = model.num_params()
+    each = [6 * (size["prelude"] + size["coda"]) + (2 * n + 6 * k) * size["core"]
+            for update in range(6) for n, k in train.draws_of(s, update)]
+    assert read_json("run/step_000006/train.json")["flops"] == 16 * 52 * sum(each) // 4
+    logs = logged("run", "val")
+    measure = [*base, "--updates=0", "--init_from=run/step_000003"]
+    call("train", *measure, "--out_dir=one")
+    finish("train.py", *measure, "--out_dir=two", world=2)
+    assert logged("one", "val")[0] == logs[3] != logs[6]
+    for r, loss in logged("two", "val")[0].items():
+        assert loss == pytest.approx(logs[3][r], abs=1e-6)
 
 def test_an_update_is_torchs(base):
     """An update is torch's: the mean loss over labels, clipped, by AdamW, whose eps shows."""
@@ -1486,6 +1674,26 @@ def test_scores_are_never_replaced(checkpoint):
     alone = read_json("alone.json")["results"]
     assert found[len(alone):] == alone and read_json("choice.json")["results"] == found
 
+def test_generated_text_follows_the_seed(checkpoint):
+    """eval_lm.py's texts are those of a decoder with its --seed, which decides them."""
+    eval_lm = harness()
+    from lm_eval.api.instance import Instance
+    folder = Path("noisy")
+    shutil.copytree(checkpoint, folder)
+    config = read_json(folder / "config.json")
+    common.write_json(folder / "config.json", config | {"state_std": 3.0})
+    request = Instance("generate_until", {}, ("has 1 so", {"until": [], "max_gen_toks": 12}), 0)
+    model, tokenizer = sample.load_model(folder)
+    found = []
+    for seed in (0, 5):
+        lm = eval_lm.Harness(folder, [3], seed=seed)
+        lm.r = 3
+        found += lm.generate_until([request])
+        wanted, _ = sample.answer_batch(Decoder(model), tokenizer, [tokenizer.encode("has 1 so")],
+                                        12, [], 3, seed=seed)
+        assert found[-1:] == wanted
+    assert found[0] != found[1]
+
 def test_harness_scores_are_its_own_models(parent):
     """Likelihoods, texts and scores (MATH's and GSM8K's, too) are the harness's own HFLM's."""
     (folder, theirs), eval_lm = parent, harness()
@@ -1698,7 +1906,7 @@ def test_transformers_runs_the_export():
     """Its logits, its gradients through the last k and its greedy tokens in a batch are ours."""
     check_export("out", norm="post")
     check_export("qwen", head_norm=True, qkv_bias=True, head_dim=16)
-    check_export("add", embed_scale=3.0, adapter="add", rope_scaling=LLAMA3)
+    check_export("add", embed_scale=3.0, adapter="add", rope_scaling=LLAMA3, rope_theta=500.0)
 
 def test_forward_takes_what_others_give(checkpoint):
     """The export takes and gives what transformers' users know; a cache of another r is refused."""
@@ -1859,13 +2067,14 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         return replay
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    for lengths, new, times in (
-            ([9], 40, 1), ([7], 40, 1), ([250], 20, 3), ([3, 5], 20, 5), ([5, 3], 20, 7)):
+    for lengths, new, times, seed in (
+            ([9], 40, 1, 0), ([7], 40, 1, 0), ([7], 40, 2, 1), ([250], 20, 4, 1),
+            ([3, 5], 20, 6, 1), ([5, 3], 20, 8, 1)):
         prompts = random_prompts(*lengths)
         found = [[] for _ in prompts]
         for row, token, _ in decoder.generate(prompts, new, 3, lambda row, _: len(found[1]) > 9
-                                              if row else False):
+                                              if row else False, seed=seed):
             found[row].append(token)
         for prompt, row in zip(prompts, found):
-            assert row == decode(model, [prompt], len(row), steps=3)[0].tolist()
+            assert row == decode(model, [prompt], len(row), steps=3, seed=seed)[0].tolist()
         assert len(recorded) == times
