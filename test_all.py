@@ -45,7 +45,7 @@ import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
 from eval_gsm8k import METRICS, STOPS, make_prompt, same_answer
-from model import STATE_STD, HeadNorm, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
+from model import STATE_STD, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
 from muon import Optimizer
 from runs import tiny_corpus
 from runs.block_influence import block_influence
@@ -213,7 +213,11 @@ def test_huginns_state_is_scaled():
 
 def test_head_norm_has_eps():
     """The norm of a head is x / sqrt(mean(x^2) + eps), in float64's numbers."""
-    norm = HeadNorm(8, 0.1)
+    attention = small(head_norm=True, norm_eps=0.1).core[0].attn
+    for norm in (attention.q_norm, attention.k_norm):
+        check_head_norm(norm)
+
+def check_head_norm(norm):
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(2, 3, 4 * 8)
     heads = x.double().unflatten(-1, (4, 8))
@@ -949,16 +953,17 @@ def test_every_way_of_decoding_compiles():
                     for _ in range(2))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
-            torch.nn.init.normal_(p)
+            torch.nn.init.normal_(p, std=3)
     again.load_state_dict(model.state_dict())
     without = {name: p * (not name.endswith("bias")) for name, p in model.state_dict().items()}
-    plain = decode(model, [[5, 1, 2]], 4, steps=2)
+    prompts = [[5]]  # nothing to prefill, which is never compiled
+    plain = decode(model, prompts, 8, steps=2)
     compiled = Decoder(again, compile=True)
     for way in ({}, {"draft_steps": 1}):
-        tokens = [token for _, token, _ in compiled.generate([[5, 1, 2]], 4, 2, **way)]
-        assert [tokens] == decode(model, [[5, 1, 2]], 4, steps=2, **way).tolist(), way
+        tokens = [token for _, token, _ in compiled.generate(prompts, 8, 2, **way)]
+        assert [tokens] == decode(model, prompts, 8, steps=2, **way).tolist(), way
     model.load_state_dict(without)
-    assert not decode(model, [[5, 1, 2]], 4, steps=2).equal(plain), "the biases change nothing"
+    assert not decode(model, prompts, 8, steps=2).equal(plain), "the biases change nothing"
 
 def test_sampling_follows_its_settings():
     """Draws have softmax(logits / temperature)'s frequencies, cut to the top k."""
