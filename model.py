@@ -41,6 +41,8 @@ from common import UserError
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, at any width
 IGNORE = -100                     # torch's target without loss
 LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
+NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
+ADAPTERS = "linear", "add"         # how state and prelude output are joined: see run_core()
 
 
 @dataclass
@@ -73,6 +75,9 @@ class Config:
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.norm not in NORMS or self.adapter not in ADAPTERS:
+            raise UserError(f"norm = {self.norm}, adapter = {self.adapter}: known are {NORMS} and "
+                            f"{ADAPTERS}")
 
     @property
     def ends(self):
@@ -357,11 +362,14 @@ class RecurrentLM(nn.Module):
 
     def run_core(self, s, e, rope, mask=None, caches=None):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
-        if self.config.adapter == "add":
-            x = s + e
-        else:
-            x = torch.cat((s, e), -1)
-            x = self.adapter(x).type_as(e)
+        match self.config.adapter:
+            case "linear":
+                x = torch.cat((s, e), -1)
+                x = self.adapter(x).type_as(e)
+            case "add":
+                x = s + e
+            case unknown:
+                raise UserError(f"run_core() does not say how adapter = {unknown} joins s and e")
         return run_blocks(self.core, x, rope, mask, caches)
 
     def run_coda(self, x, rope, mask=None, caches=None):

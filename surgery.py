@@ -1,30 +1,39 @@
 """
-Turn a pretrained model into a depth-recurrent one. Early layers become the prelude, later ones the
-recurrent block and the coda, those in between are dropped, and a fresh adapter joins them.
+Turn a pretrained model into a depth-recurrent one. Early layers become the prelude, later layers
+the recurrent block and the coda. The layers in between are dropped, and a new adapter joins the
+parts.
 
     python surgery.py SRC OUT --preset tinyllama-4-8-4
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21 --verify
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
     python surgery.py SRC OUT --export hf                       ours, back in Hugging Face layout
-    python surgery.py - --preset tinyllama-4-8-4                the sizes of its parts, no weights
+    python surgery.py - --preset tinyllama-4-8-4                print the sizes; reads no weights
     python surgery.py - OUT --preset tinyllama-4-8-4            config.json alone, to plan training
 
 SRC is a folder, or a hub id: org/name or org/name@REVISION (pip install huggingface_hub). It holds
-a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, a checkpoint or run of our
-own, or a released Recurrent-* model or Huginn-0125, which are recurrent already and take no layer
-flags. OUT is a loopgraft checkpoint. With --export hf it has the Hugging Face layout if it is
-feed-forward, else that of the released models, with code that lets transformers load it
-(assets/modeling_loopgraft.py) and a model card. Tensors are stacked and taken apart, never rounded.
+a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or
+runs, or a released Recurrent-* model or Huginn-0125. These last two are recurrent already and take
+no layer flags. OUT is a loopgraft checkpoint. With --export hf, OUT has the Hugging Face layout if
+it has no recurrent block. If it has one, OUT has the layout of the released models, with code that
+lets transformers load it (assets/modeling_loopgraft.py) and a model card. Tensors are stacked or
+taken apart on the way, but never rounded.
 
-Paper: arXiv 2511.07384, section 3 and Tables 6-8. Its rule, which --shape follows, takes the
-prelude from the start, and core and coda from the end. --prelude, --core and --coda replace what
+Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
+the first layers, core and coda from the last ones. --prelude, --core and --coda override what
 --preset or --shape would take.
+
+The file reads in this order: config.json in other layouts, names of tensors, reading, choosing
+layers, the retrofit, export, the command. To support a parent of another architecture, add its
+config.json to from_hf() and to_hf() and its tensors to HF_BLOCK and HF_NORMS here, its layers to
+model.py and to assets/modeling_loopgraft.py, and its sizes to assets/parents.toml.
 """
 import functools
+import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 
 import torch
 from safetensors import SafetensorError
@@ -32,45 +41,15 @@ from safetensors.torch import load_file, save_file
 
 from common import Parser, UserError, cli, natural, positive, read_json, whole, write_json
 from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
-from model import Config, RecurrentLM, find_checkpoint, load_config, presets
+from model import (ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config, presets)
 
 PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
 
 
-# ------------------------------------------------------------------------------------- the layouts
+# ------------------------------------------------------------------------------------- config.json
 
-# The fields of our Config and their keys in config.json, for import and export. What is None here
-# is null there: where a key is missing, transformers would take a default of its own.
-SAME = ("vocab_size", "head_dim", "rope_theta", "rope_scaling", "bos_token_id", "eos_token_id")
-HF_KEYS = dict(zip(SAME, SAME)) | {
-    "n_ffn": "intermediate_size",
-    "n_kv_head": "num_key_value_heads",
-    "context": "max_position_embeddings",
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_prelude": "num_hidden_layers",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
-RAVEN_KEYS = HF_KEYS | {  # of the released models; only ours have those that say where norms are
-    "n_embd": "n_embd",
-    "n_head": "n_heads",
-    "n_prelude": "n_layers_in_prelude",
-    "n_core": "n_layers_in_recurrent_block",
-    "n_coda": "n_layers_in_coda",
-    "norm": "norm",
-    "head_norm": "head_norm",
-    "qkv_bias": "qkv_bias",
-    "norm_eps": "norm_eps",
-    "tie_embeddings": "tie_embeddings",
-    "adapter": "injection_type",
-    "mean_recurrence": "mean_recurrence",
-    "backprop_depth": "mean_backprop_depth",
-    "state_std": "std",            # in init_values
-    "embed_scale": "embed_scale",  # in init_values
-}
-SUPPORTED = {  # what config.json may say; a missing key means the first
+SUPPORTED = {  # the values that we support; a missing key means the first
     "model_type": ("llama", "mistral", "qwen2", "qwen3", "olmo2", "huginn_raven"),
     "rope_type": ("default", "llama3"),
     "type": ("default", "llama3"),  # rope_type in old files
@@ -79,8 +58,206 @@ SUPPORTED = {  # what config.json may say; a missing key means the first
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "quantization_config": (None,),
-    "injection_type": ("linear", "add"),
+    "injection_type": ADAPTERS,
 }
+
+
+def read_config(folder, names):
+    """
+    (model_type, Config) of a folder in any layout. A model without recurrent block is all prelude.
+    names: those of all tensors, which tell where the released models have their norms. Raises
+    UserError if config.json asks for something that we do not have.
+    """
+    path = Path(folder, "config.json")
+    raw = read_json(path)
+    try:
+        kind = raw.get("model_type")
+        if kind == "loopgraft":
+            return kind, load_config(folder)
+        check_supported(path, raw)
+        if kind == "huginn_raven":
+            return kind, from_raven(raw, " ".join(names))
+        return kind, from_hf(path, raw)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path}: is damaged, or of an unknown kind ({e!r})")
+
+
+def check_supported(path, raw):
+    """Raise UserError if the content of a config.json has a value that is not in SUPPORTED."""
+    said = raw | read_rope(raw)
+    for key, supported in SUPPORTED.items():
+        if said.get(key, supported[0]) not in supported:
+            raise UserError(f"{path}: {key} {said[key]!r} is not supported, only {supported}")
+
+
+def read_rope(raw):
+    """The rotary embedding's part of config.json: transformers 5's key, or that of older files."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def rope_theta(raw):
+    return read_rope(raw).get("rope_theta", raw.get("rope_theta", 10000.0))
+
+
+def rope_scaling(raw):
+    """The "llama3" scaling, or None."""
+    scaling = {key: value for key, value in read_rope(raw).items() if key != "rope_theta"}
+    return scaling if "factor" in scaling else None
+
+
+def from_hf(path, raw):
+    """Hugging Face's config.json (`raw`, read from `path`) -> the Config of the parent."""
+    kind = raw["model_type"]
+    context = raw.get("max_position_embeddings", 2048)
+    window = raw.get("sliding_window")  # Qwen's file has one that is off: use_sliding_window
+    if kind == "mistral" and window and window < context:
+        raise UserError(f"{path}: a sliding_window of {window} tokens, shorter than the context of "
+                        f"{context}, is not supported")
+    eos_token_id = raw.get("eos_token_id")
+    generation = path.with_name("generation_config.json")
+    if generation.exists():  # a chat model's names more ends of a text
+        ends = read_json(generation).get("eos_token_id")
+        eos_token_id = eos_token_id if ends is None else ends
+    return Config(
+        vocab_size=raw["vocab_size"],
+        n_embd=raw["hidden_size"],
+        n_head=raw["num_attention_heads"],
+        n_kv_head=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        n_ffn=raw["intermediate_size"],
+        n_prelude=raw["num_hidden_layers"],
+        head_dim=raw.get("head_dim") or 0,
+        norm="post" if kind == "olmo2" else "pre",
+        head_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2",
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta(raw),
+        rope_scaling=rope_scaling(raw),
+        context=context,
+        tie_embeddings=raw.get("tie_word_embeddings", False),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_id=eos_token_id,
+    )
+
+
+def to_hf(c):
+    """The Config of a model without recurrent block -> Hugging Face's config.json (a dict)."""
+    if c.embed_scale != 1:
+        raise UserError(f"embed_scale {c.embed_scale}: no feed-forward layout has it")
+    kind = "llama"  # Mistral without a window is one, too
+    if c.norm == "post":
+        kind = "olmo2"
+    elif c.head_norm:
+        kind = "qwen3"
+    elif c.qkv_bias:
+        kind = "qwen2"
+    return shared_keys(c) | {
+        "model_type": kind,
+        "architectures": [kind.capitalize() + "ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": c.n_embd,
+        "num_attention_heads": c.n_head,
+        "num_hidden_layers": c.n_prelude,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": c.tie_embeddings,
+    }
+
+
+def shared_keys(c):
+    """What both layouts name alike. null is written: transformers has defaults for missing keys."""
+    return {
+        "vocab_size": c.vocab_size,
+        "num_key_value_heads": c.n_kv_head,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.n_ffn,
+        "max_position_embeddings": c.context,
+        "rope_scaling": c.rope_scaling,
+        "bos_token_id": c.bos_token_id,
+        "eos_token_id": c.eos_token_id,
+    }
+
+
+def from_raven(raw, names):
+    """
+    config.json of a released Recurrent-* model, of Huginn-0125 or of our export -> Config. Only our
+    exports say where the norms are. names: those of all tensors, in one string.
+    """
+    norm = "pre"
+    if ".qk_bias" in names:
+        norm = "sandwich"
+    elif ".q_norm." in names:
+        norm = "post"
+    ours = "norm" in raw
+    init = raw.get("init_values", {})
+    default = Config.__dataclass_fields__
+    return Config(
+        vocab_size=raw["vocab_size"],
+        n_embd=raw["n_embd"],
+        n_head=raw["n_heads"],
+        n_kv_head=raw.get("num_key_value_heads") or raw["n_heads"],
+        n_ffn=raw["intermediate_size"],
+        n_prelude=raw["n_layers_in_prelude"],
+        n_core=raw["n_layers_in_recurrent_block"],
+        n_coda=raw["n_layers_in_coda"],
+        head_dim=raw.get("head_dim") or 0,
+        norm=raw.get("norm", norm),
+        head_norm=raw.get("head_norm", False),
+        qkv_bias=raw.get("qkv_bias", False),
+        norm_eps=raw["norm_eps"],
+        # Huginn's is rope_base. The others' files have one, too, which their code never reads.
+        rope_theta=raw["rope_base"] if norm == "sandwich" else rope_theta(raw),
+        rope_scaling=rope_scaling(raw),
+        context=raw.get("max_position_embeddings") or raw["block_size"],
+        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
+        adapter=raw.get("injection_type", "linear"),
+        state_std=init.get("std", default["state_std"].default),
+        embed_scale=init.get("embed_scale", default["embed_scale"].default),
+        mean_recurrence=raw["mean_recurrence"],
+        backprop_depth=raw["mean_backprop_depth"],
+        # The paper's files have Huginn's ids, whatever the tokenizer.
+        bos_token_id=raw.get("bos_token_id") if ours else None,
+        eos_token_id=raw.get("eos_token_id") if ours else None,
+    )
+
+
+def to_raven(c):
+    """The Config of a recurrent model -> config.json (a dict) in the released models' layout."""
+    config = shared_keys(c) | {
+        "model_type": "huginn_raven",
+        "n_embd": c.n_embd,
+        "n_heads": c.n_head,
+        "n_layers_in_prelude": c.n_prelude,
+        "n_layers_in_recurrent_block": c.n_core,
+        "n_layers_in_coda": c.n_coda,
+        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,  # in a cache
+        "norm": c.norm,
+        "head_norm": c.head_norm,
+        "qkv_bias": c.qkv_bias,
+        "norm_eps": c.norm_eps,
+        "tie_embeddings": c.tie_embeddings,
+        "injection_type": c.adapter,
+        "mean_recurrence": c.mean_recurrence,
+        "mean_backprop_depth": c.backprop_depth,
+        "init_values": {"std": c.state_std, "embed_scale": c.embed_scale},
+        # What the paper's code reads besides.
+        "padded_vocab_size": c.vocab_size,
+        "block_size": c.context,
+        "qk_bias": c.norm == "sandwich",
+    }
+    if c.norm == "sandwich":  # Huginn's own code reads these files
+        return config | {"rope_base": c.rope_theta}
+    return config | {
+        "rope_theta": c.rope_theta,
+        "architectures": ["LoopgraftForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_loopgraft.LoopgraftConfig",
+            "AutoModel": "modeling_loopgraft.LoopgraftModel",
+            "AutoModelForCausalLM": "modeling_loopgraft.LoopgraftForCausalLM",
+        },
+    }
+
+
+# ----------------------------------------------------------------------------------- tensor names
 
 # How our tensors' names begin or end, and what the other layouts have there. Several names: our
 # tensor is their stack.
@@ -109,13 +286,17 @@ RAVEN_NAMES = {
 
 
 def tensor_names(config, kind):
-    """Our tensor name -> the names in the layout of that model_type, in stacking order."""
+    """{our tensor name: [names in the layout of that model_type, in stacking order]}"""
     names = {}
     for ours, _ in RecurrentLM.empty(config).named_parameters():
         first, _, rest = ours.partition(".")
         if kind == "loopgraft":
             theirs = [ours]
         elif kind == "huginn_raven":
+            if first not in RAVEN_NAMES:
+                raise UserError(f"the parameter {ours!r} has no name in the released layout: add "
+                                "one to RAVEN_NAMES in surgery.py, and the computation to "
+                                "assets/modeling_loopgraft.py")
             theirs = [f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")]
         elif first in HF_NAMES:
             theirs = [f"{HF_NAMES[first]}.{rest}"]
@@ -126,57 +307,6 @@ def tensor_names(config, kind):
             theirs = [f"model.layers.{layer}.{name}.{kind_of}" for name in block[rest]]
         names[ours] = theirs
     return names
-
-
-def read_config(folder, names):
-    """
-    (model_type, Config) of a folder in any layout. A feed-forward model is all prelude. The names
-    of the tensors tell where the norms are. UserError if config.json asks for what we lack.
-    """
-    path = Path(folder, "config.json")
-    raw = read_json(path)
-    try:
-        kind = raw.get("model_type")
-        if kind == "loopgraft":
-            return kind, load_config(folder)
-        return kind, convert_config(path, {"rms_norm_eps": 1e-6} | raw, " ".join(names))
-    except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{path}: is damaged, or of an unknown kind ({e!r})")
-
-
-def convert_config(path, raw, names):
-    """The content of another layout's config.json -> Config. names: of all tensors."""
-    kind = raw["model_type"]
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    raw |= rope | raw.get("init_values", {})  # transformers 5 has rope_theta in rope_parameters
-    for key, supported in SUPPORTED.items():
-        if raw.get(key, supported[0]) not in supported:
-            raise UserError(f"{path}: {key} {raw[key]!r} is not supported, only {supported}")
-    rope.pop("rope_theta", None)
-    raw["rope_scaling"] = rope if "factor" in rope else None
-    raw.setdefault("max_position_embeddings", raw.get("block_size"))
-    raw.setdefault("tie_embeddings", raw.get("tie_word_embeddings"))
-    window = raw.get("sliding_window")  # Qwen's is used if use_sliding_window says so
-    if kind == "mistral" and window and window < raw["max_position_embeddings"]:
-        raise UserError(f"{path}: a sliding_window of {window} tokens, shorter than the context of "
-                        f"{raw['max_position_embeddings']}, is not supported")
-    if kind == "huginn_raven":
-        keys = RAVEN_KEYS
-        if "norm" not in raw:  # the paper's file: its ids are Huginn's, whatever the tokenizer
-            raw |= {"norm": "post" if ".q_norm." in names else "pre",
-                    "bos_token_id": None, "eos_token_id": None}
-        if ".qk_bias" in names:  # Huginn; others have a rope_base, too, and never read it
-            raw |= {"norm": "sandwich", "rope_theta": raw["rope_base"]}
-    else:
-        keys = HF_KEYS | {key: key for key in ("norm", "head_norm", "qkv_bias")}
-        raw |= {"norm": "post" if kind == "olmo2" else "pre",
-                "head_norm": kind == "qwen3", "qkv_bias": kind == "qwen2"}
-        generation = path.with_name("generation_config.json")
-        if generation.exists():  # a chat model's names more ends of a text
-            ends = read_json(generation).get("eos_token_id")
-            raw["eos_token_id"] = raw.get("eos_token_id") if ends is None else ends
-    fields = {ours: raw[key] for ours, key in keys.items() if raw.get(key) is not None}
-    return Config(**{"n_kv_head": fields["n_head"]} | fields)
 
 
 def rotary_order(c, name, t, back=False):
@@ -249,8 +379,8 @@ def open_source(src):
     if any(Path(folder, name).exists() for name in TOKENIZER_FILES[:2]):
         source.tokenizer = check_tokenizer(config, folder)
         if kind == "huginn_raven" and not config.ends:
-            config.bos_token_id = source.tokenizer.bos_id
-            config.eos_token_id = source.tokenizer.eos_id
+            source.config = replace(config, bos_token_id=source.tokenizer.bos_id,
+                                    eos_token_id=source.tokenizer.eos_id)
     return source
 
 
@@ -294,8 +424,9 @@ def pass_through(C):
 
 def build(source, adapter_init="identity"):
     """
-    The Source as a model, its weights as stored. An adapter that it lacks is made, for
-    [state, prelude output]: [0 | I] for "identity", torch's Linear init for "default".
+    The Source as a model, with its weights as they are stored. An adapter that it lacks is made.
+    It reads [state, prelude output]: "identity" makes it [0 | I], "torch" takes the default of
+    torch's Linear, as the paper does.
     """
     model = RecurrentLM.empty(source.config)
     C = source.config.n_embd
@@ -303,7 +434,7 @@ def build(source, adapter_init="identity"):
         tensors = read_all(source)
         if hasattr(model, "adapter") and "adapter.weight" not in tensors:
             adapter = pass_through(C)
-            if adapter_init == "default":
+            if adapter_init == "torch":
                 torch.manual_seed(0)
                 adapter = torch.nn.Linear(2 * C, C, bias=False).weight.data
             tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
@@ -328,7 +459,7 @@ def layer_list(text):
 
 
 def shape(text):
-    """'4,8,4' -> (4, 8, 4); '8', of a feed-forward model, -> (8, 0, 0)."""
+    """'4,8,4' -> (4, 8, 4); '8', for a model without recurrent block, -> (8, 0, 0)."""
     P, R, C = map(natural, (text if "," in text else f"{text},0,0").split(","))
     if not P + R + C:
         raise ValueError("no layers")
@@ -400,7 +531,11 @@ def retrofit(source, layers, adapter="linear", untie=False):
 
 
 def print_sizes(source, result):
-    """The numbers of parameters of SRC and OUT, as the paper's Tables 6-8 have them."""
+    """Print the numbers of parameters of SRC and OUT, as the paper's Tables 6-8 have them."""
+    if source.config.tie_embeddings and not result.config.tie_embeddings:
+        size = RecurrentLM.empty(source.config).num_params()["total"]
+        print(f"SRC's head is tied to its embeddings: it has {size:,} parameters. OUT gets a head "
+              "of its own, a copy. The table counts a head for both, as the paper does.")
     # The paper counts the heads of tied sources, as all of its models have one.
     untied = replace(source.config, tie_embeddings=False)
     src, out = (RecurrentLM.empty(config).num_params() for config in (untied, result.config))
@@ -433,13 +568,13 @@ def verify(args, source, layers):
 
 def export(model, folder):
     """
-    Write model.safetensors and config.json for others: in the released layout, with our code for
-    transformers, or in Hugging Face's of its kind if the model is feed-forward.
+    Write model.safetensors and config.json for others: in Hugging Face's layout if the model has no
+    recurrent block, else in the released models' layout, with our code for transformers.
     """
     c = model.config
+    config = to_raven(c) if c.n_core else to_hf(c)
     tensors = model.state_dict()
     out = {}
-    config = export_config(c)
     for ours, names in tensor_names(c, config["model_type"]).items():
         t = rotary_order(c, ours, tensors[ours], back=True)
         sizes = model.prelude[0].attn.split if len(names) == 3 else len(t) // len(names)
@@ -452,35 +587,40 @@ def export(model, folder):
         shutil.copy(ASSETS / "modeling_loopgraft.py", folder)
 
 
-def export_config(c):
-    """The config.json for others as a dict, without torch_dtype."""
-    keys = RAVEN_KEYS if c.n_core else HF_KEYS
-    config = {theirs: getattr(c, ours) for ours, theirs in keys.items()}
-    if not c.n_core:
-        if c.embed_scale != 1:
-            raise UserError(f"embed_scale {c.embed_scale}: no feed-forward layout has it")
-        kind = "llama"  # Mistral without a window is one, too
-        if c.norm == "post":
-            kind = "olmo2"
-        elif c.head_norm or c.qkv_bias:
-            kind = "qwen3" if c.head_norm else "qwen2"
-        return config | {"model_type": kind, "hidden_act": "silu",
-                         "architectures": [kind.capitalize() + "ForCausalLM"]}
-    config |= {
-        "model_type": "huginn_raven",
-        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,  # in a cache
-        "init_values": {key: config.pop(key) for key in ("std", "embed_scale")},
-        # What the paper's code reads besides.
-        "padded_vocab_size": c.vocab_size,
-        "block_size": c.context,
-        "qk_bias": c.norm == "sandwich",
-    }
-    if c.norm == "sandwich":  # Huginn has code of its own
-        return config | {"rope_base": config.pop("rope_theta")}
-    return config | {"architectures": ["LoopgraftForCausalLM"], "auto_map": {
-        "AutoConfig": "modeling_loopgraft.LoopgraftConfig",
-        "AutoModel": "modeling_loopgraft.LoopgraftModel",
-        "AutoModelForCausalLM": "modeling_loopgraft.LoopgraftForCausalLM"}}
+@torch.no_grad()
+def compare_export(model, folder):
+    """
+    Load an export with transformers and compare its logits, in float32, with the model's. Raises
+    UserError if they differ: the two files that compute them, model.py and modeling_loopgraft.py,
+    must change together. Says so where the comparison is not possible.
+    """
+    if model.config.norm == "sandwich":
+        return print("the export was not compared: Huginn's own code, which reads it, is not here")
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        return print("the export was not compared with the model: that takes pip install "
+                     "transformers")
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, dtype=torch.float32)
+    except Exception as e:  # of transformers, or of the code that it loads
+        raise UserError(f"transformers cannot load the export ({e!r:.300})")
+    ours = model.float()
+    idx = torch.arange(64)[None] * 7 % model.config.vocab_size
+    idx = idx[:, :model.config.context]
+    flags = {}
+    state = None
+    if model.config.n_core:
+        state = model.initial_state(1, idx.shape[1], 0)
+        flags = {"num_steps": 3, "initial_state": state}
+    wanted, _ = ours(idx, steps=3, state=state)
+    found = theirs(idx, **flags).logits
+    off = ((found - wanted).norm() / wanted.norm()).item()
+    if not off < 1e-3:
+        raise UserError(f"transformers computes other logits from the export (off by {off:.2g}): "
+                        "a change of model.py has to be made in assets/modeling_loopgraft.py, too")
+    print(f"transformers computes the model's logits from the export (off by {off:.1g})")
 
 
 def copy_text_files(source, folder, config):
@@ -499,8 +639,8 @@ def export_tokenizer(tokenizer, folder):
     """
     Name the class of transformers that reads the tokenizer in a folder. For a tokenizer.json it is
     the one that follows the file, and so gives our ids: the classes for Llama and GPT-2 split
-    blanks and digits in ways of their own. For a tokenizer.model alone Llama's comes nearest (see
-    CARD).
+    blanks and digits in ways of their own. For a tokenizer.model alone Llama's comes nearest
+    (assets/model_card.md says where it differs).
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
@@ -520,41 +660,64 @@ def export_tokenizer(tokenizer, folder):
 
 # -------------------------------------------------------------------------------------- model card
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [loopgraft, depth-recurrent]
----
-# {name}
+def write_card(folder, config, source):
+    """
+    Write a model card: README.md, from assets/model_card.md. It says what is known of the model's
+    origin, and names data sets and files, but no path of this machine.
+    """
+    template = Template((ASSETS / "model_card.md").read_text("utf-8"))
+    base, origin, prompt = describe_origin(Path(source.folder))
+    header = f"base_model: {base}\n" if base else ""
+    card = template.substitute(
+        header=header,
+        name=folder.name,
+        layers=f"({config.n_prelude},{config.n_core},{config.n_coda})",
+        mean_recurrence=config.mean_recurrence,
+        origin="".join(f"- {line}\n" for line in origin) or "- Not known to the exporter.\n",
+        prompt=json.dumps(prompt, ensure_ascii=False),
+    )
+    (folder / "README.md").write_text(card, "utf-8")
 
-A depth-recurrent language model ([arXiv 2511.07384](https://arxiv.org/abs/2511.07384)) of
-({c.n_prelude},{c.n_core},{c.n_coda}) layers: prelude, recurrent block and coda. The recurrent block
-runs `num_steps` times (default {c.mean_recurrence}).
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+def describe_origin(folder):
+    """(base model or None, lines about a checkpoint's making and scores, an example prompt)."""
+    base = None
+    lines = []
+    prompt = "Once upon a time"
+    run = {}
+    if (folder / "train.json").exists():
+        run = read_json(folder / "train.json")
+    surgery = run.get("surgery")
+    if (folder / "surgery.json").exists():
+        surgery = read_json(folder / "surgery.json")
+    if surgery:
+        base = surgery["base_model"]
+        prelude, core, coda = surgery["layers"]
+        parent = base or "the parent"
+        lines.append(f"Layers of {parent}: prelude {prelude}, recurrent block {core}, coda {coda}.")
+    for stage in run.get("stages", []):
+        lines.append(f"Trained for {stage['updates']:,} updates on {', '.join(stage['data'])}, "
+                     f"with a mean of r = {stage['mean_recurrence']}.")
+    if run:
+        data = Path(run["config"]["data"].split(",")[0].split(":")[0], "meta.json")
+        if data.exists():
+            prompt = read_json(data)["prompt"]
+    folders = [folder]
+    if folder.name.startswith("step_"):  # evaluations of a run lie in the run's folder
+        folders.append(folder.parent)
+    for place in folders:
+        for path in sorted(place.glob("eval_*.json")):
+            lines += describe_scores(read_json(path))
+    return base, lines, prompt
 
-name = "ORGANISATION/{name}"
-tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-out = model.generate(**inputs, num_steps={c.mean_recurrence}, max_new_tokens=32)
-print(tokenizer.decode(out[0], skip_special_tokens=True))
-```
 
-- `from_pretrained(name, trust_remote_code=True, mean_recurrence=8)` sets the default of
-  `num_steps`, which `generate_batch` and an assistant model take.
-- A cache belongs to one `num_steps`: it has keys and values of each layer of each recurrence.
-- `output_hidden_states=True` gives the initial state and the state after each recurrence.
-- LoRA: `target_modules=["Wqkv", "fc", "proj", "adapter"]`.
-- vLLM serves one `num_steps`, {c.mean_recurrence} by default; another depth takes another server:
-  `vllm serve name --trust-remote-code --hf-overrides '{{"mean_recurrence": 8}}' --port 8001`
-- The tokenizer reads `</s>` and the like in a text as control tokens, whoever wrote the text. If
-  it is a tokenizer.model alone, it takes `pip install sentencepiece protobuf`, and transformers
-  splits blanks that lead or repeat, and what follows a control token, in ways of its own.
-- The weights are under the licence of the model and the data that they were made from, the code
-  under MIT.
-"""
+def describe_scores(summary):
+    """A line for each task and metric of an evaluation's summary: its values over r."""
+    values = {}
+    for row in summary["results"]:
+        title = f"{row.get('task', summary['task'])}, {row['metric']}"
+        values.setdefault(title, []).append(f"{row['value']:.3g} at r = {row['steps']}")
+    return [f"{title}: {'; '.join(found)}." for title, found in values.items()]
 
 
 # ------------------------------------------------------------------------------------- the command
@@ -573,10 +736,10 @@ def parse_args():
     add("--feed_forward", action="store_true",
         help="a model without recurrent block: all layers, or those of the other flags in a row")
     add("--untie", action="store_true", help="give a tied feed-forward model a head of its own")
-    add("--adapter", choices=["linear", "add"], help="default: linear")
-    add("--adapter_init", choices=["identity", "default"], default="identity",
+    add("--adapter", choices=ADAPTERS, help="default: linear")
+    add("--adapter_init", choices=["identity", "torch"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
-             "layers in a row; default: torch's Linear init, as the paper")
+             "layers in a row; torch: the default of torch's Linear, as in the paper")
     add("--mean_recurrence", type=positive,
         help="the result's default r (the released models' config.json always says 32)")
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
@@ -602,7 +765,8 @@ def main():
         print("layers for prelude, core and coda:", *layers)
         result = retrofit(source, layers, args.adapter or "linear", args.untie)
     if args.mean_recurrence:
-        result.config.mean_recurrence = args.mean_recurrence
+        config = replace(result.config, mean_recurrence=args.mean_recurrence)
+        result = replace(result, config=config)
     print_sizes(source, result)
     if not args.out:
         return
@@ -619,10 +783,12 @@ def main():
         if args.export and source.tokenizer:
             export_tokenizer(source.tokenizer, folder)
         if layers and not args.export:
-            write_json(folder / "surgery.json", {"source": args.src, "layers": layers})
+            base_model = None if Path(args.src).exists() else args.src.partition("@")[0]
+            write_json(folder / "surgery.json", {"base_model": base_model, "layers": layers})
         if (folder / "modeling_loopgraft.py").exists():
-            card = CARD.format(name=folder.name, c=result.config)
-            (folder / "README.md").write_text(card, "utf-8")
+            write_card(folder, result.config, source)
+        if args.export:
+            compare_export(model, folder)
     print(f"wrote {args.out}")
     if args.verify:
         verify(args, source, layers)

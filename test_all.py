@@ -321,7 +321,7 @@ def test_text_files_follow_the_model(llama, corpus):
 def test_verify_sees_a_wrong_weight(llama, monkeypatch):
     """--verify compares what was written with the layers that were kept, whatever the adapter."""
     flags, read_all = ("--shape", "1,2,1", "--verify"), surgery.read_all
-    for more in ("--adapter=add", "--adapter_init=default"):
+    for more in ("--adapter=add", "--adapter_init=torch"):
         assert "logits of 64 tokens are equal" in call("surgery", llama, more[2:], *flags, more)
 
     def wrong(source):  # when OUT is made, the first time
@@ -1991,7 +1991,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
 
 def test_export_in_the_harness(parent):
     """lm_eval's own HFLM on an export gives eval_lm.py's numbers."""
-    flags, eval_lm = "--shape 2,2,1 --adapter_init default --mean_recurrence 3", harness()
+    flags, eval_lm = "--shape 2,2,1 --adapter_init torch --mean_recurrence 3", harness()
     call("surgery", parent[0], "m", *flags.split())
     call("eval_lm", "--model", "m", "--steps", 3, *write_task("choice"), "--out", "m/eval_a.json")
     call("surgery", "m", "out", "--export", "hf")

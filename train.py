@@ -398,14 +398,27 @@ def find_progress(settings, dataset):
 
 
 def begin_progress(settings, model, progress):
-    """Carry tokens and FLOPs over from the run that made init_from into a new run."""
-    path = Path(model.folder or "", "train.json")
-    if progress["update"] or not path.exists():
+    """
+    Carry over to a new run what is known of init_from: the tokens and FLOPs of its training, and,
+    for the model card of an export, its surgery and the stages of its training.
+    """
+    if progress["update"]:
         return
-    earlier = read_json(path)
-    if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
-        for key in ("tokens", "flops", "paper_flops"):
-            progress[key] = earlier[key]
+    earlier = {}
+    if model.folder and Path(model.folder, "train.json").exists():
+        earlier = read_json(f"{model.folder}/train.json")
+        if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
+            for key in ("tokens", "flops", "paper_flops"):
+                progress[key] = earlier[key]
+    progress["surgery"] = earlier.get("surgery")
+    if model.folder and Path(model.folder, "surgery.json").exists():
+        progress["surgery"] = read_json(f"{model.folder}/surgery.json")
+    stage = {
+        "data": [Path(part.partition(":")[0]).name for part in settings.data.split(",")],
+        "updates": settings.updates,
+        "mean_recurrence": settings.mean_recurrence,
+    }
+    progress["stages"] = [*earlier.get("stages", []), stage]
 
 
 def model_config(settings):

@@ -209,6 +209,8 @@ class LoopgraftModel(LoopgraftBase):
         self.core_block = nn.ModuleList(Block(config) for _ in range(R))
         self.coda = nn.ModuleList(Block(config) for _ in range(config.n_layers_in_coda))
         self.ln_f = RMSNorm(C, config.norm_eps)
+        if config.injection_type not in ("linear", "add"):
+            raise ValueError(f"injection_type {config.injection_type!r} is not known")
         if config.injection_type == "linear":  # else they are added
             self.adapter = nn.Linear(2 * C, C, bias=False)
         slots = config.num_hidden_layers if config._attn_implementation == "vllm" else 0

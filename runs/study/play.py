@@ -125,7 +125,7 @@ BEFORE = [
     Run("deep_pretrain", "pretrain", "", {"n_prelude": 18}),  # as deep as the loop is at r = 8
     *healed("_influence", text="{corpus}/text.txt", window=52),
     *healed("_random", select="random"),
-    *healed("_default", adapter_init="default"),
+    *healed("_default", adapter_init="torch"),
     *healed("_add", adapter="add"),
     *healed("_zero", state_std=0),
     *healed("_loud", state_std=1),
