@@ -45,7 +45,7 @@ import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
 from eval_gsm8k import METRICS, STOPS, make_prompt, same_answer
-from model import STATE_STD, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
+from model import ADAPTERS, STATE_STD, RecurrentLM, find_checkpoint, load_config, presets, run_blocks
 from muon import Optimizer
 from runs import tiny_corpus
 from runs.block_influence import block_influence
@@ -1483,6 +1483,15 @@ def test_rows_without_labels_are_said(base, corpus):
     line = refusal("train", *base, "--data=data", "--updates=2", "--out_dir=other")
     assert "none of the 27 validation rows has a label" in line
 
+def test_context_beyond_the_models_own(base, corpus):
+    """Training at a longer context than the parent's is said; at a shorter one it stays the parent's."""
+    save(small(context=40), "short", corpus)
+    save(small(context=60), "long", corpus)
+    for name, context in (("short", 52), ("long", 60)):
+        said = call("train", *base, f"--init_from={name}", f"--out_dir=run-{name}", "--updates=1")
+        assert ("beyond the 40 tokens" in said) == (name == "short")
+        assert load_config(f"run-{name}/step_000001").context == context
+
 def test_processes_start_alike(base, unbroken):
     """A process with other settings, or other weights, than the first one says so and exits."""
     for name in ("run", "other"):
@@ -1909,9 +1918,43 @@ def check_export(folder, **changes):
 
 def test_transformers_runs_the_export():
     """Its logits, its gradients through the last k and its greedy tokens in a batch are ours."""
-    check_export("out", norm="post")
+    for adapter in ADAPTERS:
+        check_export(adapter, embed_scale=3.0, adapter=adapter, rope_scaling=LLAMA3,
+                     rope_theta=500.0)
+    check_export("post", norm="post")
     check_export("qwen", head_norm=True, qkv_bias=True, head_dim=16)
-    check_export("add", embed_scale=3.0, adapter="add", rope_scaling=LLAMA3, rope_theta=500.0)
+
+def test_a_half_made_fork_is_refused(checkpoint, monkeypatch):
+    """
+    An adapter that only some files know is refused where it is first met: in a config, in the
+    forward pass, in an export's names, and in what an export computes.
+    """
+    need("transformers")
+    with pytest.raises(UserError, match="adapter = scaled"):
+        small(adapter="scaled")
+    monkeypatch.setattr("model.ADAPTERS", (*ADAPTERS, "scaled"))
+    idx = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(UserError, match="does not say how adapter = scaled"):
+        small(adapter="scaled")(idx)
+
+    def scaled(model, s, e, rope, mask=None, caches=None):
+        x = 0.5 * s + model.adapter(torch.cat((s, e), -1))
+        return run_blocks(model.core, x, rope, mask, caches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecurrentLM, "run_core", scaled)
+        assert "computes other logits" in refusal("surgery", checkpoint, "out", "--export", "hf")
+    assert not os.path.exists("out")
+    empty = RecurrentLM.empty
+
+    def with_a_parameter(config):
+        model = empty(config)
+        model.scale = torch.nn.Parameter(torch.ones(1, device="meta"))
+        return model
+
+    monkeypatch.setattr(RecurrentLM, "empty", with_a_parameter)
+    with pytest.raises(UserError, match="RAVEN_NAMES"):
+        surgery.tensor_names(load_config(checkpoint), "huginn_raven")
 
 def test_forward_takes_what_others_give(checkpoint):
     """The export takes and gives what transformers' users know; a cache of another r is refused."""
@@ -1999,6 +2042,28 @@ def test_export_in_the_harness(parent):
     theirs.steps = [3]
     ours = read_json("m/eval_a.json")["results"]
     assert ours == eval_lm.evaluate(theirs, eval_lm.load_tasks(["local_choice"], "."))
+
+def test_card_says_where_a_model_comes_from(llama, corpus, base, monkeypatch):
+    """
+    A card names the parent on the hub, its layers, data sets, updates, r and scores, and a prompt
+    of the run's own; it has no path of this machine.
+    """
+    monkeypatch.setattr(surgery, "download", lambda src: str(llama))
+    call("surgery", "some/llama@main", "m", "--shape", "1,2,1")
+    call("train", *base, "--init_from=m", "--updates=3", "--out_dir=healed")
+    call("train", *base, "--init_from=healed", "--updates=2", "--mean_recurrence=5",
+         "--out_dir=taught")
+    call("eval_gsm8k", "--model=taught", "--data", corpus / "test.jsonl", "--template=plain",
+         "--max_new_tokens=1", "--limit=10", "--steps=1,4", "--task=counting")
+    call("surgery", "taught", "out", "--export", "hf")
+    card = Path("out/README.md").read_text()
+    for words in ("base_model: some/llama\n", "prelude [0], recurrent block [3, 4], coda [5]",
+                  "3 updates on pretrain, with a mean of r = 3",
+                  "2 updates on pretrain, with a mean of r = 5", "counting, accuracy: ",
+                  " at r = 4", json.dumps(read_json(corpus / "pretrain/meta.json")["prompt"])):
+        assert words in card, words
+    for path in (str(corpus), str(llama), os.getcwd()):
+        assert path not in card
 
 def test_card_runs_as_pasted(checkpoint):
     """The code of an export's card runs."""

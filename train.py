@@ -455,6 +455,9 @@ def make_model(settings, dataset, folder, device):
     check_tokenizer(c, model.folder or dataset.folders[0], *dataset.folders)
     c.mean_recurrence = settings.mean_recurrence
     c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
+    if settings.init_from and settings.context > c.context:
+        say(f"warning: --context={settings.context} is beyond the {c.context} tokens that "
+            f"{folder} was made for; it has to learn the positions after that")
     c.context = max(c.context, settings.context)
     choose_trained(settings, model)
     return model, weights
