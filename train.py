@@ -779,7 +779,7 @@ def validate(settings, model, val_sets):
     for dataset, rows in val_sets:
         totals = score_rows(settings, model, dataset, rows, steps)
         losses, _, labels = totals
-        count = int(labels[0])
+        count = labels[0].long().item()
         name = dataset.folders[0]
         if not count:
             raise UserError(f"{name}: none of the {rows} validation rows has a label, so there is "
