@@ -31,6 +31,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import sentencepiece
+from packaging.requirements import Requirement  # which pytest needs, too
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # no GPU plays along
 import torch
 import torch.nn.utils.parametrize as parametrize
@@ -1816,6 +1817,14 @@ def test_no_compiler(base, monkeypatch):
     torch.compiler.reset()  # forgets what other tests compiled
     said = call("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
     assert "without torch.compile" in said
+
+def test_requirements_keep_the_wheels_of_readme():
+    """`pip install -r requirements.txt` does not replace any wheel that README.md names."""
+    wheels = re.findall(r"torch==([\d.]+)", (HERE / "README.md").read_text())
+    torch_line, = re.findall(r"^torch\S*", (HERE / "requirements.txt").read_text(), re.M)
+    assert len(wheels) >= 2
+    for version in wheels:
+        assert Requirement(torch_line).specifier.contains(version), version
 
 def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     """README.md's Python runs, and so do its commands that need no more than runs/tiny.sh."""
