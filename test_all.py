@@ -1826,6 +1826,16 @@ def test_requirements_keep_the_wheels_of_readme():
     for version in wheels:
         assert Requirement(torch_line).specifier.contains(version), version
 
+def test_launches_suit_every_torch():
+    """The pages launch torchrun with the flags alone that it has in every torch from 2.9 on."""
+    every = {"--nnodes", "--nproc_per_node", "--max-restarts", "--rdzv_backend", "--rdzv_endpoint"}
+    pages = [HERE / "README.md", HERE / "runs/README.md", *HERE.glob("config/*.toml")]
+    text = re.sub(r"\\\n#? *", "", "".join(page.read_text() for page in pages))
+    launches = re.findall(r"torchrun (--.*?) train.py", text)
+    assert len(launches) > 15
+    for flags in launches:
+        assert {flag.split("=")[0] for flag in flags.split()} <= every, flags
+
 def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     """README.md's Python runs, and so do its commands that need no more than runs/tiny.sh."""
     shutil.copytree(taught, "out")
