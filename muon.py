@@ -131,8 +131,8 @@ class Optimizer:
     by Muon at lr, the rest by AdamW at adam_lr. "adamw" and "adamw*": everything at lr.
 
     weights: {name: exact weights}, to begin the masters with; by default the parameters. parts:
-    {name: rows of its parts} of stacked matrices that are updated part by part, which matters to
-    Muon and AdamW*. With world > 1 all ranks of torch.distributed make the same calls.
+    {name: rows of its parts} of stacked matrices that Muon and AdamW* update part by part; AdamW,
+    whose numbers do not depend on each other, needs none. With world > 1 all ranks of torch.distributed make the same calls.
 
     Of its own rows, a rank keeps .masters {name: weights} and .moments {name.key: tensor}, all
     float32. A float32 parameter is its own master.
@@ -181,7 +181,7 @@ class Optimizer:
                 self.moments[key] = torch.zeros_like(master)
                 tensors.append(self.moments[key])
             sizes = [len(master)]
-            if parts and name in parts:
+            if parts and name in parts and self.rules[name] != "adamw":
                 sizes = parts[name]
             split = [t.split(sizes) for t in tensors]
             self.groups[self.rules[name]] += zip(*split)

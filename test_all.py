@@ -1304,6 +1304,17 @@ def test_updates_that_are_not_finite(base, monkeypatch):
         assert "no finite gradient" in refusal("train", *base, "--out_dir=bad")
         assert checkpoints("bad") == ["step_000006"]
 
+@pytest.mark.parametrize("rule", ["muon", "adamw", "adamw*"])
+def test_ordinary_models_train_on_ranks(rule, base):
+    """Under each rule an ordinary model ends two updates alike on one and on two processes."""
+    base = [*base, "--n_prelude=2", "--n_core=0", "--n_coda=0", f"--optimizer={rule}",
+            "--updates=2", "--warmup=0", "--lr=0.001"]
+    for world in (1, 2):
+        finish("train.py", *base, f"--out_dir={world}", world=world)
+    one, two = (weights(f"{world}/step_000002", "model") for world in (1, 2))
+    for name, t in one.items():
+        assert far(t, two[name]) < 2e-5, name
+
 @pytest.mark.parametrize("draws, sizes", [(1, (16, 2)), (4, (4, 2, 1))])
 def test_micro_batches_do_not_change_an_update(draws, sizes, base):
     """Micro-batches of any size, and several draws of r, give the update of the whole batch."""
