@@ -19,6 +19,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ from train import Settings
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE / "tests"))
 from helpers import (
-    DIES, HARD, QKV, RUN, TASKS, answers_of, call, checkpoints, contents, convert, count,
+    DIES, HARD, NODE, QKV, RUN, TASKS, answers_of, call, checkpoints, contents, convert, count,
     decode, decode_model, documents, expected, far, finish, full_disk, kill, launch, logged,
     mistakes, multiply, noise, optimizer_rank, outcome, parameters, play, random_prompts,
     recipe, refusal, same, same_end, save, small, start_hub, step_with, typed, weights,
@@ -1152,6 +1153,39 @@ def test_killed_ranks_end_alike(base):
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
     subprocess.run([sys.executable, *torchrun, "dies.py", *base, "--out_dir=restarted"], check=True)
     assert same_end("two", "restarted")
+
+def nodes_launch():
+    """The several-nodes launch of runs/README.md, for two nodes of one process each."""
+    page = (HERE / "runs/README.md").read_text()
+    line, = re.findall(r"\n(\S.*--nnodes(?s:.*?)) train.py", page.replace("\\\n", ""))
+    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+    for old, new in ("--nnodes=N", "--nnodes=2"), ("node=4", "node=1"), ("HOST:29500",
+                                                                        f"127.0.0.1:{port}"):
+        assert old in line
+        line = line.replace(old, new)
+    variables, flags = line.split("torchrun")
+    return dict(item.split("=") for item in variables.split()), flags.split()
+
+def test_a_lost_process_of_several_nodes(base, unbroken, monkeypatch):
+    """Two nodes, launched as runs/README.md says, restart together after one has lost a process."""
+    env, flags = nodes_launch()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "WORLD", 2)
+        for name, value in (("LOCAL_WORLD_SIZE", "1"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
+            patch.setenv(name, value)
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in refusal("train", *base, "--out_dir=run")
+    Path("node.py").write_text(NODE)
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, "node.py", *base,
+               "--out_dir=run"]
+    nodes = [subprocess.Popen(command, env=os.environ | env | lost)
+             for lost in ({}, {"LOST": "1"})]
+    try:
+        assert [node.wait(timeout=150) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.terminate()  # it ends its process, too
+    assert os.path.exists("lost")
+    assert logged("run", "loss") == pytest.approx(logged(unbroken, "loss"), abs=1e-2)
 
 @needs_compiler
 def test_killed_compiled_run_ends_alike(base):

@@ -220,13 +220,16 @@ def start_processes():
         torch.set_float32_matmul_precision("high")
     if WORLD == 1:
         return device, dist.HashStore()
+    one_node = os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD)
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and not one_node and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        raise UserError("--max-restarts on several nodes: also put "
+                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun")
     store = next(dist.rendezvous("env://"))[0]
-    # Restarts by torchrun share its store, with the addresses of dead processes: each attempt needs
-    # keys of its own. Nodes count their own restarts, so several nodes count processes.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if os.environ.get("LOCAL_WORLD_SIZE") != str(WORLD):
-        attempt = (store.add("processes", 1) - 1) // WORLD
-    store = dist.PrefixStore(f"attempt {attempt}", store)
+    if one_node:
+        # Restarts share torchrun's store, with the addresses of dead processes, so each attempt
+        # needs keys of its own. Several nodes, which count differently, get a store for each.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
                             timeout=timedelta(hours=1))  # for one that compiles or saves
     return device, store

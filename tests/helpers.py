@@ -511,6 +511,16 @@ train.cli(train.main)
 """
 
 
+# Run by each of two nodes. Rank 1 dies in its first attempt before it has met the others.
+NODE = """
+import os, train
+if "LOST" in os.environ and not os.path.exists("lost"):
+    open("lost", "w").close()
+    os.kill(os.getpid(), 9)
+train.cli(train.main)
+"""
+
+
 MISTAKES = """
 surgery {llama} out:
      -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
