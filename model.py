@@ -182,6 +182,13 @@ def rotate(x, rope):
     ), dim=-1)
 
 
+def attend(q, k, v, mask, **flags):
+    """torch's SDPA. On ROCm v is copied first: kernels there have given wrong results for views."""
+    if torch.version.hip:  # github.com/ROCm/pytorch/issues/3230
+        v = v.contiguous()
+    return F.scaled_dot_product_attention(q, k, v, mask, **flags)
+
+
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -233,7 +240,7 @@ class Attention(nn.Module):
                 groups = q.shape[1] // k.shape[1]
                 k = k.repeat_interleave(groups, 1)
                 v = v.repeat_interleave(groups, 1)
-            y = F.scaled_dot_product_attention(
+            y = attend(
                 q, k, v, mask,
                 is_causal=mask is None,
                 enable_gqa=q.shape[1] != k.shape[1],
@@ -242,7 +249,7 @@ class Attention(nn.Module):
             k, v = cache.update(k, v)
             # Query heads that share a kv head become rows of one, so the cache is read once.
             q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
-            y = F.scaled_dot_product_attention(q, k, v, mask)
+            y = attend(q, k, v, mask)
             y = y.view(B, self.n_head, T, -1)
         y = y.transpose(1, 2).reshape(B, T, -1)
         return self.proj(y)

@@ -27,6 +27,8 @@ GPU = torch.cuda.is_available()
 CARDS = torch.cuda.device_count()
 DEVICE = "cuda:0" if GPU else "cpu"
 SMALL = Config(512, 128, 4, 2, 352, 1, 2, 1, context=512, state_std=1.0)
+# As training: heads of 64, 8 of q to one of k and v, rows of 1,024 tokens.
+LONG = Config(512, 512, 8, 1, 1408, 1, 2, 1, context=1024, state_std=1.0)
 LARGE = Config(32000, 2048, 32, 4, 5632, 4, 8, 4) if GPU else SMALL  # TinyLlama after surgery
 DEPTHS = 4, 32
 UPDATES = 30
@@ -57,13 +59,14 @@ def check_driver():
 
 # --------------------------------------------------------------------------------- is it right?
 
-def small(device, dtype):
-    """A fixed random model, and tokens, targets (4, 128) and s_0 that fit."""
-    model = RecurrentLM(SMALL)
+def small(device, dtype, config=None, T=128):
+    """A fixed random model, by default SMALL, and tokens, targets (4, T) and s_0 that fit."""
+    c = config or SMALL
+    model = RecurrentLM(c)
     generator = torch.Generator().manual_seed(0)
     model.init_weights(seed=0)
-    idx = torch.randint(SMALL.vocab_size, (4, 129), generator=generator)
-    state = torch.randn(4, 128, SMALL.n_embd, generator=generator)
+    idx = torch.randint(c.vocab_size, (4, T + 1), generator=generator)
+    state = torch.randn(4, T, c.n_embd, generator=generator)
     return model.to(device, dtype), *(t.to(device) for t in (idx[:, :-1], idx[:, 1:], state))
 
 
@@ -122,6 +125,30 @@ def check_oracles():
             below(f"{name}, {dtype}, error", error, limit)
         twice = [change(DEVICE, dtype)[0] for _ in range(2)]
         add(f"update, {dtype}, twice the same bits", torch.equal(*twice))
+
+
+def gradient(device, dtype, compiled=False, **options):
+    """The loss of LONG at (4, 4), and its gradient."""
+    model, idx, targets, state = small(device, dtype, LONG, LONG.context)
+    if compiled:
+        torch.compiler.reset()
+        model.compile_parts()
+    _, loss = model(idx, targets, (4, 4), state, **options)
+    loss.backward()
+    return loss.detach().cpu(), torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
+
+
+def check_update():
+    """A compiled update of the kind that training makes, against float32's on the CPU."""
+    exact = gradient("cpu", torch.float32)
+    near = gradient("cpu", torch.bfloat16)
+    ways = {"eager": {}, "compiled": {"compiled": True},
+            "compiled, recompute": {"compiled": True, "recompute": True}}
+    for way, options in ways.items():
+        found = gradient(DEVICE, torch.bfloat16, **options)
+        for name, a, b, c in zip(("loss", "gradient"), found, near, exact):
+            below(f"{name} of rows of {LONG.context}, {way}, error", relative(a, c),
+                  1.5 * relative(b, c) + 0.005)
 
 
 def check_attention():
@@ -372,8 +399,8 @@ def measure_texts():
 
 
 PARTS = {
-    "correct": (check_driver, check_oracles, check_attention, check_waits, check_decoding,
-                check_bfloat16),
+    "correct": (check_driver, check_oracles, check_update, check_attention, check_waits,
+                check_decoding, check_bfloat16),
     "train": (check_driver, check_training),
     "speed": (check_driver, measure_training),
     "decode": (check_driver, measure_decoding, measure_texts),

@@ -270,6 +270,7 @@ def play_gpu_check(corpus):
     os.makedirs("out/gpu_check")
     import gpu_check as check
     check.SMALL = check.LARGE = replace(check.SMALL, context=42, n_core=1)
+    check.LONG = replace(check.LONG, context=32)
     check.DEPTHS, check.UPDATES, check.TOKENS = (1, 2), 1, 2
     check.seconds = lambda step, _: [step()] and 1.0
     check.tiny = lambda out, rows: shutil.copytree(corpus, out)
@@ -278,7 +279,8 @@ def play_gpu_check(corpus):
                        for flag in flags)).splitlines()[-1]
     with mock.patch.object(sys, "argv", ["gpu_check.py"]):
         check.main()
-    assert any("cached steps, torch.bfloat16" in row["check"] for row in check.ROWS)
+    for words in ("cached steps, torch.bfloat16", "gradient of rows of 32, compiled, recompute"):
+        assert any(words in row["check"] for row in check.ROWS), words
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=1e9)
     check.measure_training()
     failed = [row for row in check.ROWS if row["ok"] is False and not NUMBERS.search(row["check"])]
