@@ -698,6 +698,10 @@ def dry_run(settings):
         say(f"data: {rows:,} rows, {epochs:.3g} epochs of {settings.data}")
     except UserError as e:
         say(f"data: {rows:,} rows of {settings.context} tokens; but {e}")
+    alone = make_optimizer(settings, model, 0, 1)
+    gathered = sum(t.nbytes for t in [*alone.masters.values(), *alone.moments.values()])
+    say(f"saving: rank 0 gathers {gathered / 1e9:.1f} GB of masters and moments in its host's "
+        "memory")
     held = max(memory_held(settings, model, rank) for rank in range(settings.gpus)) / 1e9
     # Bytes a layer and token that a compiled forward pass keeps for the backward pass, counted on
     # small models in bfloat16.
