@@ -2,7 +2,7 @@
 Any task of lm-evaluation-harness over recurrences (pip install "lm_eval[math]==0.4.13" accelerate).
 
     python eval_lm.py --model out/llama-4-6-4 --steps 1,4,32 --tasks arc_easy,hellaswag,piqa
-    python eval_lm.py --model out/llama-4-6-4 --tasks minerva_math500 --num_fewshot 1
+    python eval_lm.py --model out/llama-4-6-4 --tasks minerva_math500 --num_fewshot 1 --compile
     python eval_lm.py --model out/tiny/task --tasks my_task --include_path my_tasks --limit 100
 
 What is unusual:
@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from common import Parser, UserError, cli, digest, natural, positive, write_result
-from sample import Decoder, add_evaluation_arguments, answer_batch, check_out, load_model
+from sample import (COMPILE, Decoder, add_evaluation_arguments, answer_batch, check_out,
+                    load_model)
 
 try:
     from lm_eval import defaults, evaluator, utils
@@ -50,10 +51,10 @@ class Harness(TemplateLM):
     """
 
     def __init__(self, folder, steps, batch_size=16, device="cpu", dtype="float32", seed=0,
-                 max_length=None):
+                 max_length=None, compile=False):
         super().__init__()
         self.model, self.tokenizer = load_model(folder, device, dtype)
-        self.decoder = Decoder(self.model)
+        self.decoder = Decoder(self.model, compile)
         self.steps = steps if self.model.config.n_core else [0]
         self.r = self.steps[-1]
         self.batch_size = batch_size
@@ -264,6 +265,7 @@ def parse_args():
     flag("--num_fewshot", type=natural, help="default: as the task says, or else none")
     flag("--max_length", type=positive,
          help="tokens of a row; default, and at most: the model's context")
+    flag("--compile", action="store_true", help=f"{COMPILE}; for tasks that generate text")
     add_evaluation_arguments(p)
     args = p.parse_args()
     args.out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
@@ -279,7 +281,7 @@ def main():
     if os.path.exists(args.out):
         raise UserError(f"{args.out}: exists already: name another with --out")
     lm = Harness(args.model, args.steps, args.batch_size, args.device, args.dtype, args.seed,
-                 args.max_length)
+                 args.max_length, args.compile)
     tasks = load_tasks(args.tasks.split(","), args.include_path, args.num_fewshot)
     keys = "tasks", "num_fewshot", "limit", "max_length", "dtype", "seed"
     settings = {key: getattr(args, key) for key in keys}

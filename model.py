@@ -43,6 +43,7 @@ IGNORE = -100                     # torch's target without loss
 LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
 NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
 ADAPTERS = "linear", "add"         # how state and prelude output are joined: see run_core()
+COMPILING = "compiling takes about a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)"
 
 
 @dataclass

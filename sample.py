@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from common import (Parser, UserError, cli, describe, find_gpu, natural, positive, rate, read_json,
                     recurrences, say, seeds)
 from data import check_tokenizer
-from model import Linear, RecurrentLM, load_config
+from model import COMPILING, Linear, RecurrentLM, load_config
 
 DRAFTS = 12     # drafts of a row before the model checks them
 TOO_FEW = 2     # right drafts of a round, below which drafts do not pay, see speculative()
@@ -47,7 +47,7 @@ COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes
 PREFILL = 512   # prompt tokens of a row in one pass
 FEW_ROWS = 4    # up to so many rows plain sums beat a CPU library's products
 DRAFT_STEPS = "recurrences of a draft; one pass at full depth checks 12 of them; 0: off"
-COMPILE = "torch.compile: a minute at first, then about twice as fast"
+COMPILE = "torch.compile: a minute at first (a GPU: 2 to 4), then about twice as fast"
 
 
 @dataclass
@@ -668,8 +668,9 @@ def main():
         args.steps = [0]
     decoder = Decoder(model, args.compile)
     if args.compile:
-        tell("compiling, about a minute")
+        tell(COMPILING)
         for r in args.steps:
+            tell(f"compiling for r = {r}")
             list(decoder.generate([[0]], 4, r, **decoding(args)))
     if args.interactive:
         return interact(decoder, tokenizer, args)

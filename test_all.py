@@ -1554,6 +1554,15 @@ def test_context_beyond_the_models_own(base, corpus):
         said = call("train", *base, f"--init_from={name}", f"--out_dir=run-{name}", "--updates=1")
         assert ("beyond the 40 tokens" in said) == (name == "short")
         assert load_config(f"run-{name}/step_000001").context == context
+def test_compiling_is_announced(base, checkpoint, monkeypatch, capfd):
+    """train.py and sample.py say how long compiling may take, and what is being compiled."""
+    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: None)
+    said = call("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
+    assert "2 to 4 minutes on a GPU" in said
+    assert re.search("warm-up: [0-9]+ s for the forward pass; now the backward pass\n", said)
+    call("sample", "--model", checkpoint, "--prompt=has", "--steps=1,2", "--tokens=1", "--compile")
+    said = capfd.readouterr().err
+    assert "2 to 4 minutes on a GPU" in said and "compiling for r = 2" in said
 
 def test_processes_start_alike(base, unbroken):
     """A process with other settings, or other weights, than the first one says so and exits."""
@@ -1770,6 +1779,13 @@ def test_generated_text_follows_the_seed(checkpoint):
                                         12, [], 3, seed=seed)
         assert found[-1:] == wanted
     assert found[0] != found[1]
+def test_harness_texts_are_decoded_compiled(checkpoint, monkeypatch):
+    """--compile reaches the decoder of eval_lm.py."""
+    compiled = []
+    harness()
+    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
+    call("eval_lm", "--model", checkpoint, "--steps=1", "--compile", *write_task("answer"))
+    assert compiled == [{"dynamic": True}] and read_json("answer.json")["results"]
 
 def test_harness_scores_are_its_own_models(parent):
     """Likelihoods, texts and scores (MATH's and GSM8K's, too) are the harness's own HFLM's."""
@@ -1897,6 +1913,13 @@ def test_launches_suit_every_torch():
     assert len(launches) > 15
     for flags in launches:
         assert {flag.split("=")[0] for flag in flags.split()} <= every, flags
+
+def test_pages_compile_what_decodes_on_a_gpu():
+    """README.md's evaluations in bfloat16 compile where they generate text."""
+    text = (HERE / "README.md").read_text().replace("\\\n", "")
+    lines = re.findall(r"^python (?:eval_gsm8k|eval_lm.*math).*", text, re.M)
+    lines = [line for line in lines if "--dtype bfloat16" in line]
+    assert len(lines) == 2 and all("--compile" in line for line in lines), lines
 
 def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     """README.md's Python runs, and so do its commands that need no more than runs/tiny.sh."""

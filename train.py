@@ -41,7 +41,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import (RANK, WORLD, Parser, UserError, check_settings, cli, find_gpu, fraction, locked,
                     natural, positive, rate, read_json, recurrences, say, seeds, whole, write_json)
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
-from model import IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config
+from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
+                   load_config)
 from muon import BUFFERS, Optimizer, clip_factor, stacked_parts
 
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
@@ -537,19 +538,24 @@ def warm_up(settings, model, dataset):
     and without gradient are compiled, and a memory limit is met, now and not when the curriculum
     has risen. Says how much a GPU needed. Gradients are discarded.
     """
-    say(f"warm-up: one pass at the full depth{' (compiles, about a minute)' * settings.compile}")
+    say("warm-up: one pass at the full depth")
     if settings.compile:
         try:
             model.compile_parts()
+            say(f"warm-up: {COMPILING}")
         except UserError as e:
             say(f"{e}: going on without torch.compile")
+    began = time.time()
     batch = dataset.batch(0, 0, 0, 1, settings.micro_batch)
     k = deepest(settings)
     try:
-        run_batch(settings, model, batch, (1, k)).backward()
+        loss = run_batch(settings, model, batch, (1, k))
+        say(f"warm-up: {time.time() - began:.0f} s for the forward pass; now the backward pass")
+        loss.backward()
     except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={len(batch[0])} at k = {k}: make that "
                         "smaller, or --context, or try --recompute")
+    say(f"warm-up: {time.time() - began:.0f} s in all")
     model.zero_grad()
     if model.embed.weight.is_cuda:
         peak = torch.cuda.max_memory_allocated()
