@@ -37,6 +37,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # n
 import torch
 import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import data
@@ -1049,6 +1050,31 @@ def test_flops_are_the_papers():
         flops = train.paper_flops(s, RecurrentLM.empty(config), row["chkpt"])
         off = abs(flops / row["FLOPs"] - 1)  # one file has older edges
         assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
+
+def test_executed_flops_are_torchs():
+    """The FLOPs behind --dry_run's hours are those that torch counts in a micro-batch."""
+    aten = torch.ops.aten
+
+    def pairs(q):  # half of all, for a product of numbers of q's size
+        B, H, T, D = q
+        return 2 * B * H * T * T * D // 2
+
+    attention = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, *_, **__: 2 * pairs(q),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, *__, **___:
+            5 * pairs(q)}
+    for shape, steps, flags in (
+            ({}, (3, 2), []), ({}, (0, 4), ["--recompute"]), ({}, (3, 2), ["--train=core|adapter"]),
+            ({}, (3, 2), ["--train=coda|head"]), ({}, (3, 2), ["--train=prelude", "--recompute"]),
+            ({"n_core": 0, "n_coda": 0}, (0, 0), [])):
+        model = small(vocab_size=300, n_embd=64, n_ffn=160, **shape)
+        s = train.read_settings(["--data=x", "--out_dir=run", "--context=200", *flags])
+        train.choose_trained(s, model)
+        idx = torch.ones(2, 200, dtype=torch.int64)
+        with FlopCounterMode(display=False, custom_mapping=attention) as counter:
+            model(idx, idx, steps, recompute=s.recompute)[1].backward()
+        counted = counter.get_total_flops() / idx.numel()
+        assert train.executed_flops(s, model, steps) == pytest.approx(counted, rel=0.02), flags
 
 QWEN3 = replace(TINYLLAMA, n_prelude=28, head_norm=True, head_dim=128)
 HUB = {"TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": TINYLLAMA,
