@@ -260,12 +260,14 @@ def word_pattern(spec):
     return pattern
 
 
+# Byte-level BPE writes a printable byte as itself, the n-th of the others as character 256 + n.
+BYTES = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
+
+
 def byte_level(spec, pattern, special, always):
     """Byte-level BPE of the words of a regular expression -> how to encode, decode; known ids."""
     import tiktoken
-    # A printable byte is written as itself, the n-th of the others as character 256 + n.
-    byte = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
-    pieces = {bytes(byte[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
+    pieces = {bytes(BYTES[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
               if text not in special | always}
     coder = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=pieces,
                               special_tokens=special | always)
@@ -302,6 +304,40 @@ def library(path):
     return (lambda text: coder.encode(text, add_special_tokens=False).ids,
             lambda ids: coder.decode(ids, skip_special_tokens=False),
             {*coder.get_vocab().values()})
+
+
+def legible_tokens(folder):
+    """
+    {id: text} of the tokens in a folder's tokenizer, for people to read: a blank is "▁", and what
+    cannot be printed is escaped, such as "\\n", or "\\xe6" for a byte that is only a part of a
+    character.
+    """
+    path = tokenizer_file(folder)
+    if path.suffix == ".model":
+        import sentencepiece
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        pieces = {}
+        for i in range(model.vocab_size()):
+            piece = model.id_to_piece(i)
+            pieces[i] = bytes([int(piece[3:5], 16)]) if model.is_byte(i) else piece  # "<0xE6>"
+    else:
+        spec = read_json(path)
+        vocab = spec["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram: [piece, score], in the order of ids
+            vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+        pieces = {i: piece for piece, i in vocab.items()}
+        if '"ByteLevel"' in json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]):
+            for i, piece in pieces.items():
+                with contextlib.suppress(IndexError):  # an added token, which is plain text
+                    pieces[i] = bytes(BYTES[ord(c)] for c in piece)
+        pieces |= {token["id"]: token["content"] for token in spec["added_tokens"]}
+    texts = {}
+    for i, piece in pieces.items():
+        if isinstance(piece, bytes):
+            piece = piece.decode(errors="backslashreplace")
+        escaped = (c if c.isprintable() else ascii(c)[1:-1] for c in piece.replace(" ", "▁"))
+        texts[i] = "".join(escaped)
+    return texts
 
 
 # ---- prepare ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Decoding: an exact KV cache for recurrent depth, drafts, and text streamed to th
     python sample.py --model out/tinyllama --steps 32 --dtype bfloat16 --compile --draft_steps 2
     python sample.py --model out/tinyllama --interactive
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
+    python sample.py --trace --prompt "has 7 loses 4"     # what each r would say after each token
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r:
@@ -15,7 +16,7 @@ What is unusual here:
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position follows from
   (seed, position) alone, whatever else is in the batch.
 
-Read downwards: the cache, a batch of texts, two ways to decode, then the command.
+Read downwards: the cache, a batch of texts, two ways to decode, --trace, then the command.
 
 The model's text goes to stdout, everything else to stderr.
 """
@@ -29,6 +30,8 @@ import re
 import sys
 import tempfile
 import time
+import unicodedata
+from argparse import BooleanOptionalAction
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +41,7 @@ import torch.nn.functional as F
 
 from common import (Parser, UserError, cli, describe, find_gpu, natural, positive, rate, read_json,
                     recurrences, say, seeds)
-from data import check_tokenizer
+from data import check_tokenizer, legible_tokens
 from model import COMPILING, Linear, RecurrentLM, load_config
 
 DRAFTS = 12     # drafts of a row before the model checks them
@@ -48,6 +51,7 @@ PREFILL = 512   # prompt tokens of a row in one pass
 FEW_ROWS = 4    # up to so many rows plain sums beat a CPU library's products
 DRAFT_STEPS = "recurrences of a draft; one pass at full depth checks 12 of them; 0: off"
 COMPILE = "torch.compile: a minute at first (a GPU: 2 to 4), then about twice as fast"
+TRACED = [1, 2, 4, 8, 16, 32]  # recurrences that --trace shows unless --steps names others
 
 
 @dataclass
@@ -551,6 +555,103 @@ def cut(text, stops):
     return text
 
 
+# ------------------------------------------------------------------------------- seeing it think
+
+@torch.inference_mode()
+def next_tokens(model, ids, steps, seed=0):
+    """
+    What a model would say after each token of a text, at each r of `steps` in rising order, from
+    one pass. The noise is that of decoding, so these are the tokens that decoding would choose.
+
+    ids: T token ids. Returns three tensors (len(steps), T): the likeliest next tokens, their
+    probabilities, and at each r the probability of the token that the largest r chooses.
+    """
+    idx = torch.tensor([ids], device=model.embed.weight.device)
+    state = model.initial_state(1, len(ids), seed)
+    states = [s for _, s in model.trajectory(idx, steps, state)]
+    chosen = model.finish(states[-1])[0].argmax(-1)
+    tokens = []
+    probabilities = []
+    of_chosen = []
+    for s in states:  # one at a time, because the distributions of a long text are large
+        p = model.finish(s)[0].softmax(-1)                                  # (T, V)
+        probability, token = p.max(-1)
+        tokens.append(token)
+        probabilities.append(probability)
+        of_chosen.append(p.gather(-1, chosen[:, None])[:, 0])
+    return torch.stack(tokens), torch.stack(probabilities), torch.stack(of_chosen)
+
+
+def trace(model, tokenizer, args, prompt):
+    """
+    Print a line for each token of the prompt: the likeliest next token at each r, with a star where
+    it differs from that of the r before. The last line counts the positions that have settled: from
+    this r on they choose what the largest r chooses.
+    """
+    c = model.config
+    steps = asked_steps(args, c)
+    ids = tokenizer.encode(prompt, bos=True)
+    T = len(ids)
+    if not 0 < T <= c.context:
+        raise UserError(f"the prompt has {T} tokens, and --trace takes 1 to {c.context}, the "
+                        "context of the model")
+    tokens, probabilities, of_chosen = next_tokens(model, ids, steps, args.seed)
+    texts = legible_tokens(model.folder)
+
+    def name(token):
+        text = texts.get(token, f"<{token}>")  # the padding of a vocabulary has no text
+        return text if len(text) <= 16 else text[:15] + "…"
+
+    names = [name(token) for token in ids]
+    columns = [["", *names, "settled"]]
+    agrees = tokens == tokens[-1]
+    settled = agrees.flip(0).cumprod(0).flip(0).sum(1)
+    for i, r in enumerate(steps):
+        column = [f"  r = {r}" if c.n_core else "  next"]
+        for t in range(T):
+            changed = i > 0 and tokens[i, t] != tokens[i - 1, t]
+            token = name(tokens[i, t].item())
+            column.append(f"{'*' if changed else ' '} {probabilities[i, t]:4.0%} {token}")
+        column.append(f"  {settled[i]} of {T}")
+        columns.append(column)
+    padded = [pad(column) for column in columns]
+    for line in zip(*padded):
+        print(" ".join(line).rstrip())
+    if args.picture:
+        draw_trace(args.picture, names, steps, of_chosen)
+
+
+def pad(column):
+    """Texts, padded to the width of the widest on a terminal, where some characters take two."""
+    widths = []
+    for text in column:
+        wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+        marks = sum(unicodedata.combining(character) > 0 for character in text)
+        widths.append(len(text) + wide - marks)
+    return [text + " " * (max(widths) - width) for text, width in zip(column, widths)]
+
+
+def draw_trace(path, names, steps, of_chosen):
+    """Draw positions over r, coloured by the probability of what the largest r chooses."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--picture needs `pip install matplotlib`")
+    size = 2.5 + 0.5 * len(steps), min(1 + 0.22 * len(names), 200)
+    picture = Figure(size, layout="constrained")
+    panel = picture.add_subplot()
+    image = panel.imshow(of_chosen.T.cpu().numpy(), aspect="auto", vmin=0, vmax=1)
+    panel.set_xticks(range(len(steps)), steps)
+    panel.set_yticks(range(len(names)), names, parse_math=False)  # a $ is a token like others
+    panel.set_xlabel("recurrences r")
+    picture.colorbar(image, label="probability of the last column's choice")
+    try:
+        picture.savefig(path)
+    except (ValueError, OSError) as e:  # ValueError: a format that matplotlib does not write
+        raise UserError(f"--picture {path}: {e}")
+    tell(f"wrote {path}")
+
+
 # ------------------------------------------------------------------------------------ the command
 
 def newest_checkpoint(root="out"):
@@ -574,6 +675,23 @@ def default_prompt(folder):
     run = read_json(path)
     data = re.split("[:,]", run["config"]["data"])[0]
     return read_json(Path(data, "meta.json"))["prompt"]
+
+
+def asked_steps(args, config):
+    """The list of r that a command asks for: by default the model's own, or several to trace."""
+    if not config.n_core:
+        return [0]
+    return args.steps or (TRACED if args.trace else [config.mean_recurrence])
+
+
+def respond(decoder, tokenizer, args, prompt):
+    """Continue a prompt at each r, or trace it."""
+    if args.picture and not args.trace:
+        raise UserError(f"--picture {args.picture}: is a picture of --trace, so give both")
+    if args.trace:
+        return trace(decoder.model, tokenizer, args, prompt)
+    for r in asked_steps(args, decoder.model.config):
+        write(decoder, tokenizer, args, prompt, r)
 
 
 def write(decoder, tokenizer, args, prompt, r):
@@ -617,7 +735,7 @@ def interact(decoder, tokenizer, args):
     """Prompts from the terminal, each on its own. /FLAG VALUE sets a flag of dial()."""
     sys.stdin.reconfigure(errors="surrogateescape")  # a stray byte is a mistake in its line alone
     tell("a line is a prompt; /steps 16, /draft_steps 2 or /temperature 0.8 sets a flag; "
-         "ctrl-D ends")
+         "/trace shows what each r would say, until /no-trace; ctrl-D ends")
     while True:
         try:
             line = input("> ")
@@ -625,8 +743,7 @@ def interact(decoder, tokenizer, args):
                 words = f"--{line[1:]}".split()
                 args = dial().parse_args(words, copy.copy(args))  # a mistake changes nothing
             elif line:
-                for r in args.steps:
-                    write(decoder, tokenizer, args, line, r)
+                respond(decoder, tokenizer, args, line)
         except UserError as e:  # a mistake ends a text, not the session
             tell(e)
         except EOFError:
@@ -647,6 +764,9 @@ def dial():
     p.add_argument("--temperature", type=rate, default=0.0, help="0 (default): greedy")
     p.add_argument("--top_k", type=natural, default=0, help="the k likeliest tokens only; 0: all")
     p.add_argument("--draft_steps", type=natural, default=0, help=DRAFT_STEPS)
+    p.add_argument("--trace", action=BooleanOptionalAction, default=False,
+                   help="instead of a text, show what each r would say after each token")
+    p.add_argument("--picture", help="draw what --trace shows to this file, such as trace.png")
     return p
 
 
@@ -663,21 +783,17 @@ def main():
     c = model.config
     tell(f"{model.folder}, ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
          f"{', '.join(describe(model))}")
-    args.steps = args.steps or [c.mean_recurrence]
-    if not c.n_core:
-        args.steps = [0]
     decoder = Decoder(model, args.compile)
     if args.compile:
         tell(COMPILING)
-        for r in args.steps:
+        for r in asked_steps(args, c):
             tell(f"compiling for r = {r}")
             list(decoder.generate([[0]], 4, r, **decoding(args)))
     if args.interactive:
         return interact(decoder, tokenizer, args)
     prompt = default_prompt(model.folder) if args.prompt is None else args.prompt
     tell(prompt)
-    for r in args.steps:
-        write(decoder, tokenizer, args, prompt, r)
+    respond(decoder, tokenizer, args, prompt)
 
 
 if __name__ == "__main__":

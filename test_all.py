@@ -488,6 +488,36 @@ def test_any_tokenizer_json(kind, monkeypatch):
         assert ids == theirs.encode(text, add_special_tokens=False).ids, text[:200]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
 
+def read_back(texts):
+    """The text of which legible_tokens() shows the tokens."""
+    shown = "".join(texts).replace("▁", " ").encode()
+    shown = re.sub(rb"\\x(..)", lambda found: bytes([int(found[1], 16)]), shown)
+    return shown.replace(b"\\n", b"\n").replace(b"\\t", b"\t").decode()
+
+def test_tokens_are_legible(speaker, corpus):
+    """What --trace shows of a text's tokens is all of it, and half a character is its bytes."""
+    text = "Hello, naïve 漢字 👍🏽\n\tx  y $z$ <unk"
+    for kind in ("qwen", "smollm2", "prefix", "merges"):
+        write_bpe(kind)
+        os.makedirs(kind)
+        shutil.move("tokenizer.json", kind)
+    for folder in ("qwen", "smollm2", "merges", speaker, "prefix",
+                   MATERIAL / "tinyllama", MATERIAL / "olmo2"):
+        if not Path(folder).exists():
+            continue
+        tokenizer, texts = Tokenizer.load(folder), data.legible_tokens(folder)
+        assert texts.keys() == set(tokenizer.known)
+        ids = tokenizer.encode(text)
+        shown = [texts[i] for i in ids]
+        assert all(part.isprintable() and " " not in part for part in shown)
+        assert read_back(shown).removeprefix(" ") == text, folder
+        assert any(re.fullmatch(r"(\\x..)+", part) for part in shown), folder
+        for name, i in tokenizer.special.items():
+            assert texts[i] == name
+    texts = data.legible_tokens(corpus / "task")
+    ids = Tokenizer.load(corpus / "task").encode("has 7 loses")
+    assert [texts[i] for i in ids] == ["has", "7", "loses"]
+
 def test_texts_begin_as_in_transformers(corpus):
     """For every post_processor, bos_token and add_bos_token, BOS is there if transformers adds it."""
     tf = need("transformers")
@@ -1997,6 +2027,69 @@ def test_a_stray_byte_in_a_prompt(checkpoint):
     """A prompt that is not UTF-8 is refused in one line."""
     assert "character 2 is a stray byte" in refusal(
         "sample", "--model", checkpoint, "--prompt", os.fsdecode(b"a\xff"))
+
+def check_trace(folder, prompt, steps):
+    """Compare the table of --trace with model(idx, steps=r), and return it."""
+    model = RecurrentLM.load(folder).eval()
+    tokenizer, texts = Tokenizer.load(folder), data.legible_tokens(folder)
+    asked = ["--steps", ",".join(map(str, steps))] if steps else []
+    said = call("sample", "--model", folder, "--trace", "--prompt", prompt, "--seed=3", *asked)
+    header, *lines, last = said.splitlines()
+    ids = tokenizer.encode(prompt, bos=True)
+    assert len(lines) == len(ids)
+    state = model.initial_state(1, len(ids), 3)
+    chosen = {}
+    for r in steps or [0]:
+        p = model(torch.tensor([ids]), steps=r, state=state)[0][0].softmax(-1)
+        chosen[r] = [(x.argmax().item(), x.max().item()) for x in p]
+    for t, line in enumerate(lines):
+        cells = re.findall(r"(\*?) +(\d+)% (\S+)", line)
+        assert line.split()[0] == texts[ids[t]] and len(cells) == len(chosen)
+        before = None
+        for cell, choices in zip(cells, chosen.values()):
+            token, p = choices[t]
+            star, said_p, text = cell
+            assert text == texts[token] and abs(int(said_p) - 100 * p) < 0.501
+            assert bool(star) == (before not in (None, token))
+            before = token
+    tokens = [[token for token, _ in choices] for choices in chosen.values()]
+    settled = [sum(all(later[t] == tokens[-1][t] for later in tokens[i:]) for t in range(len(ids)))
+               for i in range(len(tokens))]
+    assert last.split() == ["settled", *" ".join(f"{n} of {len(ids)}" for n in settled).split()]
+    return said
+
+def test_trace_is_what_the_model_says(checkpoint, speaker, corpus):
+    """--trace shows the choices of model(idx, steps=r) at each r, of one token and of many."""
+    loud = small(seed=2, context=40, state_std=1.0)  # another choice at each r
+    for p in loud.core.parameters():
+        p.data *= 3
+    save(loud, "loud", corpus)
+    said = check_trace("loud", "has 7 loses 4 times 3 gets 2 gets 1", [1, 2, 3, 6])
+    assert said.count("*") > 5
+    check_trace(checkpoint, "has", [1, 4])
+    check_trace(speaker, "na\u00efve 漢字 🙂", [])  # an ordinary model: one column
+    said = call("sample", "--model", checkpoint, "--trace", "--prompt", "has 1")
+    assert said.splitlines()[0].split() == "r = 1 r = 2 r = 4 r = 8 r = 16 r = 32".split()
+
+def test_trace_in_the_terminal(checkpoint, monkeypatch, capfd):
+    """/trace and /no-trace switch it; a long or empty prompt and a bad picture are one line each."""
+    need("matplotlib")
+    long = "has " * 41
+    lines = ["/steps 1,2", "has 1", "/trace", "has 1", long, "/picture a.png", "has 1 2",
+             "/picture a.what", "has 1", "/no-trace", "has 1"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2")
+    errors = capfd.readouterr().err
+    assert said.count("settled") == 3 and errors.count("--- r = ") == 2
+    assert "has 41 tokens, and --trace takes 1 to 40" in errors
+    assert "a.what" in errors and "so give both" in errors
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG") and os.listdir() == ["a.png"]
+    ask = "sample", "--model", checkpoint, "--trace", "--prompt"
+    assert "has 0 tokens" in refusal(*ask, "")
+    assert "No such file" in refusal(*ask, "has", "--picture", "none/a.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install matplotlib" in refusal(*ask, "has", "--picture", "b.png")
 
 def test_characters_stream_whole(speaker, monkeypatch):
     """What follows BOS and the prompt is printed without a part of a character."""

@@ -569,7 +569,7 @@ sample --prompt 3:
 sample --prompt 3 --model {m}:
     --top_k=x; --temperature=-1; --seed=-1; --tokens=0;
     --device=cuda:99 -> --device cuda:99;
-    --steps=-1; --draft_steps=x;
+    --steps=-1; --draft_steps=x; --picture a.png -> is a picture of --trace;
 eval_gsm8k {ask}:
     --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
     --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
