@@ -1345,6 +1345,45 @@ def test_changed_settings_or_data(base):
     tiny("data", seed=1, rows=64)
     assert "digest of the data" in refusal("train", *base)
 
+def test_as_many_flops_as_another_run(base, unbroken):
+    """--flops_of makes as many updates as cost what another run spent, as if --updates said so."""
+    base = [flag for flag in base if not flag.startswith("--updates")]
+
+    def trained(name, *flags):
+        call("train", *base, *flags, f"--out_dir={name}")
+        return read_json(f"{find_checkpoint(name)}/train.json")
+
+    spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
+    ordinary = "--n_prelude=3", "--n_core=0", "--n_coda=0"
+    Path("mine.toml").write_text("updates = 500\n")  # which --flops_of overrides
+    parent = trained("parent", *ordinary, "--config=mine.toml", f"--flops_of={unbroken}")
+    tokens = 16 * 52
+    updates = round(spent / tokens / RecurrentLM.load("parent").flops_per_token())
+    assert parent["update"] == updates != 12
+    assert abs(parent["flops"] - spent) <= parent["flops"] / updates / 2
+    trained("by_hand", *ordinary, f"--updates={updates}")  # with its warm-up and cooldown
+    assert same_end("parent", "by_hand") and logged("parent", "lr") == logged("by_hand", "lr")
+    said = call("train", *base, *ordinary, f"--flops_of={unbroken}", "--out_dir=parent")
+    assert "parent: is complete" in said
+
+    # Looped models draw other recurrences, and a run counts those that it starts from.
+    for seed in range(1, 4):
+        deeper = trained(f"deeper{seed}", f"--flops_of={unbroken}", "--mean_recurrence=5",
+                         f"--seed={seed}", "--curriculum_warmup=0.75")
+        draws = logged(f"deeper{seed}", "n"), logged(f"deeper{seed}", "k")
+        count = RecurrentLM.load(f"deeper{seed}").flops_per_token
+        dearest = max(count(steps) for steps in zip(*(values.values() for values in draws)))
+        assert abs(deeper["flops"] - spent) <= dearest * tokens
+    trained("more", f"--init_from={unbroken}", "--updates=7", "--seed=4")
+    again = trained("again", f"--init_from={unbroken}", "--flops_of=more", "--seed=4")
+    assert again["update"] == 7 and same_end("again", "more")
+    for flags, words in (
+            ([f"--init_from={unbroken}", f"--flops_of={unbroken}"], "leaves 0 FLOPs"),
+            ([f"--flops_of={unbroken}", "--batch_size=2048"], "FLOPs, and one update takes"),
+            (["--flops_of=./more", "--out_dir=more"], "is --out_dir")):
+        assert words in refusal("train", *base, "--out_dir=none", *flags)
+    assert not os.path.exists("none")
+
 def test_train_some_parameters(base, unbroken):
     """--train: other parameters keep their bits, cost no moments or FLOPs, on 1 or 2 processes."""
     call("train", *base, "--train=.", "--out_dir=all")
@@ -1940,6 +1979,9 @@ def test_tiny_run_end_to_end():
                           for name in ("task", "parent_tokens", "parent_flops"))
     assert tokens["tokens"] == run["tokens"]
     assert abs(flops["flops"] / run["flops"] - 1) < 0.5 / flops["update"]
+    pretrained = load_config(find_checkpoint("out/tiny-quick-seed5/pretrain"))
+    per_update = RecurrentLM.empty(pretrained).flops_per_token() * 128 * 26
+    assert flops["update"] == round(run["flops"] / per_update)
     first = json.loads(open("out/tiny-quick-seed5/task/log.jsonl").readline())
     assert first["paper_flops"] > 0, "a run goes on counting where healing ended"
     assert os.listdir("out") == ["tiny-quick-seed5"]

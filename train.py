@@ -7,6 +7,8 @@ The training loop: pretraining, healing and task training of recurrent and ordin
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand
     python train.py --config=config/fig4.toml --dry_run                    what it takes, no weights
     python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     its losses only
+    python train.py --config=mine.toml --init_from=PARENT --flops_of=out/mine --out_dir=NEW
+                                                              a baseline for as many FLOPs
 
 Unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed
 distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness
@@ -28,7 +30,7 @@ import signal
 import sys
 import time
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -124,6 +126,8 @@ class Settings(Recipe):
     """... and those that change it by rounding at most. You may change these on resume."""
     config: str = setting("", "a TOML file of settings; flags beside it win", str)
     out_dir: str = setting("", "the run's folder: step_* checkpoints and log.jsonl", str)
+    flops_of: str = setting("", "a run: make as many updates as cost what it has spent, whatever "
+                            "the TOML file says; not together with --updates", str)
     data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2", str)
     micro_batch: int = setting(8, "rows at a time on a device; the rest is gradient accumulation",
                                positive)
@@ -159,9 +163,13 @@ def read_settings(argv):
         meaning = f"{item.metadata['meaning']} [{item.default}]"
         parser.add_argument(f"--{item.name}", default=item.default, help=meaning, **option)
     config = parser.parse_known_args(argv)[0].config
+    updates_given = any(word.split("=")[0] == "--updates" for word in argv)
     if config:
         argv = read_config(config) + argv
     s = Settings(**vars(parser.parse_args(argv)))
+    if s.flops_of and updates_given:
+        raise UserError(f"--updates={s.updates}: --flops_of={s.flops_of} decides the number of "
+                        "updates, so give one of the two")
     if not (s.data and s.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
     if s.init_from and os.path.realpath(s.init_from) == os.path.realpath(s.out_dir):
@@ -193,6 +201,8 @@ def read_config(path):
 
 def main():
     settings = read_settings(sys.argv[1:])
+    if settings.flops_of:
+        settings.updates = affordable_updates(settings)
     if settings.dry_run:
         return dry_run(settings)
     device, store = start_processes()
@@ -409,11 +419,10 @@ def begin_progress(settings, model, progress):
     if progress["update"]:
         return
     earlier = {}
-    if model.folder and Path(model.folder, "train.json").exists():
-        earlier = read_json(f"{model.folder}/train.json")
-        if model.config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
-            for key in ("tokens", "flops", "paper_flops"):
-                progress[key] = earlier[key]
+    if model.folder:
+        progress |= carried_over(model.folder, model.config)
+        if Path(model.folder, "train.json").exists():
+            earlier = read_json(f"{model.folder}/train.json")
     progress["surgery"] = earlier.get("surgery")
     if model.folder and Path(model.folder, "surgery.json").exists():
         progress["surgery"] = read_json(f"{model.folder}/surgery.json")
@@ -423,6 +432,16 @@ def begin_progress(settings, model, progress):
         "mean_recurrence": settings.mean_recurrence,
     }
     progress["stages"] = [*earlier.get("stages", []), stage]
+
+
+def carried_over(folder, config):
+    """{"flops": ..., "tokens": ..., ...} that a run begins with if it starts from a checkpoint."""
+    path = Path(folder, "train.json")
+    if path.exists():
+        earlier = read_json(path)
+        if config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
+            return {key: earlier[key] for key in ("tokens", "flops", "paper_flops")}
+    return {}
 
 
 def model_config(settings):
@@ -706,6 +725,50 @@ def run_flops(settings, model):
         draws = draws_of(settings, update)
         flops += sum(map(flops_per_token, draws)) / len(draws)
     return flops * settings.batch_size * settings.context
+
+
+def affordable_updates(settings):
+    """
+    The number of updates, to the nearest, after which a run has spent as many FLOPs as the run
+    --flops_of. Both count what the runs before them spent since surgery. Raises UserError if that
+    run has no FLOPs, or too few for one update.
+    """
+    path = Path(find_checkpoint(settings.flops_of), "train.json")
+    run = read_json(path) if path.exists() else {}
+    if not run.get("flops"):
+        raise UserError(f"--flops_of={settings.flops_of}: has no train.json that counts FLOPs. "
+                        "Name a run of train.py")
+    if os.path.realpath(settings.flops_of) == os.path.realpath(settings.out_dir):
+        raise UserError(f"--flops_of={settings.flops_of}: is --out_dir. Name another run")
+    config = model_config(settings)
+    model = RecurrentLM.empty(config)
+    choose_trained(settings, model)
+    budget = run["flops"]
+    if settings.init_from and not settings.reinit:
+        budget -= carried_over(find_checkpoint(settings.init_from), config).get("flops", 0)
+    tokens = settings.batch_size * settings.context
+    flops_per_token = functools.cache(model.flops_per_token)
+
+    def cost(updates):
+        if not config.n_core:  # all updates of an ordinary model cost the same
+            return updates * tokens * flops_per_token()
+        trial = replace(settings, updates=updates)  # the curriculum depends on their number
+        flops = 0
+        for update in range(updates):
+            flops += sum(map(flops_per_token, draws_of(trial, update))) / settings.draws
+        return flops * tokens
+
+    if budget < cost(1):
+        raise UserError(f"--flops_of={settings.flops_of}: leaves {budget:.4g} FLOPs, and one "
+                        f"update takes {cost(1):.4g}")
+    most = 1
+    while cost(most) <= budget:
+        most *= 2
+    below = bisect.bisect(range(most), budget, key=cost) - 1  # the most updates within the budget
+    updates = min(below, below + 1, key=lambda count: abs(cost(count) - budget))
+    say(f"--flops_of={settings.flops_of}: {run['update']:,} updates, {run['flops']:.4g} FLOPs, so "
+        f"{updates:,} updates here")
+    return updates
 
 
 # Executed FLOP/s: estimates, not measured here. They are 61, 61 and 43% of the peak in bfloat16.

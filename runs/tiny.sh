@@ -83,14 +83,7 @@ stage "5. Teach the same task to the untouched parent" "2 to 3 minutes" \
 every update has 3,328, so it takes as many updates. The other trains for as many FLOPs."
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain \
     --updates=$((heal + task))
-updates=$(python -c "
-import json
-from model import RecurrentLM, find_checkpoint, load_config
-run = json.load(open(find_checkpoint('$out/task') + '/train.json'))
-parent = RecurrentLM.empty(load_config(find_checkpoint('$out/pretrain')))
-tokens = run['config']['batch_size'] * run['config']['context']
-print(round(run['flops'] / tokens / parent.flops_per_token()))")
-train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --updates=$updates
+train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --flops_of=$out/task
 
 stage "6. Ask all three" "40 s" \
 "New stories: up to 12 sentences, as in training, and 18, more than ever in training."

@@ -563,6 +563,8 @@ train {run}:
     --out_dir -> expected one argument; --train -> expected one argument;
     --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
     --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
+    --flops_of=none -> no such folder; --flops_of={m} -> has no train.json;
+    --updates=3 --flops_of={m} -> give one of the two;
     --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
