@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import shutil
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict
@@ -198,6 +199,55 @@ def describe(model):
     weight = model.embed.weight
     device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
     return device, str(weight.dtype).removeprefix("torch.")
+
+
+def smallest_enough(model, task, metric, scores):
+    """
+    Find the smallest r that does as well as the best one: its score is within two standard errors
+    of the paired difference. The errors are those of the differences between answers to the same
+    questions, which vary less than the answers do.
+
+    scores: {r: a number for each question, in the same order for all r}, more is better.
+
+    Returns a list for the "enough" of a result file. It holds one dict: "steps" is the smallest r
+    and "best" the best, "difference" what r is behind, "standard_error" that of the difference, and
+    "flops" the FLOPs of a token at r relative to the best r's. It is empty without two r.
+    """
+    if len(scores) < 2:
+        return []
+    smallest_first = sorted(scores)
+    best = max(smallest_first, key=lambda r: statistics.fmean(scores[r]))  # the first of equals
+    for r in smallest_first:
+        behind = [b - x for b, x in zip(scores[best], scores[r], strict=True)]
+        difference = statistics.fmean(behind)
+        error = statistics.pstdev(behind) / math.sqrt(len(behind))
+        if difference <= 2 * error:  # of the best r itself, both are 0
+            break
+    return [{
+        "task": task,
+        "metric": metric,
+        "steps": r,
+        "best": best,
+        "difference": difference,
+        "standard_error": error,
+        "flops": model.flops_per_token((0, r)) / model.flops_per_token((0, best)),
+    }]
+
+
+def print_enough(found):
+    """Print a line for each task, about the first of its metrics. found: "enough" of a result."""
+    first = {}
+    for x in found:
+        first.setdefault(x["task"], x)
+    for task, x in first.items():
+        r, best = x["steps"], x["best"]
+        if r < best:
+            words = (f"r = {r} is enough: {100 * x['difference']:.1f} ± "
+                     f"{100 * x['standard_error']:.1f} points below r = {best}, at "
+                     f"{x['flops']:.0%} of its FLOPs per token")
+        else:
+            words = f"r = {r} scores best, and no smaller r comes within two standard errors of it"
+        print(f"{task}, {x['metric']}: {words}")
 
 
 def write_result(path, script, model, task, results, seconds, tokens, **more):

@@ -13,6 +13,9 @@ number of the output has to equal it; elsewhere the whole output has to be the r
 Answers depend a little on --seed, since s_0 is noise. Caches and drafts are those of
 sample.py. A feed-forward model has no r and gets one row.
 
+The last line says which r is enough: the smallest whose accuracy is within two standard errors of
+the best one's, by the differences between answers to the same question.
+
 Without --data, the test set of GSM8K is fetched once, to out/data/gsm8k/test.jsonl. Each line of
 --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the
 number of sentences, accuracy is broken down by it.
@@ -37,7 +40,8 @@ import requests
 import torch.distributed as dist
 
 from common import (RANK, WORLD, Parser, UserError, check_settings, cli, describe, digest, natural,
-                    positive, read_json, say, whole, write_result)
+                    positive, print_enough, read_json, say, smallest_enough, whole,
+                    write_result)
 from data import as_text
 from sample import (COMPILE, DRAFT_STEPS, Decoder, add_evaluation_arguments, answer_batch,
                     check_out, decoding, load_model)
@@ -321,6 +325,15 @@ def summarise(rows, answers, steps, metrics):
     return results
 
 
+def find_enough(model, rows, answers, steps, metrics, task):
+    """The "enough" of a result file: see smallest_enough()."""
+    found = []
+    for metric in metrics:
+        scores = {r: [answers[r, row["index"]][metric] for row in rows] for r in steps}
+        found += smallest_enough(model, task, metric, scores)
+    return found
+
+
 def print_table(results, args):
     """A line for each r and metric. On the right stand the accuracies of each difficulty."""
     levels = results[0]["by_difficulty"]
@@ -403,12 +416,15 @@ def main():
         # Earlier commands may have answered all of these questions at other r.
         steps = [r for r in sorted({r for r, _ in answers})
                  if all((r, row["index"]) in answers for row in rows)]
-        results = summarise(rows, answers, steps, METRICS[args.template])
+        metrics = METRICS[args.template]
+        results = summarise(rows, answers, steps, metrics)
         seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
         tokens = sum(answer["tokens"] for answer in answers.values())
+        enough = find_enough(model, rows, answers, steps, metrics, args.task)
         print_table(results, args)
+        print_enough(enough)
         write_result(args.out, SCRIPT, model, args.task, results, seconds, tokens,
-                     settings=settings)
+                     settings=settings, enough=enough)
         print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
 
 

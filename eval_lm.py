@@ -10,6 +10,8 @@ What is unusual:
 - The choices of a question share its context, which is computed once. A row holds the context and
   then every choice. Each choice sees the context and itself, at the positions it has alone.
 - Text is generated anew for each r, greedily.
+- The last lines say which r is enough for a task, see eval_gsm8k.py. They need the score of each
+  question, so a task whose score is no mean over its questions has none.
 
 Tokens, truncation and scores are those of the harness's own HFLM, with BOS where the tokenizer has
 one, but for texts that transformers reads in its own way, as an export's card says: `</s>` and the
@@ -17,14 +19,17 @@ like are text here. A file that exists is never replaced: name another with --ou
 
 In Python: lm_eval.simple_evaluate(eval_lm.Harness("out/llama-4-6-4", [4]), tasks=["piqa"]).
 """
+import math
 import os
 import random
+import statistics
 import time
 
 import numpy as np
 import torch
 
-from common import Parser, UserError, cli, digest, natural, positive, write_result
+from common import (Parser, UserError, cli, digest, natural, positive, print_enough,
+                    smallest_enough, write_result)
 from sample import (COMPILE, Decoder, add_evaluation_arguments, answer_batch, check_out,
                     load_model)
 
@@ -222,28 +227,51 @@ def load_tasks(names, include_path=None, num_fewshot=None):
 
 
 def evaluate(lm, tasks, limit=None):
-    """The "results" of write_result(): a dict for each r of lm.steps, task and metric."""
+    """
+    Returns the "results" of write_result(), a dict for each r of lm.steps, task and metric; and
+    {(task, metric): {r: the score of each question}} where scores are means of these.
+    """
     results = []
+    scores = {}
     for lm.r in lm.steps:  # the same requests each time: only the first computes likelihoods
         for task in tasks["tasks"].values():
             task.set_fewshot_seed(defaults.DEFAULT_OTHER_SEED)
         # Fewer rounds of bootstrap than the harness's 100,000 are enough for two digits.
-        found = evaluator.evaluate(lm, tasks, limit=limit, log_samples=False, bootstrap_iters=1000)
+        found = evaluator.evaluate(lm, tasks, limit=limit, log_samples=True, bootstrap_iters=1000)
         for task, values in found["results"].items():
             n = found["n-samples"].get(task, {}).get("effective")
             for key, value in values.items():
                 metric, _, rule = key.partition(",")
                 if rule and not metric.endswith("_stderr"):
                     error = values.get(f"{metric}_stderr,{rule}")  # "N/A" where there is none
+                    name = key.removesuffix(",none")
+                    each = question_scores(found, task, metric, rule)
+                    if each and math.isclose(statistics.fmean(each), value):
+                        scores.setdefault((task, name), {})[lm.r] = each
                     results.append({
                         "steps": lm.r,
                         "task": task,
-                        "metric": key.removesuffix(",none"),
+                        "metric": name,
                         "value": float(value),
                         "standard_error": error if isinstance(error, float) else None,
                         "n": n,
                     })
-    return results
+    return results, scores
+
+
+def question_scores(found, task, metric, rule):
+    """
+    The numbers that a metric gives to each question, of what the harness's evaluate() found; [] if
+    it gives others, such as pairs, or if less is better. rule: the filter of the answers.
+    """
+    if found["higher_is_better"].get(task, {}).get(metric) is not True:
+        return []
+    each = []
+    for sample in found["samples"].get(task, []):
+        if sample["filter"] == rule:
+            each.append(sample.get(metric))
+    numbers = all(isinstance(x, (bool, int, float, np.number)) for x in each)
+    return [float(x) for x in each] if numbers else []
 
 
 def print_table(results):
@@ -287,11 +315,15 @@ def main():
     settings = {key: getattr(args, key) for key in keys}
     settings["weights"] = digest(f"{lm.model.folder}/model.safetensors")
     began = time.perf_counter()
-    results = evaluate(lm, tasks, args.limit)
+    results, scores = evaluate(lm, tasks, args.limit)
     seconds = time.perf_counter() - began
+    enough = []
+    for (task, metric), by_r in scores.items():
+        enough += smallest_enough(lm.model, task, metric, by_r)
     print_table(results)
+    print_enough(enough)
     write_result(args.out, "eval_lm", lm.model, args.tasks, results, seconds, lm.tokens,
-                 settings=settings)
+                 settings=settings, enough=enough)
     print(f"{lm.model.folder}: {lm.tokens} tokens in {seconds:.1f} s: {args.out}")
 
 

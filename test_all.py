@@ -1805,6 +1805,76 @@ def test_killed_evaluation_goes_on(checkpoint, corpus):
     save(small(seed=1), "moved", corpus)
     assert "weights" in refusal("eval_gsm8k", *command[1:])
 
+def bootstrap(best, other, rounds=4000):
+    """The standard error of the difference of two means over the same questions, by resampling."""
+    rng = np.random.default_rng(0)
+    behind = np.subtract(best, other, dtype=float)
+    picks = rng.integers(0, len(behind), (rounds, len(behind)))
+    return behind[picks].mean(1).std()
+
+def test_which_r_is_enough():
+    """The smallest r within two errors of the best is chosen; a bootstrap gives these errors."""
+    rng = np.random.default_rng(1)
+    n, chosen, model = 1319, Counter(), small()
+    hard = rng.random(n)
+    for gap in (0.0, 0.01, 0.03, 0.1):  # how much easier the questions get with r
+        for mistakes in (0.0, 0.02, 0.3):
+            scores = {}
+            for i, r in enumerate((32, 8, 2)):  # in any order
+                slips = rng.random(n) < mistakes
+                scores[r] = ((hard < 0.6 - gap * i) ^ slips).tolist()
+            found, = common.smallest_enough(model, "task", "right", scores)
+            best = max(sorted(scores), key=lambda r: np.mean(scores[r]))
+            wanted = None
+            for r in sorted(scores):
+                error = bootstrap(scores[best], scores[r])
+                behind = np.mean(scores[best]) - np.mean(scores[r])
+                if wanted is None and behind <= 2 * error:
+                    wanted = r, behind, error
+            assert (found["steps"], found["best"]) == (wanted[0], best)
+            assert found["difference"] == pytest.approx(wanted[1], abs=1e-12)
+            assert found["standard_error"] == pytest.approx(wanted[2], rel=0.05)
+            flops = [model.flops_per_token((0, r)) for r in (wanted[0], best)]
+            assert found["flops"] == flops[0] / flops[1]
+            chosen[wanted[0] == 2, wanted[0] == best] += 1
+    assert len(chosen) > 2
+    # Single errors overlap by far; that of the difference does not, as 8 loses 40 of 32's answers.
+    right = {8: [i >= 640 for i in range(1319)], 32: [i >= 600 for i in range(1319)]}
+    assert common.smallest_enough(model, "task", "right", right)[0]["steps"] == 32
+    assert common.smallest_enough(model, "task", "right", {4: [True, False]}) == []
+
+def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
+    """After the table stands which r is enough; the result has it, and a model without r has not."""
+    def answer(decoder, tokenizer, prompts, new, stops, r, **_):
+        return [f" {r}"] * len(prompts), [1] * len(prompts)
+
+    rows = [{"question": "has 1 " * (1 + i // 4), "answer": r}
+            for i, r in enumerate([4, 6, 4, 6] * 20)]
+    rows[0]["answer"] = rows[2]["answer"] = 6  # r = 6 is ahead by 4 of 80 questions
+    Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", answer)
+    ask = ["eval_gsm8k", "--data", "asked.jsonl", "--template", "plain", "--max_new_tokens", 1]
+    said = call(*ask, "--model", checkpoint, "--steps", "1,4,6", "--out", "a.json", "--task", "my")
+    right = {r: [row["answer"] == r for row in rows] for r in (4, 6)}
+    behind = np.mean(right[6]) - np.mean(right[4])
+    error = bootstrap(right[6], right[4])
+    model = RecurrentLM.load(checkpoint)
+    share = model.flops_per_token((0, 4)) / model.flops_per_token((0, 6))
+    found = re.search(r"my, flexible: r = 4 is enough: (.+) ± (.+) points below r = 6, at (\d+)% of "
+                      "its FLOPs per token\n", said)
+    assert found, said
+    assert float(found[1]) == pytest.approx(100 * behind, abs=0.06)
+    assert float(found[2]) == pytest.approx(100 * error, rel=0.05)
+    assert int(found[3]) == round(100 * share) and said.index("flexible  ") < found.start()
+    enough, = read_json("a.json")["enough"]
+    assert (enough["steps"], enough["best"], enough["task"]) == (4, 6, "my")
+    assert "(enough)" in call("bench", "plot", "a.json", "--out", "a.png")
+    said = call(*ask, "--model", checkpoint, "--steps", "6", "--out", "b.json")
+    assert "r = " not in said and read_json("b.json")["enough"] == []
+    save(small(n_core=0, context=400), "parent", corpus)
+    said = call(*ask, "--model", "parent", "--steps", "1,4", "--out", "c.json")
+    assert "enough" not in said and read_json("c.json")["enough"] == []
+
 # -------------------------------------------------------------------- lm-evaluation-harness
 def harness():
     """eval_lm, if the harness is installed. Its own tasks stay out, as indexing them takes 10 s."""
@@ -1882,6 +1952,27 @@ def test_harness_texts_are_decoded_compiled(checkpoint, monkeypatch):
     call("eval_lm", "--model", checkpoint, "--steps=1", "--compile", *write_task("answer"))
     assert compiled == [{"dynamic": True}] and read_json("answer.json")["results"]
 
+def test_harness_says_which_r_is_enough(checkpoint):
+    """eval_lm.py says it of scores that are means over questions, and nothing of others."""
+    eval_lm = harness()
+    for name, metrics in (("choice", ["acc", "acc_norm"]), ("text", [])):
+        said = call("eval_lm", "--model", checkpoint, *write_task(name), "--steps", "1,3,5")
+        result = read_json(f"{name}.json")
+        enough = result["enough"]
+        assert [x["metric"] for x in enough] == metrics
+        assert said.count(f"local_{name}, acc: r = ") == len(metrics) // 2 == said.count("scores ")
+        values = {(x["metric"], x["steps"]): x["value"] for x in result["results"]}
+        for x in enough:
+            behind = values[x["metric"], x["best"]] - values[x["metric"], x["steps"]]
+            assert behind == pytest.approx(x["difference"])
+            assert values[x["metric"], x["best"]] == max(values[x["metric"], r] for r in (1, 3, 5))
+    found = {"higher_is_better": {"t": {"up": True, "down": False}},
+             "samples": {"t": [{"filter": "a", "up": 1, "down": 1}, {"filter": "b", "up": 0},
+                               {"filter": "a", "up": np.float32(0.5), "down": 2}]}}
+    assert eval_lm.question_scores(found, "t", "up", "a") == [1, 0.5]
+    for task, metric, rule in (("t", "down", "a"), ("group", "up", "a"), ("t", "other", "a")):
+        assert eval_lm.question_scores(found, task, metric, rule) == []
+
 def test_harness_scores_are_its_own_models(parent):
     """Likelihoods, texts and scores (MATH's and GSM8K's, too) are the harness's own HFLM's."""
     (folder, theirs), eval_lm = parent, harness()
@@ -1889,7 +1980,7 @@ def test_harness_scores_are_its_own_models(parent):
         flags = "--num_fewshot 0 --max_length 400".split()
         call("eval_lm", "--model", folder, *flags, *write_task(name))
         tasks = eval_lm.load_tasks([f"local_{name}"], ".", 0)
-        results = eval_lm.evaluate(theirs, tasks)
+        results, _ = eval_lm.evaluate(theirs, tasks)
         for a, b in zip(read_json(f"{name}.json")["results"], results, strict=True):
             assert b == a | {"value": pytest.approx(a["value"], rel=1e-6 if name == "text" else 0)}
         requests = tasks["tasks"][f"local_{name}"].instances
@@ -1922,6 +2013,22 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     assert plain["tokens_per_s"] == 4 / 21  # 4 of the prompt, 4 of each token
     # Three rounds of 13 recurrences for drafts and 3 on all of them; one draft is right.
     assert (drafts["tokens_per_s"], drafts["accepted"]) == (4 / 53, 1 / 4)
+
+def test_plot_rings_the_r_that_is_enough(monkeypatch):
+    """plot marks the r of "enough" in its own task and metric, in words and by a ring."""
+    pyplot = need("matplotlib.pyplot")
+    rows = [{"steps": r, "metric": metric, "value": r / 10, "standard_error": 0.1}
+            for r in (1, 4, 8) for metric in ("flexible", "strict")]
+    enough = [{"task": "count", "metric": "flexible", "steps": 4}]
+    common.write_json("a.json", {"config": vars(small().config), "task": "count", "results": rows,
+                                 "enough": enough})
+    rings = []
+    monkeypatch.setattr(pyplot.Axes, "plot", lambda _, *args, **__: rings.append(args) or [])
+    said = call("bench", "plot", "a.json")
+    assert said.count("(enough)") == 1 and "4: 0.4000 ± 0.1000 (enough)" in said.splitlines()[1]
+    (x, y, _), = rings
+    assert (*x, *y) == (4, 0.4)
+    call("bench", "plot", "a.json", "--table")
 
 def test_plot_results(unbroken, monkeypatch):
     """plot says every point of results and losses; what has no r, or no error, is said without."""
@@ -2306,7 +2413,7 @@ def test_export_in_the_harness(parent):
     theirs = type(parent[1])("out", trust_remote_code=True, device="cpu")
     theirs.steps = [3]
     ours = read_json("m/eval_a.json")["results"]
-    assert ours == eval_lm.evaluate(theirs, eval_lm.load_tasks(["local_choice"], "."))
+    assert ours == eval_lm.evaluate(theirs, eval_lm.load_tasks(["local_choice"], "."))[0]
 
 def test_card_says_where_a_model_comes_from(llama, corpus, base, monkeypatch):
     """

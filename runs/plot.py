@@ -2,8 +2,8 @@
 What `python bench.py plot` draws: results over r or FLOPs, and the losses of runs.
 
 A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y, error),
-...]}}, perhaps with "x_log": base, and "y_log". An x of None stands for a level line. A file with
-"figures", as runs/study writes them, is drawn as it is.
+...]}}, perhaps with "x_log": base, and "y_log". An x of None stands for a level line. A fourth item,
+ENOUGH, rings a point. A file with "figures", as runs/study writes them, is drawn as it is.
 """
 import json
 import math
@@ -22,6 +22,8 @@ AXES = {
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
 POINTS = 10  # of a curve, in words
+ENOUGH = "enough"
+RING = "enough: the smallest r\nwithin 2 errors of the best"
 
 
 def plot_flags():
@@ -99,8 +101,10 @@ def scores(label, result, axis):
     """
     Yields the same for the rows of a result file, a figure for each task and metric. Over the
     training, each r is a curve. A feed-forward model is a level line over r, and a model that
-    train.py never touched is one over the training.
+    train.py never touched is one over the training. The smallest r that is enough has ENOUGH behind
+    its error.
     """
+    enough = {(x["task"], x["metric"], x["steps"]) for x in result.get("enough", [])}
     for row in result.get("results", []):
         r = row["steps"]
         curve = label
@@ -112,7 +116,8 @@ def scores(label, result, axis):
         title = row.get("task", result.get("task", ""))
         metric = row["metric"].replace("flexible", "accuracy")
         error = row.get("standard_error")
-        yield title, metric, curve, position(x, axis), row["value"], error
+        mark = [ENOUGH] if (title, row["metric"], r) in enough else []
+        yield title, metric, curve, position(x, axis), row["value"], error, *mark
 
 
 def print_table(found):
@@ -120,7 +125,7 @@ def print_table(found):
     lines = {}  # {(label, r): {column: words}}
     for (title, metric), curves in found.items():
         for label, points in curves.items():
-            for r, value, error in points:
+            for r, value, error, *_ in points:
                 words = f"{100 * value:.1f}"
                 if error is not None:
                     words += f" ± {100 * error:.1f}"
@@ -154,14 +159,16 @@ def draw(figures, out):
 
 
 def in_words(point):
-    x, y, error = point
+    x, y, error, *mark = point
     x = "-" if x is None else f"{x:g}"
-    return f"{x}: {y:.4f} ± {error:.4f}" if error else f"{x}: {y:.4f}"
+    words = f"{x}: {y:.4f} ± {error:.4f}" if error else f"{x}: {y:.4f}"
+    return f"{words} ({mark[0]})" if mark else words
 
 
 def draw_panel(panel, figure):
     """Draw a figure on a panel, matplotlib's axes."""
     lines = []
+    rings = []
     colors = {}  # {run: color}; its validation has it, too, dashed
     for i, (label, points) in enumerate(figure["curves"].items()):
         run, validation, _ = label.partition(", validation")
@@ -171,7 +178,7 @@ def draw_panel(panel, figure):
             "linestyle": "--" if validation else "-",
         }
         known = [point for point in points if point[0] is not None]
-        x, y, error = zip(*(known or points))
+        x, y, error = zip(*(point[:3] for point in known or points))
         if x[0] is None:
             lines.append(panel.axhline(y[0], **style | {"linestyle": "--"}))
         else:
@@ -179,6 +186,10 @@ def draw_panel(panel, figure):
             marker = "os^Dv*PX"[i % 8] if len(x) < 20 else ""
             error = [e or 0 for e in error]
             lines.append(panel.errorbar(x, y, error, marker=marker, mfc="none", **style))
+        rings += [point[:2] for point in known if point[3:]]
+    if rings:
+        lines += panel.plot(*zip(*rings), "o", ms=14, mfc="none", color="black", label=RING,
+                            clip_on=False)
     panel.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
     if figure.get("x_log"):
         panel.set_xscale("log", base=figure["x_log"])
