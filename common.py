@@ -246,7 +246,8 @@ def print_enough(found):
                      f"{100 * x['standard_error']:.1f} points below r = {best}, at "
                      f"{x['flops']:.0%} of its FLOPs per token")
         else:
-            words = f"r = {r} scores best, and no smaller r comes within two standard errors of it"
+            words = (f"r = {r} is enough: no r scores higher, and no smaller one comes within two "
+                     "standard errors of it")
         print(f"{task}, {x['metric']}: {words}")
 
 

@@ -1960,7 +1960,7 @@ def test_harness_says_which_r_is_enough(checkpoint):
         result = read_json(f"{name}.json")
         enough = result["enough"]
         assert [x["metric"] for x in enough] == metrics
-        assert said.count(f"local_{name}, acc: r = ") == len(metrics) // 2 == said.count("scores ")
+        assert said.count(f"local_{name}, acc: r = ") == len(metrics) // 2
         values = {(x["metric"], x["steps"]): x["value"] for x in result["results"]}
         for x in enough:
             behind = values[x["metric"], x["best"]] - values[x["metric"], x["steps"]]
