@@ -686,6 +686,11 @@ def asked_steps(args, config):
 
 def respond(decoder, tokenizer, args, prompt):
     """Continue a prompt at each r, or trace it."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:  # a byte that was no character became a lone surrogate
+        raise UserError(f"the prompt is not UTF-8 text: its character {e.start + 1} is a stray "
+                        "byte")
     if args.picture and not args.trace:
         raise UserError(f"--picture {args.picture}: is a picture of --trace, so give both")
     if args.trace:
@@ -698,10 +703,6 @@ def write(decoder, tokenizer, args, prompt, r):
     """Stream what follows prompt at depth r to stdout, and say how fast it went."""
     model = decoder.model
     options = decoding(args)
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as e:  # a byte that was no character became a lone surrogate
-        raise UserError(f"the prompt is not UTF-8 text: its character {e.start + 1} is a stray byte")
     ids = tokenizer.encode(prompt, bos=True)
     text = tokenizer.decode(ids)
     if "<unk>" in text:

@@ -1844,7 +1844,7 @@ def test_which_r_is_enough():
     assert common.smallest_enough(model, "task", "right", {4: [True, False]}) == []
 
 def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
-    """After the table stands which r is enough; the result has it, and a model without r has not."""
+    """After its table, eval_gsm8k.py says which r is enough, if there are several r."""
     def answer(decoder, tokenizer, prompts, new, stops, r, **_):
         return [f" {r}"] * len(prompts), [1] * len(prompts)
 
@@ -1860,12 +1860,12 @@ def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
     error = bootstrap(right[6], right[4])
     model = RecurrentLM.load(checkpoint)
     share = model.flops_per_token((0, 4)) / model.flops_per_token((0, 6))
-    found = re.search(r"my, flexible: r = 4 is enough: (.+) ± (.+) points below r = 6, at (\d+)% of "
-                      "its FLOPs per token\n", said)
+    found = re.search(r"my, accuracy: r = 4 is enough: (.+) ± (.+) points below r = 6, "
+                      r"at (\d+)% of its FLOPs per token\n", said)
     assert found, said
     assert float(found[1]) == pytest.approx(100 * behind, abs=0.06)
     assert float(found[2]) == pytest.approx(100 * error, rel=0.05)
-    assert int(found[3]) == round(100 * share) and said.index("flexible  ") < found.start()
+    assert int(found[3]) == round(100 * share) and said.index("accuracy  ") < found.start()
     enough, = read_json("a.json")["enough"]
     assert (enough["steps"], enough["best"], enough["task"]) == (4, 6, "my")
     assert "(enough)" in call("bench", "plot", "a.json", "--out", "a.png")
@@ -2221,17 +2221,16 @@ def test_trace_is_what_the_model_says(checkpoint, speaker, corpus):
     assert said.splitlines()[0].split() == "r = 1 r = 2 r = 4 r = 8 r = 16 r = 32".split()
 
 def test_trace_in_the_terminal(checkpoint, monkeypatch, capfd):
-    """/trace and /no-trace switch it; a long or empty prompt and a bad picture are one line each."""
+    """/trace and /no-trace switch it. A bad prompt or picture is one line and ends nothing."""
     need("matplotlib")
-    long = "has " * 41
-    lines = ["/steps 1,2", "has 1", "/trace", "has 1", long, "/picture a.png", "has 1 2",
-             "/picture a.what", "has 1", "/no-trace", "has 1"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    monkeypatch.setattr(sys, "stdin", typed(
+        b"/steps 1,2", b"has 1", b"/trace", b"has 1", b"has " * 41, b"has \xff", b"/picture a.png",
+        b"has 1 2", b"/picture a.what", b"has 1", b"/no-trace", b"has 1"))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2")
     errors = capfd.readouterr().err
     assert said.count("settled") == 3 and errors.count("--- r = ") == 2
     assert "has 41 tokens, and --trace takes 1 to 40" in errors
-    assert "a.what" in errors and "so give both" in errors
+    assert "a.what" in errors and "so give both" in errors and "is a stray byte" in errors
     assert Path("a.png").read_bytes().startswith(b"\x89PNG") and os.listdir() == ["a.png"]
     ask = "sample", "--model", checkpoint, "--trace", "--prompt"
     assert "has 0 tokens" in refusal(*ask, "")

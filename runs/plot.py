@@ -2,8 +2,9 @@
 What `python bench.py plot` draws: results over r or FLOPs, and the losses of runs.
 
 A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y, error),
-...]}}, perhaps with "x_log": base, and "y_log". An x of None stands for a level line. A fourth item,
-ENOUGH, rings a point. A file with "figures", as runs/study writes them, is drawn as it is.
+...]}}, perhaps with "x_log": base, and "y_log". An x of None stands for a level line. A point with
+a fourth item, ENOUGH, gets a ring. A file with "figures", as runs/study writes them, is drawn as it
+is.
 """
 import json
 import math
