@@ -24,7 +24,7 @@ import torch
 
 from common import Parser, cli, describe, natural, positive, recurrences
 from model import Config, RecurrentLM
-from muon import Optimizer, clip_factor
+from muon import Optimizer
 from runs.plot import plot, plot_flags
 from sample import Decoder
 
@@ -142,7 +142,7 @@ def bench_train(model, args):
     shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     optimizer = Optimizer(model.named_parameters(), lr=1e-3, adam_lr=5e-5,
-                          weight_decay=1e-4, rule=args.optimizer)
+                          weight_decay=1e-4, clip=1.0, rule=args.optimizer)
     spent = []
     if not args.no_compile:
         model.compile_parts()
@@ -151,7 +151,7 @@ def bench_train(model, args):
         model(idx, targets, (n, k))[1].backward()
         optimizer.accumulate()
         began = clock()
-        optimizer.step(1.0, clip_factor(optimizer.reduce().item(), 1.0))
+        optimizer.step(optimizer.reduce().item())
         spent.append(clock() - began)
 
     for n, k in args.steps:

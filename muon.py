@@ -1,26 +1,36 @@
 """
-Muon for the matrices of the blocks and the adapter, AdamW for everything else.
+Muon for the matrices of the blocks and the adapter, AdamW for everything else, shared over ranks.
 
-Muon replaces a matrix's momentum by the nearest (semi-)orthogonal matrix, so every direction of the
-update has the same size. Five Newton-Schulz steps, made of matrix products only, come close.
+Muon replaces the momentum of a matrix by the nearest (semi-)orthogonal matrix, so that every
+direction of the update has the same size. Five Newton-Schulz steps, which are matrix products only,
+come close to it.
 
-    opt = Optimizer(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4)
-    loss.backward()                              # each micro-batch; loss is a sum over its labels
+    opt = Optimizer(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4, clip=1.0)
+    loss.backward()                       # each micro-batch; loss is the sum over its labels
     opt.accumulate()
-    norm = opt.reduce().item() / labels          # once an update, on every rank
-    opt.step(lr_factor, clip_factor(norm, 1.0) / labels)
+    total = opt.reduce().item()           # once an update, on every rank
+    norm = opt.step(total, labels)        # labels: of all micro-batches of all ranks
 
-Every parameter has an owner: one rank keeps its float32 master weights and its moments, receives
-the sum of its gradients from all ranks, updates it and broadcasts the new weights in the model's
-dtype. AdamW works number by number, so each rank owns some rows of what it updates. With N ranks,
-one keeps about 1/N of masters and moments.
+What each rank holds, sends and receives in an update. Take 4 ranks, a matrix (2048, 5632) that Muon
+updates, and embeddings (32000, 2048) that AdamW updates:
+
+- Every rank holds all weights and their gradients in the model's dtype, and a float32 sum of the
+  gradients of its micro-batches.
+- Newton-Schulz needs whole matrices, so one rank owns the matrix. Only this rank holds its float32
+  master weights and its momentum, 46 MB each.
+- AdamW treats each number by itself, so the ranks share the embeddings: each one owns 8,000 rows,
+  with master weights and two moments of 66 MB each. With N ranks, a rank owns about 1/N of all
+  masters and moments.
+- reduce() sends each sum of gradients to its owner (46 MB from each rank for the matrix). step()
+  updates the masters there, rounds them to the model's dtype, and broadcasts them to all ranks (23
+  MB in bfloat16).
 
 Sources: Keller Jordan, "Muon: an optimizer for hidden layers" (2024) and its official code; AdamW:
 Loshchilov and Hutter (2019); AdamW*: Huginn's variant. Hyperparameters: arXiv 2511.07384,
 appendix D. Owners: ZeRO-1 (arXiv 1910.02054).
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -58,7 +68,10 @@ def newton_schulz(G):
 
 
 def muon_(w, g, m, lr, weight_decay):
-    """An update of the official Muon for a matrix (rows, cols), in place; g is spent."""
+    """
+    One update of the official Muon, in place. Weights w, gradient g and momentum m are float32
+    matrices (rows, cols). g is overwritten.
+    """
     rows, cols = w.shape
     m.lerp_(g, 1 - MOMENTUM)
     update = newton_schulz(g.lerp_(m, MOMENTUM))  # Nesterov
@@ -68,7 +81,10 @@ def muon_(w, g, m, lr, weight_decay):
 
 
 def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
-    """Update t (from 1) of AdamW for lists of tensors, in place, by torch's fused kernel."""
+    """
+    Update number t, from 1, of AdamW, in place, by torch's fused kernel. weights, grads and the
+    moments m and v are lists of float32 tensors.
+    """
     t = torch.full((), float(t), device=weights[0].device)
     torch._fused_adamw_(
         weights, grads, m, v, [], [t] * len(weights),
@@ -80,9 +96,10 @@ def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
 
 def adamw_star_(w, g, m, v, t, lr, decay):
     """
-    Update t (from 1) of Huginn's AdamW*, in place. The moments start from the first gradient. A
-    tensor whose mean g^2 / v exceeds 1 takes a smaller step. atan2 needs no epsilon. The weights
-    shrink by 1 - decay, which follows the schedule's shape, not the learning rate's size.
+    Update number t, from 1, of Huginn's AdamW*, in place, for one float32 tensor. It differs from
+    AdamW in four ways: the moments start from the first gradient; a tensor whose mean g^2 / v
+    exceeds 1 takes a smaller step; atan2 needs no epsilon; and the weights shrink by 1 - decay,
+    where decay follows the shape of the schedule but not the size of the learning rate.
     """
     if t == 1:
         m.copy_(g)
@@ -97,17 +114,17 @@ def adamw_star_(w, g, m, v, t, lr, decay):
     w.sub_(step * torch.atan2(m, size))
 
 
-def stacked_parts(model):
+def stacked_rows(model):
     """
-    {name: rows of its parts} of a feed-forward model's matrices that stack q, k and v, or gate and
-    up. In the paper's static baselines, Hugging Face models, these are separate matrices; its
-    recurrent models stack them.
+    {name: [rows of each part]} of the matrices of an ordinary model that stack q, k and v, or gate
+    and up. In the paper's static baselines, which are Hugging Face models, these are separate
+    matrices, so Muon and AdamW* update each by itself. Its recurrent models stack them.
     """
-    parts = {}
+    rows = {}
     for i, block in enumerate(model.prelude):
-        parts[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
-        parts[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
-    return parts
+        rows[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
+        rows[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
+    return rows
 
 
 def clip_factor(norm, clip):
@@ -117,45 +134,59 @@ def clip_factor(norm, clip):
 
 @dataclass
 class Piece:
-    """Rows of a parameter that one rank owns."""
+    """
+    Rows of a parameter that one rank owns. Every rank has all Pieces, with `weight` and `grad`. The
+    owner alone has `master` and `moments`.
+    """
     owner: int
-    name: str
-    rows: slice
-    weight: torch.Tensor              # the parameter's rows
-    grad: torch.Tensor | None = None  # the sum of their gradients, float32
+    name: str                           # of the parameter
+    rule: str                           # "muon", "adamw" or "adamw*"
+    rows: slice                         # of the parameter
+    parts: list[int]                    # rows of each matrix that is updated by itself
+    weight: torch.Tensor                # those rows of the parameter, in the model's dtype
+    grad: torch.Tensor | None = None    # the sum of their gradients, float32
+    master: torch.Tensor | None = None  # the exact weights, float32
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # float32
+
+    def matrices(self):
+        """Tuples (weights, gradient, *moments) for each part."""
+        tensors = self.master, self.grad, *self.moments.values()
+        return zip(*(t.split(self.parts) for t in tensors))
+
+    @property
+    def keys(self):
+        """The names, in a checkpoint, of its moments."""
+        return [f"{self.name}.{moment}" for moment in BUFFERS[self.rule]]
 
 
 class Optimizer:
     """
-    named: (name, parameter) pairs, each parameter once. rule "muon": matrices of blocks and adapter
-    by Muon at lr, the rest by AdamW at adam_lr. "adamw" and "adamw*": everything at lr.
+    named: (name, parameter) pairs, each parameter once. rule: "muon" updates matrices of blocks and
+    adapter by Muon at lr, and the rest by AdamW at adam_lr; "adamw" and "adamw*" update everything
+    at lr. clip: the largest norm of a gradient.
 
-    weights: {name: exact weights}, to begin the masters with; by default the parameters. parts:
-    {name: rows of its parts} of stacked matrices that Muon and AdamW* update part by part; AdamW,
-    whose numbers do not depend on each other, needs none. With world > 1 all ranks of torch.distributed make the same calls.
-
-    Of its own rows, a rank keeps .masters {name: weights} and .moments {name.key: tensor}, all
-    float32. A float32 parameter is its own master.
+    weights: {name: exact weights} for the masters to begin with, by default the parameters. stacked:
+    {name: [rows of each part]} of matrices that Muon and AdamW* update part by part. With world > 1
+    all ranks of torch.distributed make the same calls. A float32 parameter is its own master.
     """
 
     def __init__(
-            self, named, *, lr, adam_lr, weight_decay, rule="muon", weights=None, parts=None,
-            rank=0, world=1):
+            self, named, *, lr, adam_lr, weight_decay, clip=math.inf, rule="muon", weights=None,
+            stacked=None, rank=0, world=1):
         self.params = dict(sorted(named, key=lambda item: item[1].numel()))
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
         self.eps = 1e-10 if rule == "muon" else 1e-8
         self.weight_decay = weight_decay
+        self.clip = clip
         self.rank = rank
         self.world = world
         self.updates = 0
-        self.rules = {}
-        for name, p in self.params.items():
-            matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
-            self.rules[name] = "adamw" if rule == "muon" and not matrix else rule
-
-        self.pieces = self.share_out()
+        self.pieces = self.make_pieces(rule, stacked or {})
         self.own = [piece for piece in self.pieces if piece.owner == rank]
+
+        # All sums of gradients lie in one tensor, one rank's after another's, so that an update
+        # sends each rank its share in one message.
         sizes = [piece.weight.numel() for piece in self.pieces]
         device = self.pieces[0].weight.device
         self.sums = torch.zeros(sum(sizes), device=device)
@@ -164,56 +195,56 @@ class Optimizer:
         owned = [0] * world
         for piece in self.pieces:
             owned[piece.owner] += piece.weight.numel()
-        self.shares = self.sums.split(owned)  # the sums that each rank owns
+        self.shares = self.sums.split(owned)
 
-        self.masters = {}
-        self.moments = {}
-        self.groups = {rule: [] for rule in BUFFERS}  # tuples (weight, grad, *moments)
         for piece in self.own:
-            name = piece.name
-            master = piece.weight
-            if master.dtype != torch.float32:
-                exact = (weights or self.params)[name].detach()[piece.rows]
-                master = exact.to(master.device, torch.float32)
-            self.masters[name] = master
-            tensors = [master, piece.grad]
-            for key in self.keys(name)[1:]:
-                self.moments[key] = torch.zeros_like(master)
-                tensors.append(self.moments[key])
-            sizes = [len(master)]
-            if parts and name in parts and self.rules[name] != "adamw":
-                sizes = parts[name]
-            split = [t.split(sizes) for t in tensors]
-            self.groups[self.rules[name]] += zip(*split)
+            piece.master = piece.weight
+            if piece.master.dtype != torch.float32:
+                exact = (weights or self.params)[piece.name].detach()[piece.rows]
+                piece.master = exact.to(device, torch.float32)
+            piece.moments = {key: torch.zeros_like(piece.master) for key in piece.keys}
 
-    def share_out(self):
+    def make_pieces(self, rule, stacked):
         """
-        All Pieces, one rank's after another's. AdamW works number by number, so all ranks share the
-        rows of what it updates. Any other parameter, the largest first, goes to the rank that has
-        least so far.
+        All Pieces, one rank's after another's. All ranks share the rows of what AdamW updates. Any
+        other parameter, the largest first, goes to the rank that owns least so far.
         """
+        rules = {}
         owners = {}
         loads = [0] * self.world
         for name, p in reversed(self.params.items()):
-            if self.rules[name] != "adamw":
+            matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
+            rules[name] = "adamw" if rule == "muon" and not matrix else rule
+            if rules[name] != "adamw":
                 owners[name] = loads.index(min(loads))
                 loads[owners[name]] += p.numel()
         pieces = []
         for rank in range(self.world):
             for name, p in self.params.items():
-                rows = slice(len(p))
-                if name not in owners:
-                    start = rank * len(p) // self.world
-                    rows = slice(start, (rank + 1) * len(p) // self.world)
-                elif owners[name] != rank:
+                if rules[name] == "adamw":
+                    rows = slice(rank * len(p) // self.world, (rank + 1) * len(p) // self.world)
+                    parts = [rows.stop - rows.start]
+                elif owners[name] == rank:
+                    rows = slice(0, len(p))
+                    parts = stacked.get(name, [len(p)])
+                else:
                     continue
-                weight = p.detach()[rows]
-                pieces.append(Piece(rank, name, rows, weight))
+                pieces.append(Piece(rank, name, rules[name], rows, parts, p.detach()[rows]))
         return pieces
+
+    @property
+    def masters(self):
+        """{name: float32 weights} of the rows that this rank owns."""
+        return {piece.name: piece.master for piece in self.own}
+
+    @property
+    def moments(self):
+        """{name.moment: tensor} of the rows that this rank owns."""
+        return {key: t for piece in self.own for key, t in piece.moments.items()}
 
     @torch.no_grad()
     def accumulate(self):
-        """Add the parameters' gradients to their float32 sums; call it after each backward()."""
+        """Add the parameters' gradients to their float32 sums. Call it after each backward()."""
         for piece in self.pieces:
             grad = self.params[piece.name].grad
             if grad is not None:
@@ -224,8 +255,9 @@ class Optimizer:
     @torch.no_grad()
     def reduce(self):
         """
-        Once an update: each rank receives the sum, over all ranks, of the gradients that it owns.
-        Returns the norm of the whole gradient, a float64 scalar that stays on the device.
+        Send each rank the sum, over all ranks, of the gradients that it owns. Call it once an
+        update. Returns the norm of the whole summed gradient: a float64 scalar on the device, so
+        that the caller decides when to wait for it.
         """
         if self.world > 1:
             flying = []
@@ -243,24 +275,32 @@ class Optimizer:
         return total.sqrt()
 
     @torch.no_grad()
-    def step(self, lr_factor=1.0, scale=1.0):
+    def step(self, total_norm, labels=1, lr_factor=1.0):
         """
-        One update at lr_factor times the learning rates by `scale` times the summed gradients,
-        which are zero afterwards.
+        One update by the mean gradient over `labels` labels, clipped, at lr_factor times the
+        learning rates. total_norm: what reduce() returned, as a number. The sums are zero
+        afterwards. Returns the norm of the mean gradient. If it is not finite, nothing is updated.
         """
+        norm = total_norm / labels
+        if not math.isfinite(norm):
+            self.drop()
+            return norm
         self.updates += 1
-        self.shares[self.rank].mul_(scale)
+        self.shares[self.rank].mul_(clip_factor(norm, self.clip) / labels)
         lr = self.lr * lr_factor
-        adam_lr = self.adam_lr * lr_factor
-        for tensors in self.groups["muon"]:
-            muon_(*tensors, lr, self.weight_decay)
-        if self.groups["adamw"]:
-            lists = zip(*self.groups["adamw"])
-            adamw_(*lists, self.updates, adam_lr, self.weight_decay, self.eps)
-        for tensors in self.groups["adamw*"]:
-            adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
+        adamw = []
         for piece in self.own:
-            piece.weight.copy_(self.masters[piece.name])
+            if piece.rule == "adamw":
+                adamw += piece.matrices()
+            for tensors in piece.matrices():
+                if piece.rule == "muon":
+                    muon_(*tensors, lr, self.weight_decay)
+                elif piece.rule == "adamw*":
+                    adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
+        if adamw:  # one kernel for all
+            adamw_(*zip(*adamw), self.updates, self.adam_lr * lr_factor, self.weight_decay, self.eps)
+        for piece in self.own:
+            piece.weight.copy_(piece.master)
         if self.world > 1:
             flying = []
             for piece in self.pieces:
@@ -268,25 +308,26 @@ class Optimizer:
             for work in flying:
                 work.wait()
         self.drop()
+        return norm
 
     def drop(self):
         """Forget the gradients of this update."""
         self.sums.zero_()
 
-    # A checkpoint has whole tensors by name, so any number of ranks continues it.
+    # A checkpoint has whole tensors by name, so any number of ranks can continue from it.
 
     @torch.no_grad()
     def gather(self):
         """
-        All masters and moments as whole tensors {name or name.key: tensor}, on rank 0. Its device
-        holds one piece of another rank at a time. Other ranks return {}.
+        All masters and moments as whole tensors, {name or name.moment: tensor}, on rank 0. Its
+        device holds one piece of another rank at a time. Other ranks return {}.
         """
         kept = self.masters | self.moments
         if self.world == 1:
             return kept
         found = {}
         for piece in self.pieces:
-            for key in self.keys(piece.name):
+            for key in (piece.name, *piece.keys):
                 if self.rank == 0:
                     part = kept[key] if piece.owner == 0 else torch.empty_like(piece.grad)
                     if piece.owner > 0:
@@ -298,12 +339,8 @@ class Optimizer:
         return found
 
     def load(self, moments, updates):
-        """Continue after `updates` updates with whole saved tensors {name.key: tensor}."""
+        """Continue after `updates` updates with whole saved tensors {name.moment: tensor}."""
         for piece in self.own:
-            for key in self.keys(piece.name)[1:]:
-                self.moments[key].copy_(moments[key][piece.rows])
+            for key, moment in piece.moments.items():
+                moment.copy_(moments[key][piece.rows])
         self.updates = updates
-
-    def keys(self, name):
-        """The names of a parameter's master and of its moments."""
-        return [name, *(f"{name}.{key}" for key in BUFFERS[self.rules[name]])]

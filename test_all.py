@@ -807,7 +807,8 @@ def test_muon_is_torchs():
     ours, theirs = parameters(noise()), parameters(noise())
     matrices = [theirs["core.0.mlp.fc.weight"], theirs["core.0.mlp.proj.weight"]]
     parts = [torch.nn.Parameter(part.detach()) for part in theirs[QKV].split([16, 8])]
-    opt = Optimizer(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, parts={QKV: [16, 8]})
+    opt = Optimizer(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1,
+                    stacked={QKV: [16, 8]})
     peer = torch.optim.Muon([*matrices, *parts], lr=0.02, weight_decay=0.1)
     for i in range(4):
         grads = noise(i)
@@ -824,11 +825,11 @@ def test_muon_is_torchs():
 def test_adamw_and_clipping_are_torchs(clip, scale):
     """AdamW is torch's with eps 1e-8, after torch's clip_grad_norm_, also for tiny gradients."""
     ours, theirs = parameters(noise()), parameters(noise())
-    opt = Optimizer(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, rule="adamw")
+    opt = Optimizer(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, clip=clip, rule="adamw")
     peer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), weight_decay=0.1)
     for i in range(5):
         grads = noise(i, scale=scale)
-        norm = step_with(opt, ours, grads, lr_factor=0.5**i, clip=clip)
+        norm = step_with(opt, ours, grads, lr_factor=0.5**i)
         for name, p in theirs.items():
             p.grad = grads[name]
         wanted = torch.nn.utils.clip_grad_norm_(theirs.values(), clip)
@@ -905,7 +906,7 @@ def test_ranks_keep_even_shares(preset):
     for world in (2, 4, 8):
         ranks = [train.make_optimizer(Settings(), model, r, world) for r in range(world)]
         kept = [sum(t.numel() for t in (r.masters | r.moments).values()) for r in ranks]
-        work = [sum(w.numel() for w, *_ in r.groups["muon"]) for r in ranks]
+        work = [sum(piece.master.numel() for piece in r.own if piece.rule == "muon") for r in ranks]
         for shares in (kept, work):
             assert max(shares) < 1.15 * sum(shares) / world, (world, shares)
         moments = set().union(*(r.moments for r in ranks))
@@ -1493,6 +1494,7 @@ def test_updates_are_torchs(base):
         peer.param_groups[0]["lr"] = s.lr * train.lr_scale(s, update)
         peer.step()
         peer.zero_grad()
+        assert logged("run", "lr")[update + 1] == peer.param_groups[0]["lr"]
     for name, t in load_file("run/step_000006/model.safetensors").items():
         assert far(t, model.get_parameter(name)) < 1e-3 * s.lr, name
 
@@ -1793,6 +1795,9 @@ def test_killed_evaluation_goes_on(checkpoint, corpus):
     finish(*command, world=2)
     assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
     assert len(answers_of("killed.jsonl")) == 2 * 60
+    _, *lines = map(json.loads, open("killed.jsonl"))
+    pace = sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines)
+    assert read_json("killed.json")["tokens_per_second"] == pytest.approx(pace)
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
     config = read_json("moved/config.json")
     common.write_json("moved/config.json", config | {"norm_eps": 0.1})

@@ -45,7 +45,7 @@ from common import (RANK, WORLD, Parser, UserError, check_settings, cli, find_gp
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config)
-from muon import BUFFERS, Optimizer, clip_factor, stacked_parts
+from muon import BUFFERS, Optimizer, stacked_rows
 
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
 
@@ -288,14 +288,8 @@ def train(settings, device, store):
                 say(f"stopped after update {update} by a signal: the same command continues")
                 return 128 + signal.SIGTERM
             loss = losses / labels if labels else math.nan
-            labels = max(labels, 1)
-            norm = norm / labels
             lr_factor = lr_scale(settings, update)
-            if math.isfinite(norm):
-                scale = clip_factor(norm, settings.clip or math.inf)
-                optimizer.step(lr_factor, scale / labels)
-            else:
-                optimizer.drop()
+            norm = optimizer.step(norm, max(labels, 1), lr_factor)
             count(settings, model, progress, draws, norm)
             speed = settings.batch_size * settings.context / (time.time() - mark)
             pace = (time.time() - began) / (update + 1 - start)
@@ -505,9 +499,10 @@ def make_optimizer(settings, model, rank, world, weights=None):
         lr=settings.lr,
         adam_lr=settings.adam_lr,
         weight_decay=settings.weight_decay,
+        clip=settings.clip or math.inf,
         rule=settings.optimizer,
         weights=weights,
-        parts={} if model.config.n_core else stacked_parts(model),
+        stacked={} if model.config.n_core else stacked_rows(model),
         rank=rank,
         world=world,
     )

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from model import Config, RecurrentLM, find_checkpoint
-from muon import Optimizer, clip_factor
+from muon import Optimizer
 from sample import Decoder, Decoding
 from tiny_corpus import tiny
 
@@ -81,14 +81,12 @@ def make_update(device, dtype):
     model, idx, targets, state = small(device, torch.float32)
     exact = {name: p.data for name, p in model.named_parameters()}
     optimizer = Optimizer(model.to(dtype).named_parameters(), lr=0.01, adam_lr=0.01,
-                          weight_decay=0.0, weights=exact)
+                          weight_decay=0.0, clip=1.0, weights=exact)
 
     def update():
         model(idx, targets, (4, 4), state)[1].backward()
         optimizer.accumulate()
-        norm = optimizer.reduce().item()
-        optimizer.step(1.0, clip_factor(norm, 1.0))
-        return norm
+        return optimizer.step(optimizer.reduce().item())
 
     return optimizer, update
 

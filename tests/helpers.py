@@ -35,7 +35,7 @@ import data
 import eval_gsm8k  # and with it all that the processes below import
 import train
 from model import Config, RecurrentLM
-from muon import Optimizer, clip_factor
+from muon import Optimizer
 from sample import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -408,7 +408,7 @@ def parameters(tensors, dtype=torch.float32):
     return {name: torch.nn.Parameter(t.to(dtype, copy=True)) for name, t in tensors.items()}
 
 
-def step_with(opt, ps, *grads, lr_factor=1.0, clip=math.inf, labels=1):
+def step_with(opt, ps, *grads, lr_factor=1.0, labels=1):
     """
     One update by the gradients {name: tensor} of some micro-batches, which have `labels` labels in
     all. Returns the norm of their mean over the labels.
@@ -417,9 +417,7 @@ def step_with(opt, ps, *grads, lr_factor=1.0, clip=math.inf, labels=1):
         for name, p in ps.items():
             p.grad = g[name].to(p.dtype, copy=True)
         opt.accumulate()
-    norm = opt.reduce().item() / labels
-    opt.step(lr_factor, clip_factor(norm, clip) / labels)
-    return norm
+    return opt.step(opt.reduce().item(), labels, lr_factor)
 
 
 def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
@@ -451,11 +449,11 @@ def optimizer_rank(rank, world, folder):
     found = {}
     for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
         ps = parameters(noise(), getattr(torch, dtype))
-        opt = Optimizer(ps.items(), lr=0.02, adam_lr=0.01, weight_decay=0.1, rule=kind,
-                        weights=noise(), rank=rank, world=world)
+        opt = Optimizer(ps.items(), lr=0.02, adam_lr=0.01, weight_decay=0.1, clip=20.0,
+                        rule=kind, weights=noise(), rank=rank, world=world)
         for u in range(20):
             grads = [noise(u, i) for i in range(rank * 8 // world, (rank + 1) * 8 // world)]
-            step_with(opt, ps, *grads, lr_factor=0.9**u, clip=20.0, labels=8)
+            step_with(opt, ps, *grads, lr_factor=0.9**u, labels=8)
         kept = sum(t.numel() for t in (opt.masters | opt.moments).values())
         found |= {f"{kind} {dtype} kept": torch.tensor(kept)}
         found |= {f"{kind} {dtype} {name}": p.detach() for name, p in ps.items()}
