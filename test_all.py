@@ -264,6 +264,16 @@ def test_losses_in_chunks(monkeypatch):
         logits, targets.flatten(), reduction="none")) < 1e-5
     assert right.equal(logits.argmax(-1) == targets.flatten())
 
+def test_random_weights_have_the_papers_sizes():
+    """
+    Weights have a std of sqrt(2 / 5C). What writes to the stream is divided by sqrt(2 * depth),
+    where the depth counts the recurrent block's layers mean_recurrence times.
+    """
+    model = small(n_embd=64, n_ffn=512, n_prelude=2, n_core=2, n_coda=1, mean_recurrence=5)
+    std = math.sqrt(2 / (5 * 64))
+    assert model.core[0].mlp.fc.weight.std().item() == pytest.approx(std, rel=0.02)
+    assert model.core[0].mlp.proj.weight.std().item() == pytest.approx(std / math.sqrt(2 * 13), rel=0.02)
+
 # ---------------------------------------------------------------------------------------- surgery
 def test_shape_takes_the_papers_layers(llama):
     """--shape takes the prelude from the start, and core and coda from the end."""
@@ -361,7 +371,8 @@ def test_huginn_is_its_formulas():
         torch.nn.init.normal_(p, float(p.dim() == 1), 0.2)
     model.save("ours")
     call("surgery", "ours", "hf", "--export", "hf")
-    model = convert("hf", "m")
+    ours, model = model, convert("hf", "m")
+    assert same(model.state_dict(), ours.state_dict())
     ids, s = torch.randint(17, (2, 9)), model.initial_state(2, 9, 0)
     huginn = runpy.run_path(ORACLE / "huginn.py")["huginn"]
     for r in (1, 3):
@@ -746,12 +757,15 @@ def test_no_locks(monkeypatch, capsys):
 
 # ------------------------------------------------------------------------------------- the loader
 def test_loader_is_a_pure_function(corpus):
-    """2 ranks with batch B see what 1 rank with 2B sees. Each epoch has another order."""
+    """
+    2 ranks with batch B see what 1 rank with 2B sees. Each epoch and each seed has another order.
+    """
     dataset, again = (Dataset(f"{corpus}/task", "val", 26) for _ in range(2))
     halves = [again.batch(7, 3, rank, 2, 4)[0] for rank in (0, 1)]
     assert torch.cat(halves).equal(dataset.batch(7, 3, 0, 1, 8)[0])
     first, second = (dataset.parts[0][0].order(7, epoch).tolist() for epoch in (0, 1))
     assert sorted(first) == sorted(second) and first != second
+    assert dataset.parts[0][0].order(8, 0).tolist() != first
 
 def test_mixture_follows_its_weights(corpus):
     """Exact shares, evenly spread; each set gives its own samples in order, epoch by epoch."""
@@ -1728,6 +1742,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     assert "as numbers in 1 of these questions, as text in the other 2" in capfd.readouterr().err
     (result,) = read_json("a.json")["results"]
     assert result["metric"] == "accuracy" and result["value"] == pytest.approx(2 / 3)
+    assert result["standard_error"] == pytest.approx((2 / 3 * 1 / 3 / 3) ** 0.5)
     levels = {level: value for level, (value, *_) in result["by_difficulty"].items()}
     assert list(levels.items()) == [("2", 1.0), ("10", 0.0), ("easy", 1.0)]
 
@@ -1758,6 +1773,52 @@ def test_an_answer_ends_at_any_end(checkpoint, corpus):
     assert counts == [ids.index(end) + 1]
     assert texts == [tokenizer.decode([i for i in ids[:counts[0]] if i not in (control, end)])]
     assert tokenizer.decode([word]) in texts[0]
+
+def scripted(model, ids):
+    """A decoder that says these ids for each prompt, until ends() says that it is enough."""
+    def generate(prompts, max_new_tokens, steps=None, ends=None, **options):
+        for row in range(len(prompts)):
+            for token in ids[:max_new_tokens]:
+                yield row, token, False
+                if ends and ends(row, token):
+                    break
+
+    return SimpleNamespace(model=model, generate=generate)
+
+def test_a_stop_may_span_several_tokens(corpus):
+    """A stop string ends an answer where its last token comes, and is cut off."""
+    tokenizer = Tokenizer.load(corpus / "task")
+    decoder = scripted(small(), tokenizer.encode("has 1 so gets 2 loses 3"))
+    texts, counts = sample.answer_batch(decoder, tokenizer, [[5]], 30, ["so gets"], 1)
+    assert (texts, counts) == (["has 1 "], [4])
+
+def test_printed_text_ends_at_any_end(checkpoint, monkeypatch, capfd):
+    """sample.py stops at each id of config.ends, as well as at the tokenizer's EOS."""
+    tokenizer = Tokenizer.load(checkpoint)
+    end, = tokenizer.encode("gets")
+    config = read_json(checkpoint / "config.json")
+    shutil.copytree(checkpoint, "m")
+    common.write_json("m/config.json", config | {"eos_token_id": [99, end]})
+    model, _ = sample.load_model("m")
+    decoder = scripted(model, tokenizer.encode("1 2 gets 3"))
+    monkeypatch.setattr(sample, "Decoder", lambda *_: decoder)
+    assert call("sample", "--model=m", "--prompt=has") == " 1 2\n"
+
+def test_the_newest_model_is_sampled_with_its_own_prompt(taught, corpus):
+    """
+    Without --model, sample.py takes the newest recurrent model under out/, and without --prompt the
+    example of the first data set that it was trained on.
+    """
+    shutil.copytree(taught, "out")
+    for name, age in (("old", 2000), ("new", 1000), ("oldest", 3000)):
+        shutil.copytree("out/tiny/task", f"out/{name}")
+        for path in Path("out", name).glob("**/config.json"):
+            os.utime(path, (time.time() + 9000 - age,) * 2)
+    assert sample.newest_checkpoint() == Path("out/new/step_000080")
+    for name in ("first", "second"):
+        common.write_json(f"{name}/meta.json", {"prompt": f"the {name} prompt"})
+    common.write_json("run/train.json", {"config": {"data": "first:2,second:1"}})
+    assert sample.default_prompt("run") == "the first prompt"
 
 def test_questions(checkpoint, corpus, monkeypatch):
     """--limit spreads over the file, a prompt keeps its end, GSM8K is fetched once and checked."""
@@ -1929,6 +1990,13 @@ def test_scores_are_never_replaced(checkpoint):
     call("eval_lm", *ask, "4", "--out", "alone.json")
     alone = read_json("alone.json")["results"]
     assert found[len(alone):] == alone and read_json("choice.json")["results"] == found
+
+def test_the_harness_decides_on_bos(speaker):
+    """eval_lm.py encodes with BOS unless the harness asks for none."""
+    lm = harness().Harness(speaker, [0])
+    plain = lm.tokenizer.encode("has")
+    assert lm.tok_encode("has") == [1, *plain]
+    assert lm.tok_encode("has", add_special_tokens=False) == plain
 
 def test_generated_text_follows_the_seed(checkpoint):
     """eval_lm.py's texts are those of a decoder with its --seed, which decides them."""
