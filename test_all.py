@@ -35,6 +35,7 @@ import sentencepiece
 from packaging.requirements import Requirement  # which pytest needs, too
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # no GPU plays along
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -1183,8 +1184,9 @@ def test_dry_run(corpus):
                  "14.0 for weights, gradients and optimizer")), (
             ["--train=core|adapter", "--micro_batch=1", "--recompute"],
             ("360,742,912 trained", "7.7 GB on each of 1 GPU")), (
-            ["--gpus=8"], ("7.7 for weights", "on each of 8 GPUs", "18.9 hours on 8 H100")), (
-            ["--dtype=float32"], ("50.0 for --micro_batch=8",)):
+            ["--gpus=8"], ("7.7 for weights", "on each of 8 GPUs", "executed: 1.12 times",
+                           "23.8 hours on 8 H100")), (
+            ["--dtype=float32", "--activation_budget=0.5"], ("27.5 for --micro_batch=8",)):
         said = call(*plan, *flags)
         for words in wanted:
             assert words in said, said
@@ -1297,6 +1299,44 @@ def test_recompute(base, unbroken):
             model(idx, idx, steps=(0, 8), recompute=recompute)
         kept.append(sum(sizes))
     assert kept[1] < kept[0] / 3
+
+def saved_bytes(model, T):
+    """Bytes that a compiled recurrence of T tokens keeps for the backward pass; its gradients."""
+    torch.compiler.reset()
+    e = torch.randn(1, T, model.config.n_embd, generator=torch.Generator().manual_seed(0))
+    own = {t.untyped_storage().data_ptr() for t in (e, *model.rope(T), *model.parameters())}
+    kept = {}
+
+    def keep(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    core = torch.compile(model.run_core, backend="aot_eager_decomp_partition")
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        s = core(e.requires_grad_(), e, model.rope(T))
+    s.sum().backward()
+    return sum(kept.values()), torch.cat([p.grad.flatten() for p in model.core.parameters()])
+
+def test_activation_budget(base, monkeypatch):
+    """--activation_budget is set before compiling; less keeps less, for nearly the same gradient."""
+    set_to = []
+    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: set_to.append(
+        functorch_config.activation_memory_budget))
+    with functorch_config.patch(activation_memory_budget=1.0):
+        call("train", *base, "--compile", "--activation_budget=0.5", "--updates=1", "--out_dir=run")
+    assert set_to == [0.5]
+    assert "--activation_budget" in refusal("train", *base, "--activation_budget=0.2")
+    model, found = small(n_embd=128, n_kv_head=1, n_ffn=352, n_core=6).bfloat16(), {}
+    for budget in (1.0, 0.5, 0.3):
+        with functorch_config.patch(activation_memory_budget=budget):
+            found[budget] = saved_bytes(model, 256)
+    most, exact = found[1.0]
+    for budget, (kept, gradient) in found.items():
+        assert kept <= (train.BUDGETS[budget].kept + 0.05) * most, budget
+        assert far(gradient, exact) <= 0.01 * exact.abs().max()
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     """After SIGHUP, Ctrl-C or a full disk a checkpoint is whole, and goes on to the same bits."""
@@ -1585,7 +1625,8 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     monkeypatch.setattr(train, "run_batch", fail)
     for flag in ("--backprop_depth=2", "--backprop_depth=0"):
         line = refusal("train", *base, flag, "--out_dir=run")
-        assert "--micro_batch=4" in line and "--recompute" in line
+        for words in ("--micro_batch=4", "--activation_budget=0.5", "--recompute"):
+            assert words in line
     # k of the whole run, though the curriculum begins at 1; 0 is all of r, which has no limit
     assert seen == [(1, 2), (1, largest)] and largest > 3
 

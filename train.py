@@ -33,15 +33,18 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (RANK, WORLD, Parser, UserError, check_settings, cli, find_gpu, fraction, locked,
-                    natural, positive, rate, read_json, recurrences, say, seeds, whole, write_json)
+from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, find_gpu,
+                    fraction, locked, natural, positive, rate, read_json, recurrences, say, seeds,
+                    whole, write_json)
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config)
@@ -141,7 +144,10 @@ class Settings(Recipe):
     log_every: int = setting(1, "updates between lines of the log", positive)
     wandb: bool = setting(False, "log to Weights & Biases, too", yes_or_no)
     compile: bool = setting(True, "torch.compile", yes_or_no)
-    recompute: bool = setting(False, "recompute recurrences in the backward pass: less memory",
+    activation_budget: float = setting(1.0, "if compiled: share of the activations that is kept "
+                                       "for the backward pass, 0.3 to 1; less takes more time",
+                                       between(0.3, 1, float))
+    recompute: bool = setting(False, "recompute recurrences in the backward pass: least memory",
                               yes_or_no)
     dry_run: bool = setting(False, "print what the run takes; needs no weights but a config.json",
                             yes_or_no)
@@ -554,6 +560,7 @@ def warm_up(settings, model, dataset):
     """
     say("warm-up: one pass at the full depth")
     if settings.compile:
+        functorch_config.activation_memory_budget = settings.activation_budget
         try:
             model.compile_parts()
             say(f"warm-up: {COMPILING}")
@@ -568,7 +575,7 @@ def warm_up(settings, model, dataset):
         loss.backward()
     except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={len(batch[0])} at k = {k}: make that "
-                        "smaller, or --context, or try --recompute")
+                        "smaller, or --context, or try --activation_budget=0.5, then --recompute")
     say(f"warm-up: {time.time() - began:.0f} s in all")
     model.zero_grad()
     if model.embed.weight.is_cuda:
@@ -675,6 +682,29 @@ def paper_flops(settings, model, updates):
     return flops * settings.batch_size * settings.context
 
 
+class Budgeted(NamedTuple):
+    """What --activation_budget does to a compiled part."""
+    kept: float       # share of the activations that would be kept at 1
+    products: float   # how often the backward pass repeats the forward pass's products,
+    attention: float  # and its attention
+
+
+# The most that we counted in the graphs of small models with 6 and 8 layers (runs/README.md).
+BUDGETS = {
+    0.3: Budgeted(0.34, 0.36, 1),
+    0.5: Budgeted(0.55, 0.07, 1),
+    0.7: Budgeted(0.63, 0, 1),
+    1.0: Budgeted(1, 0, 0),
+}
+
+
+def budgeted(settings):
+    """The effect of the least --activation_budget we know that is not below the run's."""
+    if not settings.compile:
+        return BUDGETS[1.0]
+    return BUDGETS[min(budget for budget in BUDGETS if budget >= settings.activation_budget)]
+
+
 def executed_flops(settings, model, steps):
     """
     FLOPs per token that a micro-batch of (n, k) executes in products and attention. The paper's
@@ -682,6 +712,7 @@ def executed_flops(settings, model, steps):
     """
     n, k = steps
     c = model.config
+    again = budgeted(settings)
     size = model.num_params()
     trained = model.num_params(trained=True)
     # A layer's two products of all pairs of tokens, of which a causal kernel computes half.
@@ -692,7 +723,8 @@ def executed_flops(settings, model, steps):
 
     def backward(layers, *parts):  # towards inputs and weights; attention computes its scores again
         weights = 2 * sum(trained[part] for part in parts)
-        return forward(0, *parts) + weights + 2.5 * layers * attention
+        repeated = again.products * forward(0, *parts) + again.attention * layers * attention
+        return forward(0, *parts) + weights + 2.5 * layers * attention + repeated
 
     head = 2 * model.head.weight.numel()
     loop = forward(c.n_core, "core", "adapter")
@@ -824,6 +856,7 @@ def dry_run(settings):
         layer *= 2
     prelude = c.n_prelude * any(p.requires_grad for p in model.prelude.parameters())
     layers = prelude + c.n_core * (1 if settings.recompute else deepest(settings)) + c.n_coda
+    layer *= budgeted(settings).kept
     batch = settings.micro_batch * settings.context * layer * layers / 1e9
     say(f"memory: about {held + batch:.1f} GB on each of {settings.gpus} GPUs: {held:.1f} for "
         f"weights, gradients and optimizer, {batch:.1f} for --micro_batch={settings.micro_batch} "

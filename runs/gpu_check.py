@@ -15,6 +15,7 @@ import warnings
 from unittest import mock
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
@@ -125,11 +126,12 @@ def check_oracles():
         add(f"update, {dtype}, twice the same bits", torch.equal(*twice))
 
 
-def gradient(device, dtype, compiled=False, **options):
-    """The loss of LONG at (4, 4), and its gradient."""
+def gradient(device, dtype, budget=0, **options):
+    """The loss of LONG at (4, 4), and its gradient. budget: of activations; 0: not compiled."""
     model, idx, targets, state = small(device, dtype, LONG, LONG.context)
-    if compiled:
+    if budget:
         torch.compiler.reset()
+        functorch_config.activation_memory_budget = budget
         model.compile_parts()
     _, loss = model(idx, targets, (4, 4), state, **options)
     loss.backward()
@@ -140,8 +142,8 @@ def check_update():
     """A compiled update of the kind that training makes, against float32's on the CPU."""
     exact = gradient("cpu", torch.float32)
     near = gradient("cpu", torch.bfloat16)
-    ways = {"eager": {}, "compiled": {"compiled": True},
-            "compiled, recompute": {"compiled": True, "recompute": True}}
+    ways = {"eager": {}, "compiled": {"budget": 1.0}, "compiled, budget 0.5": {"budget": 0.5},
+            "compiled, recompute": {"budget": 1.0, "recompute": True}}
     for way, options in ways.items():
         found = gradient(DEVICE, torch.bfloat16, **options)
         for name, a, b, c in zip(("loss", "gradient"), found, near, exact):
