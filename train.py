@@ -772,7 +772,8 @@ def affordable_updates(settings):
     choose_trained(settings, model)
     budget = run["flops"]
     if settings.init_from and not settings.reinit:
-        budget -= carried_over(find_checkpoint(settings.init_from), config).get("flops", 0)
+        earlier = read_run(find_checkpoint(settings.init_from))
+        budget -= carried_over(earlier, config).get("flops", 0)
     tokens = settings.batch_size * settings.context
     flops_per_token = functools.cache(model.flops_per_token)
 
