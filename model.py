@@ -602,17 +602,27 @@ class RecurrentLM(nn.Module):
         or of another model.
         """
         folder = find_checkpoint(folder)
-        model = cls.empty(load_config(folder))
-        path = Path(folder, "model.safetensors")
-        try:
-            model.fill(load_file(path))
-        except (SafetensorError, RuntimeError) as e:
-            raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
-        model.folder = folder
+        model, _ = cls.map(folder, load_config(folder))
         # A run with --train stores frozen parameters in bfloat16 if that loses nothing.
         dtypes = {p.dtype for p in model.parameters()}
         stored = functools.reduce(torch.promote_types, dtypes)
         return model.to(device, dtype or stored)
+
+    @classmethod
+    def map(cls, folder, config):
+        """
+        The model of a checkpoint folder on the CPU, with its tensors as they are stored, and these
+        as {name: tensor}. All of them are mapped: they are read from the disk when they are used.
+        """
+        model = cls.empty(config)
+        path = Path(folder, "model.safetensors")
+        try:
+            tensors = load_file(path)
+            model.fill(tensors)
+        except (SafetensorError, RuntimeError) as e:
+            raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
+        model.folder = folder
+        return model, tensors
 
     def fill(self, tensors):
         """Make a checkpoint's {name: tensor} the weights, without a copy."""

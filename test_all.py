@@ -209,6 +209,14 @@ def test_values_are_copied_for_rocm(monkeypatch):
     assert model(idx, steps=2, state=state)[0].equal(exact)
     assert decode(model, prompts, 4).equal(tokens) and len(copied) > 20 and all(copied)
 
+def test_states_stay_float32():
+    """In a bfloat16 model s_0 is not rounded, and every state is float32."""
+    model, idx = small().bfloat16(), torch.randint(17, (2, 5))
+    rope, s0 = model.rope(5), model.initial_state(2, 5, 0)
+    _, s = model.begin(idx, s0, rope)
+    assert s.equal(s0)
+    assert all(s.dtype == torch.float32 for _, s in model.trajectory(idx, [0, 1, 3], s0))
+
 def test_initial_state():
     """Noise is cut as in the paper, without correlations; a number in it follows from its place."""
     model, wanted = small(n_embd=64, state_std=1.0), read_json(ORACLE / "initial_state.json")
@@ -638,7 +646,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
     if source == "a.parquet":
         table = need("pyarrow.json").read_json("a.jsonl")
         need("pyarrow.parquet").write_table(table, source, row_group_size=90)
-    flags = ("--shard_tokens=2000", "--drop=meta.by=BY 7")
+    flags = ("--shard_tokens=2000", "--drop=meta.by=Y 7")  # a part of "by 7", in another case
     call("data", *prepare(corpus, source, "unbroken", *flags))
     command = prepare(corpus, source, "killed", *flags)
 
@@ -1065,6 +1073,8 @@ def test_schedules_are_the_papers():
     for x in oracle["lr_factors"]["cases"]:
         s = Settings(updates=x["total"], warmup=x["warmup"], cooldown=x["cooldown"])
         assert all(abs(train.lr_scale(s, u) - f) < 1e-9 for u, f in x["points"])
+    s = Settings(updates=10, warmup=0.25, cooldown=0)  # 2.5 updates are 3
+    assert [train.lr_scale(s, u) for u in range(4)] == pytest.approx([0.001, 0.334, 0.667, 1])
     for x in oracle["sampler"]["cases"]:
         s = Settings(mean_recurrence=x["mean_recurrence"], backprop_depth=x["backprop_depth"],
                      curriculum="none")
@@ -1166,7 +1176,7 @@ def test_recipes_can_be_played(corpus, monkeypatch):
                 flags = [word.replace("config/", f"{HERE}/config/")
                          for word in words[words.index("train.py") + 1:]]
                 settings = train.read_settings(flags)
-                train.model_config(settings)
+                train.run_config(settings)
                 keys = [item.name for item in fields(train.Recipe)]
                 run = {key: getattr(settings, key) for key in ("data", *keys)}
                 assert runs.setdefault(settings.out_dir, run) == run
@@ -1584,6 +1594,9 @@ def test_log_and_checkpoint_agree(base, corpus):
     each = [6 * (size["prelude"] + size["coda"]) + (2 * n + 6 * k) * size["core"]
             for update in range(6) for n, k in train.draws_of(s, update)]
     assert read_json("run/step_000006/train.json")["flops"] == 16 * 52 * sum(each) // 4
+    for update in range(6):
+        n, k = np.mean(train.draws_of(s, update), axis=0)
+        assert (logged("run", "n")[update + 1], logged("run", "k")[update + 1]) == (n, k)
     logs = logged("run", "val")
     measure = [*base, "--updates=0", "--init_from=run/step_000003"]
     call("train", *measure, "--out_dir=one")

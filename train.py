@@ -33,6 +33,7 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,14 @@ from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_che
 from muon import BUFFERS, Optimizer, stacked_rows
 
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
+
+# How the mean of r rises from 1 to R in the course of the warm-up: a function from the share of the
+# warm-up that is done to the share of R, and its inverse, by which the paper's figures count FLOPs.
+CURRICULA = {
+    "linear": (lambda done: done, lambda share: share),
+    "1-sqrt": (lambda done: 1 - math.sqrt(1 - done), lambda share: 1 - (1 - share) ** 2),
+    "none": (lambda done: 1.0, lambda share: 0.0),
+}
 
 
 # ----------------------------------------------------------------------------------- the settings
@@ -100,8 +109,7 @@ class Recipe:
                                    positive)
     recurrence_sampler: str = setting("poisson-lognormal", "fixed: always the mean",
                                       ("poisson-lognormal", "fixed"))
-    curriculum: str = setting("linear", "how the mean rises from 1 to R",
-                              ("linear", "1-sqrt", "none"))
+    curriculum: str = setting("linear", "how the mean rises from 1 to R", tuple(CURRICULA))
     curriculum_warmup: float = setting(0.25, "over this fraction of the updates", fraction)
     backprop_depth: int = setting(8, "k: gradients flow through the last k recurrences; 0: all",
                                   natural)
@@ -301,7 +309,7 @@ def train(settings, device, store):
             pace = (time.time() - began) / (update + 1 - start)
             last = update + 1 == settings.updates
             if last or not math.isfinite(norm) or (update + 1) % settings.log_every == 0:
-                report(settings, progress, model, loss, norm, draws[-1], lr_factor, speed, pace)
+                report(settings, progress, model, loss, norm, draws, lr_factor, speed, pace)
             if last or (update + 1) % settings.eval_every == 0:
                 log(settings, progress, validate(settings, model, val_sets))
             if last or (update + 1) % settings.save_every == 0:
@@ -374,12 +382,15 @@ def count(settings, model, progress, draws, norm):
                         f"lower --lr={settings.lr} or look at the data")
 
 
-def report(settings, progress, model, loss, norm, draw, lr_factor, speed, pace):
-    """Print and log an update. speed: tokens per second; pace: seconds an update, so far."""
-    n, k = draw
+def report(settings, progress, model, loss, norm, draws, lr_factor, speed, pace):
+    """
+    Print and log an update. The log's n and k are the means of its draws. speed: tokens per second;
+    pace: seconds per update, so far.
+    """
+    n, k = (mean(depths) for depths in zip(*draws))
     done = progress["update"]
     left = pace * (settings.updates - done) / 60
-    depth = f"n {n} k {k}  " if model.config.n_core else ""
+    depth = f"n {n:g} k {k:g}  " if model.config.n_core else ""
     loss_text = "no labels" if math.isnan(loss) else f"loss {loss:.4f}"
     say(f"update {done:5d}/{settings.updates}  {loss_text}  {depth}norm {norm:.2f}  "
         f"{speed:,.0f} tokens/s  {left:.1f} min left at this pace")
@@ -418,11 +429,8 @@ def begin_progress(settings, model, progress):
     """
     if progress["update"]:
         return
-    earlier = {}
-    if model.folder:
-        progress |= carried_over(model.folder, model.config)
-        if Path(model.folder, "train.json").exists():
-            earlier = read_json(f"{model.folder}/train.json")
+    earlier = read_run(model.folder) if model.folder else {}
+    progress |= carried_over(earlier, model.config)
     progress["surgery"] = earlier.get("surgery")
     if model.folder and Path(model.folder, "surgery.json").exists():
         progress["surgery"] = read_json(f"{model.folder}/surgery.json")
@@ -434,23 +442,51 @@ def begin_progress(settings, model, progress):
     progress["stages"] = [*earlier.get("stages", []), stage]
 
 
-def carried_over(folder, config):
-    """{"flops": ..., "tokens": ..., ...} that a run begins with if it starts from a checkpoint."""
+def read_run(folder):
+    """The train.json of a checkpoint; {} if training did not make it."""
     path = Path(folder, "train.json")
-    if path.exists():
-        earlier = read_json(path)
-        if config.n_core or earlier["config"]["init_from"]:  # they count from surgery on
-            return {key: earlier[key] for key in ("tokens", "flops", "paper_flops")}
+    return read_json(path) if path.exists() else {}
+
+
+def carried_over(earlier, config):
+    """{"flops": ..., "tokens": ..., ...} that a run takes over from `earlier`, see read_run()."""
+    if earlier and (config.n_core or earlier["config"]["init_from"]):  # they count from surgery on
+        return {key: earlier[key] for key in ("tokens", "flops", "paper_flops")}
     return {}
 
 
-def model_config(settings):
-    """Config of random weights: of init_from, or of the settings and the data's vocabulary."""
-    if settings.init_from:
-        return load_config(find_checkpoint(settings.init_from))
-    meta = Dataset(settings.data, "val", settings.context).parts[0][0].meta
-    sizes = {name: size for name, size in vars(settings).items() if name.startswith("n_")}
-    return Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"], **sizes)
+def run_config(settings, folder=None):
+    """
+    The Config of a run: that of our checkpoint `folder`, else of init_from, else of the settings
+    and the data's vocabulary. The settings decide on the recurrence, and may extend the context.
+    """
+    folder = folder or settings.init_from
+    if folder:
+        config = load_config(find_checkpoint(folder))
+        if settings.context > config.context:
+            say(f"warning: --context={settings.context} is beyond the {config.context} tokens that "
+                f"{folder} was made for; it has to learn the positions after that")
+    else:
+        meta = Dataset(settings.data, "val", settings.context).parts[0][0].meta
+        config = Config(
+            vocab_size=meta["vocab_size"],
+            n_embd=settings.n_embd,
+            n_head=settings.n_head,
+            n_kv_head=settings.n_kv_head,
+            n_ffn=settings.n_ffn,
+            n_prelude=settings.n_prelude,
+            n_core=settings.n_core,
+            n_coda=settings.n_coda,
+            eos_token_id=meta["eos_id"],
+        )
+    random = settings.reinit or not folder
+    return replace(
+        config,
+        embed_scale=settings.embed_scale if random else config.embed_scale,
+        mean_recurrence=settings.mean_recurrence,
+        backprop_depth=settings.backprop_depth or settings.mean_recurrence,
+        context=max(config.context, settings.context),
+    )
 
 
 def make_model(settings, dataset, folder, device):
@@ -458,30 +494,19 @@ def make_model(settings, dataset, folder, device):
     The model of our checkpoint `folder`, else of init_from, else of random weights, on the device;
     and {name: exact weights} on the CPU. Those of a checkpoint are mapped, and read when used.
     """
-    dtype = getattr(torch, settings.dtype)
+    config = run_config(settings, folder)
     if not settings.reinit:
         folder = folder or settings.init_from
     if folder:
-        model = RecurrentLM.load(folder, device, dtype)
-        weights = load_file(f"{model.folder}/model.safetensors")
+        model, weights = RecurrentLM.map(find_checkpoint(folder), config)
     else:
-        config = model_config(settings)
-        config.embed_scale = settings.embed_scale
-        config.mean_recurrence = settings.mean_recurrence  # the effective depth of its init
         model = RecurrentLM(config)
         model.init_weights(settings.seed)
         weights = {name: p.data for name, p in model.named_parameters()}
-        model.to(device, dtype)
+    model.to(device, getattr(torch, settings.dtype))
     say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
         f"from {folder or 'random weights'}")
-    c = model.config
-    check_tokenizer(c, model.folder or dataset.folders[0], *dataset.folders)
-    c.mean_recurrence = settings.mean_recurrence
-    c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
-    if settings.init_from and settings.context > c.context:
-        say(f"warning: --context={settings.context} is beyond the {c.context} tokens that "
-            f"{folder} was made for; it has to learn the positions after that")
-    c.context = max(c.context, settings.context)
+    check_tokenizer(config, model.folder or dataset.folders[0], *dataset.folders)
     choose_trained(settings, model)
     return model, weights
 
@@ -594,12 +619,10 @@ def mean_recurrence(settings, update):
     """Mean of r: rises from 1 to settings.mean_recurrence over the curriculum."""
     R = settings.mean_recurrence
     warmup = mean_rise(settings)
-    if settings.curriculum == "none" or update >= warmup:
+    if update >= warmup:
         return R
-    f = update / warmup
-    if settings.curriculum == "1-sqrt":
-        f = 1 - math.sqrt(1 - f)
-    return max(1, math.ceil(R * f))
+    rise, _ = CURRICULA[settings.curriculum]
+    return max(1, math.ceil(R * rise(update / warmup)))
 
 
 def backprop_depth(settings, update):
@@ -666,10 +689,8 @@ def paper_steps(settings, update):
     """
     R = settings.mean_recurrence
     W = int(settings.curriculum_warmup * settings.updates)
-    if settings.curriculum == "none":
-        W = 0
-    power = 2 if settings.curriculum == "1-sqrt" else 1
-    edges = [int((1 - (1 - r / R) ** power) * W) for r in range(1, R)]
+    _, inverse = CURRICULA[settings.curriculum]
+    edges = [int(inverse(r / R) * W) for r in range(1, R)]
     r = 1 + bisect.bisect_right(edges, update)
     k = min(r, backprop_depth(settings, update))
     return r - k, k
@@ -760,14 +781,13 @@ def affordable_updates(settings):
     --flops_of. Both count what the runs before them spent since surgery. Raises UserError if that
     run has no FLOPs, or too few for one update.
     """
-    path = Path(find_checkpoint(settings.flops_of), "train.json")
-    run = read_json(path) if path.exists() else {}
+    run = read_run(find_checkpoint(settings.flops_of))
     if not run.get("flops"):
         raise UserError(f"--flops_of={settings.flops_of}: has no train.json that counts FLOPs. "
                         "Name a run of train.py")
     if os.path.realpath(settings.flops_of) == os.path.realpath(settings.out_dir):
         raise UserError(f"--flops_of={settings.flops_of}: is --out_dir. Name another run")
-    config = model_config(settings)
+    config = run_config(settings)
     model = RecurrentLM.empty(config)
     choose_trained(settings, model)
     budget = run["flops"]
@@ -827,10 +847,8 @@ def plan(settings, model):
 
 def dry_run(settings):
     """Say what a run takes. It needs init_from's config.json, but neither weights nor data."""
-    model = RecurrentLM.empty(model_config(settings)).to(getattr(torch, settings.dtype))
-    c = model.config
-    c.mean_recurrence = settings.mean_recurrence
-    c.backprop_depth = settings.backprop_depth or settings.mean_recurrence
+    c = run_config(settings)
+    model = RecurrentLM.empty(c).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
     flops = plan(settings, model)
     executed = run_flops(settings, model)

@@ -39,7 +39,7 @@ from common import Parser, UserError, cli, positive, read_json, whole, write_jso
 from data import Dataset
 from model import IGNORE, RecurrentLM, find_checkpoint
 from sample import Decoder, Decoding, load_model
-from train import draws_of, model_config, read_settings
+from train import draws_of, read_settings, run_config
 
 
 # ---------------------------------------------------------------------------- what is asked
@@ -335,7 +335,7 @@ class Study:
         flags = {**run.flags, **sizes, **more, "init_from": ""}
         flags.pop("equal", None)
         settings = read_settings(self.flags(task, seed, run._replace(flags=flags)))
-        return training_flops(settings, RecurrentLM.empty(model_config(settings)))
+        return training_flops(settings, RecurrentLM.empty(run_config(settings)))
 
     def equal_updates(self, task, seed, run, other):
         """How many updates of a run cost what the run `other` has cost, see Run."""
