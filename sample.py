@@ -564,7 +564,8 @@ def next_tokens(model, ids, steps, seed=0):
     one pass. The noise is that of decoding, so these are the tokens that decoding would choose.
 
     ids: T token ids. Returns three tensors (len(steps), T): the likeliest next tokens, their
-    probabilities, and at each r the probability of the token that the largest r chooses.
+    probabilities, and at each r the probability of the token that the largest r chooses; on the
+    CPU, since they are read one by one.
     """
     idx = torch.tensor([ids], device=model.embed.weight.device)
     state = model.initial_state(1, len(ids), seed)
@@ -579,7 +580,7 @@ def next_tokens(model, ids, steps, seed=0):
         tokens.append(token)
         probabilities.append(probability)
         of_chosen.append(p.gather(-1, chosen[:, None])[:, 0])
-    return torch.stack(tokens), torch.stack(probabilities), torch.stack(of_chosen)
+    return [torch.stack(found).cpu() for found in (tokens, probabilities, of_chosen)]
 
 
 def trace(model, tokenizer, args, prompt):
@@ -640,7 +641,7 @@ def draw_trace(path, names, steps, of_chosen):
     size = 2.5 + 0.5 * len(steps), min(1 + 0.22 * len(names), 200)
     picture = Figure(size, layout="constrained")
     panel = picture.add_subplot()
-    image = panel.imshow(of_chosen.T.cpu().numpy(), aspect="auto", vmin=0, vmax=1)
+    image = panel.imshow(of_chosen.T.numpy(), aspect="auto", vmin=0, vmax=1)
     panel.set_xticks(range(len(steps)), steps)
     panel.set_yticks(range(len(names)), names, parse_math=False)  # a $ is a token like others
     panel.set_xlabel("recurrences r")

@@ -2344,6 +2344,7 @@ def test_trace_is_what_the_model_says(checkpoint, speaker, corpus):
     assert said.count("*") > 5
     check_trace(checkpoint, "has", [1, 4])
     check_trace(speaker, "na\u00efve 漢字 🙂", [])  # an ordinary model: one column
+    assert sample.pad(["漢字", "e\u0301", "abc"]) == ["漢字", "e\u0301   ", "abc "]  # 4 columns
     said = call("sample", "--model", checkpoint, "--trace", "--prompt", "has 1")
     assert said.splitlines()[0].split() == "r = 1 r = 2 r = 4 r = 8 r = 16 r = 32".split()
 
