@@ -705,12 +705,12 @@ def paper_flops(settings, model, updates):
 
 class Budgeted(NamedTuple):
     """What --activation_budget does to a compiled part."""
-    kept: float       # share of the activations that would be kept at 1
+    kept: float       # share of the bytes that dry_run() counts at 1
     products: float   # how often the backward pass repeats the forward pass's products,
     attention: float  # and its attention
 
 
-# The most that we counted in the graphs of small models with 6 and 8 layers (runs/README.md).
+# The most that `runs/activations.py count` finds for shapes of 6 and 8 layers (runs/README.md).
 BUDGETS = {
     0.3: Budgeted(0.34, 0.36, 1),
     0.5: Budgeted(0.55, 0.07, 1),
