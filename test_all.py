@@ -1280,7 +1280,7 @@ def test_a_lost_process_of_several_nodes(base, unbroken, monkeypatch):
     nodes = [subprocess.Popen(command, env=os.environ | env | lost)
              for lost in ({}, {"LOST": "1"})]
     try:
-        assert [node.wait(timeout=150) for node in nodes] == [0, 0]
+        assert [node.wait(timeout=300) for node in nodes] == [0, 0]
     finally:
         for node in nodes:
             node.terminate()  # it ends its process, too
