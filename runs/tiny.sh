@@ -58,13 +58,14 @@ if [[ ! $quick ]]; then
 fi
 
 stage "1. Make the corpus" "15 s" \
-"Stories such as 'has 7 loses 4 times 3', in which a count goes up and down. What it ends with, its
-last digit only, is the question. Each sentence needs the one before it."
+"Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. 'so' asks for
+its last digit. Each sentence needs the one before it. Training asks stories of up to 5 sentences."
 python runs/tiny_corpus.py --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "1 minute" \
-"The parent, which stands for a model that one would download. It reads stories that give the
-answer after every sentence, and stories of which only the first few answers are asked."
+"The parent, which stands for a model that one would download. It reads worked stories of up to 11
+sentences, in which every answer stands before the next sentence, and others without answers, of
+which it is asked the first three."
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
 
 stage "3. Surgery" "5 s" \
@@ -73,31 +74,36 @@ stage "3. Surgery" "5 s" \
     python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 
 stage "4. Heal, then teach the task" "1 to 2 minutes" \
-"Pretraining goes on for a moment, to make up for the lost layers. Then the answers are asked
-without a chain of thought, while the mean number of recurrences r rises from 1 to 8."
+"Pretraining goes on for a moment, to make up for the lost layers. Then the model is asked the first
+five answers of stories without answers, while the mean number of recurrences r rises from 1 to 8."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
 train task task --data=$out/data/task --init_from=$out/heal --updates=$task
 
 stage "5. Teach the same task to the untouched parent" "2 to 3 minutes" \
-"Two baselines of fixed depth. One trains on as many tokens as the looped model since its surgery;
-every update has 3,328, so it takes as many updates. The other trains for as many FLOPs."
-train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain \
-    --updates=$((heal + task))
+"Two baselines of fixed depth. One trains on as many tokens as the looped model since its surgery,
+the other for as many FLOPs."
+updates=$(python -c "
+import json
+from model import find_checkpoint
+run = json.load(open(find_checkpoint('$out/task') + '/train.json'))
+print(round(run['tokens'] / run['config']['batch_size'] / run['config']['context']))")
+train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --updates=$updates
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --flops_of=$out/task
 
 stage "6. Ask all three" "40 s" \
-"New stories: up to 12 sentences, as in training, and 18, more than ever in training."
+"Stories of up to 12 sentences, and of 18. Training asked none of more than 5."
 for model in task parent_tokens parent_flops; do score $model; done
 
 stage "What came out" "5 s" \
-"One and the same model answers longer stories the more often it loops. Its parent, of fixed depth,
-stops at a certain length, however long it trains. With 18 sentences the model is asked for more
-steps than training ever showed; how far that goes differs from run to run."
+"Training asked up to 5 sentences. The same weights answer longer stories the more often they loop,
+and their parent, of fixed depth, does not. Pretraining also read worked stories of up to 11
+sentences, but in these every answer stands before the next sentence. How far it carries differs
+from run to run."
 python bench.py plot $out/eval_{task_test,task_test18,parent_flops_test}.json \
     --out $out/accuracy.png \
-    --labels "looped: 1 to 12 sentences,looped: 18 (trained on 12),its parent: 1 to 12 sentences"
+    --labels "looped: 1 to 12 sentences,looped: 18 sentences,its parent: 1 to 12 sentences"
 if [[ $quick ]]; then echo "But --quick is too short to learn: its numbers mean nothing."; fi
 echo "An example, of which the right answer is 8, at r = 1, 4 and 32:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 \
-    --prompt "has 7 loses 4 times 3 gets 2 gets 1 loses 4"
+    --prompt "has 7 so loses 4 so times 3 so gets 2 so gets 1 so loses 4 so"
 echo "Your own: python sample.py --model $out/task --interactive"

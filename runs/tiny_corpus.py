@@ -5,20 +5,22 @@ Make the corpus of tiny.sh and of the study: small tasks that need depth.
     python runs/tiny_corpus.py --out out/s5/data --task s5
 
 Each sentence of a story needs all before it, so a model that is shallower than the story must reuse
-its layers. "stories" is a running count: `has 7 loses 4 times 3` ends with 9. "s5" multiplies
-permutations: `a d c`. OUT gets three data sets of rows and two files of questions:
+its layers. The word `so` asks what a story has come to. "stories" is a running count: the answer to
+`has 7 so loses 4 so times 3 so` is 9. "s5" multiplies permutations: `a so d so c so`. Training asks
+short stories only, of up to 5 sentences (s5: 8). OUT gets two data sets of rows and two files of
+questions:
 
-    pretrain        stories that say each answer, and stories that ask the first three
-    task            stories that ask after every sentence
-    unseen          as task, but validation asks nothing that a training story begins with
-    test.jsonl      100 questions of each length from 1 to 12 sentences; the shorter ones occur in
-                    training, too
-    test18.jsonl    300 of 18 sentences, more than training has
+    pretrain        worked stories of up to 11 sentences, in which every answer stands before the
+                    next sentence, and stories whose first three answers are targets
+    task            stories of 12 sentences without answers; training's targets are those of the
+                    first 5, validation's those of the 6th to 8th (s5: 8, and the 9th to 11th)
+    test.jsonl      100 questions of each length from 1 to 12 sentences; no training story begins
+                    with one that is longer than training asks
+    test18.jsonl    300 of 18 sentences, more than any row of training has
 """
 import itertools
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +38,7 @@ SENTENCES = 12  # of a training story
 class Task(NamedTuple):
     words: list     # of the vocabulary; with "<s>", rows begin with it
     step: Callable  # (state, draw below 60) -> words of a sentence, state after it, its answer
-    unseen: int     # stories of this length and longer are tested only if training lacks them
+    asked: int      # sentences of the longest question in training
     prompt: str     # a sample
 
 
@@ -67,10 +69,10 @@ def multiply(product, draw):
 
 
 TASKS = {
-    "stories": Task("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, 6,
-                    "has 7 loses 4 times 3 gets 2 gets 1 loses 4"),
-    "s5": Task(["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 9,
-               "a d c b b a d"),
+    "stories": Task("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, 5,
+                    "has 7 so loses 4 so times 3 so gets 2 so gets 1 so loses 4 so"),
+    "s5": Task(["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 8,
+               "a so d so c so b so b so a so d so"),
 }
 
 
@@ -90,48 +92,38 @@ def make_stories(step, rng, n, length):
 
 
 def worked(story):
-    """`so has 3 so 3 loses 4 so 9 </s>`, a document that says each answer: [(word, target), ...]"""
-    words = ["so", *itertools.chain(*story), "</s>"]
+    """`has 3 so 3 loses 4 so 9 </s>`, a document that says each answer: [(word, target), ...]"""
+    words = [*itertools.chain(*story), "</s>"]
     return list(itertools.zip_longest(words, words[1:]))
 
 
 def direct(story, asked):
-    """`has 3 loses 4 ... 9 </s>`; asked: numbers of the sentences whose answer is a target."""
+    """`has 3 so loses 4 so </s>`; asked: numbers of the sentences whose answer is a target."""
     document = []
-    for i, (*words, _, answer) in enumerate(story, 1):
+    for i, (*words, so, answer) in enumerate(story, 1):
         document += [(word, None) for word in words]
-        if i in asked:
-            document[-1] = words[-1], answer
-    return [*document, (answer, "</s>"), ("</s>", None)]
+        document.append((so, answer if i in asked else None))
+    return [*document, ("</s>", None)]
 
 
 def pretrain_rows(stories, rng):
     """Rows of two stories, in turn worked, 12 sentences in all, and direct with three answers."""
     rows = []
     first = range(1, 4)
+    words = len(stories[0][0])  # of a sentence with its answer
+    short = SENTENCES * words // (2 * (words - 1))  # direct rows are as long as worked ones
     for i, (a, b) in enumerate(zip(stories[::2], stories[1::2])):
         n = rng.integers(1, SENTENCES)
-        row = worked(a[:n]) + worked(b[:SENTENCES - n])
         if i % 2:
-            row = direct(a, first) + direct(b, first)
-        length = 4 + SENTENCES * len(a[0])
-        rows.append(row + [("</s>", None)] * (length - len(row)))
+            rows.append(direct(a[:short], first) + direct(b[:short], first))
+        else:
+            rows.append(worked(a[:n]) + worked(b[:SENTENCES - n]))
     return rows
 
 
-def task_rows(stories):
-    """A story a row, asked after every sentence."""
-    return [direct(story, range(1, SENTENCES + 1)) for story in stories]
-
-
-def unseen_rows(stories, seen, unseen):
-    """A story a row, asked where no training story begins like it."""
-    rows = []
-    for story in stories:
-        fresh = {n for n in range(unseen, SENTENCES + 1) if tuple(story[:n]) not in seen}
-        *row, (answer, _), end = direct(story, fresh)
-        rows.append([*row, (answer, None), end])
-    return rows
+def task_rows(stories, asked):
+    """A story a row."""
+    return [direct(story, asked) for story in stories]
 
 
 # ---------------------------------------------------------------------------------------- files
@@ -167,7 +159,7 @@ def write_questions(path, stories):
     """Write stories to a .jsonl file as questions."""
     with open(path, "w") as file:
         for story in stories:
-            question = " ".join(word for sentence in story for word in sentence[:-2])
+            question = " ".join(word for sentence in story for word in sentence[:-1])
             row = dict(question=question, answer=story[-1][-1], difficulty=len(story))
             print(json.dumps(row), file=file)
 
@@ -181,7 +173,7 @@ def tiny(out, task="stories", seed=0, rows=80_000):
     task = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *task.words])}
     rng = np.random.default_rng(seed)
-    seen = set()  # how training stories begin
+    seen = set()  # how training stories begin, where that is longer than a question of training
     with whole(out) as new:
         for kind in ("pretrain", "task"):
             shards = {}
@@ -189,18 +181,19 @@ def tiny(out, task="stories", seed=0, rows=80_000):
                 stories = make_stories(task.step, rng, n, SENTENCES)
                 if split == "train":
                     seen |= {tuple(story[:n]) for story in stories
-                             for n in range(task.unseen, SENTENCES + 1)}
-                made = task_rows(stories) if kind == "task" else pretrain_rows(stories, rng)
+                             for n in range(task.asked + 1, SENTENCES + 1)}
+                if kind == "pretrain":
+                    made = pretrain_rows(stories, rng)
+                elif split == "train":
+                    made = task_rows(stories, range(1, task.asked + 1))
+                else:
+                    made = task_rows(stories, range(task.asked + 1, task.asked + 4))
                 shards[split] = [write_rows(new / kind, split, ids, made)]
             row = shards[split][0][1] // len(made)  # tokens in one
             meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row=row, shards=shards,
                         arguments=arguments, prompt=task.prompt)
             write_json(new / kind / "meta.json", meta)
             write_json(new / kind / "tokenizer.json", make_tokenizer(ids))
-        shutil.copytree(new / "task", new / "unseen")
-        made = unseen_rows(stories, seen, task.unseen)
-        shards["val"] = [write_rows(new / "unseen", "val", ids, made)]
-        write_json(new / "unseen" / "meta.json", meta)
         for name, n, lengths in (("test.jsonl", 100, range(1, SENTENCES + 1)),
                                  ("test18.jsonl", 300, [18])):
             questions = []

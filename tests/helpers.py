@@ -491,7 +491,7 @@ HARD = [
     *(" " * n + "x" + "\n" * n for n in range(1, 101))]
 
 
-RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=52 --batch_size=16
+RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=50 --batch_size=16
     --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
     --eval_every=6 --eval_rows=27 --eval_steps=1,4 --compile=false --lr=0.01 --adam_lr=0.003
     --dtype=float32 --keep=1""".split()

@@ -20,7 +20,6 @@ import json
 import random
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import torch
 
-from common import Parser, UserError, cli, positive, read_json, whole, write_json
+from common import Parser, UserError, cli, positive, read_json, write_json
 from data import Dataset
 from model import IGNORE, RecurrentLM, find_checkpoint
 from sample import Decoder, Decoding, load_model
@@ -109,8 +108,8 @@ def parents(task_name, loop, tokens, deep):
     return runs
 
 
-DESIGN = 2  # of corpus, noise and measures: results of two designs never share a table
-UNSEEN = {"stories": 6, "s5": 9}  # from this length on, training shows no test
+DESIGN = 3  # of corpus, noise and measures: results of two designs never share a table
+UNSEEN = {"stories": 6, "s5": 9}  # training asks nothing of this length or longer
 UPDATES = {  # where a run's flags do not say
     "stories": {"pretrain": 350, "heal": 100, "task": 200},
     "s5": {"pretrain": 700, "heal": 100, "task": 1700},
@@ -123,7 +122,7 @@ CUT, HEAL = healed("")
 BEFORE = [
     PRETRAIN, CUT, HEAL,
     Run("deep_pretrain", "pretrain", "", {"n_prelude": 18}),  # as deep as the loop is at r = 8
-    *healed("_influence", text="{corpus}/text.txt", window=52),
+    *healed("_influence", text="{corpus}/text.txt", window=50),
     *healed("_random", select="random"),
     *healed("_default", adapter_init="torch"),
     *healed("_add", adapter="add"),
@@ -135,9 +134,6 @@ PART = task("part", train="core|adapter")
 LOOPS = {f"trained with r = {r}": task(f"r{r}", mean_recurrence=r, updates=350)
          for r in (4, 8, 16, 32)}
 MEAN_16 = {"curriculum": "none", "mean_recurrence": 16}
-# A mixture's rows are of one length, so each of these has two of the task's stories.
-MIX = {"data": "{corpus}/pretrain:1,{corpus}/pairs:1", "context": 52, "batch_size": 64,
-       "micro_batch": 64}
 PARENTS = parents("stories", "r32", tokens=450, deep=350)
 S5_PARENTS = parents("s5", "task", tokens=2247, deep=1700)
 RATES = {
@@ -183,8 +179,6 @@ ITEMS = {
         "task at once": task("single", "cut"),
         "task at once, updates of both": task("single_long", "cut", updates=300),
         "parent, then task": task("plain", "pretrain"),
-        "healed, then mixture": task("mix", **MIX),
-        "mixture at once": task("single_mix", "cut", **MIX),
     }),
     "layers": Item("stories", "curves", "curve", {
         "the paper's rule": TASK,
@@ -290,10 +284,6 @@ class Study:
                 (corpus / name).write_text("".join(questions[::20]))
         text = " ".join(json.loads(line)["question"] for line in questions)
         (corpus / "text.txt").write_text(text)
-        with whole(corpus / "pairs") as pairs:
-            shutil.copytree(corpus / "task", pairs)
-            meta = read_json(pairs / "meta.json")
-            write_json(pairs / "meta.json", meta | {"row": 2 * meta["row"]})
 
     def flags(self, task, seed, run):
         """Those of run.script, but for the folders that it starts from and goes to."""
@@ -311,7 +301,7 @@ class Study:
             other = RUNS[flags.pop("equal")]
             flags["updates"] = self.equal_updates(task, seed, run, other)
         if run.script != "surgery":
-            data = corpus / ("unseen" if run.script == "task" else "pretrain")
+            data = corpus / ("task" if run.script == "task" else "pretrain")
             more = S5_TASK if (task, run.script) == ("s5", "task") else {}
             flags = {
                 "config": f"config/tiny_{run.script}.toml",
@@ -573,26 +563,25 @@ def by_last_id(folder, questions):
 @torch.no_grad()
 def states(folder, corpus):
     """
-    r up to 256 on 128 validation rows of 12 answers: how many are right; by how much a recurrence
-    moves a state (median); how many states end at a point, which no recurrence moves by more than
+    r up to 256 on 128 validation rows of three answers: how many are right; by how much a
+    recurrence moves a state (median); how many states end at a point, which no recurrence moves by more than
     0.1%, or in a cycle of up to 32 recurrences; the last recurrence that moves one by 1% (median,
     by the number of sentences).
     """
     far = 256
     rows = 128
     model = RecurrentLM.load(folder, dtype=torch.float32)
-    dataset = Dataset(str(corpus / "task"), "val", 26)
+    dataset = Dataset(str(corpus / "task"), "val", 37)
     idx, targets, _ = dataset.batch(0, 0, 0, 1, rows)
-    targets[:, -2:] = IGNORE  # not what follows the last answer
     labels = targets != IGNORE
     start = model.initial_state(*idx.shape, seed=0)
     states = []
     right = []
     for _, s in model.trajectory(idx, range(1, far + 1), start):
-        states.append(s[labels].view(rows, 12, -1))
+        states.append(s[labels].view(rows, 3, -1))
         equal = model.finish(s).argmax(-1) == targets
-        right.append(equal[labels].view(rows, 12))
-    states = torch.stack(states)  # (far, rows, 12, C)
+        right.append(equal[labels].view(rows, 3))
+    states = torch.stack(states)  # (far, rows, 3, C)
     right = torch.stack(right).double()
     moved = relative(states[1:] - states[:-1], states[1:])  # by recurrences 2 ... 256
     back = relative(states[-1] - states[-33:-1], states[-1])
@@ -623,8 +612,8 @@ def relative(change, states):
 
 
 def by_sentences(values):
-    """A tensor (12,) -> {sentences: value}."""
-    return dict(enumerate(values.tolist(), 1))
+    """A tensor (3,), of the lengths that validation asks -> {sentences: value}."""
+    return dict(enumerate(values.tolist(), UNSEEN["stories"]))
 
 
 MEASURES = {

@@ -98,7 +98,6 @@ LOSS = "validation loss"
 UPDATES = "updates"
 FLOPS = "training FLOPs (the paper's rule)"
 STEPS = "recurrences r at test time"
-LENGTHS = "1", "4", "8", "12"  # sentences of a question
 
 
 def reached(runs, key, r, level=0.9):
@@ -283,7 +282,7 @@ def deeper(item, found):
         row["in a cycle, %"] = percent(each(runs, "cycle"))
         row["right when at a point, %"] = percent(each(runs, "right_at_point"))
         row["right elsewhere, %"] = percent(each(runs, "right_elsewhere"))
-        for n in LENGTHS:
+        for n in runs[0]["point_by_length"]:
             row[f"at a point after {n}, %"] = percent(each(runs, "point_by_length", n), 0)
         rows.append(row)
     change = "change of the state, relative (median)"
@@ -345,7 +344,7 @@ def of_prompt(item, kind, steps):
     """
     means = {}
     for n, last in steps.items():
-        ids = 1 + int(n) if item.task == "s5" else 2 * int(n)
+        ids = 1 + 2 * int(n) if item.task == "s5" else 3 * int(n)
         means[n] = last if kind == "all" else (32 * (ids - 1) + last) / ids
     return unseen(item, means)
 
@@ -439,7 +438,7 @@ def source(result):
     line = f"`{result['command']}`, {result['commit']}, {result['minutes']} minutes"
     if result["seeds"] != 3:
         line += f", seeds: {result['seeds']}"
-    if result.get("design") != DESIGN:
+    if "design" not in result:
         line += "; of the first design"
     return f"\n{line}\n"
 
