@@ -564,8 +564,8 @@ def by_last_id(folder, questions):
 def states(folder, corpus):
     """
     r up to 256 on 128 validation rows of three answers: how many are right; by how much a
-    recurrence moves a state (median); how many states end at a point, which no recurrence moves by more than
-    0.1%, or in a cycle of up to 32 recurrences; the last recurrence that moves one by 1% (median,
+    recurrence moves a state (median); how many states end at a point, which no recurrence moves by
+    more than 0.1%, or in a cycle of up to 32 recurrences; the last recurrence that moves one by 1% (median,
     by the number of sentences).
     """
     far = 256
