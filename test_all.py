@@ -2219,6 +2219,24 @@ def test_mistakes_end_in_one_line(command, words, names):
     assert words in refusal(*command.format(**names).split())
     assert not os.listdir()
 
+def test_accuracy_over_length():
+    """lengths.py gives each arm's mean and standard error over the runs, at every length."""
+    for seed, right in enumerate((0.5, 1.0)):
+        os.makedirs(f"run{seed}")
+        for name, r in (("task", 4), ("parent_tokens", 0), ("parent_flops", 0)):
+            for test, n in (("test", 3), ("test18", 18)):
+                common.write_json(f"run{seed}/eval_{name}_{test}.json", {"results": [
+                    {"steps": r, "by_difficulty": {n: [right if r else 0.25, 0.1, 9]}}]})
+    said = call("runs/study/lengths", "run0", "run1", "--out=a.json", "--picture=a.svg")
+    assert "3: 0.7500 ± 0.2500   18: 0.7500 ± 0.2500\n" in said
+    found = read_json("a.json")
+    assert found["columns"] == ["arm", "3", "18"]
+    assert found["rows"][:2] == [["r = 4", *["75.0 ± 25.0"] * 2],
+                                 ["parent, equal tokens", *["25.0 ± 0.0"] * 2]]
+    assert found["right"]["run0"]["task"] == {"4": {"3": 0.5, "18": 0.5}}
+    need("matplotlib")
+    assert "longest question" in Path("a.svg").read_text()
+
 # ------------------------------------------------------------------------- the paper in miniature
 def test_tiny_run_end_to_end():
     """`bash runs/tiny.sh --quick --seed 5` plays every stage, in a folder of its own."""
@@ -2232,6 +2250,9 @@ def test_tiny_run_end_to_end():
                           for name in ("task", "parent_tokens", "parent_flops"))
     for key, parent in (("tokens", tokens), ("flops", flops)):
         assert abs(parent[key] / run[key] - 1) < 0.6 / parent["update"]
+    asked = read_json("out/tiny-quick-seed5/lengths.json")["figures"][0]["curves"]
+    assert list(asked) == [*(f"r = {r}" for r in (1, 2, 4, 8, 16, 32)), "parent, equal FLOPs"]
+    assert all([x for x, *_ in points] == [*range(1, 13), 18] for points in asked.values())
     first = json.loads(open("out/tiny-quick-seed5/task/log.jsonl").readline())
     assert first["paper_flops"] > 0, "a run goes on counting where healing ended"
     assert os.listdir("out") == ["tiny-quick-seed5"]

@@ -2,9 +2,9 @@
 What `python bench.py plot` draws: results over r or FLOPs, and the losses of runs.
 
 A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y, error),
-...]}}, perhaps with "x_log": base, and "y_log". An x of None stands for a level line. A point with
-a fourth item, ENOUGH, gets a ring. A file with "figures", as runs/study writes them, is drawn as it
-is.
+...]}}, perhaps with "x_log": base, and "y_log"; "dashed": labels of curves; "line": [x, words], a
+vertical line. An x of None stands for a level line. A point with a fourth item, ENOUGH, gets a ring.
+A file with "figures", as runs/study writes them, is drawn as it is.
 """
 import json
 import math
@@ -176,7 +176,7 @@ def draw_panel(panel, figure):
         style = {
             "label": label,
             "color": colors.setdefault(run, f"C{len(colors)}"),
-            "linestyle": "--" if validation else "-",
+            "linestyle": "--" if validation or label in figure.get("dashed", ()) else "-",
         }
         known = [point for point in points if point[0] is not None]
         x, y, error = zip(*(point[:3] for point in known or points))
@@ -191,6 +191,9 @@ def draw_panel(panel, figure):
     if rings:
         lines += panel.plot(*zip(*rings), "o", ms=14, mfc="none", color="black", label=RING,
                             clip_on=False)
+    if "line" in figure:
+        x, words = figure["line"]
+        lines.append(panel.axvline(x, color="gray", linestyle=":", label=words))
     panel.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
     if figure.get("x_log"):
         panel.set_xscale("log", base=figure["x_log"])

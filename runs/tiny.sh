@@ -99,9 +99,7 @@ stage "What came out" "5 s" \
 and their parent, of fixed depth, does not. Pretraining also read worked stories of up to 11
 sentences, but in these every answer stands before the next sentence. How far it carries differs
 from run to run."
-python bench.py plot $out/eval_{task_test,task_test18,parent_flops_test}.json \
-    --out $out/accuracy.png \
-    --labels "looped: 1 to 12 sentences,looped: 18 sentences,its parent: 1 to 12 sentences"
+python runs/study/lengths.py $out
 if [[ $quick ]]; then echo "But --quick is too short to learn: its numbers mean nothing."; fi
 echo "An example, of which the right answer is 8, at r = 1, 4 and 32:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 \
