@@ -23,7 +23,7 @@ done
 [[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
 out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
-heal=100 task=350  # updates
+heal=100 task=400  # updates
 if [[ $quick ]]; then heal=4 task=6; fi
 # Training is in bfloat16 where the processor has it (a third faster on an AMD EPYC), else in float32.
 # Intel's without AMX are slower in it (runs/README.md). All scores are in float32.

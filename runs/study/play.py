@@ -114,8 +114,11 @@ UPDATES = {  # where a run's flags do not say
     "stories": {"pretrain": 350, "heal": 100, "task": 200},
     "s5": {"pretrain": 700, "heal": 100, "task": 1700},
 }
-# Few rows an update learn S5 for a third of the FLOPs of 128 (runs/speedrun).
-S5_TASK = {"batch_size": 32, "micro_batch": 32, "eval_every": 100}
+TASK_ROWS = {  # of the task's updates
+    "stories": {"batch_size": 128, "micro_batch": 128},
+    # Few rows an update learn S5 for a third of the FLOPs of 128 (runs/speedrun).
+    "s5": {"batch_size": 32, "micro_batch": 32, "eval_every": 100},
+}
 LOOPED = {"n_prelude": 1, "n_core": 2, "n_coda": 1}  # from random weights; the parent has 6 layers
 PRETRAIN = Run("pretrain", "pretrain", "", {})
 CUT, HEAL = healed("")
@@ -302,7 +305,7 @@ class Study:
             flags["updates"] = self.equal_updates(task, seed, run, other)
         if run.script != "surgery":
             data = corpus / ("task" if run.script == "task" else "pretrain")
-            more = S5_TASK if (task, run.script) == ("s5", "task") else {}
+            more = TASK_ROWS[task] if run.script == "task" else {}
             flags = {
                 "config": f"config/tiny_{run.script}.toml",
                 "data": data,
@@ -565,8 +568,8 @@ def states(folder, corpus):
     """
     r up to 256 on 128 validation rows of three answers: how many are right; by how much a
     recurrence moves a state (median); how many states end at a point, which no recurrence moves by
-    more than 0.1%, or in a cycle of up to 32 recurrences; the last recurrence that moves one by 1% (median,
-    by the number of sentences).
+    more than 0.1%, or in a cycle of up to 32 recurrences; the last recurrence that moves one by 1%
+    (median, by the number of sentences).
     """
     far = 256
     rows = 128
