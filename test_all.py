@@ -795,13 +795,18 @@ def test_mixture_follows_its_weights(corpus):
                          [("stories", count, 2, 0, 5), ("s5", multiply, 1, 1, 8)])
 def test_corpus_tells_the_truth(task, solve, words, bos, asked):
     """
-    All answers are true, and only the seed decides. Without the answers before it, training asks
+    All answers are true, only the seed decides, and the same command changes nothing. Without the answers before it, training asks
     no question that is longer than `asked`, validation asks the next three lengths, and the tests
     ask longer ones that no story of training begins with.
     """
     tiny("out", task, rows=4000)
     tiny("again", task, rows=4000)
-    assert contents("out") == contents("again")
+    before = contents("out")
+    assert before == contents("again")
+    tiny("out", task, rows=4000)  # leaves a complete corpus as it is
+    with pytest.raises(UserError, match="rows = 4000.* 64"):
+        tiny("out", task, rows=64)
+    assert before == contents("out")
     rows = Path("out/test.jsonl").read_text() + Path("out/test18.jsonl").read_text()
     rows = [*map(json.loads, rows.splitlines())]
     assert len({row["difficulty"] for row in rows[:99]}) > 9, "sorted"

@@ -101,7 +101,7 @@ sentences, but in these every answer stands before the next sentence. How far it
 from run to run."
 python runs/study/lengths.py $out
 if [[ $quick ]]; then echo "But --quick is too short to learn: its numbers mean nothing."; fi
-echo "An example, of which the right answer is 8, at r = 1, 4 and 32:"
-python sample.py --model $out/task --steps 1,4,32 --tokens 1 \
-    --prompt "has 7 so loses 4 so times 3 so gets 2 so gets 1 so loses 4 so"
-echo "Your own: python sample.py --model $out/task --interactive"
+echo "An example of 9 sentences, of which the right answer is 3, at r = 1, 4 and 32:"
+python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
+    "has 7 so loses 4 so times 3 so gets 2 so gets 1 so loses 4 so times 2 so gets 4 so gets 3 so"
+echo "Your own: python sample.py --model $out/task --interactive --tokens 1"

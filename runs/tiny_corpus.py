@@ -168,7 +168,8 @@ def tiny(out, task="stories", seed=0, rows=80_000):
     """Write the corpus of a task, which follows from the seed alone. rows: training stories."""
     arguments = dict(task=task, seed=seed, rows=rows)
     if os.path.exists(out):
-        check_settings(out, read_json(f"{out}/task/meta.json")["arguments"], arguments)
+        earlier = read_json(f"{out}/task/meta.json")["arguments"]
+        check_settings(out, earlier, arguments, "choose another --out")
         return print(f"{out}: is complete, nothing to do")
     task = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *task.words])}
