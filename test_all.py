@@ -1446,7 +1446,7 @@ def test_as_many_flops_as_another_run(base, unbroken):
     ordinary = "--n_prelude=3", "--n_core=0", "--n_coda=0"
     Path("mine.toml").write_text("updates = 500\n")  # which --flops_of overrides
     parent = trained("parent", *ordinary, "--config=mine.toml", f"--flops_of={unbroken}")
-    tokens = 16 * 52
+    tokens = 16 * 50
     updates = round(spent / tokens / RecurrentLM.load("parent").flops_per_token())
     assert parent["update"] == updates != 12
     assert abs(parent["flops"] - spent) <= parent["flops"] / updates / 2
@@ -1571,7 +1571,7 @@ def test_updates_are_torchs(base):
                              weight_decay=s.weight_decay)
     for update in range(6):
         idx, targets, numbers = dataset.batch(s.seed, update, 0, 1, 16)
-        state = model.initial_state(16, 52, s.seed, int(numbers[0]))
+        state = model.initial_state(16, 50, s.seed, int(numbers[0]))
         labels = (targets != -100).sum()
         for half in (0, 1):
             rows = slice(8 * half, 8 * half + 8)
@@ -1594,11 +1594,11 @@ def test_random_weights_follow_the_seed(base, unbroken):
     first, other = (load_file(f"{seed}/step_000003/model.safetensors") for seed in (0, 1))
     assert not any(t.equal(other[name]) for name, t in first.items() if t.dim() == 2)
     s = train.read_settings([*base, "--seed=1", "--out_dir=x"])
-    model, again = (train.make_model(s, Dataset(s.data, "train", 52), None, "cpu")[0]
+    model, again = (train.make_model(s, Dataset(s.data, "train", 50), None, "cpu")[0]
                     for _ in range(2))
     assert same(model.state_dict(), again.state_dict())
     s.seed = 2
-    other, _ = train.make_model(s, Dataset(s.data, "train", 52), None, "cpu")
+    other, _ = train.make_model(s, Dataset(s.data, "train", 50), None, "cpu")
     assert not other.head.weight.equal(model.head.weight)
     shutil.copytree("1/step_000003", "resumed/step_000003")
     call("train", *base, f"--init_from={unbroken}", "--reinit", "--seed=1", "--out_dir=resumed")
@@ -1617,7 +1617,7 @@ def test_log_and_checkpoint_agree(base, corpus):
     size = model.num_params()
     each = [6 * (size["prelude"] + size["coda"]) + (2 * n + 6 * k) * size["core"]
             for update in range(6) for n, k in train.draws_of(s, update)]
-    assert read_json("run/step_000006/train.json")["flops"] == 16 * 52 * sum(each) // 4
+    assert read_json("run/step_000006/train.json")["flops"] == 16 * 50 * sum(each) // 4
     for update in range(6):
         n, k = np.mean(train.draws_of(s, update), axis=0)
         assert (logged("run", "n")[update + 1], logged("run", "k")[update + 1]) == (n, k)
@@ -1698,7 +1698,7 @@ def test_a_mixture_is_validated_by_source(base, corpus):
     Path("small").mkdir()
     shutil.copytree(corpus / "pretrain", "small/set")
     meta = read_json("small/set/meta.json")
-    shard = np.load("small/set/val_000000.npy")[:, :5 * 52].copy()
+    shard = np.load("small/set/val_000000.npy")[:, :5 * 50].copy()
     meta["shards"]["val"] = [data.write_shard("small/set", "val_000000.npy", shard)]
     common.write_json("small/set/meta.json", meta)
     mixture = f"--data={corpus}/pretrain:2,small/set:1"
@@ -1711,7 +1711,7 @@ def test_a_mixture_is_validated_by_source(base, corpus):
              f"--eval_rows={rows}")
         alone = logged(f"alone{rows}", "val")[0]
         assert found[folder]["val"] == alone and found[folder]["rows"] == rows
-        _, targets, _ = Dataset(folder, "val", 52).batch(0, 0, 0, 1, rows)
+        _, targets, _ = Dataset(folder, "val", 50).batch(0, 0, 0, 1, rows)
         assert found[folder]["labels"] == (targets >= 0).sum()
         total += alone["4"] * found[folder]["labels"]
         labels += found[folder]["labels"]
@@ -1739,7 +1739,7 @@ def test_context_beyond_the_models_own(base, corpus):
     """Training at a longer context than the parent's is said; at a shorter one it stays the parent's."""
     save(small(context=40), "short", corpus)
     save(small(context=60), "long", corpus)
-    for name, context in (("short", 52), ("long", 60)):
+    for name, context in (("short", 50), ("long", 60)):
         said = call("train", *base, f"--init_from={name}", f"--out_dir=run-{name}", "--updates=1")
         assert ("beyond the 40 tokens" in said) == (name == "short")
         assert load_config(f"run-{name}/step_000001").context == context
