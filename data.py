@@ -24,6 +24,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import unicodedata
@@ -494,14 +495,28 @@ def write_shard(folder, name, tokens):
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
-def write_shards(args, progress, documents):
-    """Write the next shard, its last 1% apart for validation, then the progress so far."""
-    number = len(progress["shards"]["train"])
+def cut_validation(documents, share):
+    """
+    The tokens of a shard's documents, a list of arrays (1 or 2, N) -> those for training and those
+    for validation. The last documents are for validation: this share of them, and at least 32, or a
+    tenth if they are few. Fewer than 10 documents, such as a book, are cut by tokens instead.
+    """
+    count = len(documents)
     tokens = np.concatenate(documents, axis=1)
-    if len(tokens) == 1:
-        tokens = tokens[0].astype(np.uint16 if progress["vocab_size"] <= 65536 else np.uint32)
-    cut = tokens.shape[-1] - tokens.shape[-1] // 100
-    for split, part in (("train", tokens[..., :cut]), ("val", tokens[..., cut:])):
+    if count < 10:
+        kept = round(share * tokens.shape[1])
+    else:
+        last = max(math.ceil(share * count), min(32, count // 10))
+        kept = sum(document.shape[1] for document in documents[-last:])
+    return np.split(tokens, [tokens.shape[1] - kept], axis=1)
+
+
+def write_shards(args, progress, documents):
+    """Write the next shard for training, the next one for validation, and the progress so far."""
+    number = len(progress["shards"]["train"])
+    for split, part in zip(("train", "val"), cut_validation(documents, args.val)):
+        if len(part) == 1:
+            part = part[0].astype(np.uint16 if progress["vocab_size"] <= 65536 else np.uint32)
         if part.size:
             entry = write_shard(args.out, f"{split}_{number:06d}.npy", part.copy())
             progress["shards"][split].append(entry)
@@ -518,7 +533,7 @@ def pack(args, tokenizer, progress):
     progress["counts"] = counts
     rows = itertools.chain.from_iterable(map(read_rows, args.input))
     rows = itertools.islice(rows, counts.total(), None)
-    documents = [np.empty((count_rows(args), 0), np.int32)]
+    documents = []
     size = 0
     why = None
     work = functools.partial(tokenize, tokenizer, args)
@@ -531,14 +546,16 @@ def pack(args, tokenizer, progress):
                 elif kind == "kept":
                     documents.append(found)
                     size += found.shape[1]
+                    progress["longest"] = max(progress["longest"], found.shape[1])
                 if size >= args.shard_tokens:
                     write_shards(args, progress, documents)
-                    del documents[1:]
+                    documents.clear()
                     size = 0
             if counts["bad"] > args.max_bad * counts.total():
                 raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
                                 f"are bad, more than --max_bad={args.max_bad}, such as {why}")
-    write_shards(args, progress, documents)
+    if documents:
+        write_shards(args, progress, documents)
     if not progress["shards"]["train"]:
         raise UserError(f"{args.out}: no text is left of these documents: {dict(counts)}")
 
@@ -562,8 +579,16 @@ def prepare(args):
         "out": None, "max_bad": None}  # may change
     started = out / "progress.json"
     meta = out / "meta.json"
-    progress = dict(arguments=arguments, counts={}, shards=dict(train=[], val=[]), row=None,
-                    vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, prompt="The")
+    progress = {
+        "arguments": arguments,
+        "counts": {},
+        "longest": 0,
+        "shards": {"train": [], "val": []},
+        "row": None,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "prompt": "The",
+    }
     if meta.exists() or started.exists():
         progress = read_json(meta if meta.exists() else started)
         check_settings(out, progress.get("arguments", {}), arguments, "choose another --out")
@@ -584,7 +609,8 @@ def prepare(args):
             raise
         copy_tokenizer(args.tokenizer, out)
         started.rename(meta)
-    print(f"{out}: complete, {dict(progress['counts'])}")
+    print(f"{out}: complete, documents {dict(progress['counts'])}, the longest of "
+          f"{progress['longest']:,} tokens")
 
 
 # ---- the loader ------------------------------------------------------------------------------
@@ -660,6 +686,21 @@ class Dataset:
         self.turns = sorted(turns)
         self.num_rows = min(part.num_rows * len(turns) // weight for part, weight in self.parts)
 
+    def label_shares(self):
+        """
+        {folder: its share of the labels}, from the first 64 rows of each. It differs from the share
+        of the rows where one folder's rows have fewer labels, as those of questions and answers.
+        """
+        labels = {}
+        for folder, (shards, weight) in zip(self.folders, self.parts):
+            count = 0
+            for number in range(64):
+                _, targets = shards.sample(0, number)
+                count += (targets != IGNORE).sum()
+            labels[folder] = labels.get(folder, 0) + weight * count
+        total = max(1, sum(labels.values()))
+        return {folder: count / total for folder, count in labels.items()}
+
     def fingerprint(self):
         """A digest of the shards and weights: the same tokens have the same one in any folder."""
         content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.parts])
@@ -696,6 +737,9 @@ def main():
               "column in another one is a.b, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
+    flag("--val", type=fraction, default=0.01,
+         help="share of the documents for validation (0.01), but at least 32, or a tenth if they "
+              "are few")
     flag("--max_bad", type=fraction, default=0.01,
          help="share of documents that may be bad (0.01); they are counted and left out")
     flag("--shard_tokens", type=positive, default=100_000_000, help="tokens a shard, about (10^8)")

@@ -740,13 +740,23 @@ def test_numbers_are_text(corpus):
     assert asked == [{"question": "7", "answer": "7", "difficulty": None},
                      {"question": "has", "answer": "true", "difficulty": None}]
 
-def test_validation_is_one_percent(corpus):
-    """prepare sets the last 1% of a shard's tokens apart, and loses none."""
-    documents(4000)
-    call("data", *prepare(corpus, "a.jsonl", "out"))
-    val, rest = (len(np.load(f"out/{split}_000000.npy")) for split in ("val", "train"))
-    tokens = sum(len(str(i)) + 1 for i in range(4000))
-    assert (val, val + rest) == (tokens // 100, tokens)
+@pytest.mark.parametrize("n, flags, last", [
+    (4000, [], 40), (4000, ["--val=0.1"], 400), (1000, [], 32), (300, [], 30), (300, ["--val=0.2"], 60)])
+def test_validation_has_whole_documents(corpus, n, flags, last):
+    """prepare sets the last documents apart, 1% or --val, at least 32 or a tenth; it loses none."""
+    documents(n)
+    call("data", *prepare(corpus, "a.jsonl", "out", *flags))
+    rest, val = (Tokenizer.load("out").decode(np.load(f"out/{split}_000000.npy").tolist())
+                 for split in ("train", "val"))
+    texts = [" ".join(str(i)) + " </s>" for i in range(n)]
+    assert val == " ".join(texts[-last:]) and rest == " ".join(texts[:-last])
+
+def test_validation_of_one_long_text(corpus):
+    """One document is cut: its last 1% is for validation."""
+    Path("a.txt").write_text("has 1 " * 500)
+    call("data", *prepare(corpus, "a.txt", "out"))
+    rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
+    assert (len(rest), len(val)) == (991, 10)
 
 def test_large_ids(corpus):
     """Ids of a vocabulary above 65,536 are kept whole."""
@@ -1700,10 +1710,19 @@ def test_a_mixture_is_validated_by_source(base, corpus):
     meta = read_json("small/set/meta.json")
     shard = np.load("small/set/val_000000.npy")[:, :5 * 50].copy()
     meta["shards"]["val"] = [data.write_shard("small/set", "val_000000.npy", shard)]
+    tokens = np.load("small/set/train_000000.npy")
+    tokens[1, ::3] = -100  # as many rows, fewer labels
+    meta["shards"]["train"] = [data.write_shard("small/set", "train_000000.npy", tokens)]
     common.write_json("small/set/meta.json", meta)
     mixture = f"--data={corpus}/pretrain:2,small/set:1"
     said = call("train", *base, mixture, "--updates=0", "--out_dir=run")
     assert "18 rows of" in said and "5 rows of small/set" in said
+    shares = {}
+    for folder, weight in ((f"{corpus}/pretrain", 2), ("small/set", 1)):
+        _, targets, _ = Dataset(folder, "train", 50).batch(0, 0, 0, 1, 64)
+        shares[folder] = weight * (targets >= 0).sum().item()
+    for folder, count in shares.items():
+        assert f"{count / sum(shares.values()):.0%} {folder}" in said
     found = logged("run", "val_by_source")[0]
     total = labels = 0
     for folder, rows in ((f"{corpus}/pretrain", 18), ("small/set", 5)):

@@ -507,6 +507,11 @@ def make_model(settings, dataset, folder, device):
     say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
         f"from {folder or 'random weights'}")
     check_tokenizer(config, model.folder or dataset.folders[0], *dataset.folders)
+    if len(dataset.folders) > 1:
+        shares = dataset.label_shares()
+        say("labels, and so the loss, come from "
+            + ", ".join(f"{share:.0%} {folder}" for folder, share in shares.items())
+            + ". The weights in --data count rows")
     choose_trained(settings, model)
     return model, weights
 
