@@ -278,8 +278,11 @@ class Block(nn.Module):
         self.norm = c.norm
         self.attn = Attention(c)
         self.mlp = MLP(c)
-        for i in range(1, 5 if c.norm == "sandwich" else 3):
-            setattr(self, f"norm_{i}", RMSNorm(c.n_embd, c.norm_eps))
+        self.norm_1 = RMSNorm(c.n_embd, c.norm_eps)  # names of the released models
+        self.norm_2 = RMSNorm(c.n_embd, c.norm_eps)
+        if c.norm == "sandwich":
+            self.norm_3 = RMSNorm(c.n_embd, c.norm_eps)
+            self.norm_4 = RMSNorm(c.n_embd, c.norm_eps)
 
     def forward(self, x, rope, mask=None, cache=None):
         if self.norm == "pre":
@@ -425,7 +428,7 @@ class RecurrentLM(nn.Module):
     def loss(self, s, targets, rope, reduction="mean"):
         """Last state (B, T, C) -> the mean or sum of the cross-entropy of targets (B, T)."""
         x = self.run_coda(s, rope)
-        losses = self.token_losses(x.flatten(0, 1), targets.flatten())
+        losses, _ = self.token_scores(x.flatten(0, 1), targets.flatten())
         loss = losses.sum()
         if reduction == "mean":
             labels = (targets != IGNORE).sum()
@@ -447,40 +450,35 @@ class RecurrentLM(nn.Module):
             yield r, s
             done = r
 
-    def token_losses(self, x, targets):
-        """
-        x (N, C) of run_coda(), targets (N,) -> the cross-entropy of each target (N,) float32, 0 for
-        -100. Only some rows' logits exist at a time. The backward pass computes them again.
-        """
-        losses = []
-        for part, wanted in self.few_rows(x, targets):
-            losses.append(checkpoint(
-                self.head_losses, part, wanted,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            ))
-        return torch.cat(losses)
-
-    @torch.no_grad()
     def token_scores(self, x, targets):
-        """As token_losses(), and whether each target is the likeliest token: both (N,)."""
-        losses = []
-        right = []
-        for part, wanted in self.few_rows(x, targets):
+        """
+        x (N, C): what run_coda() returns; targets (N,). Returns the cross-entropy of each target
+        (N,) float32, 0 for -100, and whether each target is the likeliest token (N,) bool, which
+        is left out, as None, where gradients are enabled.
+
+        The logits (N, V) would be the largest tensor of all, so they are computed for some rows at
+        a time. The backward pass computes them again.
+        """
+        training = torch.is_grad_enabled()
+
+        def score(part, wanted):
             logits = self.head(part).float()
-            losses.append(F.cross_entropy(logits, wanted, reduction="none"))
-            right.append(logits.argmax(-1) == wanted)
-        return torch.cat(losses), torch.cat(right)
+            losses = F.cross_entropy(logits, wanted, reduction="none")
+            return losses, None if training else logits.argmax(-1) == wanted
 
-    def head_losses(self, x, targets):
-        """x (N, C), targets (N,) -> losses (N,), all logits at once."""
-        logits = self.head(x).float()
-        return F.cross_entropy(logits, targets, reduction="none")
-
-    def few_rows(self, x, targets):
-        """Pairs of parts of both, each of so many rows that their logits stay small."""
-        rows = LOGITS_AT_ONCE // self.config.vocab_size
-        return zip(x.split(rows), targets.split(rows))
+        rows_at_once = LOGITS_AT_ONCE // self.config.vocab_size
+        scores = []
+        for part, wanted in zip(x.split(rows_at_once), targets.split(rows_at_once)):
+            if training:
+                scores.append(checkpoint(
+                    score, part, wanted,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                ))
+            else:
+                scores.append(score(part, wanted))
+        losses, right = zip(*scores)
+        return torch.cat(losses), None if training else torch.cat(right)
 
     def split_steps(self, steps=None):
         """r or (n, k) or None -> (n, k); see forward()."""
@@ -659,7 +657,8 @@ def checkpoints(folder):
 
 def find_checkpoint(folder):
     """A checkpoint folder as it is, or the newest step_* checkpoint of a run's folder."""
-    folder = str([folder, *checkpoints(folder)][-1])
+    saved = checkpoints(folder)
+    folder = str(saved[-1] if saved else folder)
     if not Path(folder, "config.json").exists():
         raise UserError(f"{folder}: no such folder, or no config.json or step_* in it (config/ has "
                         "the commands that make models)")

@@ -45,7 +45,7 @@ from data import check_tokenizer, legible_tokens
 from model import COMPILING, Linear, RecurrentLM, load_config
 
 DRAFTS = 12     # drafts of a row before the model checks them
-TOO_FEW = 2     # right drafts of a round, below which drafts do not pay, see speculative()
+TOO_FEW = 2     # right drafts of a round that do not pay for it, see speculative_round()
 COLUMNS = 64    # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens of a row in one pass
 FEW_ROWS = 4    # up to so many rows plain sums beat a CPU library's products
@@ -60,7 +60,7 @@ class Decoding:
     temperature: float = 0.0      # 0: greedy
     top_k: int = 0                # 0: off
     seed: int = 0                 # of the noise and of sampling
-    draft_steps: int = 0          # recurrences of a draft (0: off), see speculative()
+    draft_steps: int = 0          # recurrences of a draft (0: off), see speculative_round()
 
 
 # -------------------------------------------------------------------------------------- the cache
@@ -82,8 +82,8 @@ class LayerCache:
 
 
 @dataclass
-class Pass:
-    """The tokens of one pass: their angles, what they see, where they are written."""
+class Place:
+    """Where the tokens of one pass stand: their angles, what they see, where they are written."""
     rope: tuple           # cos and sin, (rows, T, 1, head_dim / 2)
     mask: torch.Tensor    # (rows, 1, groups * T, width): 0 for what is seen, else -inf
     write: tuple          # (rows, columns) of their keys and values
@@ -150,47 +150,47 @@ class Decoder:
         self.size = r, rows, self.columns, options
 
     def at(self, position, end):
-        """The Pass of tokens at `position` (rows, T), all of them below `end`."""
+        """The Place of tokens at `position` (rows, T), all of them below `end`."""
         width = -(-end // COLUMNS) * COLUMNS
         rope = self.rope[:, position].unbind()
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = self.model.config.n_head // self.model.config.n_kv_head
         seen = self.column[:width] <= position[:, :, None]
         seen = seen.repeat(1, groups, 1).unsqueeze(1)
-        mask = seen.to(self.rope.dtype).log()
+        mask = torch.where(seen, 0.0, -torch.inf).to(self.rope.dtype)
         rows = self.column[:len(position), None]
-        return Pass(rope, mask, (rows, position), width)
+        return Place(rope, mask, (rows, position), width)
 
-    def caches(self, part, tokens, slot=0):
+    def caches(self, part, place, slot=0):
         """A LayerCache for each layer of a part, at a recurrence's slot."""
-        key = part, slot, tokens.width
+        key = part, slot, place.width
         if key not in self.views:
             self.views[key] = []
             for keys, values in self.cache[part]:
-                k = keys[:, slot, :tokens.width]
-                v = values[:, slot, :tokens.width]
+                k = keys[:, slot, :place.width]
+                v = values[:, slot, :place.width]
                 self.views[key].append((k, v))
-        return [LayerCache(k, v, tokens.write) for k, v in self.views[key]]
+        return [LayerCache(k, v, place.write) for k, v in self.views[key]]
 
-    def begin(self, idx, tokens):
+    def begin(self, idx, place):
         """Ids (rows, T) -> e and s_0, both (rows, T, C)."""
-        _, position = tokens.write
-        caches = self.caches("prelude", tokens)
-        return self.model.begin(idx, self.noise[position], tokens.rope, tokens.mask, caches)
+        _, position = place.write
+        caches = self.caches("prelude", place)
+        return self.model.begin(idx, self.noise[position], place.rope, place.mask, caches)
 
-    def recur(self, s, e, tokens, first, last):
+    def recur(self, s, e, place, first, last):
         """The state (rows, T, C) after `first` recurrences -> after `last`."""
-        caches = [self.caches("core", tokens, slot) for slot in range(first, last)]
-        return self.model.recur(s, e, tokens.rope, last - first, tokens.mask, caches)
+        caches = [self.caches("core", place, slot) for slot in range(first, last)]
+        return self.model.recur(s, e, place.rope, last - first, place.mask, caches)
 
-    def run_coda(self, s, tokens):
+    def run_coda(self, s, place):
         """State (rows, T, C) -> the head's input (rows, T, C)."""
-        caches = self.caches("coda", tokens)
-        return self.model.run_coda(s, tokens.rope, tokens.mask, caches)
+        caches = self.caches("coda", place)
+        return self.model.run_coda(s, place.rope, place.mask, caches)
 
-    def logits(self, s, tokens):
+    def logits(self, s, place):
         """State (rows, T, C) -> logits (rows, T, V) float32."""
-        return self.model.head(self.run_coda(s, tokens)).float()
+        return self.model.head(self.run_coda(s, place)).float()
 
     def prefill(self, prompts):
         """
@@ -211,10 +211,10 @@ class Decoder:
             for start in range(0, T - 1, PREFILL):
                 end = min(start + PREFILL, T - 1)
                 position = self.column[start:end].expand(len(prompts), -1)
-                tokens = self.at(position, end)
-                e, s = self.begin(idx[:, start:end], tokens)
-                s = self.recur(s, e, tokens, 0, self.r)
-                self.run_coda(s, tokens)
+                place = self.at(position, end)
+                e, s = self.begin(idx[:, start:end], place)
+                s = self.recur(s, e, place, 0, self.r)
+                self.run_coda(s, place)
         token = idx.gather(1, last[:, None])
         return token[:, 0], last
 
@@ -236,10 +236,10 @@ class Decoder:
         return self.graph(token, position)
 
     def run_step(self, token, position, end):
-        tokens = self.at(position[:, None], end)
-        e, s = self.begin(token[:, None], tokens)
-        s = self.recur(s, e, tokens, 0, self.r)
-        return self.logits(s, tokens)[:, -1]
+        place = self.at(position[:, None], end)
+        e, s = self.begin(token[:, None], place)
+        s = self.recur(s, e, place, 0, self.r)
+        return self.logits(s, place)[:, -1]
 
     def keep(self, rows):
         """Continue with some rows (a tensor of indices) of the batch only."""
@@ -252,8 +252,9 @@ class Decoder:
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, steps=None, ends=None, **options):
         """
-        Decode a batch. Yields (row, token, whether it was a draft) for every new token,
-        max_new_tokens of each row. It knows no end of text: ends(row, token) -> True ends a row.
+        Decode a batch. Yields (row, token, whether it was a draft) for every new token. A row ends
+        after max_new_tokens, or after a token for which ends(row, token) returns True; there is no
+        built-in end of text.
 
         prompts: lists of ids of any lengths. Greedily, each gives the tokens that it gives alone.
         steps: r (default: config.mean_recurrence; a feed-forward model ignores it). options: those
@@ -271,17 +272,28 @@ class Decoder:
         columns = -(-(T + max_new_tokens) // COLUMNS) * COLUMNS  # texts of similar lengths share
         self.make_room(r, len(prompts), columns, options)
         batch = Batch(self, prompts)
-        way = speculative if 0 < options.draft_steps < r else plain
         rng = torch.Generator(batch.token.device).manual_seed(options.seed)
+        drafting = 0 < options.draft_steps < r
         left = [max_new_tokens] * len(prompts)
-        for row, token, drafted in way(batch, options, rng):
-            if row in batch.live:
-                yield row, token, drafted
-                left[row] -= 1
-                if not left[row] or (ends and ends(row, token)):
-                    batch.live.discard(row)
-        if not self.graph:
-            self.drop()
+        try:
+            while batch.live:
+                batch.shrink()
+                if drafting and batch.right_drafts > TOO_FEW:
+                    found = speculative_round(batch, options, rng)
+                else:
+                    found = plain_round(batch, options, rng)
+                for row, new in found:
+                    if row not in batch.live:
+                        continue
+                    for token, drafted in new:
+                        yield row, token, drafted
+                        left[row] -= 1
+                        if not left[row] or (ends and ends(row, token)):
+                            batch.live.discard(row)
+                            break
+        finally:  # also if the caller stops before the end
+            if not self.graph:
+                self.drop()
 
 
 class Batch:
@@ -290,7 +302,7 @@ class Batch:
 
     rows: their numbers, in the cache's order. live: those that go on; others stay in the cache
     until half of it is theirs. token (B,): the last of each, at position (B,). All positions are
-    below `end`.
+    below `end`. right_drafts: how many drafts of a round were right, a running mean.
     """
 
     def __init__(self, decoder, prompts):
@@ -299,6 +311,7 @@ class Batch:
         self.live = set(self.rows)
         self.token, self.position = decoder.prefill(prompts)
         self.end = max(map(len, prompts))
+        self.right_drafts = DRAFTS / 2
 
     def advance(self, token, count):
         """Each row's last token is `token` (B,) now, `count` positions further."""
@@ -383,50 +396,44 @@ def pick(logits, options, rng):
 
 
 # --------------------------------------------------------------------------- two ways to decode
-# While a row is live, they yield (row, token, whether it was a draft).
+# A round returns [(row, [(token, whether it was a draft), ...]), ...] for the rows of the batch.
 
-def plain(batch, options, rng):
-    """One token of every row at a time."""
+def plain_round(batch, options, rng):
+    """One token of every row."""
     decoder = batch.decoder
-    while batch.live:
-        batch.shrink()
-        logits = decoder.next_logits(batch.token, batch.position, batch.end)
-        batch.advance(pick(logits, options, rng), 1)
-        batch.end = min(batch.end, decoder.columns) + 1
-        for row, token in zip(batch.rows, batch.token.tolist()):
-            yield row, token, False
+    logits = decoder.next_logits(batch.token, batch.position, batch.end)
+    batch.advance(pick(logits, options, rng), 1)
+    batch.end = min(batch.end, decoder.columns) + 1
+    return [(row, [(token, False)]) for row, token in zip(batch.rows, batch.token.tolist())]
 
 
-def speculative(batch, options, rng):
+def speculative_round(batch, options, rng):
     """
     Self-speculation. `draft_steps` recurrences draft tokens. One pass then takes the states of all
     drafts on to r, and the usual rule (Leviathan et al., arXiv 2211.17192) accepts or corrects
-    them, so the text has the distribution of r. Only the coda is computed twice. Where too few
-    drafts are right to pay for the others, the batch goes on without.
+    them, so the text has the distribution of r. Only the coda is computed twice.
+
+    A round at r = 32 takes as long as 5 plain tokens on a CPU (runs/README.md), so 4 right drafts
+    pay for it. It calls the block as often as 2 plain tokens do. Where rows are free, 1 pays. So
+    generate() goes on without drafts once TOO_FEW are right.
     """
     decoder = batch.decoder
+    drafts, q, e, s = make_drafts(batch, options, rng)
     ahead = decoder.column[:DRAFTS + 1]
-    # A round at r = 32 takes as long as 5 plain tokens on a CPU (runs/README.md), so 4 right drafts
-    # pay for it. It calls the block as often as 2 plain tokens do. Where rows are free, 1 pays.
-    right = DRAFTS / 2  # right drafts of a round, a running mean
-    while batch.live and right > TOO_FEW:
-        batch.shrink()
-        drafts, q, e, s = make_drafts(batch, options, rng)
-        tokens = decoder.at(batch.position[:, None] + ahead, batch.end + DRAFTS)
-        s = decoder.recur(s, e, tokens, options.draft_steps, decoder.r)
-        p = distribution(decoder.logits(s, tokens), options)
-        accepted, token = accept(p, q, drafts, rng)
-        batch.advance(token, accepted + 1)
-        report = torch.column_stack((batch.position, accepted, token, drafts))
-        report = report.tolist()
-        batch.end = max(line[0] for line in report) + 1
-        for row, line in zip(batch.rows, report):
-            _, count, new, *guesses = line
-            for guess in guesses[:count]:
-                yield row, guess, True
-            yield row, new, False
-            right += (count - right) / (4 * len(batch.rows))
-    yield from plain(batch, options, rng)
+    place = decoder.at(batch.position[:, None] + ahead, batch.end + DRAFTS)
+    s = decoder.recur(s, e, place, options.draft_steps, decoder.r)
+    p = distribution(decoder.logits(s, place), options)
+    accepted, token = accept(p, q, drafts, rng)
+    batch.advance(token, accepted + 1)
+    report = torch.column_stack((batch.position, accepted, token, drafts))
+    report = report.tolist()
+    batch.end = max(line[0] for line in report) + 1
+    found = []
+    for row, line in zip(batch.rows, report):
+        _, count, last, *guesses = line
+        found.append((row, [(guess, True) for guess in guesses[:count]] + [(last, False)]))
+        batch.right_drafts += (count - batch.right_drafts) / (4 * len(batch.rows))
+    return found
 
 
 def make_drafts(batch, options, rng):
@@ -441,13 +448,13 @@ def make_drafts(batch, options, rng):
     es = []
     states = []
     for i in range(DRAFTS + 1):
-        tokens = decoder.at(batch.position[:, None] + i, batch.end + i)
-        e, s = decoder.begin(token[:, None], tokens)
-        s = decoder.recur(s, e, tokens, 0, options.draft_steps)
+        place = decoder.at(batch.position[:, None] + i, batch.end + i)
+        e, s = decoder.begin(token[:, None], place)
+        s = decoder.recur(s, e, place, 0, options.draft_steps)
         es.append(e)
         states.append(s)
         if i < DRAFTS:
-            logits = decoder.logits(s, tokens)[:, -1]
+            logits = decoder.logits(s, place)[:, -1]
             q.append(distribution(logits, options))
             token = sample_token(q[-1], rng)
             drafts.append(token)
@@ -522,6 +529,11 @@ def load_model(folder, device="cpu", dtype=None):
     return model, tokenizer
 
 
+def end_ids(model, tokenizer):
+    """The ids that end a text: those in the model's config.json, and the tokenizer's EOS."""
+    return model.config.ends | {tokenizer.eos_id}
+
+
 def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
     """
     Continue a batch of prompts (lists of ids) until each has met a stop string or an end of text.
@@ -530,7 +542,7 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **option
     Returns two lists: texts, cut at the first stop; and the number of tokens generated.
     """
     new = [[] for _ in prompts]
-    last = decoder.model.config.ends | {tokenizer.eos_id}
+    last = end_ids(decoder.model, tokenizer)
     # A stop of n characters spans at most n tokens, so it is enough to look at the last few.
     tail = max(map(len, stops), default=0)
 
@@ -714,13 +726,14 @@ def write(decoder, tokenizer, args, prompt, r):
     room = max(1, min(args.tokens, room))
     shown = len(text)
     drafts = []  # whether each token was one
+    last = end_ids(model, tokenizer)
     began = time.perf_counter()
-    for _, token, drafted in decoder.generate([ids], room, r, **options):
+    events = decoder.generate([ids], room, r, lambda _, token: token in last, **options)
+    for _, token, drafted in events:
         drafts.append(drafted)
-        if token in model.config.ends | {tokenizer.eos_id}:
-            break
+        if token not in last:
+            ids.append(token)
         # Decode all of it: a token alone may lack its leading space or be a part of a character.
-        ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # the character may be complete with the next token
             print(text[shown:], end="", flush=True)

@@ -2637,9 +2637,9 @@ def test_card_runs_as_pasted(checkpoint):
 # Where one more update, or one more token of every row, waits for the device, and how often.
 WAITS = {
     "update": {"train.train": 1},
-    "plain": {"sample.plain": 1},
-    "sampled": {"sample.plain": 1},
-    "drafted": {"sample.speculative": 1},
+    "plain": {"sample.plain_round": 1},
+    "sampled": {"sample.plain_round": 1},
+    "drafted": {"sample.speculative_round": 1},
 }
 
 @pytest.fixture(scope="session", autouse=True)

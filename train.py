@@ -348,7 +348,8 @@ def add_gradients(settings, model, optimizer, dataset, update, draws, store):
 def run_batch(settings, model, batch, steps):
     """The sum of the losses of a batch."""
     idx, targets, state = to_inputs(model, batch, settings.seed)
-    return model(idx, targets, steps, state, "sum", settings.recompute)[1]
+    _, loss = model(idx, targets, steps, state, "sum", settings.recompute)
+    return loss
 
 
 def to_inputs(model, batch, seed):
