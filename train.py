@@ -48,7 +48,7 @@ from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli
                     whole, write_json)
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
-                   load_config)
+                   load_config, presets, retrofitted)
 from muon import BUFFERS, Optimizer, stacked_rows
 
 MAX_SKIPS = 10  # updates in a row without a finite gradient; more end the run
@@ -157,8 +157,7 @@ class Settings(Recipe):
                                        between(0.3, 1, float))
     recompute: bool = setting(False, "recompute recurrences in the backward pass: least memory",
                               yes_or_no)
-    dry_run: bool = setting(False, "print what the run takes; needs no weights but a config.json",
-                            yes_or_no)
+    dry_run: bool = setting(False, "print what the run takes, without weights or data", yes_or_no)
     gpus: int = setting(WORLD, "... on so many GPUs", positive)
 
 
@@ -463,7 +462,7 @@ def run_config(settings, folder=None):
     """
     folder = folder or settings.init_from
     if folder:
-        config = load_config(find_checkpoint(folder))
+        config = parent_config(settings, folder)
         if settings.context > config.context:
             say(f"warning: --context={settings.context} is beyond the {config.context} tokens that "
                 f"{folder} was made for; it has to learn the positions after that")
@@ -488,6 +487,30 @@ def run_config(settings, folder=None):
         backprop_depth=settings.backprop_depth or settings.mean_recurrence,
         context=max(config.context, settings.context),
     )
+
+
+def parent_config(settings, folder):
+    """
+    The Config of a checkpoint or run. In a dry run the folder need not exist yet: its name may begin
+    with that of a preset, it may be named as a known parent, or a file beside --config may make it.
+    """
+    if not settings.dry_run or Path(folder).exists():
+        return load_config(find_checkpoint(folder))
+    name = Path(folder).name
+    for preset, (parent, sizes) in presets().items():
+        if f"{name}-".startswith(f"{preset}-"):
+            say(f"--init_from={folder}: is not there yet; assuming --preset {preset}")
+            return retrofitted(parent, sizes)
+        parent_name = preset.rsplit("-", 3)[0]
+        if name in (parent_name, f"{parent_name}-untied"):
+            say(f"--init_from={folder}: is not there yet; assuming all layers of {parent_name}")
+            return replace(parent, tie_embeddings=name == parent_name and parent.tie_embeddings)
+    if settings.config:
+        for path in sorted(Path(settings.config).parent.glob("*.toml")):
+            values = tomllib.loads(path.read_text())
+            if values.get("out_dir") == folder and values.get("init_from"):
+                return parent_config(settings, values["init_from"])
+    return load_config(find_checkpoint(folder))  # raises UserError, which says what is missing
 
 
 def make_model(settings, dataset, folder, device):
@@ -825,8 +848,9 @@ def affordable_updates(settings):
     return updates
 
 
-# Executed FLOP/s: estimates, not measured here. They are 61, 61 and 43% of the peak in bfloat16.
-SPEEDS = {"RTX 4090": 1.0e14, "A100": 1.9e14, "H100": 4.2e14}
+# Executed FLOP/s of a card and its memory in GB. The speeds are estimates, not measured here: 61, 61
+# and 43% of the peak in bfloat16.
+CARDS = {"RTX 4090": (1.0e14, 24), "A100": (1.9e14, 80), "H100": (4.2e14, 80)}
 
 
 def plan(settings, model):
@@ -852,7 +876,7 @@ def plan(settings, model):
 
 
 def dry_run(settings):
-    """Say what a run takes. It needs init_from's config.json, but neither weights nor data."""
+    """Print what a run takes. It needs neither weights nor data, nor the init_from of a preset."""
     c = run_config(settings)
     model = RecurrentLM.empty(c).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
@@ -860,32 +884,58 @@ def dry_run(settings):
     executed = run_flops(settings, model)
     say(f"executed: {executed / max(flops, 1):.2f} times as many FLOPs: draws of r, attention, head, "
         "adapter, what is computed twice")
-    for name, speed in SPEEDS.items():
-        hours = executed / (3600 * settings.gpus * speed)
-        say(f"time: about {hours:,.1f} hours on {settings.gpus} {name} (an estimate)")
-    rows = settings.updates * settings.batch_size
-    try:
-        epochs = rows / Dataset(settings.data, "train", settings.context).num_rows
-        say(f"data: {rows:,} rows, {epochs:.3g} epochs of {settings.data}")
-    except UserError as e:
-        say(f"data: {rows:,} rows of {settings.context} tokens; but {e}")
+    plan_data(settings)
     alone = make_optimizer(settings, model, 0, 1)
     gathered = sum(t.nbytes for t in [*alone.masters.values(), *alone.moments.values()])
     say(f"saving: rank 0 gathers {gathered / 1e9:.1f} GB of masters and moments in its host's "
         "memory")
     held = max(memory_held(settings, model, rank) for rank in range(settings.gpus)) / 1e9
-    # Bytes a layer and token that a compiled forward pass keeps for the backward pass, counted on
-    # small models in bfloat16.
+    kept = activation_bytes(settings, model) / 1e9
+    memory = held + kept
+    say(f"memory: about {memory:.1f} GB on each of {settings.gpus} GPUs: {held:.1f} for "
+        f"weights, gradients and optimizer, {kept:.1f} for --micro_batch={settings.micro_batch} "
+        "if compiled")
+    for name, (speed, size) in CARDS.items():
+        seconds = executed / (settings.gpus * speed)
+        fits = f"{size} GB each"
+        if memory > size - 2:  # the CUDA context and fragments
+            fits = f"DOES NOT FIT into {size} GB"
+        say(f"time: about {duration(seconds)} on {settings.gpus} {name}, {fits} (an estimate)")
+
+
+def duration(seconds):
+    """Seconds as text: 1000 is 16.7 minutes."""
+    if seconds < 3600:
+        return f"{seconds / 60:,.1f} minutes"
+    return f"{seconds / 3600:,.1f} hours"
+
+
+def plan_data(settings):
+    """Print how much data a run reads, and warn if it is not there or is read too often."""
+    rows = settings.updates * settings.batch_size
+    say(f"data: {rows:,} rows of {settings.context} tokens")
+    try:
+        available = Dataset(settings.data, "train", settings.context).num_rows
+        validation_sets(settings)
+    except UserError as e:
+        return say(f"data: not ready: {e}")
+    epochs = rows / available
+    say(f"data: {epochs:.3g} epochs of {settings.data}")
+    if epochs >= 10:
+        say("warning: from about ten epochs on a model learns rows by heart: take fewer --updates, "
+            "or more data")
+
+
+def activation_bytes(settings, model):
+    """Bytes that a compiled forward pass keeps for the backward pass, of a micro-batch."""
+    c = model.config
+    # Bytes a layer and token, counted on small models in bfloat16.
     layer = 14 * c.n_embd + 6 * (c.n_ffn + (c.n_head + c.n_kv_head) * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
     prelude = c.n_prelude * any(p.requires_grad for p in model.prelude.parameters())
     layers = prelude + c.n_core * (1 if settings.recompute else deepest(settings)) + c.n_coda
-    layer *= budgeted(settings).kept
-    batch = settings.micro_batch * settings.context * layer * layers / 1e9
-    say(f"memory: about {held + batch:.1f} GB on each of {settings.gpus} GPUs: {held:.1f} for "
-        f"weights, gradients and optimizer, {batch:.1f} for --micro_batch={settings.micro_batch} "
-        "if compiled")
+    return settings.micro_batch * settings.context * layer * budgeted(settings).kept * layers
 
 
 def memory_held(settings, model, rank):
