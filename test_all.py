@@ -2251,14 +2251,15 @@ def test_accuracy_over_length():
         for name, r in (("task", 4), ("parent_tokens", 0), ("parent_flops", 0)):
             for test, n in (("test", 3), ("test18", 18)):
                 common.write_json(f"run{seed}/eval_{name}_{test}.json", {"results": [
-                    {"steps": r, "by_difficulty": {n: [right if r else 0.25, 0.1, 9]}}]})
+                    {"steps": r, "by_difficulty": {n: [right if r else 0.25, 0.1, 9]}}],
+                    "training": {"flops": 2e12 + seed * 1e12}})
     said = call("runs/study/lengths", "run0", "run1", "--out=a.json", "--picture=a.svg")
     assert "3: 0.7500 ± 0.2500   18: 0.7500 ± 0.2500\n" in said
     found = read_json("a.json")
-    assert found["columns"] == ["arm", "3", "18"]
-    assert found["rows"][:2] == [["r = 4", *["75.0 ± 25.0"] * 2],
-                                 ["parent, equal tokens", *["25.0 ± 0.0"] * 2]]
-    assert found["right"]["run0"]["task"] == {"4": {"3": 0.5, "18": 0.5}}
+    assert found["columns"] == ["arm", "training FLOPs", "3", "18"]
+    assert found["rows"][:2] == [["r = 4", "2.5e+12", *["75.0 ± 25.0"] * 2],
+                                 ["parent, equal tokens", "2.5e+12", *["25.0 ± 0.0"] * 2]]
+    assert found["runs"]["run0"]["r = 4"]["right"] == {"3": 0.5, "18": 0.5}
     need("matplotlib")
     assert "longest question" in Path("a.svg").read_text()
 

@@ -5,9 +5,9 @@ Accuracy over the length of a story, in runs of tiny.sh: a curve for each r, and
     python runs/study/lengths.py out/tiny-seed{0..4} --out runs/study/results/first_screen.json \\
         --picture assets/tiny.png
 
-The JSON holds the share of right answers of each folder, and over all of them mean and standard
-error: as "figures", which `bench.py plot` draws, and as "columns" and "rows" of a table, which
-study.py writes into pages.
+The JSON holds what each run answers, and over all runs mean and standard error: as "figures", which
+`bench.py plot` draws, and as "columns" and "rows" of a table, which study.py writes into pages.
+FLOPs are those of the training since surgery, by the paper's rule.
 """
 import sys
 from pathlib import Path
@@ -17,21 +17,22 @@ sys.path += [str(HERE.parents[1]), str(HERE)]
 from common import Parser, cli, read_json, write_json
 from runs.plot import draw
 from runs.tiny_corpus import TASKS
-from study import along, panel, percent
+from study import along, panel, percent, scientific
 
-PARENTS = {"parent, equal tokens": "parent_tokens", "parent, equal FLOPs": "parent_flops"}
-DRAWN = "parent, equal FLOPs"
-ASKED = TASKS["stories"].asked
+PARENTS = {"parent_tokens": "parent, equal tokens", "parent_flops": "parent, equal FLOPs"}
 
 
-def right_of(folder, model):
-    """{r: {sentences: share of right answers}} of a model; a plain one has r = "0"."""
-    found = {}
-    for test in ("test", "test18"):
-        for row in read_json(f"{folder}/eval_{model}_{test}.json")["results"]:
-            lengths = {n: score[0] for n, score in row["by_difficulty"].items()}
-            found.setdefault(str(row["steps"]), {}).update(lengths)
-    return found
+def arms_of(folder):
+    """{arm: {"right": {sentences: share of right answers}, "flops": of training}} of a run."""
+    arms = {}
+    for model in ("task", *PARENTS):
+        for test in ("test", "test18"):
+            result = read_json(f"{folder}/eval_{model}_{test}.json")
+            for row in result["results"]:
+                label = PARENTS.get(model, f"r = {row['steps']}")
+                arm = arms.setdefault(label, {"right": {}, "flops": result["training"]["flops"]})
+                arm["right"] |= {n: score[0] for n, score in row["by_difficulty"].items()}
+    return arms
 
 
 def main():
@@ -42,26 +43,22 @@ def main():
     flag("--picture", help="default: beside the JSON, with its name")
     args = parser.parse_args()
     out = Path(args.out or f"{args.folders[0]}/lengths.json")
-    right = {}  # {folder: {model: {r: {sentences: share}}}}
-    for folder in args.folders:
-        right[folder] = {model: right_of(folder, model) for model in ("task", *PARENTS.values())}
-    arms = {}  # {label: [{sentences: share} of each folder]}
-    for r in right[args.folders[0]]["task"]:
-        arms[f"r = {r}"] = [models["task"][r] for models in right.values()]
-    for label, model in PARENTS.items():
-        arms[label] = [models[model]["0"] for models in right.values()]
-    lengths = list(arms[DRAWN][0])
-    curves = {label: along(lengths, runs) for label, runs in arms.items()
-              if label not in PARENTS or label == DRAWN}
+    runs = {folder: arms_of(folder) for folder in args.folders}
+    curves = {}
     rows = []
-    for label, runs in arms.items():
-        row = {"arm": label}
-        row |= {n: percent([lengths[n] for lengths in runs]) for n in lengths}
+    for label in runs[args.folders[0]]:
+        found = [arms[label] for arms in runs.values()]
+        lengths = list(found[0]["right"])
+        if label != PARENTS["parent_tokens"]:  # its curve would lie on the other parent's
+            curves[label] = along(lengths, found, "right")
+        row = {"arm": label, "training FLOPs": scientific([run["flops"] for run in found])}
+        row |= {n: percent([run["right"][n] for run in found]) for n in lengths}
         rows.append(row)
-    figure = panel("sentences of the question", "accuracy", curves, dashed=[DRAWN],
-                   line=[ASKED, "longest question\nasked in training"])
+    asked = TASKS["stories"].asked
+    figure = panel("sentences of the question", "accuracy", curves, dashed=[PARENTS["parent_flops"]],
+                   line=[asked, "longest question\nasked in training"])
     write_json(out, {"figures": [figure], "columns": list(rows[0]),
-                     "rows": [list(row.values()) for row in rows], "right": right})
+                     "rows": [list(row.values()) for row in rows], "runs": runs})
     draw([figure], args.picture or out.with_suffix(".png"))
 
 
