@@ -4,6 +4,7 @@ completely or not at all, and torchrun's ranks. It imports no other file of loop
 """
 import argparse
 import contextlib
+import difflib
 import fcntl
 import hashlib
 import json
@@ -79,7 +80,16 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message):
+        for word in re.findall(r"--[\w-]+", message):
+            if word not in self._option_string_actions:
+                message += did_you_mean(word, self._option_string_actions)
         raise UserError(f"{message} (--help lists the flags)")
+
+
+def did_you_mean(word, words):
+    """" (did you mean X?)" with the one of some words that is nearest to a wrong one, or ""."""
+    near = difflib.get_close_matches(str(word), map(str, words), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def between(lowest, highest=math.inf, kind=int):

@@ -267,7 +267,17 @@ def answer_rest(decoder, tokenizer, rows, steps, answers, path, args):
         if RANK == 0:
             with open(path, "a") as f:
                 f.writelines(json.dumps(line) + "\n" for line in new.values())
-        say(f"batch {first + 1} of {len(todo)}", file=sys.stderr)
+        show_progress(min(first + WORLD, len(todo)), len(todo))
+
+
+def show_progress(done, total):
+    """Say how many batches are done: on a line that changes, or in a file about ten times."""
+    if sys.stderr.isatty():
+        if RANK == 0:
+            end = "\n" if done == total else "\r"
+            print(f"batch {done} of {total}", end=end, file=sys.stderr, flush=True)
+    elif done == total or done * 10 // total > (done - WORLD) * 10 // total:
+        say(f"batch {done} of {total}", file=sys.stderr)
 
 
 # ---- the file of answers ----------------------------------------------------------------------
@@ -404,8 +414,9 @@ def main():
         # A process that reads the file only now finds the same answers there.
         with whole(path) as new, open(new, "w") as f:
             f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
-        print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions{depths}; "
-              f"{path} holds {len(answers)} answers", file=sys.stderr)
+        known = f"; {path} holds {len(answers)} answers already" if answers else ""
+        print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions{depths}{known}",
+              file=sys.stderr)
         if args.template == "plain":
             numbers = sum(reference_number(row["answer"]) is not None for row in rows)
             print(f"answers are compared as numbers in {numbers} of these questions, as text in "

@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError
+from common import UserError, did_you_mean
 
 STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, at any width
 IGNORE = -100                     # torch's target without loss
@@ -660,8 +660,10 @@ def find_checkpoint(folder):
     saved = checkpoints(folder)
     folder = str(saved[-1] if saved else folder)
     if not Path(folder, "config.json").exists():
-        raise UserError(f"{folder}: no such folder, or no config.json or step_* in it (config/ has "
-                        "the commands that make models)")
+        siblings = Path(folder).parent.glob("*/")
+        raise UserError(f"{folder}: no such folder, or no config.json or step_* in it"
+                        f"{did_you_mean(folder, siblings)} (config/ has the commands that make "
+                        "models)")
     return folder
 
 
@@ -675,5 +677,9 @@ def load_config(folder):
             return Config(**raw)
     except (ValueError, TypeError, AttributeError) as e:
         raise UserError(f"{path}: damaged, or written by another version of loopgraft ({e})")
+    if kind == "huginn_raven":
+        raise UserError(f"{folder}: is an export, or a released recurrent model. Name the checkpoint "
+                        f"that it was made from, or read it with `python surgery.py {folder} OUT`")
     raise UserError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
-                    f"`python surgery.py {folder} OUT` (--feed_forward keeps all layers)")
+                    f"`python surgery.py {folder} OUT --feed_forward`, which keeps all layers, or "
+                    "with --preset or --shape for a recurrent model")

@@ -750,11 +750,15 @@ def interact(decoder, tokenizer, args):
     """Prompts from the terminal, each on its own. /FLAG VALUE sets a flag of dial()."""
     sys.stdin.reconfigure(errors="surrogateescape")  # a stray byte is a mistake in its line alone
     tell("a line is a prompt; /steps 16, /draft_steps 2 or /temperature 0.8 sets a flag; "
-         "/trace shows what each r would say, until /no-trace; ctrl-D ends")
+         "/trace shows what each r would say, until /no-trace; /help lists all; /quit ends")
     while True:
         try:
             line = input("> ")
-            if line.startswith("/"):
+            if line == "/quit":
+                return
+            if line == "/help":
+                tell(dial().format_help().replace("--", "/"))
+            elif line.startswith("/"):
                 words = f"--{line[1:]}".split()
                 args = dial().parse_args(words, copy.copy(args))  # a mistake changes nothing
             elif line:
@@ -772,7 +776,7 @@ def tell(text):
 
 def dial():
     """The flags that --interactive can set, too."""
-    p = Parser(add_help=False)
+    p = Parser(add_help=False, usage="/FLAG VALUE ...")
     p.add_argument("--steps", type=recurrences,
                    help="recurrences r, or several such as 1,4,32")
     p.add_argument("--tokens", type=positive, default=256, help="new tokens at most")
@@ -796,7 +800,8 @@ def main():
     folder = args.model or newest_checkpoint()
     model, tokenizer = load_model(folder, args.device, args.dtype)
     c = model.config
-    tell(f"{model.folder}, ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
+    chosen = "" if args.model else ", the newest under out/ (--model names another)"
+    tell(f"{model.folder}{chosen}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
          f"{', '.join(describe(model))}")
     decoder = Decoder(model, args.compile)
     if args.compile:

@@ -1237,6 +1237,28 @@ def test_dry_run(corpus):
             assert words in said, said
     small = call("train", "--dry_run", f"--data={corpus}/task", "--context=37", "--out_dir=run")
     assert "3.2e+03 epochs" in small and not os.path.exists("run")
+    assert "warning: from about ten epochs on" in small and " minutes on 1 RTX 4090" in small
+    read = [f"--updates={updates}" for updates in (70, 80)]  # of 8,000 rows, 1,024 an update
+    for flag, epochs in zip(read, (8.96, 10.2)):
+        said = call("train", "--dry_run", f"--data={corpus}/task", "--context=37", "--out_dir=run",
+                    flag)
+        assert f"{epochs} epochs" in said and ("warning" in said) == (epochs > 10)
+
+def test_dry_run_before_the_download():
+    """A preset, the layers of a known parent or a run of another file need not be there yet."""
+    found = {}
+    for name in ("evening", "fig4_parent", "fig9", "fig7_two_phase"):
+        said = call("train", f"--config={HERE}/config/{name}.toml", "--dry_run")
+        assert "is not there yet" in said and "data: not ready" in said
+        found[name] = said
+    assert "assuming --preset tinyllama-4-8-4" in found["evening"]
+    assert "(22,0,0) layers" in found["fig4_parent"]
+    assert "(2,4,2) layers, width 2048" in found["fig9"]  # from fig2, from a preset
+    for name in ("evening", "fig7_two_phase"):
+        (card,) = re.findall(r"on 1 RTX 4090, (.*) \(", found[name])
+        assert card == ("24 GB each" if name == "evening" else "DOES NOT FIT into 24 GB")
+    line = refusal("train", f"--config={HERE}/config/evening.toml", "--dry_run", "--init_from=mine")
+    assert "mine: no such folder" in line
 
 @pytest.fixture(scope="session")
 def base(corpus):
@@ -1902,7 +1924,7 @@ def test_printed_text_ends_at_any_end(checkpoint, monkeypatch, capfd):
     monkeypatch.setattr(sample, "Decoder", lambda *_: decoder)
     assert call("sample", "--model=m", "--prompt=has") == " 1 2\n"
 
-def test_the_newest_model_is_sampled_with_its_own_prompt(taught, corpus):
+def test_the_newest_model_is_sampled_with_its_own_prompt(taught, corpus, capfd):
     """
     Without --model, sample.py takes the newest recurrent model under out/, and without --prompt the
     example of the first data set that it was trained on.
@@ -1913,6 +1935,8 @@ def test_the_newest_model_is_sampled_with_its_own_prompt(taught, corpus):
         for path in Path("out", name).glob("**/config.json"):
             os.utime(path, (time.time() + 9000 - age,) * 2)
     assert sample.newest_checkpoint() == Path("out/new/step_000080")
+    call("sample", "--tokens=1")
+    assert "out/new/step_000080, the newest under out/ (--model names" in capfd.readouterr().err
     for name in ("first", "second"):
         common.write_json(f"{name}/meta.json", {"prompt": f"the {name} prompt"})
     common.write_json("run/train.json", {"config": {"data": "first:2,second:1"}})
@@ -2233,15 +2257,16 @@ def names(corpus, llama, checkpoint, tmp_path_factory):
     """{name: text} of what MISTAKES has in braces: good and bad folders, and common arguments."""
     folder = tmp_path_factory.mktemp("mistakes")
     write_bad_folders(folder, llama, checkpoint, corpus)
+    call("surgery", checkpoint, folder / "exported", "--export", "hf")
     run = f"--data={corpus}/task --context=37 --out_dir=out"
     ask = f"--model {checkpoint} --data {corpus}/test.jsonl --shots 0"
     return {"corpus": corpus, "llama": llama, "m": checkpoint, "run": run, "ask": ask,
             **{path.stem: path for path in folder.iterdir()}}
 
-@pytest.mark.parametrize("command, words", mistakes())
+@pytest.mark.parametrize("command, words", list(mistakes()))
 def test_mistakes_end_in_one_line(command, words, names):
     """Each of these mistakes ends in one line with these words, and nothing was written."""
-    assert words in refusal(*command.format(**names).split())
+    assert words.format(**names) in refusal(*command.format(**names).split())
     assert not os.listdir()
 
 def test_accuracy_over_length():
@@ -2351,13 +2376,13 @@ def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, sets flags, says unknown words, and survives a mistake."""
     monkeypatch.setattr(sys, "stdin", typed(
         b"has 1", b"", b"/steps 2,4", b"/steps x", b"has 1", b"/draft_steps 2", b"/steps 8",
-        b"has 1", b"/model m", b"/steps 3 --temperature x", b"has \xff", b"/draft_steps 4",
-        b"has one"))
+        b"has 1", b"/model m", b"/steps 3 --temperature x", b"has \xff", b"/help", b"/draft_steps 4",
+        b"has one", b"/quit", b"has 9"))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8", "8"]
     assert errors.count("% of them right drafts") == 2
-    for words in ("argument --steps", "--model", "has <unk>", "--temperature",
+    for words in ("argument --steps", "--model", "has <unk>", "--temperature", "/top_k",
                   "its character 5 is a stray byte"):
         assert words in errors
     assert said.count("\n") == 5

@@ -43,8 +43,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, find_gpu,
-                    fraction, locked, natural, positive, rate, read_json, recurrences, say, seeds,
+from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, did_you_mean,
+                    find_gpu, fraction, locked, natural, positive, rate, read_json, recurrences, say, seeds,
                     whole, write_json)
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
@@ -206,7 +206,9 @@ def read_config(path):
         raise UserError(f"{path}: {e}")
     unknown = values.keys() - {item.name for item in fields(Settings)}
     if unknown:
-        raise UserError(f"{path}: there is no setting {min(unknown)!r}")
+        known = [item.name for item in fields(Settings)]
+        raise UserError(f"{path}: there is no setting {min(unknown)!r}"
+                        + did_you_mean(min(unknown), known))
     return [f"--{name}={value}" for name, value in values.items()]
 
 

@@ -552,7 +552,7 @@ data prepare --tokenizer {m} --out out:
     --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
     --input {m}/config.json -> config.json: is not; --input {latin} -> line 2 is not UTF-8;
 train {run}:
-    --uptades=3; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
+    --uptades=3 -> did you mean --updates?; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
     --n_head=5; --wandb -> pip install; --lr=x; --curriculum=cubic -> linear;
     --config=none.toml -> none.toml; --data=none -> none;
     --data={corpus}/test.jsonl -> no finished data set; --data={corpus}/task:0 -> weight;
@@ -566,6 +566,8 @@ train {run}:
     --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> another model;
+    --model {m}m -> did you mean {m}?; --model {exported} -> surgery.py {exported} OUT;
+    --model {llama} -> --feed_forward;
 sample --prompt 3 --model {m}:
     --top_k=x; --temperature=-1; --seed=-1; --tokens=0;
     --device=cuda:99 -> --device cuda:99;
