@@ -155,7 +155,8 @@ def check_tokenizer(config, folder, *others):
         theirs = Tokenizer.load(other).fingerprint
         if theirs != tokenizer.fingerprint:
             raise UserError(f"{other}: its tokenizer ({theirs}) is not that of {folder} "
-                            f"({tokenizer.fingerprint}): prepare the data with --tokenizer={folder}")
+                            f"({tokenizer.fingerprint}). Prepare the data with "
+                            f"--tokenizer={folder}")
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
                         f"{config.vocab_size}: it is the tokenizer of another model")
@@ -422,7 +423,8 @@ def as_text(value):
 
 def read_field(row, field):
     """
-    [(role, text or ids), ...] of a column: text, a number, ids, or a chat. A message may have parts.
+    [(role, text or ids), ...] of a column, which may be text, a number, ids or a chat. A message of
+    a chat may have parts.
     """
     value = as_text(find(row, field))
     if isinstance(value, str) or isinstance(value[0], int):

@@ -283,7 +283,7 @@ def show_progress(done, total):
 # ---- the file of answers ----------------------------------------------------------------------
 
 def check_summary(path, task):
-    """UserError if the summary that this command will write would replace another script's or task's."""
+    """Raise UserError if this command's summary would replace that of another script or task."""
     if not os.path.exists(path):
         return
     found = read_json(path)

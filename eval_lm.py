@@ -138,6 +138,11 @@ class Harness(TemplateLM):
                 answer = self.answers.setdefault(key, {})
                 answer[r] = -loss.sum().item(), bool(greedy.all())
 
+    def at(self, r):
+        """Answer at depth r from now on. Returns itself."""
+        self.r = r
+        return self
+
     def _loglikelihood_tokens(self, requests, **kwargs):
         """[(_, context, continuation), ...] -> [(log-likelihood, is it the greedy one), ...]"""
         keys = []
@@ -233,11 +238,12 @@ def evaluate(lm, tasks, limit=None):
     """
     results = []
     scores = {}
-    for lm.r in lm.steps:  # the same requests each time: only the first computes likelihoods
+    for r in lm.steps:  # the same requests each time: only the first computes likelihoods
         for task in tasks["tasks"].values():
             task.set_fewshot_seed(defaults.DEFAULT_OTHER_SEED)
         # Fewer rounds of bootstrap than the harness's 100,000 are enough for two digits.
-        found = evaluator.evaluate(lm, tasks, limit=limit, log_samples=True, bootstrap_iters=1000)
+        found = evaluator.evaluate(
+            lm.at(r), tasks, limit=limit, log_samples=True, bootstrap_iters=1000)
         for task, values in found["results"].items():
             n = found["n-samples"].get(task, {}).get("effective")
             for key, value in values.items():
@@ -247,9 +253,9 @@ def evaluate(lm, tasks, limit=None):
                     name = key.removesuffix(",none")
                     each = question_scores(found, task, metric, rule)
                     if each and math.isclose(statistics.fmean(each), value):
-                        scores.setdefault((task, name), {})[lm.r] = each
+                        scores.setdefault((task, name), {})[r] = each
                     results.append({
-                        "steps": lm.r,
+                        "steps": r,
                         "task": task,
                         "metric": name,
                         "value": float(value),

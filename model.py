@@ -105,7 +105,7 @@ def presets():
 
 
 def retrofitted(parent, sizes, adapter="linear"):
-    """The Config of a parent's recurrent model with (prelude, core, coda) layers and its own head."""
+    """The Config of a parent's recurrent model of (prelude, core, coda) layers, its head untied."""
     P, R, C = sizes
     return replace(parent, n_prelude=P, n_core=R, n_coda=C, adapter=adapter, tie_embeddings=False)
 
@@ -678,8 +678,9 @@ def load_config(folder):
     except (ValueError, TypeError, AttributeError) as e:
         raise UserError(f"{path}: damaged, or written by another version of loopgraft ({e})")
     if kind == "huginn_raven":
-        raise UserError(f"{folder}: is an export, or a released recurrent model. Name the checkpoint "
-                        f"that it was made from, or read it with `python surgery.py {folder} OUT`")
+        raise UserError(f"{folder}: is an export, or a released recurrent model. Name the "
+                        "checkpoint that it was made from, or read it with `python surgery.py "
+                        f"{folder} OUT`")
     raise UserError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
                     f"`python surgery.py {folder} OUT --feed_forward`, which keeps all layers, or "
                     "with --preset or --shape for a recurrent model")

@@ -165,9 +165,10 @@ class Optimizer:
     adapter by Muon at lr, and the rest by AdamW at adam_lr; "adamw" and "adamw*" update everything
     at lr. clip: the largest norm of a gradient.
 
-    weights: {name: exact weights} for the masters to begin with, by default the parameters. stacked:
-    {name: [rows of each part]} of matrices that Muon and AdamW* update part by part. With world > 1
-    all ranks of torch.distributed make the same calls. A float32 parameter is its own master.
+    weights: {name: exact weights} for the masters to begin with, by default the parameters.
+    stacked: {name: [rows of each part]} of matrices that Muon and AdamW* update part by part. With
+    world > 1 all ranks of torch.distributed make the same calls. A float32 parameter is its own
+    master.
     """
 
     def __init__(
@@ -298,7 +299,8 @@ class Optimizer:
                 elif piece.rule == "adamw*":
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
         if adamw:  # one kernel for all
-            adamw_(*zip(*adamw), self.updates, self.adam_lr * lr_factor, self.weight_decay, self.eps)
+            adam_lr = self.adam_lr * lr_factor
+            adamw_(*zip(*adamw), self.updates, adam_lr, self.weight_decay, self.eps)
         for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:

@@ -6,7 +6,7 @@ Decoding: an exact KV cache for recurrent depth, drafts, and text streamed to th
     python sample.py --model out/tinyllama --steps 32 --dtype bfloat16 --compile --draft_steps 2
     python sample.py --model out/tinyllama --interactive
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
-    python sample.py --trace --prompt "has 7 so loses 4 so"     # what each r would say after each token
+    python sample.py --trace --prompt "has 7 so loses 4 so"     # what each r would say
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r:

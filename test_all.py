@@ -2082,6 +2082,7 @@ def parent(speaker, tmp_path_factory):
     call("surgery", speaker, folder, "--export", "hf")
     theirs = HFLM(str(folder), device="cpu", dtype="float32", max_length=400)
     theirs.steps = [0]
+    theirs.at = lambda r: theirs
     return speaker, theirs
 
 def test_choices_in_one_row(checkpoint):
@@ -2092,11 +2093,11 @@ def test_choices_in_one_row(checkpoint):
     s0 = model.initial_state(1, 40, 5)
     for r in (0, 1, 3, 6):
         lm = eval_lm.Harness(checkpoint, [0, 1, 3, 6], batch_size=3, seed=5)
-        lm.r = r
+        lm.at(r)
         answers = lm._loglikelihood_tokens(requests)
         for (_, context, x), answer in zip(requests, answers, strict=True):
             row = torch.tensor([(context + x)[-41:-1]])  # too long: cut from the left
-            logits = model(row, steps=lm.r, state=s0[:, :row.shape[1]])[0]
+            logits = model(row, steps=r, state=s0[:, :row.shape[1]])[0]
             p = logits[0, -len(x):].double().log_softmax(-1)
             likelihood = p[range(len(x)), x].sum().item()
             assert answer == (pytest.approx(likelihood, abs=1e-4), p.argmax(-1).tolist() == x)
@@ -2133,7 +2134,7 @@ def test_generated_text_follows_the_seed(checkpoint):
     found = []
     for seed in (0, 5):
         lm = eval_lm.Harness(folder, [3], seed=seed)
-        lm.r = 3
+        lm.at(3)
         found += lm.generate_until([request])
         wanted, _ = sample.answer_batch(Decoder(model), tokenizer, [tokenizer.encode("has 1 so")],
                                         12, [], 3, seed=seed)
@@ -2627,6 +2628,7 @@ def test_export_in_the_harness(parent):
     call("surgery", "m", "out", "--export", "hf")
     theirs = type(parent[1])("out", trust_remote_code=True, device="cpu")
     theirs.steps = [3]
+    theirs.at = lambda r: theirs
     ours = read_json("m/eval_a.json")["results"]
     assert ours == eval_lm.evaluate(theirs, eval_lm.load_tasks(["local_choice"], "."))[0]
 

@@ -44,8 +44,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, did_you_mean,
-                    find_gpu, fraction, locked, natural, positive, rate, read_json, recurrences, say, seeds,
-                    whole, write_json)
+                    find_gpu, fraction, locked, natural, positive, rate, read_json, recurrences,
+                    say, seeds, whole, write_json)
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config, presets, retrofitted)
@@ -493,8 +493,8 @@ def run_config(settings, folder=None):
 
 def parent_config(settings, folder):
     """
-    The Config of a checkpoint or run. In a dry run the folder need not exist yet: its name may begin
-    with that of a preset, it may be named as a known parent, or a file beside --config may make it.
+    The Config of a checkpoint or run. In a dry run the folder need not exist yet: its name may
+    begin with that of a preset, or be that of a known parent, or a file beside --config makes it.
     """
     if not settings.dry_run or Path(folder).exists():
         return load_config(find_checkpoint(folder))
@@ -850,8 +850,8 @@ def affordable_updates(settings):
     return updates
 
 
-# Executed FLOP/s of a card and its memory in GB. The speeds are estimates, not measured here: 61, 61
-# and 43% of the peak in bfloat16.
+# Executed FLOP/s of a card, and its memory in GB. The speeds are estimates, not measured here: 61,
+# 61 and 43% of the peak in bfloat16.
 CARDS = {"RTX 4090": (1.0e14, 24), "A100": (1.9e14, 80), "H100": (4.2e14, 80)}
 
 
@@ -884,8 +884,8 @@ def dry_run(settings):
     choose_trained(settings, model)
     flops = plan(settings, model)
     executed = run_flops(settings, model)
-    say(f"executed: {executed / max(flops, 1):.2f} times as many FLOPs: draws of r, attention, head, "
-        "adapter, what is computed twice")
+    say(f"executed: {executed / max(flops, 1):.2f} times as many FLOPs: draws of r, attention, "
+        "head, adapter, what is computed twice")
     plan_data(settings)
     alone = make_optimizer(settings, model, 0, 1)
     gathered = sum(t.nbytes for t in [*alone.masters.values(), *alone.moments.values()])
