@@ -353,9 +353,13 @@ def test_text_files_follow_the_model(llama, corpus):
     huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
     common.write_json("released/config.json", huginn)
     data.copy_tokenizer(corpus / "task", "released")
+    common.write_json("released/generation_config.json",
+                      {"eos_token_id": 65505, "pad_token_id": 65509, "top_k": 20})
     call("surgery", "released", "ours")
     config = load_config("ours")
     assert (config.bos_token_id, config.eos_token_id) == (None, 1)
+    said = read_json("ours/generation_config.json")
+    assert said == {"bos_token_id": None, "eos_token_id": 1, "top_k": 20}
 
 def test_verify_sees_a_wrong_weight(llama, monkeypatch):
     """--verify compares what was written with the layers that were kept, whatever the adapter."""

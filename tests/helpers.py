@@ -384,7 +384,8 @@ def write_bpe(kind):
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=700, initial_alphabet=last.alphabet(), special_tokens=["<s>"])
     bpe.train([str(ROOT / "README.md")], trainer)
-    bpe.add_tokens([tokenizers.AddedToken("<think>", normalized=False, special=False)])
+    for name in ("<thi", "<think>"):  # the longer one counts
+        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False)])
     spec = json.loads(bpe.to_str())
     if kind == "merges":
         spec["model"]["merges"].reverse()
