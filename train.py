@@ -902,14 +902,16 @@ def dry_run(settings):
         fits = f"{size} GB each"
         if memory > size - 2:  # the CUDA context and fragments
             fits = f"DOES NOT FIT into {size} GB"
-        say(f"time: about {duration(seconds)} on {settings.gpus} {name}, {fits} (an estimate)")
+        say(f"time: {duration(seconds)} on {settings.gpus} {name}, {fits} (an estimate)")
 
 
 def duration(seconds):
     """Seconds as text: 1000 is 16.7 minutes."""
+    if seconds < 60:
+        return "less than a minute"
     if seconds < 3600:
-        return f"{seconds / 60:,.1f} minutes"
-    return f"{seconds / 3600:,.1f} hours"
+        return f"about {seconds / 60:,.0f} minutes"
+    return f"about {seconds / 3600:,.1f} hours"
 
 
 def plan_data(settings):
