@@ -501,7 +501,9 @@ def parent_config(settings, folder):
     name = Path(folder).name
     for preset, (parent, sizes) in presets().items():
         if f"{name}-".startswith(f"{preset}-"):
-            say(f"--init_from={folder}: is not there yet; assuming --preset {preset}")
+            size = 2 * RecurrentLM.empty(parent).num_params()["total"] / 1e9
+            say(f"--init_from={folder}: is not there yet; assuming --preset {preset}, whose parent "
+                f"is a download of {size:.1f} GB if it is stored in bfloat16")
             return retrofitted(parent, sizes)
         parent_name = preset.rsplit("-", 3)[0]
         if name in (parent_name, f"{parent_name}-untied"):
@@ -917,7 +919,9 @@ def duration(seconds):
 def plan_data(settings):
     """Print how much data a run reads, and warn if it is not there or is read too often."""
     rows = settings.updates * settings.batch_size
-    say(f"data: {rows:,} rows of {settings.context} tokens")
+    size = 2 * rows * settings.context / 1e9  # most vocabularies fit into 2 bytes
+    say(f"data: {rows:,} rows of {settings.context} tokens, {size:.2g} GB of ids (twice as much if "
+        "there are more than 65,536)")
     try:
         available = Dataset(settings.data, "train", settings.context).num_rows
         validation_sets(settings)
