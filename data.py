@@ -731,8 +731,8 @@ def main():
     flag("--out", required=True, help="folder of the data set")
     flag("--field", default="text",
          help="one column (text) or several, a,b: text, chat messages, or token ids")
-    flag("--prompt", help="a column of text that comes first and carries no loss; a newline joins it to what "
-              "follows")
+    flag("--prompt", help="a column of text that comes first and carries no loss; a newline joins "
+                          "it to what follows")
     flag("--loss", choices=("all", "assistant"), default="all",
          help="assistant: of chats, only the assistant's messages carry loss")
     flag("--drop", nargs="+", action="extend", default=[],
