@@ -4,7 +4,7 @@ What `python bench.py plot` draws: results over r or FLOPs, and the losses of ru
 A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y, error),
 ...]}}, perhaps with "x_log": base, and "y_log"; "dashed": labels of curves; "line": [x, words], a
 vertical line. An x of None stands for a level line. A point with a fourth item, ENOUGH, gets a ring.
-A file with "figures", as runs/study writes them, is drawn as it is.
+A file with "figures", as runs/study/lengths.py writes them, is drawn as it is.
 """
 import json
 import math
@@ -22,7 +22,8 @@ AXES = {
     "flops": "training FLOPs (the paper's rule)",
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
-POINTS = 10  # of a curve, in words
+POINTS = 10   # of a curve, in words
+MARKERS = 20  # of a curve, at most
 ENOUGH = "enough"
 RING = "enough: the smallest r\nwithin 2 errors of the best"
 
@@ -184,9 +185,11 @@ def draw_panel(panel, figure):
             lines.append(panel.axhline(y[0], **style | {"linestyle": "--"}))
         else:
             # Hollow marks of several shapes: curves that lie on each other can be told apart.
-            marker = "os^Dv*PX"[i % 8] if len(x) < 20 else ""
+            marker = "os^Dv*PX"[i % 8]
+            every = math.ceil(len(x) / MARKERS)
             error = [e or 0 for e in error]
-            lines.append(panel.errorbar(x, y, error, marker=marker, mfc="none", **style))
+            lines.append(panel.errorbar(x, y, error, marker=marker, mfc="none", markevery=every,
+                                        **style))
         rings += [point[:2] for point in known if point[3:]]
     if rings:
         lines += panel.plot(*zip(*rings), "o", ms=14, mfc="none", color="black", label=RING,

@@ -1,26 +1,24 @@
 """
-Play the study: train its models, measure each, and keep what was measured in a small file.
+Play the study: train an item's models, measure them, and draw its picture and the pages' tables.
 
-    bash runs/study/all.sh                    all of it, then tables, pictures and the page
-    bash runs/study/all.sh curriculum exits   some items
-    bash runs/study/all.sh --quick            every run for 4 updates, too short to learn
-    bash runs/study/all.sh --seeds 5          two seeds more
-    bash runs/study/all.sh --jobs 8           on as many cores; two runs at a time otherwise
+    python runs/study/play.py                      all items
+    python runs/study/play.py curriculum parts     some items
+    python runs/study/play.py --quick              every run for 4 updates, too short to learn
+    python runs/study/play.py --jobs 8             on as many cores; two runs at a time otherwise
 
-Models go to out/study/TASK/SEED/RUN, what was measured to results/runs/TASK/SEED/RUN.MEASURE.json
-beside this file, with the commands that made the model. Where that file is there, nothing is done,
-not even on a machine that has none of the models. A model that several measurements need is trained
-once, a run that was killed continues from its checkpoint, and one that fails does not keep others.
+Models go to out/study/TASK/SEED/RUN. What was measured goes to results/ITEM.json beside this file,
+with the commands that made each model. A run that is in that file, made by the same commands, is
+not played again, not even on a machine that has none of the models. A model that several items need
+is trained once, a run that was killed continues from its checkpoint, and one that fails does not
+keep others from running.
 """
 import bisect
-import collections
 import datetime
 import functools
 import json
-import random
+import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import threading
@@ -34,10 +32,10 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import torch
 
-from common import Parser, UserError, cli, positive, read_json, write_json
+import study
+from common import Parser, UserError, cli, positive, read_json, whole
 from data import Dataset
 from model import IGNORE, RecurrentLM, find_checkpoint
-from sample import Decoder, Decoding, load_model
 from train import draws_of, read_settings, run_config
 
 
@@ -46,9 +44,9 @@ from train import draws_of, read_settings, run_config
 class Run(NamedTuple):
     """
     Training by config/tiny_SCRIPT.toml, or "surgery". start: the run whose weights it takes, ""
-    for random ones. flags: of train.py or surgery.py, and two of our own: equal=RUN, as many
-    updates as cost what that run has cost since surgery (if this one starts from random weights,
-    with that run's pretraining); state_std, of s_0, for config.json.
+    for random ones. flags: of train.py or surgery.py, and one of our own: equal=RUN, as many updates
+    as cost what that run has cost since surgery (if this one starts from random weights, with that
+    run's pretraining).
     """
     name: str
     script: str
@@ -59,8 +57,7 @@ class Run(NamedTuple):
 class Item(NamedTuple):
     """A question of the study. Validations are compared at recurrence `at`."""
     task: str         # of the embedded corpus
-    table: str        # of study.py
-    measure: str      # of each run, see MEASURES
+    table: str        # of study.py; it decides what is measured, see MEASURES
     runs: dict        # label: Run; the first is what the others are compared with
     at: int = 8
     seeds: int = 100  # at most
@@ -109,7 +106,6 @@ def parents(task_name, loop, tokens, deep):
 
 
 DESIGN = 3  # of corpus, noise and measures: results of two designs never share a table
-UNSEEN = {"stories": 6, "s5": 9}  # training asks nothing of this length or longer
 UPDATES = {  # where a run's flags do not say
     "stories": {"pretrain": 350, "heal": 100, "task": 200},
     "s5": {"pretrain": 700, "heal": 100, "task": 1700},
@@ -126,11 +122,8 @@ BEFORE = [
     PRETRAIN, CUT, HEAL,
     Run("deep_pretrain", "pretrain", "", {"n_prelude": 18}),  # as deep as the loop is at r = 8
     *healed("_influence", text="{corpus}/text.txt", window=50),
-    *healed("_random", select="random"),
     *healed("_default", adapter_init="torch"),
     *healed("_add", adapter="add"),
-    *healed("_zero", state_std=0),
-    *healed("_loud", state_std=1),
 ]
 TASK = task("task")
 PART = task("part", train="core|adapter")
@@ -145,12 +138,12 @@ RATES = {
     "adamw*": (0.001, 0.002, 0.004, 0.008),
 }
 ITEMS = {
-    "pretrained": Item("stories", "curves", "curve", {
+    "pretrained": Item("stories", "curves", {
         "pretrained": task("unhealed", "cut", updates=250),
         "random weights": task("random", "", updates=250, **LOOPED),
         "random weights, FLOPs of all": task("random_long", "", equal="unhealed", **LOOPED),
     }),
-    "curriculum": Item("stories", "curves", "curve", {
+    "curriculum": Item("stories", "curves", {
         "none": task("fixed", curriculum="none"),
         "linear, 25%": task("linear25", curriculum_warmup=0.25),
         "linear, 50%": TASK,
@@ -160,72 +153,55 @@ ITEMS = {
         "1-sqrt, 75%": task("sqrt75", curriculum="1-sqrt", curriculum_warmup=0.75),
         "none; k over 50%": task("depth50", curriculum="none", backprop_warmup=0.5),
     }),
-    "optimizer": Item("stories", "optimizers", "curve", {
+    "optimizer": Item("stories", "optimizers", {
         f"{model}, {optimizer} {lr}": task(
             f"{model}_{optimizer.replace('*', 'star')}_{lr}", start,
             optimizer=optimizer, lr=lr, updates=120)
         for model, start in (("looped", "heal"), ("parent", "pretrain"))
         for optimizer, rates in RATES.items() for lr in rates
     }),
-    "recurrence": Item("stories", "accuracy", "answers", {
+    "recurrence": Item("stories", "accuracy", {
         **LOOPS,
         "parent, equal tokens": PARENTS["tokens 0.01"],
         "parent, FLOPs of r = 32": PARENTS["flops 0.005"],
         "untied parent of 18 layers": PARENTS["deep 0.02"],
     }),
-    "parent_rates": Item("stories", "curves", "curve", PARENTS, seeds=1),
-    "healing": Item("stories", "healing", "losses", {
-        "the parent": PRETRAIN,
-        "cut, not trained": CUT,
-        "healed": HEAL,
-        "healed, then task": TASK,
-        "task at once": task("single", "cut"),
-        "task at once, updates of both": task("single_long", "cut", updates=300),
-        "parent, then task": task("plain", "pretrain"),
-    }),
-    "layers": Item("stories", "curves", "curve", {
+    "parent_rates": Item("stories", "curves", PARENTS, seeds=1),
+    "layers": Item("stories", "curves", {
         "the paper's rule": TASK,
         "block influence": task("influence", "heal_influence"),
-        "random": task("layers_random", "heal_random"),
         "torch's adapter init": task("default", "heal_default"),
         "adding adapter": task("add", "heal_add"),
     }),
-    "deeper": Item("stories", "deeper", "states", LOOPS),
-    "exits": Item("stories", "exits", "exits", {"r = 8": LOOPS["trained with r = 8"]}),
-    "truncation": Item("stories", "curves", "curve", {
+    "deeper": Item("stories", "deeper", LOOPS),
+    "truncation": Item("stories", "curves", {
         f"k = {k}" if k else "all": task(
             f"depth{k}", backprop_depth=k, **MEAN_16,
             **({"updates": 100} if k == 4 else {"equal": "depth4"}))
         for k in (4, 1, 2, 8, 16, 0)
     }, at=16),
-    "parts": Item("stories", "curves", "curve", {
+    "parts": Item("stories", "curves", {
         "everything": TASK,
         "core and adapter": PART,
     }),
-    "s5_parents": Item("s5", "accuracy", "answers", {
+    "s5_parents": Item("s5", "accuracy", {
         "trained with r = 8": TASK,
         "parent, equal tokens": S5_PARENTS["tokens 0.01"],
         "parent, equal FLOPs": S5_PARENTS["flops 0.01"],
         "untied parent of 18 layers": S5_PARENTS["deep 0.01"],
     }),
-    "s5_rates": Item("s5", "curves", "curve", S5_PARENTS, seeds=1),
-    "s5_adapter": Item("s5", "curves", "curve", {
+    "s5_rates": Item("s5", "curves", S5_PARENTS, seeds=1),
+    "s5_adapter": Item("s5", "curves", {
         "identity": TASK,
         "torch's init": task("default", "heal_default"),
     }, at=16),
-    "s5_truncation": Item("s5", "curves", "curve", {
+    "s5_truncation": Item("s5", "curves", {
         "k = 4": TASK,
         "k = 1": task("k1", backprop_depth=1, equal="task"),
         "k = 2": task("k2", backprop_depth=2, equal="task"),
         "k = 8": task("k8", backprop_depth=8, equal="task"),
     }, at=16),
-    "s5_start": Item("s5", "curves", "curve", {
-        "noise, std 0.009": TASK,
-        "zero": task("zero", "heal_zero"),
-        "noise, std 1": task("loud", "heal_loud"),
-    }, at=16),
-    "s5_exits": Item("s5", "exits", "exits", {"r = 8": TASK}),
-    "s5_parts": Item("s5", "curves", "curve", {
+    "s5_parts": Item("s5", "curves", {
         "everything": TASK,
         "core and adapter": PART,
     }, at=16),
@@ -256,12 +232,13 @@ def training_flops(settings, model):
 
 
 class Study:
-    """folder: of the models; results: of the files; quick: whether runs are too short to learn."""
+    """folder: of the models; results: of the items' files; quick: runs are too short to learn."""
 
     def __init__(self, quick=False):
         self.quick = quick
         self.folder = Path("out/study-quick" if quick else "out/study")
         self.results = self.folder / "results" if quick else HERE / "results"
+        self.writing = threading.Lock()
         self.locks = {}
         self.made = set()
         self.dtype = "float32"
@@ -292,14 +269,6 @@ class Study:
         """Those of run.script, but for the folders that it starts from and goes to."""
         corpus = self.corpus(task)
         flags = {key: str(value).format(corpus=corpus) for key, value in run.flags.items()}
-        if flags.get("select") == "random":
-            layers = random.Random(seed).sample(range(6), 4)
-            first, *core, last = map(str, sorted(layers))
-            flags = {
-                "prelude": first,
-                "core": ",".join(core),
-                "coda": last,
-            }
         if "equal" in flags:
             other = RUNS[flags.pop("equal")]
             flags["updates"] = self.equal_updates(task, seed, run, other)
@@ -319,7 +288,6 @@ class Study:
             } | more | flags
             if self.quick:
                 flags |= {"updates": 4, "eval_every": 2, "compile": "false"}
-        flags.pop("state_std", None)
         return [f"--{key}={value}" for key, value in flags.items()]
 
     def cost(self, task, seed, run, **more):
@@ -357,60 +325,60 @@ class Study:
         else:
             command = ["train.py", f"--init_from={start}", f"--out_dir={folder}"]
         steps.append((folder, [*command, *self.flags(task, seed, run)]))
-        if "state_std" in run.flags:
-            path = folder / "config.json"
-            steps.append((path, ["-c", SET_STATE_STD, path, run.flags["state_std"]]))
         return steps
 
     def make(self, folder, command):
-        """Play a command once in this process. train.py itself knows what is there already."""
+        """Run a command once in this process. train.py itself knows what is there already."""
         with self.locks.setdefault(folder, threading.Lock()):
-            cut = command[0] not in ("train.py", "-c") and folder.exists()
+            cut = command[0] != "train.py" and folder.exists()
             if folder not in self.made and not cut:
                 if command[0] == "train.py":
                     command = [*command, f"--dtype={self.dtype}"]
                 execute(folder, command)
             self.made.add(folder)
 
-    def play(self, task, seed, run, measure):
-        """Make a run's model, measure it and write the file, if that is not there. Says which."""
+    def play(self, name, arm, seed):
+        """Train and measure a run of an item, unless its file has it. Returns what was done."""
         began = time.time()
-        path = self.result(task, seed, run, measure)
-        name = path.relative_to(self.results)
-        steps = self.commands(task, seed, run)
-        recipe = []
-        for _, command in steps:
-            recipe.append(shlex.join(["python", *map(str, command)]))
-        if path.exists():
-            there = read_json(path)
-            if there["recipe"] == recipe and there.get("design") == DESIGN:
-                return f"{name}: is there"
+        item = ITEMS[name]
+        steps = self.commands(item.task, seed, item.runs[arm])
+        commands = [shlex.join(["python", *map(str, command)]) for _, command in steps]
+        words = f"{name}, {arm}, seed {seed}"
+        there = self.runs_of(name).get((arm, seed))
+        if there and there["commands"] == commands:
+            return f"{words}: is there"
         for step in steps:
             self.make(*step)
-        folder = self.model(task, seed, run.name)
-        found = MEASURES[measure](folder, self.corpus(task))
-        seconds = round(time.time() - began)
-        write_json(path, found | describe(folder) | {
+        folder = self.model(item.task, seed, item.runs[arm].name)
+        found = MEASURES[item.table](folder, self.corpus(item.task))
+        about = {"arm": arm, "seed": seed, "commands": commands, "dtype": self.dtype}
+        self.write(name, about | describe(folder) | found)
+        return f"{words}: {time.time() - began:.0f} s"
+
+    def runs_of(self, name):
+        """{(arm, seed): run} of an item's file; those of another design do not count."""
+        path = self.results / f"{name}.json"
+        item = read_json(path) if path.exists() else {}
+        runs = item["runs"] if item.get("design") == DESIGN else []
+        return {(run["arm"], run["seed"]): run for run in runs if run["arm"] in ITEMS[name].runs}
+
+    def write(self, name, run):
+        """Add a run to its item's file, which has a line for each."""
+        item = ITEMS[name]
+        head = {
+            "task": item.task,
+            "table": item.table,
+            "at": item.at,
             "design": DESIGN,
-            "dtype": self.dtype,
-            "seconds": seconds,
-            "recipe": recipe,
-        })
-        return f"{name}: {seconds} s"
-
-    def result(self, task, seed, run, measure):
-        return self.results / "runs" / task / str(seed) / f"{run.name}.{measure}.json"
-
-    def measured(self, item, run):
-        """The files of a run's measurements that are there, one a seed."""
-        path = self.result(item.task, "*", run, item.measure)
-        return self.results.glob(str(path.relative_to(self.results)))
-
-
-SET_STATE_STD = """
-import json, sys
-config = json.load(open(sys.argv[1])) | {"state_std": float(sys.argv[2])}
-json.dump(config, open(sys.argv[1], "w"))""".strip()
+            "command": f"python runs/study/play.py {name}",
+            "arms": list(item.runs),
+        }
+        with self.writing:
+            runs = self.runs_of(name) | {(run["arm"], run["seed"]): run}
+            lines = ",\n".join(json.dumps(runs[key]) for key in sorted(runs))
+            self.results.mkdir(parents=True, exist_ok=True)
+            with whole(self.results / f"{name}.json") as new:
+                new.write_text(f'{json.dumps(head)[:-1]}, "runs": [\n{lines}\n]}}\n')
 
 
 def execute(folder, command):
@@ -419,8 +387,9 @@ def execute(folder, command):
     log = Path(f"{folder}.log")
     with open(log, "ab") as file:
         command = [sys.executable, *map(str, command)]
-        failed = subprocess.run(command, stdout=file, stderr=file, cwd=ROOT).returncode
-    if failed:
+        threads = os.environ | {"OMP_NUM_THREADS": "1"}  # small matrices gain little from a second
+        done = subprocess.run(command, stdout=file, stderr=file, cwd=ROOT, env=threads)
+    if done.returncode:
         raise UserError(f"{log}: {log.read_text().splitlines()[-1]}")
 
 
@@ -489,80 +458,6 @@ def answers(folder, corpus):
     return found
 
 
-def losses(folder, corpus):
-    """[loss, accuracy] on the general text and on the task over r."""
-    found = {}
-    for part in ("pretrain", "task"):
-        row = read_json(corpus / part / "meta.json")["row"]
-        out = folder / f"loss_{part}"
-        execute(folder, ["train.py", "--updates=0", f"--init_from={folder}", f"--out_dir={out}",
-                         f"--data={corpus / part}", f"--context={row}", "--eval_rows=512",
-                         "--eval_steps=1,8", "--compile=false", "--dtype=float32"])
-        line = json.loads((out / "log.jsonl").read_text())
-        accuracy = line["accuracy"]
-        found[part] = {r: [loss, accuracy[r]] for r, loss in line["val"].items()}
-    return found
-
-
-def exits(folder, corpus):
-    """
-    {rule: [right, recurrences of the last token] by the number of sentences}. "kl X": all ids of a
-    prompt but the last take r = 32, this one exits by its KL divergence. "last R": this one takes R
-    of them. "all R": all ids do.
-    """
-    found = by_last_id(folder, corpus / "test.jsonl")
-    for row in ask(folder, corpus / "test.jsonl", "test_fixed", "--steps", "4,5,6,7,8,16,32"):
-        right = right_by_length(row)
-        found[f"all {row['steps']}"] = [right, dict.fromkeys(right, row["steps"])]
-    return {"rules": found}
-
-
-@torch.inference_mode()
-def by_last_id(folder, questions):
-    """
-    exits() for "last R" and for "kl X": a token stops recurring once its last two recurrences
-    changed the distribution over the next token by less than X nats (KL, Geiping et al., arXiv
-    2502.05171), looked at from the fourth recurrence on, or at r = 32.
-    """
-    far = 32
-    model, tokenizer = load_model(folder)
-    decoder = Decoder(model)
-    seen = collections.defaultdict(lambda: collections.defaultdict(list))  # rule, sentences
-    rows = [json.loads(line) for line in questions.read_text().splitlines()]
-    for first in range(0, len(rows), 200):
-        batch = rows[first:first + 200]
-        prompts = [tokenizer.encode(row["question"], bos=True) for row in batch]
-        end = max(map(len, prompts))
-        decoder.make_room(far, len(prompts), end, Decoding())
-        token, position = decoder.prefill(prompts)
-        tokens = decoder.at(position[:, None], end)
-        e, s = decoder.begin(token[:, None], tokens)
-        scores = []
-        for r in range(far):
-            s = decoder.recur(s, e, tokens, r, r + 1)
-            scores.append(decoder.logits(s, tokens)[:, -1].log_softmax(-1))
-        scores = torch.stack(scores, 1)  # (rows, far, V)
-        looks = scores[:, 1::2]
-        change = looks[:, 1:] - looks[:, :-1]
-        kl = (looks[:, 1:].exp() * change).sum(-1)
-        rules = {}
-        for x in (0.3, 0.1, 0.01, 0.001):
-            unsettled = (kl >= x).long().cumprod(1).sum(1)
-            rules[f"kl {x}"] = (4 + 2 * unsettled).clamp(max=far).tolist()
-        for r in (4, 5, 6, 7, 8, 16):
-            rules[f"last {r}"] = [r] * len(batch)
-        answers = scores.argmax(-1).tolist()
-        for rule, took in rules.items():
-            for row, answer, r in zip(batch, answers, took):
-                hit = tokenizer.decode([answer[r - 1]]) == row["answer"]
-                seen[rule][str(row["difficulty"])].append((hit, r))
-    found = {}
-    for rule, lengths in seen.items():
-        means = {n: [statistics.fmean(x) for x in zip(*pairs)] for n, pairs in lengths.items()}
-        found[rule] = [{n: mean[i] for n, mean in means.items()} for i in range(2)]
-    return found
-
-
 @torch.no_grad()
 def states(folder, corpus):
     """
@@ -616,15 +511,14 @@ def relative(change, states):
 
 def by_sentences(values):
     """A tensor (3,), of the lengths that validation asks -> {sentences: value}."""
-    return dict(enumerate(values.tolist(), UNSEEN["stories"]))
+    return dict(enumerate(values.tolist(), study.UNSEEN["stories"]))
 
 
 MEASURES = {
-    "curve": curve,
-    "answers": answers,
-    "losses": losses,
-    "exits": exits,
-    "states": states,
+    "curves": curve,
+    "optimizers": curve,
+    "accuracy": answers,
+    "deeper": states,
 }
 
 
@@ -636,7 +530,6 @@ def parse_args():
     flag("items", nargs="*", metavar="ITEM", help=f"default: all, {', '.join(ITEMS)}")
     flag("--quick", action="store_true", help="4 updates a run, to see that all of it works")
     flag("--seeds", type=positive, default=3, help="runs of each arm (3)")
-    # Each on one thread: small matrices gain little from a second one.
     flag("--jobs", type=positive, default=2, help="runs at a time (2)")
     args = parser.parse_args()
     if unknown := set(args.items) - set(ITEMS):
@@ -647,19 +540,16 @@ def parse_args():
 def main():
     args = parse_args()
     began = time.time()
-    study = Study(args.quick)
+    torch.set_num_threads(1)
+    plays = Study(args.quick)
     failed = 0
-    items = [ITEMS[name] for name in args.items or ITEMS]
-    for name in {item.task for item in items}:
-        study.make_corpus(name)
-    jobs = {}  # without those that several items ask for
-    for item in items:
-        for run in item.runs.values():
-            for seed in range(min(args.seeds, item.seeds)):
-                jobs[item.task, seed, run.name, item.measure] = run
+    names = args.items or list(ITEMS)
+    for task_name in {ITEMS[name].task for name in names}:
+        plays.make_corpus(task_name)
+    jobs = [(name, arm, seed) for name in names for arm in ITEMS[name].runs
+            for seed in range(min(args.seeds, ITEMS[name].seeds))]
     pool = ThreadPoolExecutor(args.jobs)
-    futures = [pool.submit(study.play, task, seed, run, measure)
-               for (task, seed, _, measure), run in jobs.items()]
+    futures = [pool.submit(plays.play, *job) for job in jobs]
     try:
         for done, future in enumerate(as_completed(futures), 1):
             try:
@@ -672,6 +562,11 @@ def main():
         pool.shutdown(cancel_futures=True)
     if failed:
         raise UserError(f"{failed} of {len(jobs)} failed; the same command tries them again")
+    if not args.quick:
+        return study.remake()
+    for name in names:
+        path = plays.results / f"{name}.json"
+        study.draw_item(path, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """
-Tables, pictures and the page of the study, from what play.py has measured.
+Tables, pictures and the pages of the study, all from the measurements in results/ITEM.json.
 
-    python runs/study/study.py tables [ITEM ...]     results/ITEM.json, ../../assets/study_ITEM.png
-    python runs/study/study.py page                  writes the tables into README.md, in place, and
-                                                     into that of the repository
+    python runs/study/study.py
 
-An error is the standard error over the seeds. An item's JSON holds "figures", which `bench.py plot`
-draws, and "columns" and "rows". A page asks for a table by the columns that it shows, and perhaps
-by the numbers of its rows:
+writes the tables into runs/study/README.md and the repository's README.md, in place, and draws the
+pictures that the study's page shows. play.py measures and writes an item's file: a line for each arm and seed, with the commands that
+made its model. An error is the standard error over the seeds. A page asks for a table by the
+columns that it shows, and perhaps by the numbers of its rows:
 
     <!-- table: curriculum | arm | training FLOPs | accuracy, % -->
     <!-- table: curriculum 1 5 6 | arm | accuracy, % -->
@@ -15,26 +14,29 @@ by the numbers of its rows:
 import math
 import re
 import statistics
+import sys
+from pathlib import Path
 
-from play import DESIGN, HERE, ITEMS, ROOT, UNSEEN, Study
-from common import Parser, UserError, cli, read_json, write_json
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.append(str(ROOT))
+from common import Parser, UserError, cli, read_json
 from runs.plot import draw
+
+UNSEEN = {"stories": 6, "s5": 9}  # tests of this length or longer repeat no question of training
 
 
 def main():
-    parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    tables = commands.add_parser("tables", help="an item's table and picture from its results")
-    tables.add_argument("items", nargs="*", metavar="ITEM", help="default: all that have results")
-    tables.add_argument("--quick", action="store_true", help="of `all.sh --quick`")
-    commands.add_parser("page", help="write the tables into README.md")
-    args = parser.parse_args()
-    if args.command == "page":
-        for page, note in PAGES.items():
-            write_page(page, note)
-        return
-    for name in args.items or ITEMS:
-        write_tables(name, Study(args.quick))
+    Parser(description=__doc__).parse_args()
+    remake()
+
+
+def remake():
+    """Write the tables of the pages, and draw the pictures that the study's page shows."""
+    for page, note in PAGES.items():
+        write_page(page, note)
+    for picture, name in re.findall(r"(assets/study_(\w+)\.png)", (HERE / "README.md").read_text()):
+        draw_item(HERE / f"results/{name}.json", ROOT / picture)
 
 
 # ---------------------------------------------------------------------------- numbers in words
@@ -96,7 +98,7 @@ def panel(x, y, curves, title="", **more):
 
 LOSS = "validation loss"
 UPDATES = "updates"
-FLOPS = "training FLOPs (the paper's rule)"
+FLOPS = "training FLOPs, of the recurrences drawn"
 STEPS = "recurrences r at test time"
 
 
@@ -136,7 +138,7 @@ def minus(values, others):
 
 def curves(item, found):
     """Loss and accuracy over updates and FLOPs; the last ones, and what 90% of answers took."""
-    r = str(item.at)
+    r = str(item["at"])
     figures = []
     for x, words, key, y in (
         ("update", UPDATES, "val", LOSS),
@@ -191,7 +193,7 @@ def optimizers(item, found):
     best = {}  # {(model, optimizer): (loss, row)}
     for row, (label, runs) in zip(rows, found.items()):
         model, optimizer, lr = re.split(", | ", label)
-        loss, se = mean_se(each(runs, "validations", -1, "val", str(item.at)))
+        loss, se = mean_se(each(runs, "validations", -1, "val", str(item["at"])))
         points = grid.setdefault(model, {}).setdefault(optimizer, [])
         points.append([float(lr), loss, se])
         key = model, optimizer
@@ -207,21 +209,26 @@ def optimizers(item, found):
     return figures, rows
 
 
+def unit(item):
+    """What the length of a question is counted in."""
+    return "letters" if item["task"] == "s5" else "sentences"
+
+
 def unseen(item, values):
-    """The mean of {sentences: value} over the lengths that training has not shown."""
-    first = UNSEEN[item.task]
+    """The mean of {length: value} over the lengths whose questions are not in training."""
+    first = UNSEEN[item["task"]]
     return statistics.fmean(x for n, x in values.items() if int(n) >= first)
 
 
 def accuracy(item, found):
-    """Accuracy over test recurrences, by the number of sentences, and over an answer's FLOPs."""
+    """Accuracy over test recurrences, over the length of a question, and over an answer's FLOPs."""
     over_r = {}
     over_flops = {}
     hard = {}
     far = {}
     rows = []
     steps = "1", "2", "4", "8", "16", "32", "64"
-    first = UNSEEN[item.task]
+    first = UNSEEN[item["task"]]
     for label, runs in found.items():
         right = {r: [unseen(item, lengths) for lengths in each(runs, "by_length", r)]
                  for r in steps}
@@ -234,15 +241,15 @@ def accuracy(item, found):
                              for r, flops in runs[0]["token_flops"].items()]
         row = {"arm": label, "training FLOPs": scientific(each(runs, "flops"))}
         row |= {f"r = {r}": percent(right[r]) for r in steps}
-        row["18 sentences, r = 32"] = percent(each(runs, "right_18", "32"))
+        row[f"18 {unit(item)}, r = 32"] = percent(each(runs, "right_18", "32"))
         rows.append(row)
     token_flops = "FLOPs of a new token (the paper's rule)"
-    asked = f"{first} to 12 sentences"
+    asked = f"{first} to 12 {unit(item)}"
     figures = [
         panel(STEPS, "accuracy", over_r, asked, x_log=2),
-        panel("sentences", "accuracy", hard, f"r = 32; from {first} on unseen in training"),
+        panel(f"{unit(item)} of the question", "accuracy", hard, "r = 32"),
         panel(token_flops, "accuracy", over_flops, asked, x_log=10),
-        panel(STEPS, "accuracy", far, "18 sentences (trained on 12)", x_log=2),
+        panel(STEPS, "accuracy", far, f"18 {unit(item)}", x_log=2),
     ]
     return figures, rows
 
@@ -289,7 +296,7 @@ def deeper(item, found):
     figures = [
         panel(STEPS, "accuracy", over_r, x_log=2),
         panel("recurrence", change, moved, x_log=2, y_log=True),
-        panel("sentences", "the last recurrence that moves it by 1%", last_move),
+        panel("sentences read so far", "the last recurrence that moves it by 1%", last_move),
     ]
     return figures, rows
 
@@ -300,7 +307,7 @@ def exits(item, found):
     r for all ids. And whether hard questions take longer.
     """
     (runs,) = found.values()
-    first = UNSEEN[item.task]
+    first = UNSEEN[item["task"]]
     over = {}
     hard = {}
     rows = []
@@ -324,8 +331,8 @@ def exits(item, found):
             hard[rule] = along(sorted(steps[0], key=int), steps)
     last = "mean recurrences of the last id"
     figures = [
-        panel(last, "accuracy", over, f"{first} to 12 sentences", x_log=2),
-        panel("sentences", last, hard),
+        panel(last, "accuracy", over, f"{first} to 12 {unit(item)}", x_log=2),
+        panel(f"{unit(item)} of the question", last, hard),
     ]
     return figures, rows
 
@@ -339,12 +346,12 @@ KINDS = {
 
 def of_prompt(item, kind, steps):
     """
-    Mean recurrences of a prompt's ids. steps: {sentences: those of the last id}; the others take 32
-    unless all take the same.
+    Mean recurrences of a prompt's ids, in the corpus that was measured (no word `so`). steps:
+    {length: those of the last id}; the others take 32 unless all take the same.
     """
     means = {}
     for n, last in steps.items():
-        ids = 1 + 2 * int(n) if item.task == "s5" else 3 * int(n)
+        ids = 1 + int(n) if item["task"] == "s5" else 2 * int(n)
         means[n] = last if kind == "all" else (32 * (ids - 1) + last) / ids
     return unseen(item, means)
 
@@ -359,61 +366,49 @@ TABLES = {
 }
 
 
-def write_tables(name, study):
+def result_of(path):
     """
-    An item's JSON and picture, from the seeds that all of its arms have in this design. They stay
-    as they are while these are less than three.
+    An item's table and figures, of the seeds that all of its arms have. A file that holds "rows" is
+    a result already.
     """
-    item = ITEMS[name]
-    arms = {}
-    for label, run in item.runs.items():
-        arms[label] = {}
-        for path in study.measured(item, run):
-            result = read_json(path)
-            if result.get("design") == DESIGN:
-                arms[label][path.parent.name] = result
+    item = read_json(path)
+    if "rows" in item:
+        return item
+    arms = {arm: {} for arm in item["arms"]}
+    for run in item["runs"]:
+        arms[run["arm"]][run["seed"]] = run
     seeds = sorted(set.intersection(*map(set, arms.values())))
-    wanted = 1 if study.quick else min(3, item.seeds)
-    if len(seeds) < wanted:
-        return print(f"{name}: stays as it is: all arms have {len(seeds)} of {wanted} seeds")
-    found = {label: [of_arm[seed] for seed in seeds] for label, of_arm in arms.items()}
-    figures, rows = TABLES[item.table](item, found)
+    if not seeds:
+        raise UserError(f"{path}: not all arms are measured yet: {item['command']}")
+    found = {arm: [runs[seed] for seed in seeds] for arm, runs in arms.items()}
+    figures, rows = TABLES[item["table"]](item, found)
     results = sum(found.values(), [])
-    about = {key: ", ".join(sorted({result[key] for result in results}))
-             for key in ("commit", "date", "torch", "cpu", "dtype")}
-    path = study.results / f"{name}.json"
-    write_json(path, {
-        "study": name,
-        "command": f"bash runs/study/all.sh {name}",
-        **about,
-        "design": DESIGN,
+    return {
+        "command": item["command"],
+        "design": item["design"],
+        "commit": ", ".join(sorted({run["commit"] for run in results})),
         "seeds": len(seeds),
-        "minutes": round(sum(result["seconds"] for result in results) / 60),
         "figures": figures,
         "columns": list(rows[0]),
         "rows": [list(row.values()) for row in rows],
-    })
-    picture = ROOT / f"assets/study_{name}.png"
-    if study.quick:
-        picture = path.with_suffix(".png")
-    draw(figures, picture)
-    print(path)
+    }
+
+
+def draw_item(path, picture):
+    draw(result_of(path)["figures"], picture)
 
 
 # ---------------------------------------------------------------------------- the page
 
 def write_page(page, note):
-    """
-    Write the table that each comment of a page asks for, and under it what note() says of the
-    item's JSON.
-    """
+    """Write the table that each comment of a page asks for, and under it what note() says of it."""
     def fill(found):
         wanted, *columns = found[2].split(" | ")
         name, *rows = wanted.split()
         path = HERE / "results" / f"{name}.json"
-        text = f"Not measured yet: `bash runs/study/all.sh {name}`\n"
+        text = f"Not measured yet: `python runs/study/play.py {name}`\n"
         if path.exists():
-            result = read_json(path)
+            result = result_of(path)
             text = table(name, result, columns, map(int, rows)) + note(result)
         return found[1] + text + found[3]
 
@@ -422,7 +417,7 @@ def write_page(page, note):
 
 
 def table(name, result, columns, numbers):
-    """Columns of an item's JSON as Markdown: the rows of these numbers, from 1, or all of them."""
+    """Columns of an item as Markdown: the rows of these numbers, from 1, or all of them."""
     if unknown := set(columns) - set(result["columns"]):
         raise UserError(f"{name}.json: has no column {unknown.pop()!r}")
     chosen = [result["rows"][i - 1] for i in numbers] or result["rows"]
@@ -434,11 +429,11 @@ def table(name, result, columns, numbers):
 
 
 def source(result):
-    """The line that says how an item was measured: command, commit, seeds, minutes of a thread."""
-    line = f"`{result['command']}`, {result['commit']}, {result['minutes']} minutes"
+    """The line that says how an item was measured: command, commit, seeds."""
+    line = f"`{result['command']}`, {result['commit']}"
     if result["seeds"] != 3:
         line += f", seeds: {result['seeds']}"
-    if "design" not in result:
+    if result["design"] == 1:
         line += "; of the first design"
     return f"\n{line}\n"
 
