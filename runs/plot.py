@@ -23,7 +23,7 @@ AXES = {
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
 POINTS = 10   # of a curve, in words
-MARKERS = 20  # of a curve, at most
+MARKERS = 30  # of a curve, at most
 ENOUGH = "enough"
 RING = "enough: the smallest r\nwithin 2 errors of the best"
 

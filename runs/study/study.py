@@ -98,7 +98,7 @@ def panel(x, y, curves, title="", **more):
 
 LOSS = "validation loss"
 UPDATES = "updates"
-FLOPS = "training FLOPs, of the recurrences drawn"
+FLOPS = "training FLOPs since surgery"
 STEPS = "recurrences r at test time"
 
 
@@ -152,7 +152,7 @@ def curves(item, found):
             for seeds in logs:
                 point = [statistics.fmean(each(seeds, x)), *mean_se(each(seeds, key, r))]
                 points[label].append(point)
-        figures.append(panel(words, y, points, y_log=y == LOSS))
+        figures.append(panel(words, y, points, f"validation at r = {r}", y_log=y == LOSS))
     rows = [curve_row(label, runs, r) for label, runs in found.items()]
     first, *others = found.values()
     for row, runs in zip(rows[1:], others):
@@ -430,7 +430,7 @@ def table(name, result, columns, numbers):
 
 def source(result):
     """The line that says how an item was measured: command, commit, seeds."""
-    line = f"`{result['command']}`, {result['commit']}"
+    line = f"`{result['command']}` at {result['commit']}"
     if result["seeds"] != 3:
         line += f", seeds: {result['seeds']}"
     if result["design"] == 1:
