@@ -2,8 +2,10 @@
 Print what runs of the speedrun cost and answer:
 
     python runs/speedrun/score.py out/speedrun/NAME
+    python runs/speedrun/score.py out/speedrun/NAME --keep      and add their logs to logs.jsonl
 
-The folder holds a run of each seed, 0, 1 and so on. See README.md for the rules.
+The folder holds a run of each seed, 0, 1 and so on. logs.jsonl has a line for each run: its training
+FLOPs, its validations, and loss and gradient norm over the updates. See README.md for the rules.
 """
 import json
 import sys
@@ -29,31 +31,54 @@ def flops_of(folder):
     return flops_of(settings.init_from) + flops
 
 
-def answered(folder):
-    """{r: share of the unseen answers that are right} after the last update."""
-    log = folder / "log.jsonl"
-    last = json.loads(log.read_text().splitlines()[-1]) if log.exists() else {}
-    if "accuracy" not in last:
+def line_of(name, seed, flops, log):
+    """The line of a run in logs.jsonl. log: the entries of its log.jsonl."""
+    training = [entry for entry in log if "loss" in entry]
+    return {
+        "run": name,
+        "seed": seed,
+        "flops": round(flops),
+        "validations": [{key: entry[key] for key in ("update", "val", "accuracy")}
+                        for entry in log if "accuracy" in entry],
+        "update": [entry["update"] for entry in training],
+        "loss": [round(entry["loss"], 4) for entry in training],
+        "norm": [round(entry["norm"], 4) for entry in training],
+    }
+
+
+def run_of(folder):
+    """The line of a run in its folder. Raises UserError if it has not been validated at its end."""
+    path = folder / "log.jsonl"
+    log = path.read_text().splitlines() if path.exists() else []
+    log = [json.loads(entry) for entry in log]
+    if not log or "accuracy" not in log[-1]:
         raise UserError(f"{folder}: is not done: the same command goes on")
-    return last["accuracy"]
+    return line_of(folder.parent.name, int(folder.name), flops_of(folder), log)
 
 
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    seeds = sorted(folder.glob("[0-9]*"))
-    if not seeds:
-        raise UserError(f"{folder}: holds no runs: bash runs/speedrun.sh makes them")
-    right = [answered(seed) for seed in seeds]
-    flops = [flops_of(seed) for seed in seeds]
-    model = RecurrentLM.load(find_checkpoint(seeds[0]))
-    print(f"{folder.name}, seeds {', '.join(seed.name for seed in seeds)}: TFLOPs of training, % of "
-          "answers, r, MFLOPs of a token at test time")
-    for r in right[0]:
-        answers = percent([accuracy[r] for accuracy in right])
+    parser.add_argument("--keep", action="store_true", help="add the logs to logs.jsonl")
+    args = parser.parse_args()
+    folders = sorted(args.folder.glob("[0-9]*"))
+    if not folders:
+        raise UserError(f"{args.folder}: holds no runs: bash runs/speedrun.sh makes them")
+    runs = [run_of(folder) for folder in folders]
+    if args.keep:
+        with open(HERE / "logs.jsonl", "a") as file:
+            for run in runs:
+                print(json.dumps(run), file=file)
+    seeds = ", ".join(folder.name for folder in folders)
+    print(f"{args.folder.name}, seeds {seeds}: TFLOPs of training, % of answers, r, MFLOPs of a "
+          "token at test time")
+    model = RecurrentLM.load(find_checkpoint(folders[0]))
+    flops = cell([run["flops"] for run in runs], 2, 1e-12)
+    last = [run["validations"][-1]["accuracy"] for run in runs]
+    for r in last[0]:
+        answers = percent([accuracy[r] for accuracy in last])
         forward = model.flops_per_token((0, int(r))) / 3e6
-        print(f"| {cell(flops, 2, 1e-12)} | {answers} | {r} | {forward:.2f} |")
+        print(f"| {flops} | {answers} | {r} | {forward:.2f} |")
 
 
 if __name__ == "__main__":
