@@ -2351,8 +2351,9 @@ def test_launches_suit_every_torch():
         assert {flag.split("=")[0] for flag in flags.split()} <= every, flags
 
 def test_pages_compile_what_decodes_on_a_gpu():
-    """README.md's evaluations in bfloat16 compile where they generate text."""
-    text = (HERE / "README.md").read_text().replace("\\\n", "")
+    """The pages' evaluations in bfloat16 compile where they generate text."""
+    pages = (HERE / "README.md").read_text() + (HERE / "runs/README.md").read_text()
+    text = pages.replace("\\\n", "")
     lines = re.findall(r"^python (?:eval_gsm8k|eval_lm.*math).*", text, re.M)
     lines = [line for line in lines if "--dtype bfloat16" in line]
     assert len(lines) == 2 and all("--compile" in line for line in lines), lines
