@@ -79,6 +79,10 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
 
+    def groups(self):
+        """Three groups of flags, by which --help lists them."""
+        return [self.add_argument_group(title) for title in ("what", "how", "output")]
+
     def error(self, message):
         for word in re.findall(r"--[\w-]+", message):
             if word not in self._option_string_actions:
@@ -90,6 +94,11 @@ def did_you_mean(word, words):
     """" (did you mean X?)" with the one of some words that is nearest to a wrong one, or ""."""
     near = difflib.get_close_matches(str(word), map(str, words), 1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def opening(doc, paragraphs=2):
+    """The first paragraphs of a script's docstring, for --help: what it does, and examples."""
+    return "\n\n".join(doc.strip("\n").split("\n\n")[:paragraphs])
 
 
 def between(lowest, highest=math.inf, kind=int):

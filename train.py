@@ -1,14 +1,15 @@
 """
-The training loop: pretraining, healing and task training of recurrent and ordinary models alike.
+Train a model, recurrent or ordinary, from pretraining to a task of your own. The same command
+resumes a run that was stopped.
 
     python runs/tiny_corpus.py --out out/tiny/data                         some data
     python train.py --config=config/tiny.toml                              one process
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand
     python train.py --config=config/fig4.toml --dry_run                    what it takes, no weights
-    python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     its losses only
+    python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     validation losses only
     python train.py --config=mine.toml --init_from=PARENT --flops_of=out/mine --out_dir=NEW
-                                                              a baseline for as many FLOPs
+                                                                a baseline for as many FLOPs
 
 Unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed
 distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness
@@ -44,8 +45,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, did_you_mean,
-                    find_gpu, fraction, locked, natural, positive, rate, read_json, recurrences,
-                    say, seeds, whole, write_json)
+                    find_gpu, fraction, locked, natural, opening, positive, rate, read_json,
+                    recurrences, say, seeds, whole, write_json)
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config, presets, retrofitted)
@@ -85,24 +86,24 @@ class Recipe:
     The settings that decide the result. The defaults are the paper's (appendix D); files in config/
     say what differs.
     """
-    init_from: str = setting("", "a checkpoint or run; empty: random weights, shaped as below",
+    init_from: str = setting("", "a checkpoint or run; empty: random weights of the shape below",
                              folder_name)
     reinit: bool = setting(False, "random weights in the shape of init_from", yes_or_no)
-    embed_scale: float = setting(1.0, "of random weights: multiplies the embeddings (Huginn: 72.7)",
+    embed_scale: float = setting(1.0, "multiplies the embeddings (Huginn: 72.7)",
                                  float)
-    seed: int = setting(0, "of weights, order of the data, r and initial states", seeds)
+    seed: int = setting(0, "decides random weights, order of the data, draws of r, initial states", seeds)
     # shape, for random weights without init_from
     n_embd: int = setting(96, "width", positive)
     n_head: int = setting(2, "attention heads", positive)
     n_kv_head: int = setting(2, "heads of keys and values", positive)
     n_ffn: int = setting(240, "width inside the MLP", positive)
-    n_prelude: int = setting(6, "layers; an ordinary model is all prelude", natural)
-    n_core: int = setting(0, "layers of the recurrent block", natural)
-    n_coda: int = setting(0, "layers after it", natural)
+    n_prelude: int = setting(6, "layers before the loop; an ordinary model has no others", natural)
+    n_core: int = setting(0, "layers in the loop", natural)
+    n_coda: int = setting(0, "layers after the loop", natural)
     # budget
     updates: int = setting(25000, "optimizer updates; 0: validate only", natural)
     batch_size: int = setting(1024, "rows per update, over all processes", positive)
-    draws: int = setting(1, "draws of r per update, each for an equal share of its rows", positive)
+    draws: int = setting(1, "how often an update draws r, each time for an equal share of its rows", positive)
     context: int = setting(1024, "T, tokens per row", positive)
     # recurrence
     mean_recurrence: int = setting(32, "R, the mean of r (the paper's sampler has mean R + 1)",
@@ -110,7 +111,7 @@ class Recipe:
     recurrence_sampler: str = setting("poisson-lognormal", "fixed: always the mean",
                                       ("poisson-lognormal", "fixed"))
     curriculum: str = setting("linear", "how the mean rises from 1 to R", tuple(CURRICULA))
-    curriculum_warmup: float = setting(0.25, "over this fraction of the updates", fraction)
+    curriculum_warmup: float = setting(0.25, "fraction of the updates over which it rises", fraction)
     backprop_depth: int = setting(8, "k: gradients flow through the last k recurrences; 0: all",
                                   natural)
     backprop_warmup: float = setting(0.0, "k rises from 2 over this fraction of the updates",
@@ -118,17 +119,17 @@ class Recipe:
     # optimizer
     train: str = setting("", "train only parameters whose names contain one of these parts, such "
                          "as core|adapter; empty: all", str)
-    optimizer: str = setting("muon", "muon leaves embeddings, head and norms to AdamW",
+    optimizer: str = setting("muon", "muon leaves embeddings, head and norms to AdamW; adamw* is Huginn's variant",
                              tuple(BUFFERS))
-    lr: float = setting(0.001, "of Muon, or of AdamW (adamw*: Huginn's variant) for all", rate)
-    adam_lr: float = setting(5e-5, "of AdamW beside Muon", rate)
+    lr: float = setting(0.001, "learning rate of Muon, or of AdamW where that updates everything", rate)
+    adam_lr: float = setting(5e-5, "learning rate of AdamW beside Muon", rate)
     weight_decay: float = setting(1e-4, "of all weights", rate)
     clip: float = setting(1.0, "largest gradient norm; 0: any", rate)
-    warmup: float = setting(0.005, "learning rate: linear over this fraction of the updates,",
+    warmup: float = setting(0.005, "fraction of the updates over which the learning rates rise",
                             fraction)
-    cooldown: float = setting(0.9, "then constant, then cosine down over this last fraction",
+    cooldown: float = setting(0.9, "last fraction of the updates, over which they fall (cosine)",
                               fraction)
-    dtype: str = setting("bfloat16", "of weights and products (masters stay float32)",
+    dtype: str = setting("bfloat16", "of weights and products; the optimizer keeps float32 copies",
                          ("bfloat16", "float32"))
 
 
@@ -151,14 +152,28 @@ class Settings(Recipe):
     keep: int = setting(2, "checkpoints to keep", positive)
     log_every: int = setting(1, "updates between lines of the log", positive)
     wandb: bool = setting(False, "log to Weights & Biases, too", yes_or_no)
-    compile: bool = setting(True, "torch.compile", yes_or_no)
+    compile: bool = setting(True, "use torch.compile", yes_or_no)
     activation_budget: float = setting(1.0, "if compiled: share of the activations that is kept "
                                        "for the backward pass, 0.3 to 1; less takes more time",
                                        between(0.3, 1, float))
     recompute: bool = setting(False, "recompute recurrences in the backward pass: least memory",
                               yes_or_no)
     dry_run: bool = setting(False, "print what the run takes, without weights or data", yes_or_no)
-    gpus: int = setting(WORLD, "... on so many GPUs", positive)
+    gpus: int = setting(WORLD, "number of GPUs that --dry_run assumes", positive)
+
+
+GROUPS = {  # the groups of --help
+    "what": "config init_from data out_dir flops_of seed",
+    "the shape of random weights": "reinit n_embd n_head n_kv_head n_ffn n_prelude n_core n_coda "
+                                   "embed_scale",
+    "how long": "updates batch_size context draws",
+    "recurrence": "mean_recurrence recurrence_sampler curriculum curriculum_warmup "
+                  "backprop_depth backprop_warmup",
+    "optimizer": "train optimizer lr adam_lr weight_decay clip warmup cooldown",
+    "speed and memory": "micro_batch dtype compile activation_budget recompute",
+    "output": "eval_every eval_rows eval_steps save_every keep log_every wandb",
+    "planning": "dry_run gpus",
+}
 
 
 def read_settings(argv):
@@ -167,14 +182,20 @@ def read_settings(argv):
     alone is true. UserError says which one is wrong: an update must divide into draws and
     micro-batches, and the width into heads.
     """
-    parser = Parser(usage="train.py --config=FILE --key=value ...", description=__doc__)
+    parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    group_of = {name: groups[title] for title, names in GROUPS.items() for name in names.split()}
     for item in fields(Settings):
         kind = item.metadata["kind"]
         option = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
         if kind is yes_or_no:
             option |= {"nargs": "?", "const": "true"}
         meaning = f"{item.metadata['meaning']} [{item.default}]"
-        parser.add_argument(f"--{item.name}", default=item.default, help=meaning, **option)
+        if "choices" not in option:
+            option["metavar"] = {"str": "NAME", "int": "N", "float": "X"}.get(
+                type(item.default).__name__, "VALUE")
+        group_of[item.name].add_argument(f"--{item.name}", default=item.default, help=meaning,
+                                         **option)
     config = parser.parse_known_args(argv)[0].config
     updates_given = any(word.split("=")[0] == "--updates" for word in argv)
     if config:
