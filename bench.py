@@ -1,5 +1,6 @@
 """
-Measure training and decoding; draw results (runs/plot.py does).
+Measure the speed of training and decoding, and draw results. A speed is the median of repeated runs
+after a warm-up, with the lowest and the highest.
 
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
@@ -9,8 +10,8 @@ Measure training and decoding; draw results (runs/plot.py does).
     python bench.py plot out/*/eval_*.json --table     # all scores, a line for each model and r
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
-weights: the speed of a token does not depend on their values. Each speed is the median of repeated
-runs after a warm-up, with the lowest and the highest. The last line of output is JSON.
+weights: the speed of a token does not depend on their values. The last line of output is JSON.
+runs/plot.py draws.
 
 Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu). FLOPs
 follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
@@ -22,39 +23,61 @@ import time
 
 import torch
 
-from common import Parser, cli, describe, natural, positive, recurrences
+from common import Parser, cli, describe, natural, opening, positive, recurrences
 from model import Config, RecurrentLM
 from muon import Optimizer
 from runs.plot import plot, plot_flags
 from sample import Decoder
 
+TRAIN = """\
+Time updates of a model, with their share of the FLOPs that the device reaches in large matrix
+products (mfu). The last line is JSON.
+
+    python bench.py train --steps 0+4 --repeat 3"""
+DECODE = """\
+Time the decoding of random prompts, at several numbers of recurrences. The last line is JSON.
+
+    python bench.py decode --steps 1,8 --repeat 3"""
+PLOT = """\
+Draw result files of eval_gsm8k.py and eval_lm.py over r, or the losses of runs over their updates.
+Files with the same tasks share a panel.
+
+    python bench.py plot out/tiny/eval_*_test.json"""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main():
     timed = Parser(add_help=False)
     flag = timed.add_argument
-    flag("--model", help="a checkpoint folder; default: random weights")
+    flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
     flag("--dtype", choices=("float32", "bfloat16"), default="float32")
-    flag("--repeat", type=positive, default=5, help="timed runs of each figure")
+    flag("--repeat", type=positive, default=5, metavar="N", help="timed runs of each figure (5)")
     flag("--no_compile", action="store_true", help="do without torch.compile")
 
-    parser = Parser(description=__doc__)
+    parser = Parser(description=opening(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
-    flag = commands.add_parser("train", parents=[timed], help="time updates").add_argument
-    flag("--steps", type=n_plus_k, default="0+4,24+8", help="recurrences without + with gradient")
-    flag("--batch_size", type=positive, default=4, help="rows of an update")
-    flag("--context", type=positive, default=256, help="tokens of a row")
+    flag = commands.add_parser(
+        "train", parents=[timed], help="time updates", usage="bench.py train [flags]",
+        description=TRAIN).add_argument
+    flag("--steps", type=n_plus_k, default="0+4,24+8", metavar="N+K,N+K",
+         help="recurrences without + with gradient (%(default)s)")
+    flag("--batch_size", type=positive, default=4, metavar="N", help="rows of an update (4)")
+    flag("--context", type=positive, default=256, metavar="N", help="tokens of a row (256)")
     flag("--optimizer", choices=("muon", "adamw", "adamw*"), default="adamw")
 
-    flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
-    flag("--steps", type=recurrences, default="1,2,4,8,16,32", help="recurrences r")
-    flag("--batch_size", type=positive, default=1, help="prompts at once")
-    flag("--prompt", type=positive, default=32, help="tokens of a prompt")
-    flag("--tokens", type=positive, default=64, help="new tokens of a row")
-    flag("--draft_steps", type=recurrences, default="0", help="recurrences of a draft; 0: plain")
+    flag = commands.add_parser(
+        "decode", parents=[timed], help="time new tokens", usage="bench.py decode [flags]",
+        description=DECODE).add_argument
+    flag("--steps", type=recurrences, default="1,2,4,8,16,32", metavar="R,R",
+         help="recurrences r (%(default)s)")
+    flag("--batch_size", type=positive, default=1, metavar="N", help="prompts at once (1)")
+    flag("--prompt", type=positive, default=32, metavar="N", help="tokens of a prompt (32)")
+    flag("--tokens", type=positive, default=64, metavar="N", help="new tokens of a row (64)")
+    flag("--draft_steps", type=recurrences, default="0", metavar="R,R",
+         help="recurrences of a draft; 0 (default): none")
 
-    commands.add_parser("plot", parents=[plot_flags()], help="draw results, or losses of runs")
+    commands.add_parser("plot", parents=[plot_flags()], help="draw results, or losses of runs",
+                        usage="bench.py plot FILE ... [flags]", description=PLOT)
     args = parser.parse_args()
     if args.command == "plot":
         plot(args)

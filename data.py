@@ -1,6 +1,9 @@
 """
-Text to tokens to batches: tokenizers, `prepare`, and the loader.
+Turn text, chats, or questions and answers into tokens to train on. A data set is a folder of
+shards, which train.py takes as --data.
 
+    python data.py prepare --input out/tiny/data/test.jsonl --prompt question --field answer \\
+        --tokenizer out/tiny/task --out out/data/asked
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web
     python data.py prepare --input gsm8k.jsonl --prompt question --field answer --tokenizer ...
     python data.py prepare --input chats.jsonl --field messages --loss assistant --tokenizer ...
@@ -37,8 +40,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, positive,
-                    read_json, whole, write_json)
+from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, opening,
+                    positive, read_json, whole, write_json)
 from model import IGNORE
 
 
@@ -722,30 +725,39 @@ class Dataset:
 
 
 def main():
-    parser = Parser(description=__doc__)
+    parser = Parser(description=opening(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
-    flag = commands.add_parser("prepare", description=prepare.__doc__).add_argument
-    flag("--input", nargs="+", action="extend", required=True,
+    preparing = commands.add_parser(
+        "prepare", help="pack files into a data set", description=opening(__doc__),
+        usage="data.py prepare --input FILE ... --tokenizer FOLDER --out FOLDER [flags]",
+        epilog="The same command resumes after a kill, at the next shard.")
+    what, how, output = preparing.groups()
+    flag = what.add_argument
+    flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
          help="files: .jsonl or .parquet of rows; .txt, .md or .rst of text")
-    flag("--tokenizer", required=True, help="folder with tokenizer.model or tokenizer.json")
-    flag("--out", required=True, help="folder of the data set")
-    flag("--field", default="text",
-         help="one column (text) or several, a,b: text, chat messages, or token ids")
-    flag("--prompt", help="a column of text that comes first and carries no loss; a newline joins "
-                          "it to what follows")
+    flag("--tokenizer", required=True, metavar="FOLDER",
+         help="the model, or a folder with tokenizer.model or tokenizer.json")
+    flag("--field", default="text", metavar="COLUMN",
+         help="one column (default: text) or several, a,b: text, chat messages, or token ids")
+    flag("--prompt", metavar="COLUMN",
+         help="text that comes first and carries no loss, such as the question; a newline joins it "
+              "to --field, the answer")
     flag("--loss", choices=("all", "assistant"), default="all",
          help="assistant: of chats, only the assistant's messages carry loss")
-    flag("--drop", nargs="+", action="extend", default=[],
-         help="COLUMN=TEXT: leave out rows whose COLUMN contains TEXT, in any case; the name of a "
-              "column in another one is a.b, here and in --field")
+    flag("--drop", nargs="+", action="extend", default=[], metavar="COLUMN=TEXT",
+         help="leave out rows whose COLUMN contains TEXT, in any case; the name of a column in "
+              "another one is a.b, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
-    flag("--val", type=fraction, default=0.01,
+    flag = how.add_argument
+    flag("--val", type=fraction, default=0.01, metavar="X",
          help="share of the documents for validation (0.01), but at least 32, or a tenth if they "
               "are few")
-    flag("--max_bad", type=fraction, default=0.01,
-         help="share of documents that may be bad (0.01); they are counted and left out")
-    flag("--shard_tokens", type=positive, default=100_000_000, help="tokens a shard, about (10^8)")
+    flag("--max_bad", type=fraction, default=0.01, metavar="X",
+         help="share of documents that may be unreadable (0.01); they are counted and left out")
+    flag("--shard_tokens", type=positive, default=100_000_000, metavar="N",
+         help="about this many tokens in a file (10^8)")
+    output.add_argument("--out", required=True, metavar="FOLDER", help="the data set")
     prepare(parser.parse_args())
 
 

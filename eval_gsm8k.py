@@ -1,6 +1,9 @@
 """
-GSM8K over recurrences: the same questions, answered by one model at several depths r.
+Ask a model the questions of GSM8K, or your own, at several numbers of recurrences r. Afterwards it
+names the smallest r that is enough.
 
+    python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
+        --template plain --max_new_tokens 1
     python eval_gsm8k.py --model out/llama-4-6-4 --steps 1,2,4,8,16,32
     torchrun --nproc_per_node=4 eval_gsm8k.py --model out/llama-4-6-4
     python eval_gsm8k.py --model out/my-task --data my_task.jsonl --template plain
@@ -40,7 +43,7 @@ import requests
 import torch.distributed as dist
 
 from common import (RANK, WORLD, Parser, UserError, check_settings, cli, describe, digest, natural,
-                    positive, print_enough, read_json, say, smallest_enough, whole,
+                    opening, positive, print_enough, read_json, say, smallest_enough, whole,
                     write_result)
 from data import as_text
 from sample import (COMPILE, DRAFT_STEPS, Decoder, add_evaluation_arguments, answer_batch,
@@ -359,19 +362,27 @@ def print_table(results, args):
 # ---- the command ------------------------------------------------------------------------------
 
 def parse_args():
-    p = Parser(description="GSM8K over recurrences.")
-    flag = p.add_argument
-    flag("--data", help='.jsonl with "question" and "answer"; default: GSM8K')
-    flag("--limit", type=positive, help="so many questions only, evenly spread over the file")
+    p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__),
+               epilog="Answers are added to OUT.jsonl as they come, where the same command resumes.")
+    what, how, output = p.groups()
+    add_evaluation_arguments(what, how, output)
+    flag = what.add_argument
+    flag("--data", metavar="FILE",
+         help='.jsonl with "question" and "answer"; default: GSM8K, which it fetches once')
+    flag("--limit", type=positive, metavar="N",
+         help="ask only N questions, spread evenly over the file")
+    flag = how.add_argument
     flag("--template", choices=("cot", "plain"), default="cot",
-         help="cot: the paper's prompt (default); plain: the question alone")
+         help="cot: the paper's prompt (default); plain: the question alone, and one score, by "
+              "number where the answer ends in one, else by text")
     flag("--shots", type=int, choices=range(9), default=1,
-         help="examples in the prompt; default: 1, as in the paper")
-    flag("--max_new_tokens", type=positive, default=256, help="default: %(default)s")
-    flag("--task", help="what tables and pictures call the questions; default: the file's name")
+         help="examples in the prompt of cot; default: 1, as in the paper")
+    flag("--max_new_tokens", type=positive, default=256, metavar="N",
+         help="longest answer; default: %(default)s")
+    output.add_argument("--task", metavar="NAME",
+                        help="what tables and pictures call the questions; default: its file")
     flag("--compile", action="store_true", help=COMPILE)
-    flag("--draft_steps", type=natural, default=0, help=DRAFT_STEPS)
-    add_evaluation_arguments(p)
+    flag("--draft_steps", type=natural, default=0, metavar="R", help=DRAFT_STEPS)
     args = p.parse_args()
     args.task = args.task or Path(args.data or "GSM8K").name
     args.data = args.data or fetch_gsm8k()

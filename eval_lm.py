@@ -1,6 +1,8 @@
 """
-Any task of lm-evaluation-harness over recurrences (pip install "lm_eval[math]==0.4.13" accelerate).
+Score a model on any task of lm-evaluation-harness, at several numbers of recurrences r. It needs
+pip install "lm_eval[math]==0.4.13" accelerate.
 
+    python eval_lm.py --model out/tiny/task --tasks arc_easy --limit 100
     python eval_lm.py --model out/llama-4-6-4 --steps 1,4,32 --tasks arc_easy,hellaswag,piqa
     python eval_lm.py --model out/llama-4-6-4 --tasks minerva_math500 --num_fewshot 1 --compile
     python eval_lm.py --model out/tiny/task --tasks my_task --include_path my_tasks --limit 100
@@ -28,8 +30,8 @@ import time
 import numpy as np
 import torch
 
-from common import (Parser, UserError, cli, digest, natural, positive, print_enough,
-                    smallest_enough, write_result)
+from common import (Parser, UserError, cli, digest, natural, opening, positive,
+                    print_enough, smallest_enough, write_result)
 from sample import (COMPILE, Decoder, add_evaluation_arguments, answer_batch, check_out,
                     load_model)
 
@@ -290,17 +292,21 @@ def print_table(results):
 
 
 def parse_args():
-    p = Parser(description="Tasks of lm-evaluation-harness over recurrences.")
-    flag = p.add_argument
+    p = Parser(usage="eval_lm.py --model MODEL --tasks TASK,TASK [flags]",
+               description=opening(__doc__))
+    what, how, output = p.groups()
+    add_evaluation_arguments(what, how, output)
+    flag = what.add_argument
     flag("--tasks", required=True, help="names, comma-separated")
-    flag("--limit", type=positive,
-         help="the first so many questions of a task, which are those that the harness takes")
-    flag("--include_path", help="a folder with .yaml files of further tasks")
-    flag("--num_fewshot", type=natural, help="default: as the task says, or else none")
-    flag("--max_length", type=positive,
-         help="tokens of a row; default, and at most: the model's context")
+    flag("--limit", type=positive, metavar="N",
+         help="ask only the first N questions of a task, as the harness does")
+    flag("--include_path", metavar="FOLDER", help="a folder with .yaml files of further tasks")
+    flag = how.add_argument
+    flag("--num_fewshot", type=natural, metavar="N",
+         help="examples in the prompt; default: as the task says, or else none")
+    flag("--max_length", type=positive, metavar="N",
+         help="longest prompt with answer, in tokens; default, and at most: the model's context")
     flag("--compile", action="store_true", help=f"{COMPILE}; for tasks that generate text")
-    add_evaluation_arguments(p)
     args = p.parse_args()
     args.out = args.out or f"{args.model}/eval_{args.tasks:.100}.json"
     return args

@@ -1,5 +1,6 @@
 """
-Decoding: an exact KV cache for recurrent depth, drafts, and text streamed to the terminal.
+Write text from a model, at one or several numbers of recurrences. With --trace it shows instead
+what each number of recurrences would say after every token of the prompt.
 
     python sample.py --steps 32                    # newest checkpoint, a prompt of its own
     python sample.py --steps 1,4,32                # the same prompt at several depths
@@ -8,7 +9,7 @@ Decoding: an exact KV cache for recurrent depth, drafts, and text streamed to th
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
     python sample.py --trace --prompt "has 7 so loses 4 so"     # what each r would say
 
-What is unusual here:
+What is unusual here, beside an exact cache for recurrent depth:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r:
   prelude + r * core + coda slots.
 - The recurrences of a token depend on earlier tokens only. So a cheap draft's recurrences are the
@@ -39,8 +40,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import (Parser, UserError, cli, describe, find_gpu, natural, positive, rate, read_json,
-                    recurrences, say, seeds)
+from common import (Parser, UserError, cli, describe, find_gpu, natural, opening, positive, rate,
+                    read_json, recurrences, say, seeds)
 from data import check_tokenizer, legible_tokens
 from model import COMPILING, Linear, RecurrentLM, load_config
 
@@ -482,23 +483,26 @@ def accept(p, q, drafts, rng):
 
 # ------------------------------------------------------------- what every decoding script needs
 
-def add_model_arguments(p, dtype):
-    """The flags that every script with a model has."""
+def add_model_arguments(how, dtype):
+    """The flags that every script with a model has, in a group of its parser."""
     device = "cuda" if find_gpu() else "cpu"
-    p.add_argument("--device", default=device, help="cuda or cpu; default: %(default)s")
-    p.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
-                   help=f"default: {dtype or 'as stored'}")
-    p.add_argument("--seed", type=seeds, default=0, help="of the initial state and of sampling")
+    how.add_argument("--device", default=device, help="cuda or cpu; default: %(default)s")
+    how.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
+                     help=f"default: {dtype or 'as stored'}")
+    how.add_argument("--seed", type=seeds, default=0, metavar="N",
+                     help="of the initial state and of sampling (0)")
 
 
-def add_evaluation_arguments(p):
-    """The flags of every script that scores a model."""
-    p.add_argument("--model", required=True, help="checkpoint or run folder")
-    p.add_argument("--steps", type=recurrences, default="1,2,4,8,16,32",
-                   help="recurrences r, comma-separated; default: %(default)s")
-    p.add_argument("--batch_size", type=positive, default=32, help="default: %(default)s")
-    p.add_argument("--out", help="the summary; default: eval_TASK.json in the folder of --model")
-    add_model_arguments(p, dtype="float32")
+def add_evaluation_arguments(what, how, output):
+    """The flags of every script that scores a model, in the groups of its parser."""
+    what.add_argument("--model", required=True, help="checkpoint or run folder")
+    how.add_argument("--steps", type=recurrences, default="1,2,4,8,16,32", metavar="R,R",
+                     help="recurrences r, comma-separated; default: %(default)s")
+    how.add_argument("--batch_size", type=positive, default=32, metavar="N",
+                     help="questions at once; default: %(default)s")
+    output.add_argument("--out", metavar="FILE",
+                        help="the summary; default: eval_TASK.json in the folder of --model")
+    add_model_arguments(how, dtype="float32")
 
 
 def decoding(args):
@@ -774,28 +778,42 @@ def tell(text):
     say(text, file=sys.stderr)
 
 
+def add_dial(how, output):
+    """The flags that --interactive can set, too, in the groups of a parser."""
+    how.add_argument("--steps", type=recurrences, metavar="R,R",
+                     help="recurrences r, or several such as 1,4,32; default: the model's own")
+    how.add_argument("--tokens", type=positive, default=256, metavar="N",
+                     help="new tokens at most (256)")
+    how.add_argument("--temperature", type=rate, default=0.0, metavar="X",
+                     help="0 (default): always the likeliest token")
+    how.add_argument("--top_k", type=natural, default=0, metavar="N",
+                     help="sample from the k likeliest tokens only; 0 (default): from all")
+    how.add_argument("--draft_steps", type=natural, default=0, metavar="R", help=DRAFT_STEPS)
+    output.add_argument("--trace", action=BooleanOptionalAction, default=False,
+                        help="instead of a text, show what each r would say after each token")
+    output.add_argument("--picture", metavar="FILE",
+                        help="also draw what --trace shows to this file, such as trace.png")
+
+
 def dial():
-    """The flags that --interactive can set, too."""
+    """The parser of a line such as /steps 16."""
     p = Parser(add_help=False, usage="/FLAG VALUE ...")
-    p.add_argument("--steps", type=recurrences,
-                   help="recurrences r, or several such as 1,4,32")
-    p.add_argument("--tokens", type=positive, default=256, help="new tokens at most")
-    p.add_argument("--temperature", type=rate, default=0.0, help="0 (default): greedy")
-    p.add_argument("--top_k", type=natural, default=0, help="the k likeliest tokens only; 0: all")
-    p.add_argument("--draft_steps", type=natural, default=0, help=DRAFT_STEPS)
-    p.add_argument("--trace", action=BooleanOptionalAction, default=False,
-                   help="instead of a text, show what each r would say after each token")
-    p.add_argument("--picture", help="draw what --trace shows to this file, such as trace.png")
+    _, how, output = p.groups()
+    add_dial(how, output)
     return p
 
 
 def main():
-    p = Parser(description="Stream text from a model.", parents=[dial()])
-    p.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
-    p.add_argument("--prompt", help="the text to continue")
-    p.add_argument("--interactive", action="store_true", help="ask for prompts")
-    add_model_arguments(p, dtype=None)
-    p.add_argument("--compile", action="store_true", help=COMPILE)
+    p = Parser(usage="sample.py [flags]", description=opening(__doc__))
+    what, how, output = p.groups()
+    what.add_argument("--model", help="checkpoint or run folder; default: the newest under out/")
+    what.add_argument("--prompt", metavar="TEXT",
+                      help="the text to continue; default: a sample from the training data")
+    what.add_argument("--interactive", action="store_true",
+                      help="ask for prompts; /help lists what can be changed on the way")
+    add_dial(how, output)
+    add_model_arguments(how, dtype=None)
+    how.add_argument("--compile", action="store_true", help=COMPILE)
     args = p.parse_args()
     folder = args.model or newest_checkpoint()
     model, tokenizer = load_model(folder, args.device, args.dtype)

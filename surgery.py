@@ -1,8 +1,8 @@
 """
 Turn a pretrained model into a depth-recurrent one. Early layers become the prelude, later layers
-the recurrent block and the coda. The layers in between are dropped, and a new adapter joins the
-parts.
+the recurrent block and the coda; layers in between are dropped, and a new adapter joins the parts.
 
+    python surgery.py out/tiny/pretrain out/cut --shape 1,2,1 --verify
     python surgery.py SRC OUT --preset tinyllama-4-8-4
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21 --verify
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
@@ -39,7 +39,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import Parser, UserError, cli, natural, positive, read_json, whole, write_json
+from common import Parser, UserError, cli, natural, opening, positive, read_json, whole, write_json
 from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
 from model import (ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config, presets)
 
@@ -723,25 +723,33 @@ def describe_scores(summary):
 # ------------------------------------------------------------------------------------- the command
 
 def parse_args():
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("src", help="a checkpoint, or - for a preset's shape without weights")
-    add("out", nargs="?", type=Path, help="default: only print the sizes")
-    rule = parser.add_mutually_exclusive_group().add_argument
-    rule("--preset", choices=presets(), help="a known parent, and the choice of its layers")
+    parser = Parser(usage="surgery.py SRC [OUT] [flags]", description=opening(__doc__, 3))
+    what, how, output = parser.groups()
+    add = what.add_argument
+    add("src", metavar="SRC", help="a checkpoint, or - for a preset's shape without weights")
+    add("out", metavar="OUT", nargs="?", type=Path, help="default: only print the sizes")
+    rule = what.add_mutually_exclusive_group().add_argument
+    rule("--preset", choices=presets(), metavar="NAME",
+         help=f"a known parent, and the choice of its layers: {', '.join(presets())}")
     rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, or 8 with "
          "--feed_forward, by the paper's rule")
     for part in PARTS:
         add(f"--{part}", type=layer_list, help="layers such as 0-3 or 0,2,5-7; '' for none")
     add("--feed_forward", action="store_true",
         help="a model without recurrent block: all layers, or those of the other flags in a row")
-    add("--untie", action="store_true", help="give a tied feed-forward model a head of its own")
-    add("--adapter", choices=ADAPTERS, help="default: linear")
+    add = how.add_argument
+    add("--untie", action="store_true",
+        help="with --feed_forward: where the embeddings also serve as the head, give the head a "
+             "copy of its own")
+    add("--adapter", choices=ADAPTERS,
+        help="how the loop's state s and the prelude's output e are joined: linear (default), a "
+             "matrix on both; or add, s + e")
     add("--adapter_init", choices=["identity", "torch"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; torch: the default of torch's Linear, as in the paper")
     add("--mean_recurrence", type=positive,
         help="the result's default r (the released models' config.json always says 32)")
+    add = output.add_argument
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
     add("--verify", action="store_true", help="compare the logits of SRC's layers and of OUT")
     args = parser.parse_args()

@@ -2357,7 +2357,7 @@ def test_pages_compile_what_decodes_on_a_gpu():
     text = pages.replace("\\\n", "")
     lines = re.findall(r"^python (?:eval_gsm8k|eval_lm.*math).*", text, re.M)
     lines = [line for line in lines if "--dtype bfloat16" in line]
-    assert len(lines) == 2 and all("--compile" in line for line in lines), lines
+    assert len(lines) == 3 and all("--compile" in line for line in lines), lines
 
 def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     """README.md's Python runs, and so do its commands that need no more than runs/tiny.sh."""
@@ -2378,6 +2378,41 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     for _, script, *args in played:
         call(script.removesuffix(".py"), *args, *["--tokens=4"] * (script == "sample.py"))
     assert "out/newer" not in capfd.readouterr().err
+
+HELP = [("train", None), ("surgery", None), ("sample", None), ("eval_gsm8k", None),
+        ("eval_lm", None), ("bench", "train"), ("bench", "decode"), ("bench", "plot"),
+        ("data", "prepare"), ("runs/tiny_corpus", None), ("runs/block_influence", None)]
+
+@pytest.mark.parametrize("script, command", HELP)
+def test_help_opens_with_what_it_does(script, command):
+    """--help: two sentences, examples of this script with flags that it has, and grouped flags."""
+    code, said = outcome(script, *[command] * bool(command), "--help")
+    usage, sentences, examples, *_ = said.split("\n\n")
+    assert code == 0 and usage.startswith("usage: ")
+    assert len(re.findall(r"[.!](?=\s|$)", sentences)) == 2, sentences
+    flags = set(re.findall(r"(?m)^ +(--\w+)", said.split("\n\noptions:")[1])) | {"--no-trace"}
+    lines = re.findall(rf"(?m)^ +python {script}.py .*", examples.replace("\\\n", ""))
+    assert lines
+    for line in lines:
+        assert {*re.findall(r"--\w+", line)} <= flags | {"--feed_forward"}, line
+    options = said.split("\n\noptions:")[1].split("\n\n")[0]
+    assert len(re.findall(r"(?m)^  --", options)) <= 9, "group these flags"
+
+def test_links_lead_somewhere():
+    """Every relative link of the pages names a file, and a heading where it names one."""
+    pages = [HERE / "README.md", *(HERE / "runs").glob("**/README.md")]
+    count = 0
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" not in target:
+                name, _, anchor = target.partition("#")
+                path = page.parent / name if name else page
+                assert path.exists(), (page, target)
+                headings = re.findall(r"(?m)^#+ (.*)", path.read_text()) if anchor else []
+                slugs = [re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings]
+                assert not anchor or anchor in slugs, (page, target)
+                count += 1
+    assert count > 20
 
 def test_study_pages_are_made_from_its_results(monkeypatch):
     """No figure in the tables of the study's pages is typed: study.py writes them as they are."""

@@ -7,7 +7,7 @@ resumes a run that was stopped.
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         4 processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      any setting by hand
     python train.py --config=config/fig4.toml --dry_run                    what it takes, no weights
-    python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     validation losses only
+    python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     its losses only
     python train.py --config=mine.toml --init_from=PARENT --flops_of=out/mine --out_dir=NEW
                                                                 a baseline for as many FLOPs
 
@@ -91,7 +91,8 @@ class Recipe:
     reinit: bool = setting(False, "random weights in the shape of init_from", yes_or_no)
     embed_scale: float = setting(1.0, "multiplies the embeddings (Huginn: 72.7)",
                                  float)
-    seed: int = setting(0, "decides random weights, order of the data, draws of r, initial states", seeds)
+    seed: int = setting(0, "decides random weights, order of the data, draws of r, initial states",
+                        seeds)
     # shape, for random weights without init_from
     n_embd: int = setting(96, "width", positive)
     n_head: int = setting(2, "attention heads", positive)
@@ -103,7 +104,8 @@ class Recipe:
     # budget
     updates: int = setting(25000, "optimizer updates; 0: validate only", natural)
     batch_size: int = setting(1024, "rows per update, over all processes", positive)
-    draws: int = setting(1, "how often an update draws r, each time for an equal share of its rows", positive)
+    draws: int = setting(1, "how often an update draws r, each time for an equal share of its rows",
+                         positive)
     context: int = setting(1024, "T, tokens per row", positive)
     # recurrence
     mean_recurrence: int = setting(32, "R, the mean of r (the paper's sampler has mean R + 1)",
@@ -111,7 +113,8 @@ class Recipe:
     recurrence_sampler: str = setting("poisson-lognormal", "fixed: always the mean",
                                       ("poisson-lognormal", "fixed"))
     curriculum: str = setting("linear", "how the mean rises from 1 to R", tuple(CURRICULA))
-    curriculum_warmup: float = setting(0.25, "fraction of the updates over which it rises", fraction)
+    curriculum_warmup: float = setting(0.25, "fraction of the updates over which it rises",
+                                       fraction)
     backprop_depth: int = setting(8, "k: gradients flow through the last k recurrences; 0: all",
                                   natural)
     backprop_warmup: float = setting(0.0, "k rises from 2 over this fraction of the updates",
@@ -119,9 +122,11 @@ class Recipe:
     # optimizer
     train: str = setting("", "train only parameters whose names contain one of these parts, such "
                          "as core|adapter; empty: all", str)
-    optimizer: str = setting("muon", "muon leaves embeddings, head and norms to AdamW; adamw* is Huginn's variant",
+    optimizer: str = setting("muon", "muon leaves embeddings, head and norms to AdamW; adamw* is "
+                             "Huginn's variant of it",
                              tuple(BUFFERS))
-    lr: float = setting(0.001, "learning rate of Muon, or of AdamW where that updates everything", rate)
+    lr: float = setting(0.001, "learning rate of Muon, or of AdamW where that updates everything",
+                        rate)
     adam_lr: float = setting(5e-5, "learning rate of AdamW beside Muon", rate)
     weight_decay: float = setting(1e-4, "of all weights", rate)
     clip: float = setting(1.0, "largest gradient norm; 0: any", rate)

@@ -1,5 +1,6 @@
 """
-What --activation_budget of train.py keeps and repeats, on a CPU.
+Count what --activation_budget of train.py keeps of a compiled recurrence and what it computes
+again, or time an update at a budget. Both run on a CPU.
 
     PYTHONPATH=. python runs/activations.py count                 # of compiled graphs, 10 minutes
     PYTHONPATH=. python runs/activations.py time 0.5              # an update at this budget
@@ -21,6 +22,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
+from common import opening
 from model import Config, RecurrentLM
 from train import BUDGETS
 
@@ -108,7 +110,8 @@ def measure(budget, recompute):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    parser = argparse.ArgumentParser(description=opening(__doc__, 3),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("count")
     timed = commands.add_parser("time")

@@ -1,11 +1,11 @@
 """
-Keep the layers that change the hidden state most on a text: ShortGPT's choice (arXiv 2403.03853),
-the baseline of the paper's Figure 12.
+Keep the layers that change the hidden state most on a text, then run surgery.py with them. This is
+ShortGPT's choice (arXiv 2403.03853), the baseline of the paper's Figure 12.
 
     python runs/block_influence.py SRC OUT --shape 4,8,4 --text FILE
     python runs/block_influence.py SRC OUT --shape 8 --text FILE --feed_forward
 
-It prints what it finds, then runs surgery.py with these layers and with its own further flags.
+It prints what it finds, and hands further flags on to surgery.py.
 """
 import subprocess
 import sys
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import Parser, UserError, cli, positive
+from common import Parser, UserError, cli, opening, positive
 from data import read_text
 from surgery import PARTS, build, open_source, shape
 
@@ -56,13 +56,14 @@ def most_influential(source, path, window, count):
 
 
 def main():
-    parser = Parser(description=__doc__)
+    parser = Parser(description=opening(__doc__, 3))
     flag = parser.add_argument
-    flag("src")
-    flag("out")
+    flag("src", metavar="SRC", help="an ordinary model: a folder, a run, or a hub id")
+    flag("out", metavar="OUT", help="a new folder")
     flag("--shape", type=shape, required=True, help="sizes of the parts, such as 4,8,4, or 8")
     flag("--text", type=Path, required=True, help="a file, of which it reads up to 16,384 tokens")
-    flag("--window", type=positive, default=1024, help="... in windows of so many (%(default)s)")
+    flag("--window", type=positive, default=1024,
+         help="tokens that the model reads at once (%(default)s)")
     args, flags = parser.parse_known_args()
     layers = most_influential(open_source(args.src), args.text, args.window, sum(args.shape))
     for part, size in zip(PARTS, args.shape):

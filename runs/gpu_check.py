@@ -1,6 +1,10 @@
 """
-The steps of gpu_check.sh. torch calls every card "cuda", those of AMD too. Each part takes less
-than 8 minutes, and prints a line as soon as it knows it.
+Check that loopgraft does on this GPU what it does on the CPU, and how fast. Each part takes less
+than 8 minutes by estimate, and prints a line as soon as it knows it.
+
+    bash runs/gpu_check.sh --part correct
+
+torch calls every card "cuda", those of AMD too.
 """
 import argparse
 import json
@@ -19,6 +23,7 @@ import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from common import opening
 from model import Config, RecurrentLM, find_checkpoint
 from muon import Optimizer
 from sample import Decoder, Decoding
@@ -408,7 +413,9 @@ PARTS = {
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=opening(__doc__),
+                                     usage="gpu_check.sh [--part PART]",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, help="default: all of them")
     part = parser.parse_args().part
     steps = PARTS[part] if part else dict.fromkeys(sum(PARTS.values(), ()))

@@ -32,11 +32,12 @@ def plot_flags():
     """The flags of the command."""
     parser = Parser(add_help=False)
     flag = parser.add_argument
-    flag("results", nargs="+", help="result files, or folders of runs")
-    flag("--x", choices=AXES, help="default: steps of results, update of runs")
-    flag("--labels", help="comma-separated names, one a file; equal ones share a curve")
+    flag("results", metavar="FILE", nargs="+", help="result files, or folders of runs")
+    flag("--x", choices=AXES, help="the axis; default: steps of results, update of runs")
+    flag("--labels", metavar="NAME,NAME",
+         help="comma-separated names, one a file; equal ones share a curve")
     flag("--table", action="store_true", help="print all scores in Markdown instead")
-    flag("--out", help=".png or .svg; default: named after the first input")
+    flag("--out", metavar="FILE", help=".png or .svg; default: named after the first input")
     return parser
 
 
