@@ -3,8 +3,8 @@ What `python bench.py plot` draws: results over r or FLOPs, and the losses of ru
 
 A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {label: [(x, y, error),
 ...]}}, perhaps with "x_log": base, and "y_log"; "dashed": labels of curves; "line": [x, words], a
-vertical line. An x of None stands for a level line. A point with a fourth item, ENOUGH, gets a ring.
-A file with "figures", as runs/study/lengths.py writes them, is drawn as it is.
+vertical line; "ticks": those of x. An x of None stands for a level line. A point with a fourth item,
+ENOUGH, gets a ring. A file with "figures", as runs/study/lengths.py writes them, is drawn as it is.
 """
 import json
 import math
@@ -22,7 +22,7 @@ AXES = {
     "flops": "training FLOPs (the paper's rule)",
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
-POINTS = 10   # of a curve, in words
+POINTS = 13   # of a curve, in words: all lengths of runs/study/lengths.py
 MARKERS = 30  # of a curve, at most
 ENOUGH = "enough"
 RING = "enough: the smallest r\nwithin 2 errors of the best"
@@ -198,6 +198,8 @@ def draw_panel(panel, figure):
     if "line" in figure:
         x, words = figure["line"]
         lines.append(panel.axvline(x, color="gray", linestyle=":", label=words))
+    if "ticks" in figure:
+        panel.set_xticks(figure["ticks"])
     panel.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
     if figure.get("x_log"):
         panel.set_xscale("log", base=figure["x_log"])

@@ -55,7 +55,8 @@ def main():
         row |= {n: percent([run["right"][n] for run in found]) for n in lengths}
         rows.append(row)
     asked = TASKS["stories"].asked
-    figure = panel("sentences of the question", "accuracy", curves, dashed=[PARENTS["parent_flops"]],
+    figure = panel("sentences of the question", "accuracy", curves,
+                   ticks=[int(n) for n in lengths], dashed=[PARENTS["parent_flops"]],
                    line=[asked, "longest question\nasked in training"])
     write_json(out, {"figures": [figure], "columns": list(rows[0]),
                      "rows": [list(row.values()) for row in rows], "runs": runs})
