@@ -583,7 +583,7 @@ bench decode:
 bench train:
     --steps 4; --steps 4+0;
 bench plot:
-     -> FILE; none.json; {m}/config.json -> nothing to draw; {m} --x steps -> --x steps;
+     -> results; none.json; {m}/config.json -> nothing to draw; {m} --x steps -> --x steps;
     {m}/config.json {m} --labels a -> 1 labels for 2;
 """
 
