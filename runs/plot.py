@@ -32,7 +32,7 @@ def plot_flags():
     """The flags of the command."""
     parser = Parser(add_help=False)
     flag = parser.add_argument
-    flag("results", metavar="FILE", nargs="+", help="result files, or folders of runs")
+    flag("results", nargs="+", help="result files, or folders of runs")
     flag("--x", choices=AXES, help="the axis; default: steps of results, update of runs")
     flag("--labels", metavar="NAME,NAME",
          help="comma-separated names, one a file; equal ones share a curve")
