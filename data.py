@@ -42,7 +42,7 @@ import torch
 
 from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, opening,
                     positive, read_json, whole, write_json)
-from model import IGNORE
+from model import IGNORE, checkpoints
 
 
 # ---- tokenizer files ---------------------------------------------------------------------------
@@ -574,6 +574,8 @@ def prepare(args):
     if not all(rule.partition("=")[2] for rule in args.drop):
         raise UserError("--drop: each rule is COLUMN=TEXT")
     out = Path(args.out)
+    for checkpoint in checkpoints(args.tokenizer):  # of a run; all of them have the same tokenizer
+        args.tokenizer = str(checkpoint)
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: its tokenizer_config.json names no eos_token, which "
@@ -736,7 +738,7 @@ def main():
     flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
          help="files: .jsonl or .parquet of rows; .txt, .md or .rst of text")
     flag("--tokenizer", required=True, metavar="FOLDER",
-         help="the model, or a folder with tokenizer.model or tokenizer.json")
+         help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
     flag("--field", default="text", metavar="COLUMN",
          help="one column (default: text) or several, a,b: text, chat messages, or token ids")
     flag("--prompt", metavar="COLUMN",

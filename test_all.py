@@ -718,6 +718,15 @@ def test_loss_on_answers_alone(corpus):
     assert said["</s>"] > 1000 and abs(said.total() - 2 * said["</s>"]) < 2
     assert not said.keys() & {"has", "gets", "loses", "times"}
 
+def test_prepare_takes_the_tokenizer_of_a_run(taught):
+    """`prepare --tokenizer` takes the folder of a run as well as that of a checkpoint."""
+    run = taught / "tiny/task"
+    for name, tokenizer in (("a", run), ("b", find_checkpoint(run))):
+        call("data", "prepare", "--input", taught / "tiny/data/test.jsonl", "--prompt", "question",
+             "--field", "answer", "--tokenizer", tokenizer, "--out", name)
+    assert {path.name for path in Path("a").iterdir()} == {path.name for path in Path("b").iterdir()}
+    assert read_json("a/meta.json")["shards"] == read_json("b/meta.json")["shards"]
+
 def test_prepare_counts_bad_documents(corpus):
     """Up to --max_bad are left out; a wrong column is said after 1,000, and nothing is written."""
     good = '{"text": "has 1"}\n' * 53
