@@ -2276,6 +2276,7 @@ def test_plot_results(unbroken, monkeypatch):
     said = call("bench", "plot", "near.json", "p.json", "--table").splitlines()
     assert said[0] == "| model | r | count accuracy |"
     assert said[-2:] == ["| near.json | 15 | 50.0 ± 12.5 |", "| p.json | - | 100.0 ± 25.0 |"]
+    assert "| Huginn-0125 | 32 | 42.1 |" in call("bench", "plot", HERE / "runs/released.json", "--table")
 
 # --------------------------------------------------------------------------------------- mistakes
 @pytest.fixture(scope="session")
@@ -2433,6 +2434,56 @@ def test_study_pages_are_made_from_its_results(monkeypatch):
         assert copy.read_text() != whole
         write_page(copy, note)
         assert copy.read_text() == whole
+
+def test_speedrun_page_says_what_its_logs_say(monkeypatch):
+    """TFLOPs and answers on the speedrun's page are those of its runs in logs.jsonl."""
+    monkeypatch.syspath_prepend(HERE / "runs" / "study")
+    from study import percent
+    runs = {}
+    for line in (HERE / "runs/speedrun/logs.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        cost_and_answers = run["flops"] / 1e12, run["validations"][-1]["accuracy"]
+        runs.setdefault(run["run"], []).append(cost_and_answers)
+    rows = re.findall(r"(?m)^\| ([\w.]+).*? \| (.*?) \| (.*?) \| (\d+) \|",
+                      (HERE / "runs/speedrun/README.md").read_text())
+    assert len(rows) == 21
+    for name, tflops, answers, r in rows:
+        flops, right = zip(*runs["record" * name.isdigit() + name])
+        right = [accuracy[r] for accuracy in right]
+        mean = f"{np.mean(flops):.2f}"
+        each = ", ".join(f"{x:.1f}" for x in flops), ", ".join(f"{100 * x:.1f}" for x in right)
+        assert (tflops.split()[0], answers) == (mean, percent(right)) or (tflops, answers) == each
+
+def test_study_item_goes_on(corpus, monkeypatch):
+    """
+    play.py writes an item's runs to one file, of which study.py makes its table, and plays only
+    those that are missing there or were made by other commands.
+    """
+    monkeypatch.syspath_prepend(HERE / "runs" / "study")
+    import play as player
+    import study
+    made = []
+    log = [{"update": 4, "flops": 1e12, "val": {"8": 0.25}, "accuracy": {"8": 0.5}}]
+    about = {"commit": "abc", "update": 4, "flops": 1e12, "skipped": 0, "state_bytes": 1e6}
+    monkeypatch.setattr(player.Study, "corpus", lambda *_: corpus)
+    monkeypatch.setattr(player.Study, "make", lambda _, folder, command: made.append(folder.name))
+    monkeypatch.setattr(player, "describe", lambda folder: about)
+    monkeypatch.setitem(player.MEASURES, "curves", lambda *_: {"validations": log, "norm": 1})
+    path = Path("out/study-quick/results/parts.json")
+    item = player.Study(quick=True)
+    for arm, seed in (("core and adapter", 0), ("core and adapter", 1), ("everything", 1)):
+        item.play("parts", arm, seed)
+    assert made == 2 * ["pretrain", "cut", "heal", "part"] + ["pretrain", "cut", "heal", "task"]
+    result = study.result_of(path)
+    assert result["seeds"] == 1 and result["commit"] == "abc"  # both arms have seed 1 alone
+    assert [row[0] for row in result["rows"]] == ["everything", "core and adapter"]
+    assert "is there" in item.play("parts", "everything", 1) and len(made) == 12
+    monkeypatch.setitem(player.TASK_ROWS["stories"], "batch_size", 64)
+    item.play("parts", "everything", 1)
+    assert len(made) == 16 and path.read_text().count('"arm"') == 3
+    monkeypatch.setattr(player, "DESIGN", player.DESIGN + 1)
+    item.play("parts", "everything", 0)
+    assert path.read_text().count('"arm"') == 1  # no table of two designs
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, sets flags, says unknown words, and survives a mistake."""

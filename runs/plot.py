@@ -5,6 +5,7 @@ A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {la
 ...]}}, perhaps with "x_log": base, and "y_log"; "dashed": labels of curves; "line": [x, words], a
 vertical line; "ticks": those of x. An x of None stands for a level line. A point with a fourth item,
 ENOUGH, gets a ring. A file with "figures", as runs/study/lengths.py writes them, is drawn as it is.
+A file with "models", as runs/released.json, holds the results of each by its name.
 """
 import json
 import math
@@ -57,7 +58,9 @@ def plot(args):
         else:
             result = read_json(path)
             figures += result.get("figures", [])
-            points = scores(label, result, axis)
+            points = []
+            for model, of_model in result.get("models", {label: result}).items():
+                points += scores(model, of_model, axis)
         for title, y, curve, *point in points:
             found.setdefault((title, y), {}).setdefault(curve, []).append(point)
     if args.table:
