@@ -2483,7 +2483,8 @@ def test_study_item_goes_on(corpus, monkeypatch):
     assert len(made) == 16 and path.read_text().count('"arm"') == 3
     monkeypatch.setattr(player, "DESIGN", player.DESIGN + 1)
     item.play("parts", "everything", 0)
-    assert path.read_text().count('"arm"') == 1  # no table of two designs
+    assert path.read_text().count('"arm"') == 1
+    assert study.result_of(path) is None  # no table of two designs
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, sets flags, says unknown words, and survives a mistake."""

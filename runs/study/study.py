@@ -368,9 +368,11 @@ TABLES = {
 
 def result_of(path):
     """
-    An item's table and figures, of the seeds that all of its arms have. A file that holds "rows" is
-    a result already.
+    An item's table and figures, of the seeds that all of its arms have, or None if there are none
+    yet. A file that holds "rows" is a result already.
     """
+    if not path.exists():
+        return None
     item = read_json(path)
     if "rows" in item:
         return item
@@ -379,7 +381,7 @@ def result_of(path):
         arms[run["arm"]][run["seed"]] = run
     seeds = sorted(set.intersection(*map(set, arms.values())))
     if not seeds:
-        raise UserError(f"{path}: not all arms are measured yet: {item['command']}")
+        return None
     found = {arm: [runs[seed] for seed in seeds] for arm, runs in arms.items()}
     figures, rows = TABLES[item["table"]](item, found)
     results = sum(found.values(), [])
@@ -395,7 +397,9 @@ def result_of(path):
 
 
 def draw_item(path, picture):
-    draw(result_of(path)["figures"], picture)
+    """Draw an item, if it is measured."""
+    if result := result_of(path):
+        draw(result["figures"], picture)
 
 
 # ---------------------------------------------------------------------------- the page
@@ -405,10 +409,8 @@ def write_page(page, note):
     def fill(found):
         wanted, *columns = found[2].split(" | ")
         name, *rows = wanted.split()
-        path = HERE / "results" / f"{name}.json"
         text = f"Not measured yet: `python runs/study/play.py {name}`\n"
-        if path.exists():
-            result = result_of(path)
+        if result := result_of(HERE / f"results/{name}.json"):
             text = table(name, result, columns, map(int, rows)) + note(result)
         return found[1] + text + found[3]
 
