@@ -112,7 +112,7 @@ UPDATES = {  # where a run's flags do not say
 }
 TASK_ROWS = {  # of the task's updates
     "stories": {"batch_size": 128, "micro_batch": 128},
-    # Few rows an update learn S5 for a third of the FLOPs of 128 (runs/speedrun).
+    # As record 1 of runs/speedrun, which learns S5 for a third of the FLOPs of record 0.
     "s5": {"batch_size": 32, "micro_batch": 32, "eval_every": 100},
 }
 LOOPED = {"n_prelude": 1, "n_core": 2, "n_coda": 1}  # from random weights; the parent has 6 layers
