@@ -2276,7 +2276,7 @@ def test_plot_results(unbroken, monkeypatch):
     said = call("bench", "plot", "near.json", "p.json", "--table").splitlines()
     assert said[0] == "| model | r | count accuracy |"
     assert said[-2:] == ["| near.json | 15 | 50.0 ± 12.5 |", "| p.json | - | 100.0 ± 25.0 |"]
-    assert "| Huginn-0125 | 32 | 42.1 |" in call("bench", "plot", HERE / "runs/released.json", "--table")
+    assert "| Huginn-0125 | 32 | 42.1 |" in call("bench", "plot", HERE / "runs/released/models.json", "--table")
 
 # --------------------------------------------------------------------------------------- mistakes
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ A figure is one panel of a picture: {"title", "x", "y": its words, "curves": {la
 ...]}}, perhaps with "x_log": base, and "y_log"; "dashed": labels of curves; "line": [x, words], a
 vertical line; "ticks": those of x. An x of None stands for a level line. A point with a fourth item,
 ENOUGH, gets a ring. A file with "figures", as runs/study/lengths.py writes them, is drawn as it is.
-A file with "models", as runs/released.json, holds the results of each by its name.
+A file with "models", as runs/released/models.json, holds the results of each by its name.
 """
 import json
 import math
