@@ -2408,6 +2408,15 @@ def test_help_opens_with_what_it_does(script, command):
     options = said.split("\n\noptions:")[1].split("\n\n")[0]
     assert len(re.findall(r"(?m)^  --", options)) <= 9, "group these flags"
 
+def test_help_of_shell_scripts():
+    """--help of a shell script prints the comment at its top, with the command, and runs nothing."""
+    for name in ("tiny", "speedrun", "stories260K"):
+        script = HERE / f"runs/{name}.sh"
+        said = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, check=True)
+        assert f"  bash runs/{name}.sh" in said.stdout
+        top = script.read_text().split("\nset -")[0].splitlines()[1:]
+        assert said.stdout.splitlines() == [line[2:] for line in top]
+
 def test_links_lead_somewhere():
     """Every relative link of the pages names a file, and a heading where it names one."""
     pages = [HERE / "README.md", *(HERE / "runs").glob("**/README.md")]

@@ -9,6 +9,7 @@
 # HEAL and SEEDS in the environment change the surgery, the updates of healing, and which seeds run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [[ ${1:-} == --help ]]; then sed -n '2,/^set/s/^# \{0,1\}//p' runs/speedrun.sh; exit; fi
 export OMP_NUM_THREADS=1
 name=${1:-record}
 shift || true

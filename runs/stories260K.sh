@@ -8,6 +8,7 @@
 # test.jsonl (default: FOLDER/../gsm8k). It takes about 13 minutes on a CPU. The model is tiny and
 # will score about zero. It shows that every part works on a real checkpoint with its own tokenizer.
 set -euo pipefail
+if [[ ${1:-} == --help ]]; then sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit; fi
 [[ $# -ge 1 ]] || { echo "usage: bash runs/stories260K.sh FOLDER [GSM8K]" >&2; exit 2; }
 folder=$(realpath "$1") gsm8k=$(realpath "${2:-$1/../gsm8k}")
 cd "$(dirname "$0")/.."

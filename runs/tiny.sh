@@ -17,6 +17,7 @@ while (($#)); do
     case $1 in
     --quick) quick=1; shift ;;
     --seed) seed=${2:?--seed needs a number}; shift 2 ;;
+    --help) sed -n '2,/^set/s/^# \{0,1\}//p' runs/tiny.sh; exit ;;
     *) echo "tiny.sh: error: unknown flag $1 (--quick, --seed N)" >&2; exit 2 ;;
     esac
 done
