@@ -457,28 +457,27 @@ class RecurrentLM(nn.Module):
         is left out, as None, where gradients are enabled.
 
         The logits (N, V) would be the largest tensor of all, so they are computed for some rows at
-        a time. The backward pass computes them again.
+        a time: in equal shares, so that compiled code fits all of them.
         """
-        training = torch.is_grad_enabled()
-
-        def score(part, wanted):
-            logits = self.head(part).float()
-            losses = F.cross_entropy(logits, wanted, reduction="none")
-            return losses, None if training else logits.argmax(-1) == wanted
-
-        rows_at_once = LOGITS_AT_ONCE // self.config.vocab_size
-        scores = []
-        for part, wanted in zip(x.split(rows_at_once), targets.split(rows_at_once)):
-            if training:
-                scores.append(checkpoint(
-                    score, part, wanted,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                ))
-            else:
-                scores.append(score(part, wanted))
+        shares = max(1, math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE))
+        scores = map(self.score_share, x.chunk(shares), targets.chunk(shares))
         losses, right = zip(*scores)
-        return torch.cat(losses), None if training else torch.cat(right)
+        return torch.cat(losses), None if torch.is_grad_enabled() else torch.cat(right)
+
+    def score_share(self, x, targets):
+        """token_scores() of one share. The backward pass computes their logits again."""
+        def score(x, targets):
+            logits = self.head(x).float()
+            losses = F.cross_entropy(logits, targets, reduction="none")
+            return losses, None if torch.is_grad_enabled() else logits.argmax(-1) == targets
+
+        if torch.is_grad_enabled():
+            return checkpoint(
+                score, x, targets,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        return score(x, targets)
 
     def split_steps(self, steps=None):
         """r or (n, k) or None -> (n, k); see forward()."""
@@ -526,15 +525,15 @@ class RecurrentLM(nn.Module):
 
     def compile_parts(self, **how):
         """
-        torch.compile the three parts, in place. The core is compiled once for all recurrences.
-        how: torch.compile's arguments. UserError if this machine cannot compile.
+        torch.compile the three parts and the losses, in place. The core is compiled once for all
+        recurrences. how: torch.compile's arguments. UserError if this machine cannot compile.
         """
         try:
             torch.compile(torch.sin)(self.norm_f.weight.data)
         except RuntimeError as e:
             raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
         torch._dynamo.config.recompile_limit = 32  # one row, few rows, many; views of the cache
-        for part in ("run_prelude", "run_core", "run_coda"):
+        for part in ("run_prelude", "run_core", "run_coda", "score_share"):
             setattr(self, part, torch.compile(getattr(self, part), **how))
 
     # ------------------------------------------------------------------ counting, initialising

@@ -274,6 +274,28 @@ def test_losses_in_chunks(monkeypatch):
         logits, targets.flatten(), reduction="none")) < 1e-5
     assert right.equal(logits.argmax(-1) == targets.flatten())
 
+@needs_compiler
+def test_compiled_losses(monkeypatch):
+    """The head's losses compile, once for all shares of the rows, to the same loss and gradient."""
+    torch.compiler.reset()
+    model, idx = small(), torch.randint(17, (2, 16))
+    state = model.initial_state(2, 16, 0)
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * 9)  # 32 rows in 4 shares of 8
+    wanted = model(idx, idx, 2, state)[1]
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append(graph.print_readable(False))
+        return graph
+
+    model.compile_parts(backend=note)
+    loss = model(idx, idx, 2, state)[1]
+    assert sum("cross_entropy" in graph for graph in graphs) == 1
+    assert abs(loss - wanted) < 1e-6
+    for ours, theirs in zip(*(torch.autograd.grad(x, list(model.parameters()))
+                              for x in (loss, wanted))):
+        assert far(ours, theirs) < 1e-6
+
 def test_random_weights_have_the_papers_sizes():
     """
     Weights have a std of sqrt(2 / 5C). What writes to the stream is divided by sqrt(2 * depth),
