@@ -602,11 +602,14 @@ def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
     need("google.protobuf")
     shutil.copy(speaker / "tokenizer.model", ".")
     assert Tokenizer.load(".").bos_id == 1
+    prints = set()
     for adds, bos in itertools.product((True, False, None), (None, "<s>", "</s>")):
         config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds, "bos_token": bos}
         common.write_json("tokenizer_config.json", config)
         theirs = tf.AutoTokenizer.from_pretrained(".")("has 1").input_ids
         assert Tokenizer.load(".").encode("has 1", bos=True) == theirs, config
+        prints.add(Tokenizer.load(".").fingerprint)
+    assert len(prints) == 3, "a fingerprint tells whether and which BOS is added"
 
 def test_configured_end_of_text(corpus, speaker):
     """EOS is the token that the config names, or else a usual one. One that is missing is said."""
@@ -804,6 +807,11 @@ def test_large_ids(corpus):
     Path("a.txt").write_text("w20 w65535 w65536 w69999")
     call("data", "prepare", "--input", "a.txt", "--tokenizer", "large", "--out", "out")
     assert np.load("out/train_000000.npy").tolist() == [20, 65535, 65536, 69999, 1]
+
+def test_a_setting_that_was_not_known_counts():
+    """An output made before a setting existed is not continued with it."""
+    with pytest.raises(UserError, match="created with new = None, but this command says 3"):
+        common.check_settings("out", {"old": 1}, {"old": 1, "new": 3}, "Choose another")
 
 def test_no_locks(monkeypatch, capsys):
     """A file system without locks is said, and no error."""
@@ -1351,8 +1359,11 @@ def test_killed_ranks_end_alike(base):
     kill(launch("train.py", *base, "--out_dir=two", world=2),
          lambda: len(logged("two", "loss")) >= 8)
     finish("train.py", *base, "--out_dir=two", world=2)
+    two = weights("two/step_000012", "model")
     for world in ("1", "4"):
         assert logged(world, "loss") == pytest.approx(logged("two", "loss"), abs=1e-2)
+        for name, t in weights(f"{world}/step_000012", "model").items():
+            assert (t - two[name]).norm() < 0.02 * t.norm(), name
     Path("dies.py").write_text(DIES % "0")
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
     subprocess.run([sys.executable, *torchrun, "dies.py", *base, "--out_dir=restarted"], check=True)
@@ -2029,6 +2040,8 @@ def test_killed_evaluation_goes_on(checkpoint, corpus):
     pace = sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines)
     assert read_json("killed.json")["tokens_per_second"] == pytest.approx(pace)
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
+    for flag in ("--max_new_tokens=2", "--dtype=bfloat16", "--seed=1", "--draft_steps=1", "--shots=0"):
+        assert flag[2:].partition("=")[0] in refusal("eval_gsm8k", *command[1:], flag)
     config = read_json("moved/config.json")
     common.write_json("moved/config.json", config | {"norm_eps": 0.1})
     assert "config = " in refusal("eval_gsm8k", *command[1:])
@@ -2187,6 +2200,12 @@ def test_generated_text_follows_the_seed(checkpoint):
                                         12, [], 3, seed=seed)
         assert found[-1:] == wanted
     assert found[0] != found[1]
+    long = "gets 1 so " * 20 + "has 1 so"
+    lm = eval_lm.Harness(folder, [3], max_length=30)
+    request = Instance("generate_until", {}, (long, {"until": [], "max_gen_toks": 12}), 0)
+    wanted, _ = sample.answer_batch(Decoder(model), tokenizer, [tokenizer.encode(long)[-18:]],
+                                    12, [], 3, seed=0)
+    assert lm.at(3).generate_until([request]) == wanted, "a long context keeps its end"
 def test_harness_texts_are_decoded_compiled(checkpoint, monkeypatch):
     """--compile reaches the decoder of eval_lm.py."""
     compiled = []
