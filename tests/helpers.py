@@ -2,6 +2,7 @@
 What test_all.py plays on: scripts in this process, processes that can be killed, a full disk, a hub
 on this machine, commands in comments, tasks of lm-evaluation-harness, and random models.
 """
+
 import contextlib
 import importlib
 import io
@@ -48,9 +49,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
 
 def outcome(script, *args):
     """Run a script in this process, which saves seconds -> (exit code or line, what it said)."""
-    main, said = importlib.import_module(script.replace("/", ".")).main, io.StringIO()
-    with (mock.patch.object(sys, "argv", [script, *map(str, args)]),
-          contextlib.redirect_stdout(said)):
+    main = importlib.import_module(script.replace("/", ".")).main
+    said = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [script, *map(str, args)]),
+        contextlib.redirect_stdout(said),
+    ):
         try:
             common.cli(main)
         except SystemExit as end:
@@ -76,7 +80,8 @@ def play(command):
     Run a shell script of this folder -> its exit code. Its python asks for its scripts to be run in
     this process, which saves half a minute of importing torch.
     """
-    (asked, ask), (answer, answered) = os.pipe(), os.pipe()
+    asked, ask = os.pipe()
+    answer, answered = os.pipe()
     Path("python").write_text(f"""#!/bin/bash
 if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
 printf '%s\\t' "$@" >&{ask}
@@ -93,6 +98,7 @@ head -c "$size" <&{answer}
             script, *args = line.split("\t")[:-1]
             said = call(script.removesuffix(".py"), *args).encode()
             answers.write(b"%d\n%s" % (len(said), said))
+
     os.close(answer)
     return process.wait()
 
@@ -122,8 +128,13 @@ def launch(*command, world=1, threads=1, last=()):
     more flags for the last one.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-           "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads)}
+    env = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": str(threads),
+    }
     Path("log").write_text("")
     processes = []
     for rank in range(world):
@@ -133,6 +144,7 @@ def launch(*command, world=1, threads=1, last=()):
         process.start()
         process.store = store  # lives as long as they do
         processes.append(process)
+
     return processes
 
 
@@ -169,8 +181,11 @@ def typed(*lines):
 
 def contents(folder):
     """{path: bytes} of all files in and below a folder, but locks and what a kill left."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).glob("**/*")
-            if path.is_file() and path.name != ".lock" and ".tmp-" not in str(path)}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).glob("**/*")
+        if path.is_file() and path.name != ".lock" and ".tmp-" not in str(path)
+    }
 
 
 def start_hub(files):
@@ -178,9 +193,12 @@ def start_hub(files):
     What huggingface_hub asks of a hub, with `files` {name: bytes} in every repository. It notes the
     names of all `requests`. The first answer with model.safetensors breaks off.
     """
-    hub, commit = SimpleNamespace(requests=[]), "c0" * 20
-    listing = [{"type": "file", "path": name, "oid": name, "size": len(body)}
-               for name, body in files.items()]
+    hub = SimpleNamespace(requests=[])
+    commit = "c0" * 20
+    listing = [
+        {"type": "file", "path": name, "oid": name, "size": len(body)}
+        for name, body in files.items()
+    ]
     info = {"id": "some/model", "sha": commit}
 
     class Handler(BaseHTTPRequestHandler):
@@ -218,20 +236,43 @@ def recipe(path):
 
 # Tasks of lm-evaluation-harness.
 TASKS = {
-    "choice": dict(output_type="multiple_choice", doc_to_text="{{query}}", doc_to_target="gold",
-                   doc_to_choice="choices", num_fewshot=1, fewshot_split="test",
-                   metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}]),
-    "text": dict(output_type="loglikelihood_rolling", doc_to_text="",
-                 doc_to_target="{{query}} {{query * (9 if gold == 0 else 1)}}",
-                 metric_list=[{"metric": "byte_perplexity"}]),
-    "answer": dict(output_type="generate_until", doc_to_text="{{query}}",
-                   doc_to_target="{{choices[gold]}}", metric_list=[{"metric": "exact_match"}],
-                   generation_kwargs=dict(until=["\n", "."], max_gen_toks=16)),
-    "math": dict(include="minerva_math/minerva_math500.yaml", dataset_name=None, tag=None,
-                 generation_kwargs=dict(until=["Problem:"], max_gen_toks=16, do_sample=False)),
-    "gsm8k": dict(include="gsm8k/gsm8k-cot-zeroshot.yaml", dataset_name=None, training_split=None,
-                  fewshot_split=None, num_fewshot=0,
-                  generation_kwargs=dict(until=eval_gsm8k.STOPS, max_gen_toks=32, do_sample=False))}
+    "choice": dict(
+        output_type="multiple_choice",
+        doc_to_text="{{query}}",
+        doc_to_target="gold",
+        doc_to_choice="choices",
+        num_fewshot=1,
+        fewshot_split="test",
+        metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
+    ),
+    "text": dict(
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{query}} {{query * (9 if gold == 0 else 1)}}",
+        metric_list=[{"metric": "byte_perplexity"}],
+    ),
+    "answer": dict(
+        output_type="generate_until",
+        doc_to_text="{{query}}",
+        doc_to_target="{{choices[gold]}}",
+        metric_list=[{"metric": "exact_match"}],
+        generation_kwargs=dict(until=["\n", "."], max_gen_toks=16),
+    ),
+    "math": dict(
+        include="minerva_math/minerva_math500.yaml",
+        dataset_name=None,
+        tag=None,
+        generation_kwargs=dict(until=["Problem:"], max_gen_toks=16, do_sample=False),
+    ),
+    "gsm8k": dict(
+        include="gsm8k/gsm8k-cot-zeroshot.yaml",
+        dataset_name=None,
+        training_split=None,
+        fewshot_split=None,
+        num_fewshot=0,
+        generation_kwargs=dict(until=eval_gsm8k.STOPS, max_gen_toks=32, do_sample=False),
+    ),
+}
 
 
 def write_task(name):
@@ -241,15 +282,26 @@ def write_task(name):
         for i, shot in enumerate(shots):
             question, answer = shot.removeprefix("Q: ").split("\nA: ")
             number = answer.removesuffix(".").split()[-1]
-            row = {"query": question, "choices": answer.split(". "), "gold": i % 2,
-                   "question": question, "answer": f"#### {number}",
-                   "problem": question, "solution": f"\\boxed{{{number}}}"}
+            row = {
+                "query": question,
+                "choices": answer.split(". "),
+                "gold": i % 2,
+                "question": question,
+                "answer": f"#### {number}",
+                "problem": question,
+                "solution": f"\\boxed{{{number}}}",
+            }
             f.write(json.dumps(row) + "\n")
+
     task = TASKS[name] | dict(
-        task=f"local_{name}", test_split="test", dataset_path="json",
-        dataset_kwargs=dict(data_files={"test": "rows.jsonl"}, cache_dir="cache"))
+        task=f"local_{name}",
+        test_split="test",
+        dataset_path="json",
+        dataset_kwargs=dict(data_files={"test": "rows.jsonl"}, cache_dir="cache"),
+    )
     if "include" in task:  # one of its own
         task["include"] = str(Path(find_spec("lm_eval").origin).parent / "tasks" / task["include"])
+
     common.write_json("task.yaml", task)  # JSON is YAML, too
     return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", f"{name}.json"
 
@@ -257,8 +309,18 @@ def write_task(name):
 # Models and tensors.
 def small(seed=0, **changes):
     """A random model that is cheap to run."""
-    c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
-               n_coda=1, mean_recurrence=4, eos_token_id=1)
+    c = Config(
+        vocab_size=17,
+        n_embd=32,
+        n_head=4,
+        n_kv_head=2,
+        n_ffn=64,
+        n_prelude=1,
+        n_core=2,
+        n_coda=1,
+        mean_recurrence=4,
+        eos_token_id=1,
+    )
     model = RecurrentLM(replace(c, **{"head_dim": 0} | changes))
     model.init_weights(seed)
     return model
@@ -344,6 +406,7 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
     for name in ("truncated", "missing", "mixed", "misshapen", "biased"):
         shutil.copytree(llama, folder / name)
+
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
     tensors = weights(llama)
     bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
@@ -354,16 +417,20 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "misshapen" / "model.safetensors")
     config = common.read_json(llama / "config.json")
-    for name, wrong in (("list", []),
-                        ("window", config | {"model_type": "mistral", "sliding_window": 8}),
-                        ("yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-                        ("qwen", config | {"model_type": "qwen3"})):
+    for name, wrong in (
+        ("list", []),
+        ("window", config | {"model_type": "mistral", "sliding_window": 8}),
+        ("yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        ("qwen", config | {"model_type": "qwen3"}),
+    ):
         shutil.copytree(llama, folder / name)
         common.write_json(folder / name / "config.json", wrong)
 
 
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def write_bpe(kind):
@@ -372,6 +439,7 @@ def write_bpe(kind):
     with a blank before each text ("prefix"), or Qwen's with merges in another order ("merges").
     """
     import tokenizers
+
     words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     digits = kind in ("smollm2", "prefix")
@@ -381,22 +449,33 @@ def write_bpe(kind):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     if kind == "qwen":
         bpe.normalizer = tokenizers.normalizers.NFC()
+
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=last.alphabet(), special_tokens=["<s>"])
+        vocab_size=700, initial_alphabet=last.alphabet(), special_tokens=["<s>"]
+    )
     bpe.train([str(ROOT / "README.md")], trainer)
     for name in ("<thi", "<think>"):  # the longer one counts
         bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False)])
+
     spec = json.loads(bpe.to_str())
     if kind == "merges":
         spec["model"]["merges"].reverse()
+
     common.write_json("tokenizer.json", spec)
 
 
 # What an optimizer updates.
 QKV = "prelude.0.attn.qkv.weight"
-SHAPES = {"embed.weight": (30, 8), "prelude.0.norm_1.weight": (8,), "adapter.weight": (8, 16),
-          QKV: (24, 8), "core.0.mlp.fc.weight": (40, 8), "core.0.mlp.proj.weight": (8, 20),
-          "norm_f.weight": (8,), "head.weight": (30, 8)}
+SHAPES = {
+    "embed.weight": (30, 8),
+    "prelude.0.norm_1.weight": (8,),
+    "adapter.weight": (8, 16),
+    QKV: (24, 8),
+    "core.0.mlp.fc.weight": (40, 8),
+    "core.0.mlp.proj.weight": (8, 20),
+    "norm_f.weight": (8,),
+    "head.weight": (30, 8),
+}
 
 
 def noise(*seed, scale=1.0):
@@ -423,8 +502,16 @@ def step_with(opt, ps, *grads, lr_factor=1.0, labels=1):
 
 def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
     """A tiny random model whose noise (std 1) and recurrences change what it says."""
-    return small(1, vocab_size=vocab_size, n_core=n_core, norm=norm, context=context, state_std=1.0,
-                 mean_recurrence=3, n_kv_head=4 if norm == "sandwich" else 2)
+    return small(
+        1,
+        vocab_size=vocab_size,
+        n_core=n_core,
+        norm=norm,
+        context=context,
+        state_std=1.0,
+        mean_recurrence=3,
+        n_kv_head=4 if norm == "sandwich" else 2,
+    )
 
 
 def decode(model, prompts, n, **options):
@@ -450,8 +537,17 @@ def optimizer_rank(rank, world, folder):
     found = {}
     for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
         ps = parameters(noise(), getattr(torch, dtype))
-        opt = Optimizer(ps.items(), lr=0.02, adam_lr=0.01, weight_decay=0.1, clip=20.0,
-                        rule=kind, weights=noise(), rank=rank, world=world)
+        opt = Optimizer(
+            ps.items(),
+            lr=0.02,
+            adam_lr=0.01,
+            weight_decay=0.1,
+            clip=20.0,
+            rule=kind,
+            weights=noise(),
+            rank=rank,
+            world=world,
+        )
         for u in range(20):
             grads = [noise(u, i) for i in range(rank * 8 // world, (rank + 1) * 8 // world)]
             step_with(opt, ps, *grads, lr_factor=0.9**u, labels=8)
@@ -459,6 +555,7 @@ def optimizer_rank(rank, world, folder):
         found |= {f"{kind} {dtype} kept": torch.tensor(kept)}
         found |= {f"{kind} {dtype} {name}": p.detach() for name, p in ps.items()}
         found |= {f"{kind} {dtype} all {key}": t.clone() for key, t in opt.gather().items()}
+
     save_file(found, f"{folder}/{world}_{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -466,7 +563,8 @@ def optimizer_rank(rank, world, folder):
 
 def count(story, _):
     """The answer after every sentence of a story (a list of words): the task, said once more."""
-    answers, number = [], 0
+    answers = []
+    number = 0
     for verb, x in zip(story[::2], map(int, story[1::2])):
         sums = {"gets": number + x, "loses": number - x, "times": number * x}
         number = sums.get(verb, x) % 10
@@ -476,7 +574,8 @@ def count(story, _):
 
 def multiply(story, known):
     """The product after every factor, as permutation matrices; known: each factor by itself."""
-    answers, product = [], np.eye(5)
+    answers = []
+    product = np.eye(5)
     for factor in story:
         product = np.eye(5)[[int(i) - 1 for i in known[factor]]] @ product
         answers.append("".join(str(row.argmax() + 1) for row in product))
@@ -484,12 +583,24 @@ def multiply(story, known):
 
 
 HARD = [
-    "", " ", "Hello  world", "naïve 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 café", "汉字和かな한국어 Ωмिक\u064e",
-    "1234567890 3.14", "a\n\n\n  b\t\tc\r\n", "don't DON'T 'ſ", "e\u0301\u0323\u0308" * 9,
-    "".join(map(chr, [*range(32), *range(127, 160)])), "|||IP_ADDRESS||| x",
-    "<s></s><|endoftext|><|begin_of_text|><|eot_id|>", "a" * 5000, "漢" * 600,
-    "\u2028\u00a0\ufeff ﷺ\U0010ffff", "\ufeffx",
-    *(" " * n + "x" + "\n" * n for n in range(1, 101))]
+    "",
+    " ",
+    "Hello  world",
+    "naïve 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 café",
+    "汉字和かな한국어 Ωмिक\u064e",
+    "1234567890 3.14",
+    "a\n\n\n  b\t\tc\r\n",
+    "don't DON'T 'ſ",
+    "e\u0301\u0323\u0308" * 9,
+    "".join(map(chr, [*range(32), *range(127, 160)])),
+    "|||IP_ADDRESS||| x",
+    "<s></s><|endoftext|><|begin_of_text|><|eot_id|>",
+    "a" * 5000,
+    "漢" * 600,
+    "\u2028\u00a0\ufeff ﷺ\U0010ffff",
+    "\ufeffx",
+    *(" " * n + "x" + "\n" * n for n in range(1, 101)),
+]
 
 
 RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=50 --batch_size=16
