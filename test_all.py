@@ -1155,6 +1155,9 @@ def test_loader_is_a_pure_function(corpus):
     assert sorted(first) == sorted(second)
     assert first != second
     assert dataset.parts[0][0].order(8, 0).tolist() != first
+    shards = dataset.parts[0][0]
+    rows = [shards.sample(7, number).tolist() for number in range(2 * shards.num_rows)]
+    assert rows[: shards.num_rows] != rows[shards.num_rows :]
 
 
 def test_mixture_follows_its_weights(corpus):

@@ -922,15 +922,15 @@ def dry_run(settings):
     held = max(memory_held(settings, model, rank) for rank in range(settings.gpus)) / 1e9
     kept = activation_bytes(settings, model) / 1e9
     memory = held + kept
-    say(f"memory: about {memory:.1f} GB on each of {settings.gpus} GPUs: {held:.1f} for "
-        f"weights, gradients and optimizer, {kept:.1f} for --micro_batch={settings.micro_batch} "
-        "if compiled")
     for name, (speed, size) in CARDS.items():
         seconds = executed / (settings.gpus * speed)
         fits = f"{size} GB each"
         if memory > size - 2:  # the CUDA context and fragments
             fits = f"DOES NOT FIT into {size} GB"
         say(f"time: {duration(seconds)} on {settings.gpus} {name}, {fits} (an estimate)")
+    say(f"memory: about {memory:.1f} GB on each of {settings.gpus} GPUs: {held:.1f} for "
+        f"weights, gradients and optimizer, {kept:.1f} for --micro_batch={settings.micro_batch} "
+        "if compiled")
 
 
 def duration(seconds):
