@@ -120,7 +120,7 @@ TINYLLAMA, LLAMA, OLMO2 = (
     presets()[name][0] for name in ("tinyllama-4-8-4", "llama-3.2-1b-4-6-4", "olmo-2-1b-4-6-4")
 )
 MATERIAL = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets", "tokenizers").resolve()
-EXTRAS = 'pip install transformers accelerate protobuf pyarrow "lm_eval[math]==0.4.13"'
+EXTRAS = 'pip install transformers accelerate protobuf pyarrow matplotlib "lm_eval[math]==0.4.13"'
 needs_compiler = pytest.mark.skipif(
     not shutil.which("g++"), reason="no C++ compiler for torch.compile"
 )
