@@ -338,8 +338,9 @@ def save_random():
 
 def expected_memory(rows):
     """GB that training at LARGE's shape takes: as a dry run says, and 2 for logits and CUDA."""
+    # Memory does not depend on the number of updates, whose draws would all be counted.
     said = run("train.py", "--config=config/fig4.toml", "--dry_run", f"--micro_batch={rows}",
-               f"--init_from={FOLDER}/random")
+               "--updates=1", f"--init_from={FOLDER}/random")
     return float(re.search(r"about ([\d.]+) GB", said)[1]) + 2
 
 
