@@ -71,7 +71,7 @@ def write_tokenizer(files, folder):
 
 # ---- tokenizers ------------------------------------------------------------------------------
 
-# The names of EOS, one of which ends a document if tokenizer_config.json names no other token.
+# Usual names of the end-of-text token, tried in this order where tokenizer_config.json names none.
 EOS = "</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>"
 
 
@@ -121,9 +121,9 @@ class Tokenizer:
 
 def find_eos(path, config, special):
     """
-    The id of the token that tokenizer_config.json (`config`) names as EOS, or else of the first
-    usual name among the control tokens `special`, or None. UserError if the tokenizer lacks what
-    the config names: any other token would be a wrong end.
+    Find the id of the end-of-text token: the one that tokenizer_config.json (`config`) names, else
+    the first usual name among the control tokens `special`, else None. Raises UserError if the
+    tokenizer lacks the token that the config names, since any other would be a wrong end.
     """
     name = token_name(config.get("eos_token"))
     if name and name not in special:
@@ -150,8 +150,8 @@ def tokenizer_file(folder):
 
 def check_tokenizer(config, folder, *others):
     """
-    The Tokenizer of a model's folder. UserError if it has more ids than the model, or if that of
-    another folder, such as a data set's, differs.
+    Load the Tokenizer of a model's folder. Raises UserError if it has more ids than the model, or
+    if the tokenizer of one of the other folders, such as a data set's, differs from it.
     """
     tokenizer = Tokenizer.load(folder)
     for other in others:
@@ -162,7 +162,7 @@ def check_tokenizer(config, folder, *others):
                             f"--tokenizer={folder}")
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
-                        f"{config.vocab_size}: it is the tokenizer of another model")
+                        f"{config.vocab_size}, so it is the tokenizer of a different model")
     return tokenizer
 
 
@@ -375,7 +375,7 @@ def read_rows(path):
 
 
 def read_text(path):
-    """The text of a file. UserError names the first line that is not UTF-8."""
+    """Read a text file. Raises UserError, with the line number, if it is not UTF-8."""
     content = Path(path).read_bytes()
     try:
         return content.decode("utf-8-sig")
@@ -602,7 +602,7 @@ def prepare(args):
     elif {*out.glob("*")} - {out / ".lock", *out.glob("*.tmp-*")}:  # a kill may leave these
         raise UserError(f"{out}: holds other files; choose another --out")
     if meta.exists():
-        return print(f"{out}: is complete, nothing to do")
+        return print(f"{out} is already complete")
     with locked(out):
         try:
             write_json(started, progress)
@@ -632,8 +632,9 @@ class Shards:
     def __init__(self, folder, split, T):
         path = f"{folder}/meta.json"
         if not os.path.exists(path):
-            raise UserError(f"{folder}: is no finished data set, without meta.json: make it by "
-                            "data.py prepare, or by runs/tiny_corpus.py --out out/tiny/data")
+            raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
+                            "`python data.py prepare`, or the one of runs/tiny.sh with "
+                            "`python runs/tiny_corpus.py --out out/tiny/data`")
         self.T = T
         self.meta = read_json(path)
         self.shards = []  # tokens and targets of each
@@ -714,7 +715,10 @@ class Dataset:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def batch(self, seed, step, rank, world, B):
-        """-> idx, targets (-100: no loss), both (B, T) int64; numbers (B,), which decide them."""
+        """
+        Returns idx and targets (-100: no loss), both (B, T) int64, and numbers (B,) int64: the
+        rows' global sample indices.
+        """
         numbers = (step * world + rank) * B + np.arange(B)
         samples = []
         for number in numbers:

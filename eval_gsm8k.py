@@ -118,8 +118,8 @@ def fetch_gsm8k():
 
 def read_questions(path, limit=None):
     """
-    The lines of a .jsonl file (see the top) as a list of dicts; with a limit, so many of them,
-    evenly spread, since files are often sorted.
+    Read a .jsonl file of questions (see the top) as a list of dicts. limit: read only this many
+    questions, spread evenly over the file, since files are often sorted.
     """
     rows = []
     try:

@@ -269,8 +269,8 @@ def evaluate(lm, tasks, limit=None):
 
 def question_scores(found, task, metric, rule):
     """
-    The numbers that a metric gives to each question, of what the harness's evaluate() found; [] if
-    it gives others, such as pairs, or if less is better. rule: the filter of the answers.
+    Returns a metric's score of each question, or [] if these scores are not numbers, or if lower
+    is better. found: what the harness's evaluate() returned; rule: the name of the answer filter.
     """
     if found["higher_is_better"].get(task, {}).get(metric) is not True:
         return []

@@ -526,7 +526,8 @@ class RecurrentLM(nn.Module):
     def compile_parts(self, **how):
         """
         torch.compile the three parts and the losses, in place. The core is compiled once for all
-        recurrences. how: torch.compile's arguments. UserError if this machine cannot compile.
+        recurrences. how: torch.compile's arguments. Raises UserError if this machine cannot
+        compile.
         """
         try:
             torch.compile(torch.sin)(self.norm_f.weight.data)
@@ -594,9 +595,9 @@ class RecurrentLM(nn.Module):
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
         """
-        Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to it; the
-        default is the smallest that loses nothing. UserError names a file that is missing, damaged
-        or of another model.
+        Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to this; by
+        default the smallest dtype that represents every weight exactly. Raises UserError if a file
+        is missing, corrupt, or from a different model.
         """
         folder = find_checkpoint(folder)
         model, _ = cls.map(folder, load_config(folder))
@@ -617,7 +618,8 @@ class RecurrentLM(nn.Module):
             tensors = load_file(path)
             model.fill(tensors)
         except (SafetensorError, RuntimeError) as e:
-            raise UserError(f"{path}: damaged, or of another model than config.json: {e!r:.300}")
+            raise UserError(f"{path}: corrupt, or from a different model than config.json says "
+                            f"({e!r:.300})")
         model.folder = folder
         return model, tensors
 
@@ -667,7 +669,7 @@ def find_checkpoint(folder):
 
 
 def load_config(folder):
-    """Config of a loopgraft checkpoint; UserError for another kind of model."""
+    """Read the Config of a loopgraft checkpoint. Raises UserError for any other kind of model."""
     path = Path(folder, "config.json")
     try:
         raw = json.loads(path.read_text())

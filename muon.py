@@ -138,15 +138,16 @@ class Piece:
     Rows of a parameter that one rank owns. Every rank has all Pieces, with `weight` and `grad`. The
     owner alone has `master` and `moments`.
     """
-    owner: int
-    name: str                           # of the parameter
+    owner: int                          # the rank, such as 2 of 4
+    name: str                           # of the parameter, "embed.weight" (32000, 2048)
     rule: str                           # "muon", "adamw" or "adamw*"
-    rows: slice                         # of the parameter
-    parts: list[int]                    # rows of each matrix that is updated by itself
-    weight: torch.Tensor                # those rows of the parameter, in the model's dtype
-    grad: torch.Tensor | None = None    # the sum of their gradients, float32
-    master: torch.Tensor | None = None  # the exact weights, float32
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # float32
+    rows: slice                         # of the parameter, slice(16000, 24000)
+    parts: list[int]                    # rows of each matrix that is updated by itself, [8000]
+    weight: torch.Tensor                # those rows, in the model's dtype, (8000, 2048)
+    grad: torch.Tensor | None = None    # the sum of their gradients, float32, (8000, 2048)
+    master: torch.Tensor | None = None  # the exact weights, float32, (8000, 2048)
+    # float32, such as {"embed.weight.exp_avg": (8000, 2048), "embed.weight.exp_avg_sq": ...}
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def matrices(self):
         """Tuples (weights, gradient, *moments) for each part."""
@@ -207,8 +208,9 @@ class Optimizer:
 
     def make_pieces(self, rule, stacked):
         """
-        All Pieces, one rank's after another's. All ranks share the rows of what AdamW updates. Any
-        other parameter, the largest first, goes to the rank that owns least so far.
+        Returns all Pieces, sorted by the rank that owns them. A parameter that AdamW updates is
+        split by rows over all ranks. Any other parameter goes as a whole to the rank that owns the
+        least so far.
         """
         rules = {}
         owners = {}
@@ -278,9 +280,10 @@ class Optimizer:
     @torch.no_grad()
     def step(self, total_norm, labels=1, lr_factor=1.0):
         """
-        One update by the mean gradient over `labels` labels, clipped, at lr_factor times the
-        learning rates. total_norm: what reduce() returned, as a number. The sums are zero
-        afterwards. Returns the norm of the mean gradient. If it is not finite, nothing is updated.
+        Apply one update, then zero the sums of gradients. The update uses the mean gradient over
+        `labels` labels, clipped, at lr_factor times the learning rates. total_norm: what reduce()
+        returned, as a number. Returns the norm of the mean gradient. If that is not finite, the
+        weights stay as they are.
         """
         norm = total_norm / labels
         if not math.isfinite(norm):

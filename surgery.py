@@ -313,7 +313,7 @@ def rotary_order(c, name, t, back=False):
     """
     Huginn rotates adjacent pairs where Llama pairs the halves of a head. These are the same numbers
     in another order of q's and k's rows. Reorders our tensor `name` from pairs to halves, or back;
-    one of another model stays as it is.
+    all other tensors stay as they are.
     """
     order = torch.arange(c.head_dim).view(-1, 2).T.flatten()  # 0 2 4 ... 1 3 5 ...
     if back:
@@ -407,8 +407,8 @@ def read_all(source):
     tensors = {}
     for name, parts in source.parts.items():
         if missing := set(parts) - source.tensors.keys():
-            raise UserError(f"{source.folder}: tensor {min(missing)!r} is missing: incomplete, or "
-                            "of another model than config.json says")
+            raise UserError(f"{source.folder}: tensor {min(missing)!r} is missing. The checkpoint "
+                            "is incomplete, or from a different model than config.json")
         t = torch.cat([source.tensors[part] for part in parts])
         if source.kind == "huginn_raven":
             t = rotary_order(source.config, name, t)

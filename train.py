@@ -140,7 +140,7 @@ class Recipe:
 
 @dataclass
 class Settings(Recipe):
-    """... and those that change it by rounding at most. You may change these on resume."""
+    """Settings that cannot change the result beyond rounding, so they may change on resume."""
     config: str = setting("", "a TOML file of settings; flags beside it win", str)
     out_dir: str = setting("", "the run's folder: step_* checkpoints and log.jsonl", str)
     flops_of: str = setting("", "a run: make as many updates as cost what it has spent, whatever "
@@ -183,9 +183,9 @@ GROUPS = {  # the groups of --help
 
 def read_settings(argv):
     """
-    The Settings of --config=FILE.toml (flat keys) and of --key=value, which wins. A yes-or-no --key
-    alone is true. UserError says which one is wrong: an update must divide into draws and
-    micro-batches, and the width into heads.
+    Read the Settings from --config=FILE.toml (flat keys) and from --key=value, which wins. A
+    yes-or-no --key without a value is true. Raises UserError for an invalid setting, also if an
+    update does not divide into draws and micro-batches, or the width into heads.
     """
     parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
@@ -225,7 +225,7 @@ def read_settings(argv):
 
 
 def read_config(path):
-    """The settings in a TOML file as flags. UserError names the file and the key."""
+    """Read a TOML file's settings as flags. Raises UserError for a key that does not exist."""
     try:
         values = tomllib.loads(Path(path).read_text())
     except ValueError as e:
@@ -254,7 +254,8 @@ def main():
             dist.destroy_process_group()
     except RuntimeError as e:
         if "gloo" in str(e) or isinstance(e, dist.DistError):
-            raise UserError(f"process {RANK} lost another one ({e!s:.120}): see what that one said")
+            raise UserError(f"rank {RANK} lost contact with another rank ({e!s:.120}). The "
+                            "cause is in that rank's output")
         raise
     return code
 
@@ -303,7 +304,7 @@ def train(settings, device, store):
     agree(progress, model)
     start = progress["update"]
     if 0 < start == settings.updates:
-        say(f"{settings.out_dir}: is complete, nothing to do")
+        say(f"{settings.out_dir} is already complete")
         return 0
     if settings.wandb and RANK == 0:
         start_wandb(settings)
@@ -326,7 +327,7 @@ def train(settings, device, store):
             if stops:  # some processes left this update early, so it is dropped
                 if update > start:
                     save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
-                say(f"stopped after update {update} by a signal: the same command continues")
+                say(f"stopped by a signal after update {update}. Run the same command to resume")
                 return 128 + signal.SIGTERM
             loss = losses / labels if labels else math.nan
             lr_factor = lr_scale(settings, update)
@@ -393,7 +394,10 @@ def to_inputs(model, batch, seed):
 
 
 def count(settings, model, progress, draws, norm):
-    """Take an update into `progress`. UserError after too many without a finite gradient."""
+    """
+    Count an update in `progress`. Raises UserError after MAX_SKIPS updates in a row without a
+    finite gradient.
+    """
     tokens = settings.batch_size * settings.context
     steps = paper_steps(settings, progress["update"])
     progress["paper_flops"] += tokens * model.flops_per_token(steps)
@@ -431,7 +435,7 @@ def report(settings, progress, model, loss, norm, draws, lr_factor, speed, pace)
 def find_progress(settings, dataset):
     """
     Our newest checkpoint, if any -> progress (a dict that train.json keeps) and its folder or None.
-    UserError if out_dir was made with another recipe.
+    Raises UserError if out_dir was created with another recipe.
     """
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = dataset.fingerprint()
@@ -571,7 +575,10 @@ def make_model(settings, dataset, folder, device):
 
 
 def choose_trained(settings, model):
-    """Only parameters that --train names carry gradient. UserError if a part names none."""
+    """
+    Turn off the gradients of all parameters that --train does not name. Raises UserError if a part
+    of --train names no parameter.
+    """
     names = [name for name, _ in model.named_parameters()]
     parts = settings.train.split("|")  # [""] if empty, which all names contain
     for part in parts:
@@ -599,17 +606,17 @@ def make_optimizer(settings, model, rank, world, weights=None):
 
 
 def load_moments(optimizer, folder, updates):
-    """Continue with the moments of our checkpoint `folder`, made by so many updates."""
+    """Load the moments of our checkpoint `folder`, which has made `updates` updates."""
     path = folder / "optimizer.safetensors"
     try:
         optimizer.load(load_file(path), updates)  # mapped: a rank reads what it owns
     except (SafetensorError, KeyError) as e:
-        raise UserError(f"{path}: is damaged ({e!r:.80}): without this checkpoint the run goes on "
-                        "from an older one")
+        raise UserError(f"{path}: corrupt ({e!r:.80}). If you delete this checkpoint, the run "
+                        "resumes from an older one")
 
 
 def agree(progress, model):
-    """UserError if another process starts from other settings, data or weights, or elsewhere."""
+    """Raises UserError if ranks have different settings, data, weights or numbers of updates."""
     if WORLD == 1:
         return
     bits = sum(p.detach().view(torch.int16).sum() for p in model.parameters()).item()
@@ -1070,8 +1077,8 @@ def start_wandb(settings):
 
 def log(settings, progress, entry):
     """
-    Append an entry to log.jsonl, right after what stood there at our checkpoint: what a killed run
-    wrote later is done again. NaN becomes null.
+    Append an entry to log.jsonl. Truncates the log to the newest checkpoint first, because a killed
+    run redoes the updates after it. NaN becomes null.
     """
     if RANK > 0:
         return

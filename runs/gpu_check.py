@@ -275,7 +275,7 @@ def train(name, world=1, stop=False):
     launcher = ()
     if world > 1:
         launcher = "-m", "torch.distributed.run", f"--nproc_per_node={world}"
-    shape = "--n_embd=128 --n_head=4 --n_prelude=1 --n_core=1 --n_coda=1 --context=37"
+    shape = "--n_embd=128 --n_head=4 --n_prelude=1 --n_core=1 --n_coda=1 --context=39"
     budget = f"--updates={UPDATES} --batch_size=64 --micro_batch=32 --save_every=10 --lr=0.01"
     steps = "--mean_recurrence=4 --backprop_depth=2 --eval_steps=1,4 --eval_every=10 --eval_rows=64"
     run(*launcher, "train.py", f"--data={FOLDER}/data/task", f"--out_dir={out}", *shape.split(),

@@ -30,11 +30,11 @@ for seed in ${SEEDS:-0 1 2}; do
     from=out/speedrun/cut-$shape  # this and the healed ones are of all names
     [[ -e $from ]] || python surgery.py $parent "$from" --shape "$shape"
     if ((heal)); then
-        stage heal "$from" pretrain "out/speedrun/healed-$shape-$heal-$seed" --context=39 \
+        stage heal "$from" pretrain "out/speedrun/healed-$shape-$heal-$seed" --context=40 \
             --updates="$heal"
         from=out/speedrun/healed-$shape-$heal-$seed
     fi
-    stage task "$from" task "$out/$seed" --context=26 --eval_steps=2,4,8,16,32 \
+    stage task "$from" task "$out/$seed" --context=38 --eval_steps=2,4,8,16,32 \
         --updates=1800 --batch_size=16 --micro_batch=16 "$@"
 done
 python runs/speedrun/score.py "$out"

@@ -62,13 +62,14 @@ python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('ma
 
 stage "1. Make the corpus" "15 s" \
 "Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. 'so' asks for
-its last digit. Each sentence needs the one before it. Training asks stories of up to 5 sentences."
+its last digit. Each sentence needs the one before it. Training asks about stories of up to 5
+sentences."
 python runs/tiny_corpus.py --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "1 minute" \
 "The parent, which stands for a model that one would download. It reads worked stories of up to 11
-sentences, in which every answer stands before the next sentence, and others without answers, of
-which it is asked the first three."
+sentences, in which every answer stands before the next sentence, and stories of 3 sentences without
+answers, which it has to give."
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
 
 stage "3. Surgery" "5 s" \
@@ -77,8 +78,8 @@ stage "3. Surgery" "5 s" \
     python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 
 stage "4. Heal, then teach the task" "1 to 2 minutes" \
-"Pretraining goes on for a moment, to make up for the lost layers. Then the model is asked the first
-five answers of stories without answers, while the mean number of recurrences r rises from 1 to 8."
+"Pretraining goes on for a moment, to make up for the lost layers. Then the model has to answer
+stories of 3, 4 and 5 sentences, while the mean number of recurrences r rises from 1 to 8."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
 train task task --data=$out/data/task --init_from=$out/heal --updates=$task
 
@@ -94,13 +95,12 @@ train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --upd
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --flops_of=$out/task
 
 stage "6. Ask all three" "40 s" \
-"Stories of up to 12 sentences, and of 18. Training asked none of more than 5."
+"Stories of up to 12 sentences, and of 18. In training none had more than 5."
 for model in task parent_tokens parent_flops; do score $model; done
 
-outcome="Training asked up to 5 sentences. The same weights answer longer stories the more often they loop,
-and their parent, of fixed depth, does not. Pretraining also read worked stories of up to 11
-sentences, but in these every answer stands before the next sentence. How far it carries differs
-from run to run."
+outcome="Training asked about stories of up to 5 sentences. The same weights answer longer ones the more
+often they loop, and their parent, of fixed depth, does not. Pretraining also read worked stories of
+up to 11 sentences, but in these every answer stands before the next sentence."
 if [[ $quick ]]; then
     outcome="Every stage works. The numbers below mean nothing, since --quick is too short to learn."
 fi

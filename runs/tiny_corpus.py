@@ -7,17 +7,20 @@ need depth: stories, a running count, and products in the group S5.
 
 Each sentence of a story needs all before it, so a model that is shallower than the story must reuse
 its layers. The word `so` asks what a story has come to. "stories" is a running count: the answer to
-`has 7 so loses 4 so times 3 so` is 9. "s5" multiplies permutations: `a so d so c so`. Training asks
-short stories only, of up to 5 sentences (s5: 8). OUT gets two data sets of rows and two files of
-questions:
+`has 7 so loses 4 so times 3 so` is 9. "s5" multiplies permutations: `a so d so c so`. OUT gets two
+data sets, with several stories in each row, and two files of questions:
 
-    pretrain        worked stories of up to 11 sentences, in which every answer stands before the
-                    next sentence, and stories whose first three answers are targets
-    task            stories of 12 sentences without answers; training's targets are those of the
-                    first 5, validation's those of the 6th to 8th (s5: 8, and the 9th to 11th)
-    test.jsonl      100 questions of each length from 1 to 12 sentences; no training story begins
-                    with one that is longer than training asks
-    test18.jsonl    300 of 18 sentences, more than any row of training has
+    pretrain        rows of two worked stories, 12 sentences in all, in which every answer stands
+                    before the next sentence; in turn with rows of five stories of 3 sentences
+                    without answers, whose targets are the answers
+    task            rows of three stories without answers, of 3, 4 and 5 sentences in random order
+                    (s5: 3, 5 and 8 letters), whose targets are the answers. A validation row is a
+                    story of 8 sentences, of which it asks the last 3, and two short ones
+    test.jsonl      100 questions of each length from 1 to 12 sentences
+    test18.jsonl    300 of 18 sentences
+
+So a training story without answers has at most 5 sentences (s5: 8 letters), and no question of the
+tests that is longer begins a worked one.
 """
 import itertools
 import json
@@ -33,13 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import Parser, check_settings, cli, opening, positive, read_json, whole, write_json
 from data import write_shard
 
-SENTENCES = 12  # of a training story
+SENTENCES = 12  # of a worked row, and the longest questions of test.jsonl
+VAL_ROWS = 1024
 
 
 class Task(NamedTuple):
-    words: list     # of the vocabulary; with "<s>", rows begin with it
+    words: list     # of the vocabulary; with "<s>", every story begins with it
     step: Callable  # (state, draw below 60) -> words of a sentence, state after it, its answer
-    asked: int      # sentences of the longest question in training
+    lengths: tuple  # of the stories in a training row, in sentences, the longest first
     prompt: str     # a sample
 
 
@@ -70,26 +74,23 @@ def multiply(product, draw):
 
 
 TASKS = {
-    "stories": Task("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, 5,
+    "stories": Task("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, (5, 4, 3),
                     "has 7 so loses 4 so times 3 so gets 2 so gets 1 so loses 4 so"),
-    "s5": Task(["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply, 8,
-               "a so d so c so b so b so a so d so"),
+    "s5": Task(["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply,
+               (8, 5, 3), "a so d so c so b so b so a so d so"),
 }
 
 
 # ------------------------------------------------------------------------------ stories to rows
 
-def make_stories(step, rng, n, length):
-    """n stories of `length` sentences: tuples such as ("loses", "4", "so", "3")."""
-    stories = []
-    for draws in rng.integers(60, size=(n, length)):
-        state = None
-        story = []
-        for draw in draws:
-            words, state = step(state, draw)
-            story.append((*words, "so", str(state)))
-        stories.append(story)
-    return stories
+def make_story(step, rng, length):
+    """A story of `length` sentences: tuples such as ("loses", "4", "so", "3")."""
+    state = None
+    story = []
+    for draw in rng.integers(60, size=length):
+        words, state = step(state, draw)
+        story.append((*words, "so", str(state)))
+    return story
 
 
 def worked(story):
@@ -98,33 +99,46 @@ def worked(story):
     return list(itertools.zip_longest(words, words[1:]))
 
 
-def direct(story, asked):
-    """`has 3 so loses 4 so </s>`; asked: numbers of the sentences whose answer is a target."""
+def direct(story, first=1):
+    """`has 3 so loses 4 so </s>`; the answers of sentence number `first` and later are targets."""
     document = []
-    for i, (*words, so, answer) in enumerate(story, 1):
+    for number, (*words, so, answer) in enumerate(story, 1):
         document += [(word, None) for word in words]
-        document.append((so, answer if i in asked else None))
+        document.append((so, answer if number >= first else None))
     return [*document, ("</s>", None)]
 
 
-def pretrain_rows(stories, rng):
-    """Rows of two stories, in turn worked, 12 sentences in all, and direct with three answers."""
+# All rows of a data set are equally long. A row is a list of documents.
+
+def story_pair(step, rng):
+    """Two stories that have SENTENCES sentences together."""
+    n = rng.integers(1, SENTENCES)
+    return [make_story(step, rng, n), make_story(step, rng, SENTENCES - n)]
+
+
+def pretrain_rows(pairs, step, rng):
+    """Each pair of stories with its answers, and then a row of five that ask for three answers."""
     rows = []
-    first = range(1, 4)
-    words = len(stories[0][0])  # of a sentence with its answer
-    short = SENTENCES * words // (2 * (words - 1))  # direct rows are as long as worked ones
-    for i, (a, b) in enumerate(zip(stories[::2], stories[1::2])):
-        n = rng.integers(1, SENTENCES)
-        if i % 2:
-            rows.append(direct(a[:short], first) + direct(b[:short], first))
-        else:
-            rows.append(worked(a[:n]) + worked(b[:SENTENCES - n]))
+    for pair in pairs:
+        rows.append([worked(story) for story in pair])
+        rows.append([direct(make_story(step, rng, 3)) for _ in range(5)])
     return rows
 
 
-def task_rows(stories, asked):
-    """A story a row."""
-    return [direct(story, asked) for story in stories]
+def task_row(step, rng, lengths):
+    """Stories of these lengths in random order, each asked for all of its answers."""
+    return [direct(make_story(step, rng, length)) for length in rng.permutation(lengths)]
+
+
+def validation_row(step, rng, lengths):
+    """
+    A story that asks for its last three answers, and two without targets that make the row as long
+    as a task_row().
+    """
+    longest, middle, shortest = lengths
+    long = make_story(step, rng, longest + 3)
+    fillers = [make_story(step, rng, middle - 1), make_story(step, rng, shortest - 2)]
+    return [direct(long, first=longest + 1), *(direct(story, first=SENTENCES) for story in fillers)]
 
 
 # ---------------------------------------------------------------------------------------- files
@@ -149,9 +163,12 @@ def make_tokenizer(ids):
 
 
 def write_rows(folder, split, ids, rows):
-    """Write a split's only shard: rows of (word, target) pairs as ids -> its entry in meta.json."""
+    """Write a split's only shard: the rows as ids -> its entry in meta.json."""
     bos = [("<s>", None)] if "<s>" in ids else []
-    tokens = [[ids.get(word, -100) for word in pair] for row in rows for pair in bos + row]
+    tokens = []
+    for row in rows:
+        for document in row:
+            tokens += [[ids.get(word, -100) for word in pair] for pair in bos + document]
     array = np.array(tokens, np.int32).T.copy()  # (2, number of rows * their length)
     return write_shard(folder, f"{split}_000000.npy", array)
 
@@ -165,33 +182,39 @@ def write_questions(path, stories):
             print(json.dumps(row), file=file)
 
 
-def tiny(out, task="stories", seed=0, rows=80_000):
-    """Write the corpus of a task, which follows from the seed alone. rows: training stories."""
+def tiny(out, task="stories", seed=0, rows=50_000):
+    """Write the corpus of a task, which follows from the seed alone. rows: of each training set."""
     arguments = dict(task=task, seed=seed, rows=rows)
     if os.path.exists(out):
         earlier = read_json(f"{out}/task/meta.json")["arguments"]
         check_settings(out, earlier, arguments, "choose another --out")
-        return print(f"{out}: is complete, nothing to do")
+        return print(f"{out} is already complete")
     task = TASKS[task]
+    step = task.step
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *task.words])}
     rng = np.random.default_rng(seed)
-    seen = set()  # how training stories begin, where that is longer than a question of training
+
+    pairs = {split: [story_pair(step, rng) for _ in range(n // 2)]
+             for split, n in (("train", rows), ("val", VAL_ROWS))}
+    sets = {
+        "pretrain": {
+            "train": pretrain_rows(pairs["train"], step, rng),
+            "val": pretrain_rows(pairs["val"], step, rng),
+        },
+        "task": {
+            "train": [task_row(step, rng, task.lengths) for _ in range(rows)],
+            "val": [validation_row(step, rng, task.lengths) for _ in range(VAL_ROWS)],
+        },
+    }
+    # How worked stories begin, where that is longer than a question of training.
+    seen = set()
+    for story in itertools.chain(*pairs["train"]):
+        seen |= {tuple(story[:n]) for n in range(max(task.lengths) + 1, len(story) + 1)}
     with whole(out) as new:
-        for kind in ("pretrain", "task"):
-            shards = {}
-            for split, n in (("train", rows), ("val", 1024)):
-                stories = make_stories(task.step, rng, n, SENTENCES)
-                if split == "train":
-                    seen |= {tuple(story[:n]) for story in stories
-                             for n in range(task.asked + 1, SENTENCES + 1)}
-                if kind == "pretrain":
-                    made = pretrain_rows(stories, rng)
-                elif split == "train":
-                    made = task_rows(stories, range(1, task.asked + 1))
-                else:
-                    made = task_rows(stories, range(task.asked + 1, task.asked + 4))
-                shards[split] = [write_rows(new / kind, split, ids, made)]
-            row = shards[split][0][1] // len(made)  # tokens in one
+        for kind, splits in sets.items():
+            shards = {split: [write_rows(new / kind, split, ids, made)]
+                      for split, made in splits.items()}
+            row = shards["val"][0][1] // VAL_ROWS  # tokens in one
             meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row=row, shards=shards,
                         arguments=arguments, prompt=task.prompt)
             write_json(new / kind / "meta.json", meta)
@@ -200,7 +223,7 @@ def tiny(out, task="stories", seed=0, rows=80_000):
                                  ("test18.jsonl", 300, [18])):
             questions = []
             for length in lengths:
-                stories = make_stories(task.step, rng, 10 * n, length)
+                stories = (make_story(step, rng, length) for _ in range(10 * n))
                 fresh = [story for story in stories if tuple(story) not in seen]
                 questions += fresh[:n]
             np.random.default_rng(seed).shuffle(questions)
@@ -214,7 +237,7 @@ def main():
     flag("--out", required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="stories",
          help="a running count (stories), or products in the group S5")
-    flag("--rows", type=positive, default=80_000, help="training stories of each data set (80,000)")
+    flag("--rows", type=positive, default=50_000, help="training rows of each data set (50,000)")
     args = parser.parse_args()
     tiny(args.out, args.task, rows=args.rows)
 

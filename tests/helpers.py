@@ -667,7 +667,7 @@ train {run}:
     --uptades=3 -> did you mean --updates?; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
     --n_head=5; --wandb -> pip install; --lr=x; --curriculum=cubic -> linear;
     --config=none.toml -> none.toml; --data=none -> none;
-    --data={corpus}/test.jsonl -> no finished data set; --data={corpus}/task:0 -> weight;
+    --data={corpus}/test.jsonl -> not a finished data set; --data={corpus}/task:0 -> weight;
     --data={corpus}/task:1.5 -> weight; --context=30; --init_from={foreign} -> tokenizer;
     --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
     --out_dir -> expected one argument; --train -> expected one argument;

@@ -54,7 +54,7 @@ def main():
         row = {"arm": label, "training FLOPs": scientific([run["flops"] for run in found])}
         row |= {n: percent([run["right"][n] for run in found]) for n in lengths}
         rows.append(row)
-    asked = TASKS["stories"].asked
+    asked = max(TASKS["stories"].lengths)
     figure = panel("sentences of the question", "accuracy", curves,
                    ticks=[int(n) for n in lengths], dashed=[PARENTS["parent_flops"]],
                    line=[asked, "longest question\nasked in training"])

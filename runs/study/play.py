@@ -469,7 +469,7 @@ def states(folder, corpus):
     far = 256
     rows = 128
     model = RecurrentLM.load(folder, dtype=torch.float32)
-    dataset = Dataset(str(corpus / "task"), "val", 37)
+    dataset = Dataset(str(corpus / "task"), "val", 39)
     idx, targets, _ = dataset.batch(0, 0, 0, 1, rows)
     labels = targets != IGNORE
     start = model.initial_state(*idx.shape, seed=0)

@@ -4,9 +4,9 @@ Tables, pictures and the pages of the study, all from the measurements in result
     python runs/study/study.py
 
 writes the tables into runs/study/README.md and the repository's README.md, in place, and draws the
-pictures that the study's page shows. play.py measures and writes an item's file: a line for each arm and seed, with the commands that
-made its model. An error is the standard error over the seeds. A page asks for a table by the
-columns that it shows, and perhaps by the numbers of its rows:
+pictures that the study's page shows. play.py measures and writes an item's file: a line for each
+arm and seed, with the commands that made its model. An error is the standard error over the seeds.
+A page asks for a table by the columns that it shows, and perhaps by the numbers of its rows:
 
     <!-- table: curriculum | arm | training FLOPs | accuracy, % -->
     <!-- table: curriculum 1 5 6 | arm | accuracy, % -->
