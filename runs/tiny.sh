@@ -106,7 +106,7 @@ if [[ $quick ]]; then
 fi
 stage "What came out" "5 s" "$outcome"
 python runs/study/lengths.py $out
-echo "An example of 9 sentences, of which the right answer is 3, at r = 1, 4 and 32:"
+echo "An example of 9 sentences, of which the right answer is 9, at r = 1, 4 and 32:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
-    "has 7 so loses 4 so times 3 so gets 2 so gets 1 so loses 4 so times 2 so gets 4 so gets 3 so"
+    "has 7 so gets 2 so times 2 so gets 1 so gets 3 so loses 4 so times 3 so loses 2 so loses 3 so"
 echo "Your own: python sample.py --model $out/task --interactive --tokens 1"
