@@ -188,7 +188,7 @@ def play_training(card, found, corpus):
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
         train.dist.all_gather_object = lambda found, mine: found.__setitem__(0, mine)
         call("train", "--data", f"{corpus}/task", f"--out_dir={rank}of{world}",
-             f"--optimizer={optimizer}", *"--updates=2 --batch_size=8 --context=37 --n_prelude=1 "
+             f"--optimizer={optimizer}", *"--updates=2 --batch_size=8 --context=39 --n_prelude=1 "
              "--n_core=1 --n_coda=1 --eval_rows=8 --mean_recurrence=2 --backprop_depth=1 "
              "--curriculum=none --eval_steps=1 --recurrence_sampler=fixed --compile=false".split())
         calls = [call for call in train.dist.mock_calls
@@ -249,7 +249,7 @@ def play_scripts(corpus, folder):
             f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --device=cuda:1 --compile",
             f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "
             "--template=plain --max_new_tokens=3 --out=gsm8k.json",
-            f"train --updates=0 --init_from=0of1 --data={corpus}/task --context=37 --eval_rows=8 "
+            f"train --updates=0 --init_from=0of1 --data={corpus}/task --context=39 --eval_rows=8 "
             "--batch_size=8 --out_dir=losses --compile=false"):
         call(*command.split())
     torch.cuda.set_device(0)

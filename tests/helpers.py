@@ -643,7 +643,7 @@ surgery:
     {llama} {m} --feed_forward -> exists already; {truncated} out --feed_forward -> damaged;
     {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
     {misshapen} out --feed_forward -> not the model of its config.json;
-    {other} out --export hf -> another model; {biased} out --feed_forward -> q_proj.bias' has no;
+    {other} out --export hf -> different model; {biased} out --feed_forward -> q_proj.bias' has no;
     {window} out --feed_forward -> sliding_window of 8;
     {list} out --feed_forward -> is damaged; {yarn} out --feed_forward -> 'yarn' is not supported;
     {qwen} out --feed_forward -> q_norm.weight' is missing;
@@ -677,7 +677,7 @@ train {run}:
     --updates=3 --flops_of={m} -> give one of the two;
     --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
 sample --prompt 3:
-    --model none -> no such folder; --model {other} -> another model;
+    --model none -> no such folder; --model {other} -> different model;
     --model {m}m -> did you mean {m}?; --model {exported} -> surgery.py {exported} OUT;
     --model {llama} -> --feed_forward;
 sample --prompt 3 --model {m}:
