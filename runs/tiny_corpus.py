@@ -10,17 +10,18 @@ its layers. The word `so` asks what a story has come to. "stories" is a running 
 `has 7 so loses 4 so times 3 so` is 9. "s5" multiplies permutations: `a so d so c so`. OUT gets two
 data sets, with several stories in each row, and two files of questions:
 
-    pretrain        rows of two worked stories, 12 sentences in all, in which every answer stands
-                    before the next sentence; in turn with rows of five stories of 3 sentences
-                    without answers, whose targets are the answers
-    task            rows of three stories without answers, of 3, 4 and 5 sentences in random order
-                    (s5: 3, 5 and 8 letters), whose targets are the answers. A validation row is a
-                    story of 8 sentences, of which it asks the last 3, and two short ones
+    pretrain        Every other row holds two worked stories, 12 sentences in all, in which each
+                    answer stands before the next sentence. The rows between them hold five stories
+                    of 3 sentences without the answers, which are the targets instead.
+    task            Each row holds three stories of 3, 4 and 5 sentences in random order (s5: 3, 5
+                    and 8 letters), again with the answers as targets. A validation row holds a
+                    story of 8 sentences (s5: 11 letters), with loss on its last 3 answers only,
+                    and two short stories without loss.
     test.jsonl      100 questions of each length from 1 to 12 sentences
-    test18.jsonl    300 of 18 sentences
+    test18.jsonl    300 questions of 18 sentences
 
-So a training story without answers has at most 5 sentences (s5: 8 letters), and no question of the
-tests that is longer begins a worked one.
+So no training story without its answers is longer than 5 sentences (s5: 8 letters). Worked stories
+are, but none of them begins with a test question of more than 5 sentences (s5: 8 letters).
 """
 import itertools
 import json
@@ -37,7 +38,7 @@ from common import Parser, check_settings, cli, opening, positive, read_json, wh
 from data import write_shard
 
 SENTENCES = 12  # of a worked row, and the longest questions of test.jsonl
-VAL_ROWS = 1024
+VAL_ROWS = 1024  # of each data set
 
 
 class Task(NamedTuple):
@@ -66,7 +67,7 @@ FACTORS = dict(a="23514", b="31542", c="52413", d="41325")
 def multiply(product, draw):
     """
     A product in S5: a d c -> 24153. The group is not solvable, so no shortcut of fixed depth is
-    known (2503.03961). Rows begin with <s>: without it d d looks like d, since attention averages
+    known (2503.03961). Stories begin with <s>: without it d d looks like d, since attention averages
     equal words.
     """
     letter = "abcd"[draw % 4]
@@ -117,12 +118,10 @@ def story_pair(step, rng):
 
 
 def pretrain_rows(pairs, step, rng):
-    """Each pair of stories with its answers, and then a row of five that ask for three answers."""
-    rows = []
+    """Yields two rows for each pair: its stories with answers, and five that ask for three each."""
     for pair in pairs:
-        rows.append([worked(story) for story in pair])
-        rows.append([direct(make_story(step, rng, 3)) for _ in range(5)])
-    return rows
+        yield [worked(story) for story in pair]
+        yield [direct(make_story(step, rng, 3)) for _ in range(5)]
 
 
 def task_row(step, rng, lengths):
@@ -136,9 +135,8 @@ def validation_row(step, rng, lengths):
     as a task_row().
     """
     longest, middle, shortest = lengths
-    long = make_story(step, rng, longest + 3)
-    fillers = [make_story(step, rng, middle - 1), make_story(step, rng, shortest - 2)]
-    return [direct(long, first=longest + 1), *(direct(story, first=SENTENCES) for story in fillers)]
+    stories = [make_story(step, rng, n) for n in (longest + 3, middle - 1, shortest - 2)]
+    return [direct(story, first=longest + 1) for story in stories]
 
 
 # ---------------------------------------------------------------------------------------- files
@@ -165,11 +163,11 @@ def make_tokenizer(ids):
 def write_rows(folder, split, ids, rows):
     """Write a split's only shard: the rows as ids -> its entry in meta.json."""
     bos = [("<s>", None)] if "<s>" in ids else []
-    tokens = []
-    for row in rows:
-        for document in row:
-            tokens += [[ids.get(word, -100) for word in pair] for pair in bos + document]
-    array = np.array(tokens, np.int32).T.copy()  # (2, number of rows * their length)
+    made = []
+    for document in itertools.chain.from_iterable(rows):
+        pairs = [[ids.get(word, -100) for word in pair] for pair in bos + document]
+        made.append(np.array(pairs, np.int32))
+    array = np.concatenate(made).T.copy()  # (2, number of rows * their length)
     return write_shard(folder, f"{split}_000000.npy", array)
 
 
@@ -196,14 +194,14 @@ def tiny(out, task="stories", seed=0, rows=50_000):
 
     pairs = {split: [story_pair(step, rng) for _ in range(n // 2)]
              for split, n in (("train", rows), ("val", VAL_ROWS))}
-    sets = {
+    sets = {  # rows are made when they are written, which saves memory
         "pretrain": {
             "train": pretrain_rows(pairs["train"], step, rng),
             "val": pretrain_rows(pairs["val"], step, rng),
         },
         "task": {
-            "train": [task_row(step, rng, task.lengths) for _ in range(rows)],
-            "val": [validation_row(step, rng, task.lengths) for _ in range(VAL_ROWS)],
+            "train": (task_row(step, rng, task.lengths) for _ in range(rows)),
+            "val": (validation_row(step, rng, task.lengths) for _ in range(VAL_ROWS)),
         },
     }
     # How worked stories begin, where that is longer than a question of training.
