@@ -60,7 +60,7 @@ fi
 python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('matplotlib'))" ||
     echo "For a picture at the end: pip install matplotlib. Without it the numbers are printed."
 
-stage "1. Make the corpus" "15 s" \
+stage "1. Make the corpus" "10 s" \
 "Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. 'so' asks for
 its last digit. Each sentence needs the one before it. Training asks about stories of up to 5
 sentences."
@@ -95,7 +95,7 @@ train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --upd
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --flops_of=$out/task
 
 stage "6. Ask all three" "40 s" \
-"Stories of up to 12 sentences, and of 18. In training none had more than 5."
+"Questions of up to 12 sentences, and of 18. Training asks none of more than 5."
 for model in task parent_tokens parent_flops; do score $model; done
 
 outcome="Training asked about stories of up to 5 sentences. The same weights answer longer ones the more
@@ -106,7 +106,7 @@ if [[ $quick ]]; then
 fi
 stage "What came out" "5 s" "$outcome"
 python runs/study/lengths.py $out
-echo "An example of 9 sentences, of which the right answer is 9, at r = 1, 4 and 32:"
+echo "A question of 9 sentences at r = 1, 4 and 32. The right answer is 9:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
     "has 7 so gets 2 so times 2 so gets 1 so gets 3 so loses 4 so times 3 so loses 2 so loses 3 so"
 echo "Your own: python sample.py --model $out/task --interactive --tokens 1"
