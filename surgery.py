@@ -408,7 +408,7 @@ def read_all(source):
     for name, parts in source.parts.items():
         if missing := set(parts) - source.tensors.keys():
             raise UserError(f"{source.folder}: tensor {min(missing)!r} is missing. The checkpoint "
-                            "is incomplete, or from a different model than config.json")
+                            "is incomplete, or not of the model in config.json")
         t = torch.cat([source.tensors[part] for part in parts])
         if source.kind == "huginn_raven":
             t = rotary_order(source.config, name, t)

@@ -740,6 +740,7 @@ def read_back(texts):
 
 def test_tokens_are_legible(speaker, corpus):
     """What --trace shows of a text's tokens is all of it, and half a character is its bytes."""
+    need("tokenizers")
     text = "Hello, naïve 漢字 👍🏽\n\tx  y $z$ <unk"
     for kind in ("qwen", "smollm2", "prefix", "merges"):
         write_bpe(kind)
