@@ -45,6 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import common
 import data
 import eval_gsm8k
+import muon
 import sample
 import surgery
 import train
@@ -3411,84 +3412,161 @@ def test_links_lead_somewhere():
     assert count > 20
 
 
-def test_study_pages_are_made_from_its_results(monkeypatch):
-    """No figure in the tables of the study's pages is typed: study.py writes them as they are."""
+@pytest.fixture
+def study_modules(monkeypatch):
+    """The modules run and report of runs/study, and score of runs/speedrun."""
     monkeypatch.syspath_prepend(HERE / "runs" / "study")
-    from study import PAGES, write_page
+    os.symlink(HERE / "config", "config")  # commands name its files as a user at the top level does
+    import report
+    import run
 
-    for page, note in PAGES.items():
-        whole = page.read_text()
+    from runs.speedrun import score
+
+    return SimpleNamespace(report=report, run=run, score=score)
+
+
+def test_study_pages_are_made_from_its_results(study_modules):
+    """No figure in the tables of README.md and the study's page is typed by hand."""
+    report = study_modules.report
+    for page in report.PAGES:
+        published = page.read_text()
         copy = Path("copy.md")
-        copy.write_text(re.sub("(<!-- table: .*-->\n)[^<]*", r"\1", whole))  # empty tables
-        assert copy.read_text() != whole
-        write_page(copy, note)
-        assert copy.read_text() == whole
+        copy.write_text(re.sub("(<!-- table: .*-->\n)[^<]*", r"\1", published))  # empty tables
+        assert copy.read_text() != published
+        report.write_tables(copy)
+        assert copy.read_text() == published
 
 
-def test_speedrun_page_says_what_its_logs_say(monkeypatch):
-    """TFLOPs and answers on the speedrun's page are those of its runs in logs.jsonl."""
-    monkeypatch.syspath_prepend(HERE / "runs" / "study")
-    from study import percent
+def test_study_statistics(study_modules):
+    """The study's paired t-test and Holm's correction agree with published tables."""
+    report = study_modules.report
+    # Quantiles of Student's t with 4 degrees of freedom, two-sided.
+    for t, p in ((0.741, 0.5), (2.132, 0.1), (2.776, 0.05), (4.604, 0.01), (8.610, 0.001)):
+        # Five differences with a mean of t and a standard error of 1.
+        spread = math.sqrt(5) * np.array([-1, -1, 0, 1, 1])
+        assert report.paired_t_test(list(t + spread)) == pytest.approx(p, rel=2e-3)
+        assert report.paired_t_test(list(-t + spread)) == pytest.approx(p, rel=2e-3)
+    assert report.paired_t_test([0.0] * 5) == 1
 
-    runs = {}
-    for line in (HERE / "runs/speedrun/logs.jsonl").read_text().splitlines():
-        run = json.loads(line)
-        cost_and_answers = run["flops"] / 1e12, run["validations"][-1]["accuracy"]
-        runs.setdefault(run["run"], []).append(cost_and_answers)
-
-    rows = re.findall(
-        r"(?m)^\| ([\w.]+).*? \| (.*?) \| (.*?) \| (\d+) \|",
-        (HERE / "runs/speedrun/README.md").read_text(),
-    )
-    assert len(rows) == 21
-
-    for name, tflops, answers, r in rows:
-        flops, right = zip(*runs["record" * name.isdigit() + name])
-        right = [accuracy[r] for accuracy in right]
-        mean = f"{np.mean(flops):.2f}"
-        each = ", ".join(f"{x:.1f}" for x in flops), ", ".join(f"{100 * x:.1f}" for x in right)
-        assert (tflops.split()[0], answers) == (mean, percent(right)) or (tflops, answers) == each
+    # The smallest p times 4, the next times 3, and so on; none below the one before it.
+    assert report.holm([0.04, 0.01, 0.03, 0.005]) == pytest.approx([0.06, 0.03, 0.06, 0.02])
+    assert report.holm([0.5, 0.9]) == [1, 1]
 
 
-def test_study_item_goes_on(corpus, monkeypatch):
+def test_study_counts_newton_schulz(study_modules):
+    """The study counts as many FLOPs for Muon's orthogonalisation as torch counts in it."""
+    settings = train.read_settings(["--data=d", "--out_dir=o"])
+    model = small(n_prelude=1, n_core=2, n_coda=1)
+    with FlopCounterMode(display=False) as counter:
+        for block in (*model.prelude, *model.core, *model.coda):
+            for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc, block.mlp.proj):
+                muon.newton_schulz(layer.weight.detach())
+        muon.newton_schulz(model.adapter.weight.detach())
+    assert study_modules.run.newton_schulz_flops(settings, model) == counter.get_total_flops()
+
+
+def test_study_budgets_are_equal(study_modules, corpus, monkeypatch):
+    """Arms with equal FLOPs differ by less than one update, and none of them spends more."""
+    run = study_modules.run
+    monkeypatch.setattr(run.Study, "corpus", lambda *_: corpus)
+    study = run.Study()
+    recipe = study.spent("stories", 20, run.Arm(), 400)
+    for label, budget in (
+        ("parents: parent, equal FLOPs", recipe),
+        ("curriculum: linear, 100%", recipe),
+        ("rows: 16 rows, not healed", recipe),
+        ("truncation_third: k = 8", recipe / 3),
+    ):
+        item, _, arm = label.partition(": ")
+        arm = run.ITEMS[item].arms[arm]
+        updates = study.updates("stories", 20, arm)
+        assert study.spent("stories", 20, arm, updates) <= budget
+        assert study.spent("stories", 20, arm, updates + 1) > budget
+
+
+def test_study_chooses_a_rate_inside_its_grid(study_modules, monkeypatch):
+    """The study tries lower or higher learning rates until the best one is not at an end."""
+    tried = []
+
+    def trial(self, name, label, rate):
+        tried.append(rate)
+        return -abs(math.log(rate / best)), 0
+
+    monkeypatch.setattr(study_modules.run.Study, "trial", trial)
+    for best, wanted in ((0.01, [0.005, 0.01, 0.02]), (0.04, [0.005, 0.01, 0.02, 0.04, 0.08])):
+        tried.clear()
+        assert study_modules.run.Study().choose_rate("truncation", "k = 1") == best
+        assert tried == wanted
+
+
+def test_study_item_resumes(study_modules, corpus, monkeypatch):
     """
-    play.py writes an item's runs to one file, of which study.py makes its table, and plays only
-    those that are missing there or were made by other commands.
+    run.py adds each model to its item's file, measures again only what other commands made, and
+    report.py makes a table once all arms have five seeds.
     """
-    monkeypatch.syspath_prepend(HERE / "runs" / "study")
-    import play as player
-    import study
-
+    run, report = study_modules.run, study_modules.report
     made = []
-    log = [{"update": 4, "flops": 1e12, "val": {"8": 0.25}, "accuracy": {"8": 0.5}}]
-    about = {"commit": "abc", "update": 4, "flops": 1e12, "skipped": 0, "state_bytes": 1e6}
-    monkeypatch.setattr(player.Study, "corpus", lambda *_: corpus)
-    monkeypatch.setattr(player.Study, "make", lambda _, folder, command: made.append(folder.name))
-    monkeypatch.setattr(player, "describe", lambda folder: about)
-    monkeypatch.setitem(player.MEASURES, "curves", lambda *_: {"validations": log, "norm": 1})
-    path = Path("out/study-quick/results/parts.json")
-    item = player.Study(quick=True)
-    for arm, seed in (("core and adapter", 0), ("core and adapter", 1), ("everything", 1)):
-        item.play("parts", arm, seed)
-    assert made == 2 * ["pretrain", "cut", "heal", "part"] + ["pretrain", "cut", "heal", "task"]
+    lengths = {str(n): 0.5 for n in (*range(1, 13), 18)}
+    measured = {"updates": 4, "commit": "abc", "right": {r: lengths for r in ("4", "8", "16", "32")}}
+    monkeypatch.setattr(run.Study, "corpus", lambda *_: corpus)
+    monkeypatch.setattr(run.Study, "make", lambda _, folder, command: made.append(folder.name))
+    monkeypatch.setattr(run, "describe", lambda *_: measured)
+    path = Path("out/study-quick/results/curriculum.json")
+    study = run.Study(quick=True)
+    arms = run.ITEMS["curriculum"].arms
+    for arm in arms:
+        for seed in run.SEEDS:
+            assert report.read_item(path) is None
+            study.run("curriculum", arm, seed)
+    assert made[:4] == ["pretrain", "cut", "heal", "heal-flops-lr0.01"]
 
-    result = study.result_of(path)
-    # both arms have seed 1 alone
-    assert result["seeds"] == 1
-    assert result["commit"] == "abc"
-    assert [row[0] for row in result["rows"]] == ["everything", "core and adapter"]
-    assert "is there" in item.play("parts", "everything", 1)
-    assert len(made) == 12
+    table = report.rows(report.read_item(path))
+    assert [row["arm"] for row in table] == list(arms)
+    assert table[1]["6 to 12 sentences, %"] == "50.0 ± 0.0"
+    assert table[1]["points beside the first"] == "0.0 ± 0.0"
 
-    monkeypatch.setitem(player.TASK_ROWS["stories"], "batch_size", 64)
-    item.play("parts", "everything", 1)
-    assert len(made) == 16
-    assert path.read_text().count('"arm"') == 3
+    made.clear()
+    assert "is there" in study.run("curriculum", "none", 20)
+    assert not made
 
-    monkeypatch.setattr(player, "DESIGN", player.DESIGN + 1)
-    item.play("parts", "everything", 0)
-    assert path.read_text().count('"arm"') == 1
-    assert study.result_of(path) is None  # no table of two designs
+    monkeypatch.setitem(run.RECIPES["stories"], "batch_size", 32)
+    study.run("curriculum", "none", 20)
+    assert len(made) == 4
+
+    monkeypatch.setattr(run, "DESIGN", run.DESIGN + 1)
+    study.run("curriculum", "none", 20)
+    assert path.read_text().count('"seed"') == 1, "a file never mixes two designs"
+
+
+def test_speedrun_score(study_modules, corpus, monkeypatch):
+    """
+    An attempt is scored at the r of the best validation, over five seeds; it counts if its mean is
+    two standard errors above the mark; and one that is not finished is refused.
+    """
+    score = study_modules.score
+    folder = Path("out/7")
+    shutil.copytree(corpus, folder / "data")
+    save(small(n_core=0), folder / "parent", corpus)
+    monkeypatch.setattr(score, "flops_since_surgery", lambda run: 2e12)
+    monkeypatch.setattr(score, "answers", lambda run, questions, steps: {
+        steps[0]: {9: 0.96, 10: 0.92 if run.name == "seed-70" else 0.94}})
+    with pytest.raises(UserError, match="holds 0 runs"):
+        score.score(folder)
+
+    for seed in range(70, 75):
+        checkpoint = folder / f"seed-{seed}" / "step_000001"
+        save(small(n_core=0), checkpoint, corpus)
+        common.write_json(checkpoint / "train.json", {"config": {"seed": seed}})
+        log = {"update": 1, "accuracy": {"4": 0.1, "8": 0.9, "16": 0.9}}
+        (folder / f"seed-{seed}" / "log.jsonl").write_text(json.dumps(log) + "\n")
+
+    found = score.score(folder)
+    assert (found["attempt"], found["r"], found["flops"]) == ("7", 8, [2e12] * 5)
+    assert found["right"] == pytest.approx([0.94, 0.95, 0.95, 0.95, 0.95])
+    assert "so it counts (mark: 90%)" in call("runs/speedrun/score", folder)
+
+    (folder / "seed-72" / "log.jsonl").unlink()
+    assert "is not finished" in refusal("runs/speedrun/score", folder)
 
 
 def test_interactive(checkpoint, monkeypatch, capfd):

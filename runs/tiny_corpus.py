@@ -34,7 +34,8 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import Parser, check_settings, cli, opening, positive, read_json, whole, write_json
+from common import (Parser, check_settings, cli, natural, opening, positive, read_json, whole,
+                    write_json)
 from data import write_shard
 
 SENTENCES = 12  # of a worked row, and the longest questions of test.jsonl
@@ -235,9 +236,10 @@ def main():
     flag("--out", required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="stories",
          help="a running count (stories), or products in the group S5")
+    flag("--seed", type=natural, default=0, help="decides all stories, training and test (0)")
     flag("--rows", type=positive, default=50_000, help="training rows of each data set (50,000)")
     args = parser.parse_args()
-    tiny(args.out, args.task, rows=args.rows)
+    tiny(args.out, args.task, args.seed, args.rows)
 
 
 if __name__ == "__main__":

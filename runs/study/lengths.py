@@ -6,7 +6,7 @@ Accuracy over the length of a story, in runs of tiny.sh: a curve for each r, and
         --picture assets/tiny.png
 
 The JSON holds what each run answers, and over all runs mean and standard error: as "figures", which
-`bench.py plot` draws, and as "columns" and "rows" of a table, which study.py writes into pages.
+`bench.py plot` draws, and as "columns" and "rows" of a table, which report.py writes into pages.
 FLOPs are those of the training since surgery, by the paper's rule.
 """
 import sys
@@ -17,7 +17,7 @@ sys.path += [str(HERE.parents[1]), str(HERE)]
 from common import Parser, cli, read_json, write_json
 from runs.plot import draw
 from runs.tiny_corpus import TASKS
-from study import along, panel, percent, scientific
+from report import along, panel, percent, scientific
 
 PARENTS = {"parent_tokens": "parent, equal tokens", "parent_flops": "parent, equal FLOPs"}
 
@@ -50,12 +50,12 @@ def main():
         found = [arms[label] for arms in runs.values()]
         lengths = list(found[0]["right"])
         if label != PARENTS["parent_tokens"]:  # its curve would lie on the other parent's
-            curves[label] = along(lengths, found, "right")
+            curves[label] = along(lengths, [run["right"] for run in found])
         row = {"arm": label, "training FLOPs": scientific([run["flops"] for run in found])}
         row |= {n: percent([run["right"][n] for run in found]) for n in lengths}
         rows.append(row)
     asked = max(TASKS["stories"].lengths)
-    figure = panel("sentences of the question", "accuracy", curves,
+    figure = panel("sentences of the question", curves,
                    ticks=[int(n) for n in lengths], dashed=[PARENTS["parent_flops"]],
                    line=[asked, "longest question\nasked in training"])
     write_json(out, {"figures": [figure], "columns": list(rows[0]),

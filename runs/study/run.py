@@ -51,7 +51,7 @@ class Arm(NamedTuple):
     start: str = "heal"      # the model that it starts from, a key of STARTS
     flags: dict = {}
     rates: tuple = (0.01,)   # learning rates, of which trials choose one if there are several
-    budget: str = "flops"    # "flops": FLOPs of the recipe; "tokens": its tokens; "third" of its FLOPs
+    budget: str = "flops"    # FLOPs of the recipe, its "tokens", or a "third" of its FLOPs
 
 
 class Item(NamedTuple):
