@@ -93,6 +93,8 @@ PARENTS = {
     "untied parent of 18 layers, equal FLOPs": Arm("deep_pretrain", rates=AROUND),
 }
 
+S5_PARENTS = {label: arm for label, arm in PARENTS.items() if arm.start != "deep_pretrain"}
+
 
 def truncation(budget):
     """The arms of the items about backprop depth and adapter, each at its best of three rates."""
@@ -111,7 +113,6 @@ ITEMS = {
         "mean r = 16": Arm(flags={"mean_recurrence": 16}),
         "mean r = 32": Arm(flags={"mean_recurrence": 32}),
     }, far=True),
-    "s5_parents": Item("s5", PARENTS),
     "curriculum": Item("stories", {
         "linear, 50%": Arm(),
         "none": Arm(flags={"curriculum": "none"}),
@@ -120,6 +121,7 @@ ITEMS = {
         "1-sqrt, 75%": Arm(flags={"curriculum": "1-sqrt", "curriculum_warmup": 0.75}),
     }),
     "truncation_third": Item("stories", truncation("third")),
+    "s5_parents": Item("s5", S5_PARENTS),
     "truncation": Item("stories", truncation("flops")),
     "rows": Item("stories", {
         f"{rows} rows, not healed": Arm("cut", {"batch_size": rows, "micro_batch": rows}, AROUND)
