@@ -1,6 +1,6 @@
 """
 Measure the speed of training and decoding, and draw results. A speed is the median of repeated runs
-after a warm-up, with the lowest and the highest.
+after a warm-up, printed with the lowest and the highest.
 
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
@@ -15,7 +15,8 @@ runs/plot.py draws.
 
 Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu). FLOPs
 follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
-do not, of the layers alone. The adapter, the head and attention come on top of that.
+do not, of the layers alone. The adapter, the head and attention are not counted, so the device
+computes a little more than mfu says.
 """
 import json
 import statistics
@@ -51,8 +52,8 @@ def main():
     flag = timed.add_argument
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
     flag("--dtype", choices=("float32", "bfloat16"), default="float32")
-    flag("--repeat", type=positive, default=5, metavar="N", help="timed runs of each figure (5)")
-    flag("--no_compile", action="store_true", help="do without torch.compile")
+    flag("--repeat", type=positive, default=5, metavar="N", help="timed runs per measurement (5)")
+    flag("--no_compile", action="store_true", help="do not use torch.compile")
 
     parser = Parser(description=opening(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
@@ -61,8 +62,8 @@ def main():
         description=TRAIN).add_argument
     flag("--steps", type=n_plus_k, default="0+4,24+8", metavar="N+K,N+K",
          help="recurrences without + with gradient (%(default)s)")
-    flag("--batch_size", type=positive, default=4, metavar="N", help="rows of an update (4)")
-    flag("--context", type=positive, default=256, metavar="N", help="tokens of a row (256)")
+    flag("--batch_size", type=positive, default=4, metavar="N", help="rows per update (4)")
+    flag("--context", type=positive, default=256, metavar="N", help="tokens per row (256)")
     flag("--optimizer", choices=("muon", "adamw", "adamw*"), default="adamw")
 
     flag = commands.add_parser(
@@ -71,8 +72,8 @@ def main():
     flag("--steps", type=recurrences, default="1,2,4,8,16,32", metavar="R,R",
          help="recurrences r (%(default)s)")
     flag("--batch_size", type=positive, default=1, metavar="N", help="prompts at once (1)")
-    flag("--prompt", type=positive, default=32, metavar="N", help="tokens of a prompt (32)")
-    flag("--tokens", type=positive, default=64, metavar="N", help="new tokens of a row (64)")
+    flag("--prompt", type=positive, default=32, metavar="N", help="tokens per prompt (32)")
+    flag("--tokens", type=positive, default=64, metavar="N", help="new tokens per row (64)")
     flag("--draft_steps", type=recurrences, default="0", metavar="R,R",
          help="recurrences of a draft; 0 (default): none")
 
@@ -89,22 +90,26 @@ def main():
 
 def bench(args):
     """
-    Time training or decoding. Prints a row as soon as it is measured, and all of them as JSON.
-    matmul_peak is the FLOP/s of a large square matrix product, and mfu the share of it that an
-    update reaches. peak_mib: the most GPU memory in use so far.
+    Time training or decoding. Prints each row as soon as it is measured, and finally all of them as
+    a line of JSON.
+
+    matmul_peak: FLOP/s of a large square matrix product. mfu: the share of it that an update
+    reaches. peak_mib: the most GPU memory in use so far, in MiB.
     """
     dtype = getattr(torch, args.dtype)
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)
     else:
-        model = RecurrentLM(Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
-                                   n_prelude=2, n_core=4, n_coda=2)).to(DEVICE)
+        config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
+                        n_prelude=2, n_core=4, n_coda=2)
+        model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
     model.to(dtype)
     n = 8192 if DEVICE == "cuda" else 2048
     a = torch.randn(n, n, device=DEVICE, dtype=dtype)
     b = torch.randn(n, n, device=DEVICE, dtype=dtype)
-    peak = measure(lambda: a @ b, 2 * n**3, args)["tokens_per_s"]
+    _, seconds = time_runs(lambda: a @ b, args.repeat)
+    peak = 2 * n**3 / statistics.median(seconds)
     result = {
         "device": describe(model)[0],
         "threads": torch.get_num_threads(),
@@ -115,7 +120,7 @@ def bench(args):
     }
     run = bench_train if args.command == "train" else bench_decode
     for row in run(model, args):
-        if "k" in row:
+        if args.command == "train":
             flops = model.flops_per_token((row["n"], row["k"]))
             row["mfu"] = row["tokens_per_s"] * flops / peak
         if DEVICE == "cuda":
@@ -128,27 +133,35 @@ def bench(args):
 
 
 def clock():
-    """Seconds, once the device has done all that it was told."""
+    """Return the time in seconds, after the device has finished all work that was launched."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def measure(run, count, args, **row):
+def time_runs(run, repeat):
     """
-    Time run(), which handles `count` tokens, args.repeat times after a warm-up. Returns `row` with
-    the median, lowest and highest tokens per second, and the seconds of the warm-up.
+    Call run() once as a warm-up, then `repeat` times. Returns the seconds of the warm-up, and the
+    list of seconds of the others.
     """
     seconds = []
-    for _ in range(args.repeat + 1):
+    for _ in range(repeat + 1):
         began = clock()
         run()
         seconds.append(clock() - began)
     first, *rest = seconds
-    return row | {
-        "tokens_per_s": count / statistics.median(rest),
-        "low": count / max(rest),
-        "high": count / min(rest),
+    return first, rest
+
+
+def speeds(tokens, first, seconds):
+    """
+    Return the columns of a row as a dict: tokens per second (median, lowest, highest) and the
+    seconds of the warm-up. tokens: of one run. first, seconds: see time_runs().
+    """
+    return {
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "low": tokens / max(seconds),
+        "high": tokens / min(seconds),
         "first_s": first,
     }
 
@@ -157,52 +170,61 @@ def measure(run, count, args, **row):
 
 def bench_train(model, args):
     """
-    Time one optimizer update of one micro-batch for each (n, k), as train.py makes it: in bfloat16
-    the optimizer works on float32 master weights. Compiling happens in the warm-up, so first_s
-    shows what it takes. update_s: the optimizer's part, which a run pays once for all micro-batches
-    of an update.
+    Time an update of one micro-batch for each (n, k), done as in train.py: in bfloat16 the
+    optimizer works on float32 master weights. Yields a row for each.
+
+    Compiling happens in the warm-up, so first_s shows how long it takes. update_s: the optimizer's
+    part of an update (median), which a run pays once for all micro-batches of an update.
     """
     shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     optimizer = Optimizer(model.named_parameters(), lr=1e-3, adam_lr=5e-5,
                           weight_decay=1e-4, clip=1.0, rule=args.optimizer)
-    spent = []
     if not args.no_compile:
         model.compile_parts()
-
-    def update():
-        model(idx, targets, (n, k))[1].backward()
-        optimizer.accumulate()
-        began = clock()
-        optimizer.step(optimizer.reduce().item())
-        spent.append(clock() - began)
-
     for n, k in args.steps:
-        spent.clear()
-        row = measure(update, idx.numel(), args, n=n, k=k)
-        row["update_s"] = statistics.median(spent)
+        optimizer_seconds = []
+
+        def update():
+            _, loss = model(idx, targets, (n, k))
+            loss.backward()
+            optimizer.accumulate()
+            began = clock()
+            norm = optimizer.reduce()
+            optimizer.step(norm.item())
+            optimizer_seconds.append(clock() - began)
+
+        first, seconds = time_runs(update, args.repeat)
+        row = {"n": n, "k": k} | speeds(idx.numel(), first, seconds)
+        _, *after_warm_up = optimizer_seconds
+        row["update_s"] = statistics.median(after_warm_up)
         yield row
 
 
 def n_plus_k(text):
-    """'0+4,24+8' -> [(0, 4), (24, 8)], recurrences without and with gradient"""
-    pairs = (pair.split("+") for pair in text.split(","))
-    return [(natural(n), positive(k)) for n, k in pairs]
+    """The type of --steps: "0+4,24+8" -> [(0, 4), (24, 8)], r without and with gradient."""
+    pairs = []
+    for pair in text.split(","):
+        n, k = pair.split("+")
+        pairs.append((natural(n), positive(k)))
+    return pairs
 
 
 # ------------------------------------------------------------------------------- decoding
 
 def bench_decode(model, args):
     """
-    Time the decoding of prompts: new tokens per second over all rows, prefill included. accepted:
-    the share of tokens that were right drafts.
+    Time the decoding of random prompts for each r and draft_steps: new tokens per second over all
+    rows, prefill included. Yields a row for each.
+
+    accepted: the share of the new tokens that were right drafts (not the share of right drafts).
     """
     decoder = Decoder(model, not args.no_compile)
     torch.manual_seed(0)
     idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
     for r in args.steps:
         for draft_steps in args.draft_steps:
-            drafts = []  # whether each token was one
+            drafts = []  # whether each token was a draft
 
             def run():
                 drafts.clear()
@@ -210,7 +232,9 @@ def bench_decode(model, args):
                 for _, _, drafted in tokens:
                     drafts.append(drafted)
 
-            row = measure(run, len(idx) * args.tokens, args, r=r, draft_steps=draft_steps)
+            first, seconds = time_runs(run, args.repeat)
+            row = {"r": r, "draft_steps": draft_steps}
+            row |= speeds(len(idx) * args.tokens, first, seconds)
             if draft_steps:
                 row["accepted"] = statistics.fmean(drafts)
             yield row

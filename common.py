@@ -1,6 +1,7 @@
 """
-What every script needs and none is about: one-line errors, command lines, files that are written
-completely or not at all, and torchrun's ranks. It imports no other file of loopgraft.
+Helpers that all scripts share: error messages of one line, command-line flags, files that are
+written completely or not at all, result files of evaluations, and torchrun's ranks. This file
+imports no other file of loopgraft.
 """
 import argparse
 import contextlib
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-# torchrun sets these. A script that was started alone is rank 0 of 1.
+# torchrun sets these. A script that is started without torchrun is rank 0 of 1.
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -30,17 +31,19 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 # ------------------------------------------------------------------------- errors and messages
 
 class UserError(Exception):
-    """A mistake of the user's, in one line. Scripts print it without a traceback."""
+    """An error that the user can fix. Scripts print its message, one line, without a traceback."""
 
 
 def cli(main):
     """
-    Run a script's main() and exit with the code that it returns. A UserError or an OSError ends in
-    one line on stderr and exit code 1. A bug keeps its traceback.
+    Run a script's main() and exit with the code that it returns.
+
+    A UserError or an OSError is printed as one line on stderr, with exit code 1. Ctrl-C exits with
+    code 130. Any other exception is a bug and keeps its traceback.
     """
-    # A data set keeps each of its shards open, and there may be more than the usual limit of 1,024.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # A data set keeps all of its shards open, which may be more than the usual limit of 1,024.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -56,12 +59,12 @@ def say(text, file=None):
 
 
 def find_gpu():
-    """Whether torch can use a GPU. Prints a note if the machine has one that torch cannot use."""
+    """Return whether torch can use a GPU. Prints a note if there is a GPU that it cannot use."""
     if torch.cuda.is_available():
         return True
     if os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd"):
         say(f"note: this machine has a GPU, but torch {torch.__version__} cannot use it, so this "
-            "runs on the CPU. README.md lists the wheels for each driver.", file=sys.stderr)
+            "runs on the CPU. README.md lists the wheels for each driver", file=sys.stderr)
     return False
 
 
@@ -69,7 +72,8 @@ def find_gpu():
 
 class Parser(argparse.ArgumentParser):
     """
-    The command line of a script. A mistake in it raises UserError, and flags cannot be shortened.
+    The command line of a script. Errors in it raise UserError instead of exiting, and abbreviated
+    flags are not accepted.
     """
 
     def __init__(self, **options):
@@ -80,60 +84,92 @@ class Parser(argparse.ArgumentParser):
         )
 
     def groups(self):
-        """Three groups of flags, by which --help lists them."""
+        """Add the three sections of --help, "what", "how" and "output", and return them."""
         return [self.add_argument_group(title) for title in ("what", "how", "output")]
 
     def error(self, message):
-        for word in re.findall(r"--[\w-]+", message):
-            if word not in self._option_string_actions:
-                message += did_you_mean(word, self._option_string_actions)
+        """
+        Raise UserError. argparse calls this with its message; for an unknown flag, the nearest
+        known one is added.
+        """
+        known = self._option_string_actions  # {flag: ...}; argparse has no public list
+        for flag in re.findall(r"--[\w-]+", message):
+            if flag not in known:
+                message += did_you_mean(flag, known)
         raise UserError(f"{message} (--help lists the flags)")
 
 
 def did_you_mean(word, words):
-    """" (did you mean X?)" with the one of some words that is nearest to a wrong one, or ""."""
+    """
+    Return " (did you mean X?)", where X is the one of `words` closest to `word`, or "" if none is
+    close.
+    """
     near = difflib.get_close_matches(str(word), map(str, words), 1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def opening(doc, paragraphs=2):
-    """The first paragraphs of a script's docstring, for --help: what it does, and examples."""
+    """
+    Return the first paragraphs of a script's docstring, which say what it does and give examples,
+    for its --help.
+    """
     return "\n\n".join(doc.strip("\n").split("\n\n")[:paragraphs])
 
 
 def between(lowest, highest=math.inf, kind=int):
-    """The type of a flag that takes a number from `lowest` to `highest`."""
+    """
+    Return the type of a flag that takes a number from `lowest` to `highest`, both included.
+    kind: int or float.
+    """
+    wanted = f"between {lowest} and {highest}"
+    if highest == math.inf:
+        wanted = f"{lowest} or more"
+
     def number(text):
         value = kind(text)
         if not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"{text} is not between {lowest} and {highest}")
+            raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
         return value
     return number
 
 
+# The types of most flags that take a number.
 natural = between(0)
 positive = between(1)
-rate = between(0, kind=float)
+non_negative = between(0, kind=float)
 fraction = between(0, 1, float)
-seeds = between(0, 2**31 - 1)
+random_seed = between(0, 2**31 - 1)
+
+
+def yes_or_no(text):
+    """The type of a flag that takes "true" or "false", in upper or lower case. Returns a bool."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, not {text}")
+    return text.lower() == "true"
 
 
 def recurrences(text):
-    """The type of --steps: "32,1,4" -> [1, 4, 32]"""
+    """
+    The type of --steps: "32,1,4", or "[32, 1, 4]" as a list in a TOML file arrives, becomes
+    [1, 4, 32], without duplicates.
+    """
     return sorted({natural(part) for part in text.strip("[]").split(",")})
 
 
 # --------------------------------------------------------------------------------------- files
 
 @contextlib.contextmanager
-def whole(path):
+def write_atomically(path):
     """
-    Write a file or a folder completely or not at all.
+    Write a file or a folder completely or not at all: `with write_atomically(path) as new: ...`
 
-    Yields a Path inside a temporary folder beside `path`, where the caller creates the file or
-    folder. On success it is flushed to disk and renamed to `path`. On an error `path` keeps what it
-    had before, and a full disk raises a UserError that names `path`. A killed process leaves the
-    temporary folder, `path`.tmp-*, behind; locked() removes those.
+    Yields a Path inside a temporary folder beside `path`, where the caller creates the file or the
+    folder. It is then flushed to disk and renamed to `path`. On an error, `path` keeps its previous
+    version, and an OSError, such as a full disk, becomes a UserError that names `path`.
+
+    A killed process leaves the temporary folder, `path`.tmp-*, behind; in data sets and runs,
+    locked() removes it. One gap remains: replacing an existing folder takes two renames, and a kill
+    between them leaves nothing at `path`.
     """
     target = Path(path).resolve()
     try:
@@ -141,37 +177,49 @@ def whole(path):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
             new = Path(folder, target.name)
             yield new
+            # safetensors makes files that only their owner can read. In a folder, all files get the
+            # permissions that the umask gave to the folder.
+            permissions = new.stat().st_mode & 0o666
             for item in (*new.rglob("*"), new):
-                if item.is_file():  # safetensors writes files that only their owner can read
-                    item.chmod(new.stat().st_mode & 0o666)
+                if item.is_file():
+                    item.chmod(permissions)
                     with open(item) as file:
                         os.fsync(file)
-            if target.is_dir():
-                target.rename(f"{folder}/old")  # deleted together with the temporary folder
-            new.rename(target)
+            old = Path(folder, "old")  # deleted together with the temporary folder
+            try:
+                if target.is_dir():
+                    target.rename(old)
+                new.rename(target)
+            finally:
+                if old.exists() and not target.exists():  # the second rename failed
+                    old.rename(target)
     except (OSError, SafetensorError) as e:  # safetensors reports a full disk as its own error
-        raise UserError(f"{path}: cannot be written ({e}). What was there before is unchanged")
+        raise UserError(f"{path}: cannot be written ({e}). The previous version, if any, is "
+                        "unchanged")
 
 
-# The temporary folders of whole() that a killed process may leave in a data set or a run.
+# The temporary folders of write_atomically() that a killed process may leave in a data set or a
+# run. locked() deletes only these, so it never touches a user's own *.tmp-* folder.
 UNFINISHED = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta|recipe)\.json)\.tmp-\w{8}")
 
 
 def locked(folder):
     """
-    Create a folder if necessary and lock it, so that a second process is refused. Removes the
-    unfinished files of a process that was killed there. The lock lasts until the file object that
-    this returns is closed.
+    Create a folder if necessary, lock it, and remove what a killed process left unfinished in it.
+
+    Returns an open file; closing it releases the lock. Raises UserError if another process holds
+    the lock. On a file system without locks, this prints a warning and removes nothing.
     """
     os.makedirs(folder, exist_ok=True)
     file = open(f"{folder}/.lock", "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{folder}: another process is writing here. Wait for it, or choose "
-                        "another folder")
+        raise UserError(f"{folder}: another process is writing to this folder. Wait for it to "
+                        "finish, or choose another folder")
     except OSError as e:  # some network file systems have no locks
-        say(f"{folder}: cannot be locked ({e}), so make sure that no other process writes here")
+        say(f"warning: {folder} cannot be locked ({e}). Make sure that no other process writes "
+            "to it")
         return file
     for path in Path(folder).glob("*.tmp-*/"):
         if UNFINISHED.fullmatch(path.name):
@@ -180,30 +228,37 @@ def locked(folder):
 
 
 def read_json(path):
-    """The value in a JSON file."""
+    """Return the value in a JSON file. Raises UserError if it cannot be read or is not JSON."""
     try:
         return json.loads(Path(path).read_bytes())
     except (OSError, ValueError) as e:
         raise UserError(f"{path}: cannot be read as JSON ({e})")
 
 
+def nan_to_null(value):
+    """Return a value as JSON can store it, with None in place of NaN and infinity."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
 def write_json(path, value):
     """Write a JSON file, completely or not at all. NaN and infinity become null."""
-    value = json.loads(json.dumps(value), parse_constant=lambda name: None)
-    with whole(path) as new:
-        new.write_text(json.dumps(value, indent=1) + "\n")
+    with write_atomically(path) as new:
+        new.write_text(json.dumps(nan_to_null(value), indent=1) + "\n")
 
 
 def digest(path):
-    """The first 16 hex digits of a file's SHA-256."""
+    """Return the first 16 hex digits of a file's SHA-256."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def check_settings(path, earlier, settings, way_out):
     """
-    Raise UserError if the output `path` was created with other settings than this command's.
-    way_out: the end of the message, which says what to do instead.
+    Raise UserError if an output was created with other settings than this command's.
+
+    path: the output, for the message. earlier, settings: {name: value} of the output and of this
+    command; names that only `earlier` has are ignored. way_out: the last sentence of the message,
+    which says what to do instead.
     """
     for key, value in settings.items():
         if earlier.get(key) != value:
@@ -214,7 +269,7 @@ def check_settings(path, earlier, settings, way_out):
 # ------------------------------------------------------------------------------- result files
 
 def describe(model):
-    """The names of a model's device and dtype."""
+    """Return the names of a model's device and dtype, such as ("NVIDIA A100", "bfloat16")."""
     weight = model.embed.weight
     device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
     return device, str(weight.dtype).removeprefix("torch.")
@@ -222,25 +277,28 @@ def describe(model):
 
 def smallest_enough(model, task, metric, scores):
     """
-    Find the smallest r that does as well as the best one: its score is within two standard errors
-    of the paired difference. The errors are those of the differences between answers to the same
-    questions, which vary less than the answers do.
+    Find the smallest r whose score is within two standard errors of the best one's.
 
-    scores: {r: a number for each question, in the same order for all r}, more is better.
+    All r answer the same questions, so the comparison is paired: the standard error is that of the
+    mean difference per question, which is usually smaller than that of either score.
 
-    Returns a list for the "enough" of a result file. It holds one dict: "steps" is the smallest r
-    and "best" the best, "difference" what r is behind, "standard_error" that of the difference, and
-    "flops" the FLOPs of a token at r relative to the best r's. It is empty without two r.
+    model: for its FLOPs. task, metric: their names. scores: {r: one number per question}, where
+    higher is better, and the questions have the same order for every r.
+
+    Returns a list for "enough" in a result file. It is empty if there is only one r; otherwise it
+    holds one dict. Its "steps" is the r found, "best" the r of the highest score (the smallest such
+    r in a tie), "difference" how far "steps" scores below "best", "standard_error" that of the
+    difference, and "flops" the FLOPs per token at "steps" divided by those at "best".
     """
     if len(scores) < 2:
         return []
     smallest_first = sorted(scores)
-    best = max(smallest_first, key=lambda r: statistics.fmean(scores[r]))  # the first of equals
-    for r in smallest_first:
+    best = max(smallest_first, key=lambda r: statistics.fmean(scores[r]))  # the first in a tie
+    for r in smallest_first:  # ends at `best` at the latest, where difference and error are 0
         behind = [b - x for b, x in zip(scores[best], scores[r], strict=True)]
         difference = statistics.fmean(behind)
         error = statistics.pstdev(behind) / math.sqrt(len(behind))
-        if difference <= 2 * error:  # of the best r itself, both are 0
+        if difference <= 2 * error:
             break
     return [{
         "task": task,
@@ -254,33 +312,32 @@ def smallest_enough(model, task, metric, scores):
 
 
 def print_enough(found):
-    """Print a line for each task, about the first of its metrics. found: "enough" of a result."""
+    """Print one line per task, for the first of its metrics. found: a result file's "enough"."""
     first = {}
-    for x in found:
-        first.setdefault(x["task"], x)
-    for task, x in first.items():
-        r, best = x["steps"], x["best"]
+    for entry in found:
+        first.setdefault(entry["task"], entry)
+    for task, entry in first.items():
+        r = entry["steps"]
+        best = entry["best"]
+        reason = "no r scores higher, and no smaller r comes within two standard errors of it"
         if r < best:
-            words = (f"r = {r} is enough: {100 * x['difference']:.1f} ± "
-                     f"{100 * x['standard_error']:.1f} points below r = {best}, at "
-                     f"{x['flops']:.0%} of its FLOPs per token")
-        else:
-            words = (f"r = {r} is enough: no r scores higher, and no smaller one comes within two "
-                     "standard errors of it")
-        print(f"{task}, {x['metric']}: {words}")
+            reason = (f"{100 * entry['difference']:.1f} ± {100 * entry['standard_error']:.1f} "
+                      f"points below r = {best}, at {entry['flops']:.0%} of its FLOPs per token")
+        print(f"{task}, {entry['metric']}: r = {r} is enough: {reason}")
 
 
 def write_result(path, script, model, task, results, seconds, tokens, **more):
     """
-    Write the JSON file of an evaluation.
+    Write the JSON result file of an evaluation.
 
-    results: a list of {"steps": r, "metric": name, "value": x, "standard_error": se, "n": count,
-    ...}. seconds, tokens: the time it took, and how many tokens were computed in it. The file also
-    records the run's training, so that drawing it needs neither the model nor its folder.
+    script, task: their names. results: a list of {"steps": r, "metric": name, "value": x,
+    "standard_error": se, "n": count, ...}. seconds: how long the evaluation took; tokens: how many
+    tokens it computed in that time. more: further keys of the file. The file also records what the
+    model's training cost, so that plotting it needs neither the model nor its folder.
     """
     device, dtype = describe(model)
-    path_of_run = Path(model.folder, "train.json")
-    run = read_json(path_of_run) if path_of_run.exists() else {}
+    train_json = Path(model.folder, "train.json")
+    training = read_json(train_json) if train_json.exists() else {}
     write_json(path, dict(
         script=script,
         model=model.folder,
@@ -289,7 +346,7 @@ def write_result(path, script, model, task, results, seconds, tokens, **more):
         device=device,
         dtype=dtype,
         torch=torch.__version__,
-        training={key: run.get(key) for key in ("update", "flops", "paper_flops")},
+        training={key: training.get(key) for key in ("update", "flops", "paper_flops")},
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         **more,

@@ -5,21 +5,23 @@ shards, which train.py takes as --data.
     python data.py prepare --input out/tiny/data/test.jsonl --prompt question --field answer \\
         --tokenizer out/tiny/task --out out/data/asked
     python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web
-    python data.py prepare --input gsm8k.jsonl --prompt question --field answer --tokenizer ...
     python data.py prepare --input chats.jsonl --field messages --loss assistant --tokenizer ...
 
-Files on the hub come here with `hf download ORG/NAME --repo-type dataset --include "data/*.parquet"
---local-dir data/NAME` (pip install huggingface_hub).
+To download a data set from the Hugging Face Hub (pip install huggingface_hub):
 
-A data set is a folder. `train_000000.npy` is one row of token ids (uint16, or uint32 if the
+    hf download ORG/NAME --repo-type dataset --include "data/*.parquet" --local-dir data/NAME
+
+What is in the folder: `train_000000.npy` is an array of token ids (uint16, or uint32 if the
 vocabulary exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it
-into windows of T tokens wherever they fall, so nothing is padded. The target at each position is
-the next token. Where only some tokens carry loss, the file has two rows (int32): token ids, and
-targets, already shifted, -100 for no loss. "row" in meta.json is T if windows may only begin at
-its multiples. `meta.json` is written last, so a folder that has one is complete.
+into rows of T tokens, wherever the documents begin and end, so nothing is padded. The target at
+each position is the next token. If only some tokens carry loss, the file is an int32 array (2, N)
+instead: token ids, and targets, which are already shifted, with -100 for no loss. `meta.json` lists
+the shards. Its "row" is null, or the only T that is allowed, for data that was written in rows of
+that length (runs/tiny_corpus.py). It is written last, so a folder that has one is complete.
 
-Unusual: the loader has no state. A batch is a pure function of (seed, step, rank, world), so a run
-resumes from its step alone, and 2 ranks see what 1 rank with twice the batch size sees.
+Unusual: the loader has no state. A batch is a pure function of (seed, index, rank, world, B), where
+index counts micro-batches. So a run can resume from its step number alone, and 2 ranks see what 1
+rank with twice the batch size sees.
 """
 import bisect
 import contextlib
@@ -41,11 +43,11 @@ import numpy as np
 import torch
 
 from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, opening,
-                    positive, read_json, whole, write_json)
+                    positive, read_json, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
 
-# ---- tokenizer files ---------------------------------------------------------------------------
+# -------------------------------------------------------------------------------- tokenizer files
 
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -53,53 +55,61 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
 
 
 def copy_tokenizer(source, target):
-    """Copy the files that say how text goes in and out of a model, and no others."""
+    """Copy TOKENIZER_FILES, as far as they exist, from one folder to another, and nothing else."""
     write_tokenizer(read_tokenizer_files(source), target)
 
 
 def read_tokenizer_files(folder):
-    """{name: bytes} of those files."""
+    """Read TOKENIZER_FILES, as far as they exist. Returns {name: bytes}."""
     paths = [Path(folder, name) for name in TOKENIZER_FILES]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def write_tokenizer(files, folder):
-    """Write the files that read_tokenizer_files() found."""
+    """Write the files that read_tokenizer_files() returned into a folder."""
     for name, content in files.items():
         Path(folder, name).write_bytes(content)
 
 
-# ---- tokenizers ------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------- tokenizers
 
-# Usual names of the end-of-text token, tried in this order where tokenizer_config.json names none.
-EOS = "</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>"
+# Usual names of the end-of-text token, tried in this order if tokenizer_config.json names none.
+EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
 
 
 @dataclass
 class Tokenizer:
-    """Text to ids and back."""
-    encode_text: Callable  # text -> ids; names of control tokens are text like any other
+    """Turns text into ids, and ids into text."""
+    encode_text: Callable  # text -> ids; the names of control tokens are encoded as ordinary text
     decode_ids: Callable   # list of known ids -> text
-    known: set             # ids (or a range); a vocabulary may have gaps
+    known: set             # ids that decode_ids accepts (or a range); a vocabulary may have gaps
     special: dict          # {name: id} of control tokens
-    bos_id: int | None     # begins a text, where transformers' tokenizer of the same files adds it
-    eos_id: int | None     # ends a document
-    fingerprint: str       # of all that decides which ids a text becomes, and where they end
+    bos_id: int | None     # put before a text, if transformers does so with the same files
+    eos_id: int | None     # ends a document; None if the tokenizer has no such token
+    fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
 
     @staticmethod
     def load(folder):
-        """The Tokenizer in a folder."""
+        """
+        Load the Tokenizer in a folder. Raises UserError if there is none, or none that we can read.
+        """
         path = tokenizer_file(folder)
-        read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
-        config = Path(folder, "tokenizer_config.json")
-        config = read_json(config) if config.exists() else {}
+        config_path = Path(folder, "tokenizer_config.json")
+        config = read_json(config_path) if config_path.exists() else {}
         try:
-            encode, decode, known, special, bos_id = read(str(path), config)
+            if path.suffix == ".json":
+                found = read_tokenizer_json(path)
+            else:
+                found = read_sentencepiece(path, config)
         except UserError:
             raise
-        except Exception as e:  # the libraries raise no narrower one
-            raise UserError(f"{path}: is damaged, or of a kind that we do not read, such as "
-                            f"Llama 3's own tokenizer.model: fetch its tokenizer.json ({e!r:.200})")
+        except Exception as e:  # the libraries raise nothing narrower
+            message = f"{path}: corrupt, or an unsupported kind of tokenizer ({e!r:.200})"
+            if path.suffix == ".model":
+                message += (". Llama 3's own tokenizer.model is not supported; replace it with "
+                            "Llama 3's tokenizer.json")
+            raise UserError(message)
+        encode, decode, known, special, bos_id = found
         eos_id = find_eos(path, config, special)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
         return Tokenizer(encode, decode, known, special, bos_id, eos_id, fingerprint)
@@ -110,42 +120,56 @@ class Tokenizer:
         return max(self.known) + 1
 
     def encode(self, text, bos=False):
-        """Token ids. "</s>" in a text is four characters, not EOS. bos: begin with BOS, if any."""
+        """
+        Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
+        text is four characters, never EOS.
+        """
         ids = self.encode_text(text)
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, ids):
-        """The text of a list of ids. Those that only the model has, its padding, are left out."""
+        """
+        Turn a list of ids into text. Skips ids that only the model has, as padding of its
+        vocabulary.
+        """
         return self.decode_ids([i for i in ids if i in self.known])
 
 
 def find_eos(path, config, special):
     """
     Find the id of the end-of-text token: the one that tokenizer_config.json (`config`) names, else
-    the first usual name among the control tokens `special`, else None. Raises UserError if the
-    tokenizer lacks the token that the config names, since any other would be a wrong end.
+    the first of EOS_NAMES among the control tokens `special`, else None. Raises UserError if the
+    tokenizer lacks the token that the config names, since any other would be wrong.
     """
-    name = token_name(config.get("eos_token"))
-    if name and name not in special:
-        raise UserError(f"{path}: has no control token {name}, which tokenizer_config.json beside "
-                        "it names as eos_token")
-    return next((special[n] for n in (name, *EOS) if n in special), None)
+    configured = token_name(config.get("eos_token"))
+    if configured and configured not in special:
+        raise UserError(f"{path}: has no control token {configured}, although "
+                        "tokenizer_config.json names it as eos_token")
+    for name in (configured, *EOS_NAMES):
+        if name in special:
+            return special[name]
+    return None
 
 
 def token_name(token):
-    """The name of a token of tokenizer_config.json, which may be text, a dict or null ("")."""
+    """
+    The name of a token in tokenizer_config.json, where it may be text, a dict, or null (gives "").
+    """
     if isinstance(token, dict):
         token = token["content"]
     return token or ""
 
 
 def tokenizer_file(folder):
-    """The file of a folder that defines its tokenizer: tokenizer.model before tokenizer.json."""
+    """
+    Find the file that defines a folder's tokenizer, which is tokenizer.model if both kinds are
+    there. Raises UserError if neither is.
+    """
     for name in ("tokenizer.model", "tokenizer.json"):
         path = Path(folder, name)
         if path.exists():
             return path
-    raise UserError(f"{folder}: is no folder with a tokenizer.model or tokenizer.json")
+    raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
 
 
 def check_tokenizer(config, folder, *others):
@@ -157,26 +181,27 @@ def check_tokenizer(config, folder, *others):
     for other in others:
         theirs = Tokenizer.load(other).fingerprint
         if theirs != tokenizer.fingerprint:
-            raise UserError(f"{other}: its tokenizer ({theirs}) is not that of {folder} "
+            raise UserError(f"{other}: its tokenizer ({theirs}) differs from that of {folder} "
                             f"({tokenizer.fingerprint}). Prepare the data with "
                             f"--tokenizer={folder}")
     if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model "
-                        f"{config.vocab_size}, so it is the tokenizer of a different model")
+        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, but its model "
+                        f"only {config.vocab_size}, so it is the tokenizer of a different model")
     return tokenizer
 
 
-# These two return how to encode and decode, the known and the special ids, and BOS, as Tokenizer
-# has them.
+# These two readers return encode_text, decode_ids, known, special and bos_id: see Tokenizer.
 
 def read_sentencepiece(path, config):
-    """A SentencePiece model (Llama 2, TinyLlama), whose control tokens have no text."""
+    """
+    Read a SentencePiece model (Llama 2, TinyLlama), which never encodes text as a control token.
+    """
     import sentencepiece
-    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     known = range(model.vocab_size())
     special = {model.id_to_piece(i): i for i in known if model.is_control(i)}
-    # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer, which
-    # reads it there, begins with it unless tokenizer_config.json says otherwise.
+    # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer adds it
+    # unless tokenizer_config.json says otherwise.
     bos_id = None
     if config.get("add_bos_token", True):
         name = token_name(config.get("bos_token", "<s>"))
@@ -184,36 +209,34 @@ def read_sentencepiece(path, config):
     return model.encode, model.decode, known, special, bos_id
 
 
-def read_tokenizer_json(path, _):
+def read_tokenizer_json(path):
     """
-    A tokenizer.json. The corpus of tiny.sh has words. Byte-level BPE is tiktoken's if that gives
-    the same ids. Everything else takes the tokenizers library.
+    Read a tokenizer.json. Tokens that are whole words, as in the corpus of tiny.sh, and byte-level
+    BPE for which tiktoken gives the same ids (Llama 3, OLMo 2, Qwen) are read without the
+    tokenizers library; all other kinds need it.
     """
     spec = read_json(path)
-    special = {}  # {name: id}
-    always = {}   # of tokens that count in any text
+    special = {}  # {name: id} of control tokens
+    in_text = {}  # {name: id} of added tokens that are recognized in any text
     for token in spec["added_tokens"]:
-        names = special if token["special"] else always
+        names = special if token["special"] else in_text
         names[token["content"]] = token["id"]
-    pattern = word_pattern(spec)
-    if pattern == "words":
-        ids = spec["model"]["vocab"]  # {word: id}
-        words = {i: word for word, i in ids.items()}
-        encode = lambda text: [ids.get(word, ids["<unk>"]) for word in text.split()]
-        decode = lambda ids: " ".join(map(words.get, ids))
-        known = set(words)
-    elif pattern:
-        encode, decode, known = byte_level(spec, pattern, special, always)
+    word_pattern = byte_level_pattern(spec)
+    if has_whole_words(spec):
+        encode, decode, known = whole_words(spec)
+    elif word_pattern:
+        encode, decode, known = byte_level(spec, word_pattern, special, in_text)
     else:
-        encode, decode, known = library(path)
-    return encode, decode, known, special, added_first(path, spec.get("post_processor"))
+        encode, decode, known = tokenizers_library(path)
+    bos_id = leading_token(path, spec.get("post_processor"))
+    return encode, decode, known, special, bos_id
 
 
-def added_first(path, processor):
+def leading_token(path, processor):
     """
-    The id of the token that a tokenizer.json's post_processor puts before a text, or None. It alone
-    decides in transformers, too, whatever tokenizer_config.json says. What it puts after a text is
-    ignored: a prompt is to be continued.
+    Find the id of the token that a tokenizer.json's post_processor puts before a text, or None. As
+    in transformers, tokenizer_config.json has no say in it. A token that it puts after the text is
+    ignored, because a prompt is to be continued. Raises UserError if it puts several before.
     """
     ids = []
     match processor or {}:
@@ -225,23 +248,42 @@ def added_first(path, processor):
         case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, i]}:
             ids = [i]
         case {"type": "Sequence", "processors": several}:
-            ids = [added_first(path, one) for one in several]
+            ids = [leading_token(path, one) for one in several]
             ids = [i for i in ids if i is not None]
     if len(ids) > 1:
-        raise UserError(f"{path}: begins a text with {len(ids)} tokens; only one is supported")
+        raise UserError(f"{path}: puts {len(ids)} tokens before a text; only one is supported")
     return ids[0] if ids else None
 
 
-def word_pattern(spec):
+def has_whole_words(spec):
+    """Whether the tokens of a tokenizer.json are whole words between blanks: see whole_words()."""
+    match spec:
+        case {"model": {"type": "WordLevel"}, "pre_tokenizer": {"type": "WhitespaceSplit"}}:
+            return spec.get("normalizer") is None
+    return False
+
+
+def whole_words(spec):
+    """Make encode_text, decode_ids and known, as Tokenizer has them, for whole words."""
+    vocab = spec["model"]["vocab"]  # {word: id}
+    words = {i: word for word, i in vocab.items()}
+
+    def encode(text):
+        return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
+
+    def decode(ids):
+        return " ".join(words[i] for i in ids)
+
+    return encode, decode, set(words)
+
+
+def byte_level_pattern(spec):
     """
-    The regular expression of a tokenizer.json's words, if byte-level BPE of these is all that it
-    asks for (Llama 3, OLMo 2, Qwen); "words" for one of whole words; None for others.
+    Find the regular expression by which a tokenizer.json splits text into words. Returns None
+    unless the rest of it is plain byte-level BPE of these words: see byte_level().
     """
     model = spec["model"]
-    match spec | {"normalizer": spec.get("normalizer")}:
-        case {"model": {"type": "WordLevel"}, "normalizer": None,
-              "pre_tokenizer": {"type": "WhitespaceSplit"}}:
-            return "words"
+    match spec | {"normalizer": spec.get("normalizer")}:  # a missing normalizer means null
         case {"model": {"type": "BPE"}, "normalizer": None | {"type": "NFC"},
               "pre_tokenizer": {"pretokenizers": [
                   {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -257,71 +299,91 @@ def word_pattern(spec):
     for key in ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             return None
-    # tiktoken needs a piece for each byte, and merges in the order of ids.
+    # tiktoken merges in the order of ids, so the merges must be listed in that order.
     ids = model["vocab"]
-    made = [ids["".join(pair).replace(" ", "")] for pair in model["merges"]]
-    if made != sorted(made) or sum(len(piece) == 1 for piece in ids) < 256:
+    merged = [ids["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
+    if merged != sorted(merged):
+        return None
+    # It also needs a token for each byte.
+    if sum(len(token) == 1 for token in ids) < 256:
         return None
     return pattern
 
 
-# Byte-level BPE writes a printable byte as itself, the n-th of the others as character 256 + n.
+# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
+# (from 0) as character 256 + n. BYTES[ord(character)] is the byte.
 BYTES = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
 
+# Text to encode at a time, because tiktoken's regex fails on a million blanks in a row. It ends
+# where a line begins, if possible, because a word begins there anyway.
+CHUNK = re.compile(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}")
 
-def byte_level(spec, pattern, special, always):
-    """Byte-level BPE of the words of a regular expression -> how to encode, decode; known ids."""
+
+def byte_level(spec, word_pattern, special, in_text):
+    """
+    Make encode_text, decode_ids and known, as Tokenizer has them, for byte-level BPE, with
+    tiktoken. word_pattern: what byte_level_pattern() found. special, in_text: {name: id} of control
+    tokens, and of added tokens that are recognized in any text.
+    """
     import tiktoken
-    pieces = {bytes(BYTES[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
-              if text not in special | always}
-    coder = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=pieces,
-                              special_tokens=special | always)
-    names = sorted(map(re.escape, always), key=len, reverse=True)
-    split = re.compile(f"({'|'.join(names)})" if names else "$^").split
+    added = special | in_text
+    tokens = {bytes(BYTES[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
+              if text not in added}
+    coder = tiktoken.Encoding("", pat_str=word_pattern, mergeable_ranks=tokens,
+                              special_tokens=added)
+    longest_first = sorted(map(re.escape, in_text), key=len, reverse=True)
+    added_name = re.compile(f"({'|'.join(longest_first)})")
 
     def encode(text):
         ids = []
-        for part in split(text):
-            if part in always:
-                ids.append(always[part])
+        segments = added_name.split(text) if in_text else [text]
+        for segment in segments:
+            if segment in in_text:
+                ids.append(in_text[segment])
                 continue
             if spec.get("normalizer"):
-                part = unicodedata.normalize("NFC", part)
-            # The regex gives up on a million blanks in a row, so long text is encoded in pieces. A
-            # piece ends where a line begins, if it can, since a word begins there anyway.
-            for piece in re.findall(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}", part):
-                ids += coder.encode_ordinary(piece)
+                segment = unicodedata.normalize("NFC", segment)
+            for chunk in CHUNK.findall(segment):
+                ids += coder.encode_ordinary(chunk)
         return ids
 
-    return encode, coder.decode, {*pieces.values(), *special.values(), *always.values()}
+    return encode, coder.decode, {*tokens.values(), *added.values()}
 
 
-def library(path):
-    """A tokenizer.json of any kind -> how to encode, decode; known ids."""
+def tokenizers_library(path):
+    """
+    Make encode_text, decode_ids and known, as Tokenizer has them, for a tokenizer.json of any kind,
+    with Hugging Face's tokenizers library. Raises UserError if that is not installed.
+    """
     try:
         import tokenizers
     except ImportError:
-        raise UserError(f"{path}: a tokenizer of this kind takes pip install tokenizers")
-    coder = tokenizers.Tokenizer.from_file(path)
-    coder.encode_special_tokens = True  # as text
+        raise UserError(f"{path}: this kind of tokenizer needs `pip install tokenizers`")
+    coder = tokenizers.Tokenizer.from_file(str(path))
+    coder.encode_special_tokens = True  # as ordinary text
     coder.no_truncation()
     coder.no_padding()
-    return (lambda text: coder.encode(text, add_special_tokens=False).ids,
-            lambda ids: coder.decode(ids, skip_special_tokens=False),
-            {*coder.get_vocab().values()})
+
+    def encode(text):
+        return coder.encode(text, add_special_tokens=False).ids
+
+    def decode(ids):
+        return coder.decode(ids, skip_special_tokens=False)
+
+    return encode, decode, set(coder.get_vocab().values())
 
 
 def legible_tokens(folder):
     """
-    {id: text} of the tokens in a folder's tokenizer, for people to read: a blank is "▁", and what
-    cannot be printed is escaped, such as "\\n", or "\\xe6" for a byte that is only a part of a
-    character.
+    Write out the tokens of a folder's tokenizer for people to read. Returns {id: text}. In a text,
+    a blank is "▁", and what cannot be printed is escaped, such as "\\n", or "\\xe6" for a byte that
+    is only a part of a character.
     """
     path = tokenizer_file(folder)
     if path.suffix == ".model":
         import sentencepiece
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        pieces = {}
+        pieces = {}  # {id: text, or bytes}
         for i in range(model.vocab_size()):
             piece = model.id_to_piece(i)
             pieces[i] = bytes([int(piece[3:5], 16)]) if model.is_byte(i) else piece  # "<0xE6>"
@@ -345,7 +407,10 @@ def legible_tokens(folder):
     return texts
 
 
-# ---- prepare ---------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------- prepare
+# A record is what the input files consist of: a line of .jsonl, a row of a .parquet file, or a
+# whole text file. It becomes one document.
+
 # What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
 # at the start of a line, with the line's end if nothing follows, and any <|im_end|>.
 ROLE = "(?:user|human|assistant|system)"
@@ -353,25 +418,28 @@ TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
 
-def read_rows(path):
-    """Yield the rows of a file: dicts, or bytes of JSON."""
+def read_records(path):
+    """
+    Yield the records of a file: dicts, or bytes of JSON, which tokenize() parses in its thread.
+    Raises UserError if the file is corrupt or of an unknown kind.
+    """
     kind = Path(path).suffix
     if kind in (".txt", ".md", ".rst"):
         yield {"text": read_text(path)}
     elif kind == ".jsonl":
         with open(path, "rb") as file:
-            yield from filter(bytes.strip, file)  # leaves out empty lines
+            yield from filter(bytes.strip, file)  # skips empty lines
     elif kind == ".parquet":
         try:
             from pyarrow import parquet
             for batch in parquet.ParquetFile(path).iter_batches(256):
                 yield from batch.to_pylist()
         except ImportError:
-            raise UserError(f"{path}: parquet takes pip install pyarrow")
+            raise UserError(f"{path}: parquet files need `pip install pyarrow`")
         except ValueError as e:
-            raise UserError(f"{path}: is damaged ({e})")
+            raise UserError(f"{path}: corrupt ({e})")
     else:
-        raise UserError(f"{path}: is not .txt, .md, .rst, .jsonl or .parquet")
+        raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
 
 
 def read_text(path):
@@ -381,55 +449,62 @@ def read_text(path):
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         line = 1 + content.count(b"\n", 0, e.start)
-        raise UserError(f"{path}: line {line} is not UTF-8 text, so convert the file (with iconv, "
-                        f"say): {e.reason}, byte {content[e.start]:#x}")
+        raise UserError(f"{path}: line {line} is not UTF-8 text (byte {content[e.start]:#x}: "
+                        f"{e.reason}). Convert the file, for example with iconv")
 
 
-def batches(rows):
-    """Lists of rows, to be tokenized at a time, each of about 4 MB."""
-    batch = []
+def groups(records):
+    """Yield lists of records, of about 4 MB each, which are tokenized together."""
+    group = []
     size = 0
-    for row in rows:
-        batch.append(row)
-        size += len(str(row))
+    for record in records:
+        group.append(record)
+        size += len(str(record))
         if size > 2**22:
-            yield batch
-            batch = []
+            yield group
+            group = []
             size = 0
-    yield batch
+    yield group
 
 
-def find(row, column):
-    """The value in a column of a row. "a.b" is the column b of dicts that stand in column a."""
-    if row is None:
+def column_value(record, column):
+    """
+    Look up a column of a record. "a.b" is column b of the dict in column a, or None if that is
+    null. Raises KeyError if there is no such column.
+    """
+    if record is None:
         return None
-    if column in row:
-        return row[column]
+    if column in record:
+        return record[column]
     first, dot, rest = column.partition(".")
-    if not dot or first not in row:
-        raise KeyError(f"there is no {column}, only {', '.join(row)}")
-    return find(row[first], rest)
+    if not dot or first not in record:
+        raise KeyError(f"there is no column {column}, only {', '.join(record)}")
+    return column_value(record[first], rest)
 
 
-def is_dropped(row, rule):
-    """Whether a rule of --drop, COLUMN=TEXT, leaves out a row. A list has TEXT if a value has."""
+def is_dropped(record, rule):
+    """
+    Whether a rule of --drop, COLUMN=TEXT, applies to a record: its column contains TEXT, ignoring
+    case, or an item does if the column is a list.
+    """
     column, _, text = rule.partition("=")
-    value = find(row, column)
-    values = value if isinstance(value, list) else [value]
-    return any(text.lower() in str(x).lower() for x in values if x is not None)
+    value = column_value(record, column)
+    items = value if isinstance(value, list) else [value]
+    return any(text.lower() in str(item).lower() for item in items if item is not None)
 
 
 def as_text(value):
-    """A number, true or false as text; other values, such as text and lists of ids, unchanged."""
+    """Turn a number, true or false into text. Text, and lists of ids, are returned unchanged."""
     return json.dumps(value) if isinstance(value, (bool, int, float)) else value
 
 
-def read_field(row, field):
+def read_column(record, column):
     """
-    [(role, text or ids), ...] of a column, which may be text, a number, ids or a chat. A message of
-    a chat may have parts.
+    Read a column of text, a number, ids or a chat. Returns [(role, text or ids), ...]: a pair for
+    each message of a chat, otherwise one pair, whose role is "". If a message consists of parts,
+    only its text parts count.
     """
-    value = as_text(find(row, field))
+    value = as_text(column_value(record, column))
     if isinstance(value, str) or isinstance(value[0], int):
         return [("", value)]
     messages = []
@@ -441,113 +516,134 @@ def read_field(row, field):
     return messages
 
 
-def document(tokenizer, row, args):
+def document(tokenizer, record, args):
     """
-    A row -> ids and targets (2, N) of [BOS] text EOS; ids stay as they are. A text without loss and
-    one with loss are encoded by themselves, so that a prompt has the ids that it is asked with.
+    Turn a record into an array (2, N) int32: token ids, and targets, which are already shifted,
+    with -100 for no loss.
+
+    The first text begins with BOS, a newline precedes each later one, and each text that carries
+    loss ends with EOS; ids stay as they are. Text that carries loss and text that does not are
+    tokenized separately, so that a prompt has the same ids here as when the model is asked.
+
+    args: the flags of prepare. Raises an exception, which tokenize() catches, if a column is
+    missing or of another kind, if ids are out of range, or if no token carries loss.
     """
     pieces = []  # (text or ids, whether it carries loss)
-    for field in args.field.split(","):
-        pieces += [(text, args.loss in ("all", role)) for role, text in read_field(row, field)]
+    for column in args.field.split(","):
+        for role, content in read_column(record, column):
+            pieces.append((content, args.loss == "all" or args.loss == role))
     if args.loss == "all" and isinstance(pieces[0][0], str):
         pieces = [("\n".join(text for text, _ in pieces), True)]
     if args.prompt:
-        pieces = [(as_text(find(row, args.prompt)), False), *pieces]
-    parts = [np.empty((2, 0), np.int32)]
-    for text, loss in pieces:
-        ids = text
-        if isinstance(text, str):
-            text = ROLES.sub("", text) if args.strip_roles else text
-            text = text.strip() if loss else text
+        pieces = [(as_text(column_value(record, args.prompt)), False), *pieces]
+    arrays = []
+    for content, has_loss in pieces:
+        ids = content
+        if isinstance(content, str):
+            text = ROLES.sub("", content) if args.strip_roles else content
+            text = text.strip() if has_loss else text
             if not text:
                 continue
-            first = len(parts) == 1
-            ids = tokenizer.encode(text if first else "\n" + text, bos=first)
-            if loss:
+            is_first = not arrays
+            ids = tokenizer.encode(text if is_first else "\n" + text, bos=is_first)
+            if has_loss:
                 ids = [*ids, tokenizer.eos_id]
-        part = np.tile(np.array(ids, np.int32), (2, 1))
-        assert part.min() >= 0 and part.max() < tokenizer.vocab_size, "ids of another tokenizer"
-        if not loss:
-            part[1] = IGNORE
-        parts.append(part)
-    tokens = np.concatenate(parts, axis=1)
-    tokens[1] = np.append(tokens[1, 1:], IGNORE)[:tokens.shape[1]]
-    assert len(parts) == 1 or tokens[1].max() >= 0, "nothing carries loss"
+        array = np.tile(np.array(ids, np.int32), (2, 1))
+        assert array.min() >= 0 and array.max() < tokenizer.vocab_size, (
+            f"ids from {array.min()} to {array.max()}, but the tokenizer's are 0 to "
+            f"{tokenizer.vocab_size - 1}")
+        if not has_loss:
+            array[1] = IGNORE
+        arrays.append(array)
+    if not arrays:
+        return np.empty((2, 0), np.int32)
+    tokens = np.concatenate(arrays, axis=1)
+    tokens[1] = np.append(tokens[1, 1:], IGNORE)  # the target is the next token
+    assert tokens[1].max() >= 0, "no token carries loss"
     return tokens
 
 
-def count_rows(args):
-    """1, ids, or 2, ids and targets, where the next token is not always the target."""
+def num_arrays(args):
+    """1 if shards hold ids alone; 2 if also targets, because some tokens carry no loss."""
     return 2 if args.prompt or args.loss != "all" else 1
 
 
-def tokenize(tokenizer, args, row):
-    """A row -> ("kept", its ids, and targets), ("dropped", nothing) or ("bad", why)."""
+def tokenize(tokenizer, args, record):
+    """
+    Turn a record into a document. Returns ("kept", array (1 or 2, N)), ("dropped", None), or
+    ("bad", the reason).
+    """
     try:
-        if isinstance(row, bytes):
-            row = json.loads(row)
-        if any(is_dropped(row, rule) for rule in args.drop):
+        if isinstance(record, bytes):
+            record = json.loads(record)
+        if any(is_dropped(record, rule) for rule in args.drop):
             return "dropped", None
-        return "kept", document(tokenizer, row, args)[:count_rows(args)].copy()
-    except Exception as e:  # not JSON, or a field is missing or of another kind
-        return "bad", f"{row!r:.80} ({e!r:.300})"
+        return "kept", document(tokenizer, record, args)[:num_arrays(args)].copy()
+    except Exception as e:  # not JSON, or a column is missing or of another kind
+        return "bad", f"{record!r:.80} ({e!r:.300})"
 
 
 def write_shard(folder, name, tokens):
-    """Write an array -> [name, length, digest], the entry in meta.json."""
-    with whole(f"{folder}/{name}") as new:
+    """
+    Write an array, (N) or (2, N), as a shard. Returns its entry in meta.json: [name, number of
+    tokens, SHA-256].
+    """
+    with write_atomically(f"{folder}/{name}") as new:
         np.save(new, tokens)
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
 def cut_validation(documents, share):
     """
-    The tokens of a shard's documents, a list of arrays (1 or 2, N) -> those for training and those
-    for validation. The last documents are for validation: this share of them, and at least 32, or a
-    tenth if they are few. Fewer than 10 documents, such as a book, are cut by tokens instead.
+    Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
+    validation. The last documents are for validation: the fraction `share` of them, but at least
+    32, or a tenth if that is fewer. With fewer than 10 documents, such as a single book, it is the
+    fraction `share` of the tokens, the last ones, instead.
     """
     count = len(documents)
     tokens = np.concatenate(documents, axis=1)
     if count < 10:
-        kept = round(share * tokens.shape[1])
+        held_out = round(share * tokens.shape[1])
     else:
         last = max(math.ceil(share * count), min(32, count // 10))
-        kept = sum(document.shape[1] for document in documents[-last:])
-    return np.split(tokens, [tokens.shape[1] - kept], axis=1)
+        held_out = sum(array.shape[1] for array in documents[-last:])
+    return np.split(tokens, [tokens.shape[1] - held_out], axis=1)
 
 
 def write_shards(args, progress, documents):
     """Write the next shard for training, the next one for validation, and the progress so far."""
     number = len(progress["shards"]["train"])
-    for split, part in zip(("train", "val"), cut_validation(documents, args.val)):
-        if len(part) == 1:
-            part = part[0].astype(np.uint16 if progress["vocab_size"] <= 65536 else np.uint32)
-        if part.size:
-            entry = write_shard(args.out, f"{split}_{number:06d}.npy", part.copy())
+    dtype = np.uint16 if progress["vocab_size"] <= 65536 else np.uint32
+    for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
+        if len(tokens) == 1:  # ids alone
+            tokens = tokens[0].astype(dtype)
+        if tokens.size:
+            name = f"{split}_{number:06d}.npy"
+            entry = write_shard(args.out, name, tokens.copy())
             progress["shards"][split].append(entry)
-            print(f"{args.out}: {entry[0]}, {entry[1]:,} tokens")
+            print(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
     write_json(f"{args.out}/progress.json", progress)
 
 
 def pack(args, tokenizer, progress):
     """
-    Tokenize the rows that are still to be read, and write shards as they fill up. Tokenizers are
-    native code that releases Python's lock, so threads are enough.
+    Tokenize the records that are not done yet, and write each shard when it is full. Threads are
+    enough for that, because the tokenizer libraries release the GIL.
     """
     counts = Counter(progress["counts"])
     progress["counts"] = counts
-    rows = itertools.chain.from_iterable(map(read_rows, args.input))
-    rows = itertools.islice(rows, counts.total(), None)
+    records = itertools.chain.from_iterable(map(read_records, args.input))
+    records = itertools.islice(records, counts.total(), None)  # skips those that are done
     documents = []
-    size = 0
-    why = None
+    size = 0  # tokens in the documents
+    example = None  # of a bad record
     work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
-        for batch in batches(rows):
-            for kind, found in pool.map(work, batch):
+        for group in groups(records):
+            for kind, found in pool.map(work, group):
                 counts[kind] += 1
                 if kind == "bad":
-                    why = found
+                    example = found
                 elif kind == "kept":
                     documents.append(found)
                     size += found.shape[1]
@@ -557,76 +653,95 @@ def pack(args, tokenizer, progress):
                     documents.clear()
                     size = 0
             if counts["bad"] > args.max_bad * counts.total():
-                raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} documents so far "
-                                f"are bad, more than --max_bad={args.max_bad}, such as {why}")
+                raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} records so far "
+                                f"are bad, more than --max_bad={args.max_bad} allows. Check the "
+                                f"file, and the flags that name columns. One of them: {example}")
     if documents:
         write_shards(args, progress, documents)
     if not progress["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left of these documents: {dict(counts)}")
+        raise UserError(f"{args.out}: no text is left to train on. Records: {dict(counts)}. Check "
+                        "--field and --drop")
+
+
+def new_progress(tokenizer, arguments):
+    """The first content of progress.json. The last one becomes meta.json."""
+    return {
+        "arguments": arguments,
+        "counts": {},     # {"kept", "dropped" or "bad": number of records}
+        "longest": 0,     # tokens in the longest document
+        "shards": {"train": [], "val": []},
+        "row": None,      # any T is allowed
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "prompt": "The",  # sample.py's default for a model that is trained on this
+    }
 
 
 def prepare(args):
     """
-    Pack files of rows, or of text (one document each), into shards of token ids. After a kill the
-    same command resumes at the next shard and writes the same bytes. It reads the rows before that
-    again, but does not tokenize them.
+    Turn the records of files into a data set. args: the command's flags.
+
+    After a kill, the same command resumes at the next shard and writes the same bytes. It reads the
+    earlier records again, but does not tokenize them. Raises UserError if the output was begun with
+    other flags, if too many records are bad, or if no text is left.
     """
-    if not all(rule.partition("=")[2] for rule in args.drop):
-        raise UserError("--drop: each rule is COLUMN=TEXT")
+    for rule in args.drop:
+        if not rule.partition("=")[2]:
+            raise UserError(f"--drop {rule}: must be COLUMN=TEXT")
     out = Path(args.out)
-    for checkpoint in checkpoints(args.tokenizer):  # of a run; all of them have the same tokenizer
-        args.tokenizer = str(checkpoint)
+    saved = checkpoints(args.tokenizer)
+    if saved:  # the folder of a run, whose checkpoints all have the same tokenizer
+        args.tokenizer = str(saved[-1])
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
-        raise UserError(f"{args.tokenizer}: its tokenizer_config.json names no eos_token, which "
-                        "ends a document")
+        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
+                        "Name it as eos_token in tokenizer_config.json")
     arguments = vars(args) | {
         "input": [[os.path.basename(path), digest(path)] for path in args.input],
         "tokenizer": tokenizer.fingerprint,
-        "out": None, "max_bad": None}  # may change
-    started = out / "progress.json"
-    meta = out / "meta.json"
-    progress = {
-        "arguments": arguments,
-        "counts": {},
-        "longest": 0,
-        "shards": {"train": [], "val": []},
-        "row": None,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "prompt": "The",
+        # These two may change on resume.
+        "out": None,
+        "max_bad": None,
     }
-    if meta.exists() or started.exists():
-        progress = read_json(meta if meta.exists() else started)
-        check_settings(out, progress.get("arguments", {}), arguments, "choose another --out")
-    elif {*out.glob("*")} - {out / ".lock", *out.glob("*.tmp-*")}:  # a kill may leave these
-        raise UserError(f"{out}: holds other files; choose another --out")
+    unfinished = out / "progress.json"
+    meta = out / "meta.json"
+    if meta.exists() or unfinished.exists():
+        progress = read_json(meta if meta.exists() else unfinished)
+        check_settings(out, progress.get("arguments", {}), arguments, "Choose another --out")
+    else:
+        progress = new_progress(tokenizer, arguments)
+        left_by_kill = {out / ".lock", *out.glob("*.tmp-*")}
+        if {*out.glob("*")} - left_by_kill:
+            raise UserError(f"{out}: contains other files. Choose another --out")
     if meta.exists():
-        return print(f"{out} is already complete")
+        print(f"{out} is already complete")
+        return
     with locked(out):
         try:
-            write_json(started, progress)
+            write_json(unfinished, progress)
             pack(args, tokenizer, progress)
         except BaseException:
             if not progress["shards"]["train"]:  # nothing that the next try could use
-                started.unlink(missing_ok=True)
+                unfinished.unlink(missing_ok=True)
                 (out / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # other files stay
+                with contextlib.suppress(OSError):  # if it holds other files, it stays
                     out.rmdir()
             raise
         copy_tokenizer(args.tokenizer, out)
-        started.rename(meta)
-    print(f"{out}: complete, documents {dict(progress['counts'])}, the longest of "
+        unfinished.rename(meta)
+    print(f"{out}: complete. Records: {dict(progress['counts'])}. The longest document has "
           f"{progress['longest']:,} tokens")
 
 
-# ---- the loader ------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------- the loader
 
 class Shards:
     """
-    Rows of T tokens of a folder's split, "train" or "val"; .num_rows of them are an epoch. Each
-    epoch has a random order of its own, made when it begins; the last two are kept in memory. At
-    25 million rows (26 billion tokens in windows of 1,024) an order takes 1 to 2 s and 200 MB.
+    The rows of T tokens of a data set's split, "train" or "val".
+
+    An epoch is all .num_rows of them, in a random order of its own. An order is made when its epoch
+    begins, and the last two are kept in memory. With 25 million rows (26 billion tokens at
+    T = 1,024), making one takes 1 to 2 s, and each takes 200 MB.
     """
 
     def __init__(self, folder, split, T):
@@ -637,25 +752,26 @@ class Shards:
                             "`python runs/tiny_corpus.py --out out/tiny/data`")
         self.T = T
         self.meta = read_json(path)
-        self.shards = []  # tokens and targets of each
+        self.shards = []  # (ids, targets) of each, memory-mapped
         self.starts = []  # the first row of each
         self.num_rows = 0
-        row = self.meta["row"]
-        if row not in (None, T):
-            raise UserError(f"{folder}: its rows have {row} tokens, not {T}; use --context={row}")
+        row_length = self.meta["row"]
+        if row_length not in (None, T):
+            raise UserError(f"{folder}: its rows have {row_length} tokens, not {T}. Use "
+                            f"--context={row_length}")
         for name, *_ in self.meta["shards"][split]:
             path = f"{folder}/{name}"
             try:
                 tokens = np.load(path, mmap_mode="r")
             except (ValueError, EOFError) as e:
-                raise UserError(f"{path}: is cut short; make the data set again ({e})")
+                raise UserError(f"{path}: corrupt ({e}). Create the data set again")
             shard = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append(shard)
             self.starts.append(self.num_rows)
             self.num_rows += len(shard[1]) // T
         if not self.num_rows:
-            raise UserError(f"{folder}: has no {split} window of {T} tokens; use a smaller "
-                            "--context")
+            raise UserError(f"{folder}: has too few {split} tokens for one row of {T}. Use a "
+                            "smaller --context, or more data")
         self.order = functools.lru_cache(maxsize=2)(self.shuffle)
 
     def shuffle(self, seed, epoch):
@@ -663,9 +779,12 @@ class Shards:
         return np.random.default_rng((seed, epoch)).permutation(self.num_rows)
 
     def sample(self, seed, number):
-        """Ids and targets, (2, T) int64, of a sample; numbers go on from epoch to epoch."""
-        epoch, index = divmod(number, self.num_rows)
-        row = self.order(seed, epoch)[index]
+        """
+        Return sample `number`: ids and targets, (2, T) int64. Numbers go on from epoch to epoch, so
+        epoch e begins with number e * num_rows.
+        """
+        epoch, place = divmod(number, self.num_rows)
+        row = self.order(seed, epoch)[place]
         shard = bisect.bisect(self.starts, row) - 1
         start = (row - self.starts[shard]) * self.T
         return np.array([x[start:start + self.T] for x in self.shards[shard]], np.int64)
@@ -673,34 +792,39 @@ class Shards:
 
 class Dataset:
     """
-    The rows of a folder, or of several in fixed shares: "A:1,B:1,C:2" takes 1/4 from A, 1/4 from B
-    and 1/2 from C. Each round of sum(weights) samples has exactly weights[k] from folder k, evenly
-    spread. Each folder has epochs of its own. .num_rows: samples until the first folder is through.
-    .folders: all of them; they share one tokenizer (check_tokenizer() sees to it).
+    The rows of one data set, or of several in fixed shares: "A:1,B:1,C:2" takes 1/4 of the samples
+    from A, 1/4 from B and 1/2 from C.
+
+    Each round of sum(weights) samples has exactly weights[k] from source k, evenly spread. Each
+    source has epochs of its own. .num_rows: the number of samples until one of the sources has
+    completed an epoch. .folders: those of the sources; check_tokenizer() makes sure that they share
+    a tokenizer.
     """
 
     def __init__(self, data, split, T):
         self.folders = []
-        self.parts = []  # (Shards, weight)
-        turns = []       # (when, of folder k, which of its samples)
-        for k, part in enumerate(data.split(",")):
-            folder, _, weight = part.partition(":")
+        self.sources = []  # (Shards, weight)
+        turns = []         # (place in the round, source k, its i-th sample of the round)
+        for k, source in enumerate(data.split(",")):
+            folder, _, weight = source.partition(":")
             if not re.fullmatch(r"([1-9]\d*)?", weight):
-                raise UserError(f"--data: {part}: a weight is a whole number, 1 or more")
+                raise UserError(f"--data: {source}: the weight must be a whole number, 1 or more")
             weight = int(weight or 1)
             self.folders.append(folder)
-            self.parts.append((Shards(folder, split, T), weight))
+            self.sources.append((Shards(folder, split, T), weight))
             turns += [((i + 0.5) / weight, k, i) for i in range(weight)]
         self.turns = sorted(turns)
-        self.num_rows = min(part.num_rows * len(turns) // weight for part, weight in self.parts)
+        self.num_rows = min(shards.num_rows * len(turns) // weight
+                            for shards, weight in self.sources)
 
     def label_shares(self):
         """
-        {folder: its share of the labels}, from the first 64 rows of each. It differs from the share
-        of the rows where one folder's rows have fewer labels, as those of questions and answers.
+        Estimate each source's share of the labels, from 64 random rows of each. It differs from the
+        share of the rows if a source's rows have fewer labels, as those of questions and answers
+        do. Returns {folder: share}.
         """
         labels = {}
-        for folder, (shards, weight) in zip(self.folders, self.parts):
+        for folder, (shards, weight) in zip(self.folders, self.sources):
             count = 0
             for number in range(64):
                 _, targets = shards.sample(0, number)
@@ -710,25 +834,30 @@ class Dataset:
         return {folder: count / total for folder, count in labels.items()}
 
     def fingerprint(self):
-        """A digest of the shards and weights: the same tokens have the same one in any folder."""
-        content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.parts])
+        """A digest of the shards' contents and the weights, wherever the folders are."""
+        content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.sources])
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def batch(self, seed, step, rank, world, B):
+    def batch(self, seed, index, rank, world, B):
         """
-        Returns idx and targets (-100: no loss), both (B, T) int64, and numbers (B,) int64: the
-        rows' global sample indices.
+        Return the B rows of a rank in a micro-batch.
+
+        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. Returns idx and
+        targets (-100: no loss), both (B, T) int64, and numbers (B,) int64: the rows' global sample
+        indices.
         """
-        numbers = (step * world + rank) * B + np.arange(B)
+        numbers = (index * world + rank) * B + np.arange(B)
         samples = []
         for number in numbers:
             cycle, turn = divmod(number, len(self.turns))
             _, k, i = self.turns[turn]
-            shards, weight = self.parts[k]
+            shards, weight = self.sources[k]
             samples.append(shards.sample(seed, cycle * weight + i))
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
         return idx, targets, numbers
 
+
+# ------------------------------------------------------------------------------------ the command
 
 def main():
     parser = Parser(description=opening(__doc__))
@@ -736,34 +865,36 @@ def main():
     preparing = commands.add_parser(
         "prepare", help="pack files into a data set", description=opening(__doc__),
         usage="data.py prepare --input FILE ... --tokenizer FOLDER --out FOLDER [flags]",
-        epilog="The same command resumes after a kill, at the next shard.")
+        epilog="If it is killed, run the same command again: it resumes at the next shard.")
     what, how, output = preparing.groups()
     flag = what.add_argument
     flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
-         help="files: .jsonl or .parquet of rows; .txt, .md or .rst of text")
+         help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
     flag("--tokenizer", required=True, metavar="FOLDER",
          help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
     flag("--field", default="text", metavar="COLUMN",
-         help="one column (default: text) or several, a,b: text, chat messages, or token ids")
+         help="the column to train on (default: text), or several, as a,b; it may hold text, chat "
+              "messages, or token ids")
     flag("--prompt", metavar="COLUMN",
-         help="text that comes first and carries no loss, such as the question; a newline joins it "
-              "to --field, the answer")
+         help="a column of text that precedes --field and carries no loss, such as the question; a "
+              "newline separates the two")
     flag("--loss", choices=("all", "assistant"), default="all",
-         help="assistant: of chats, only the assistant's messages carry loss")
+         help="assistant: in chats, only the assistant's messages carry loss")
     flag("--drop", nargs="+", action="extend", default=[], metavar="COLUMN=TEXT",
-         help="leave out rows whose COLUMN contains TEXT, in any case; the name of a column in "
-              "another one is a.b, here and in --field")
+         help="skip records whose COLUMN contains TEXT, ignoring case; a.b is column b inside "
+              "column a, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
     flag = how.add_argument
     flag("--val", type=fraction, default=0.01, metavar="X",
-         help="share of the documents for validation (0.01), but at least 32, or a tenth if they "
-              "are few")
+         help="fraction of each shard's documents to use for validation (0.01), but at least 32, "
+              "or a tenth if that is fewer")
     flag("--max_bad", type=fraction, default=0.01, metavar="X",
-         help="share of documents that may be unreadable (0.01); they are counted and left out")
+         help="largest fraction of records that may be unreadable (0.01); these are counted and "
+              "skipped")
     flag("--shard_tokens", type=positive, default=100_000_000, metavar="N",
-         help="about this many tokens in a file (10^8)")
-    output.add_argument("--out", required=True, metavar="FOLDER", help="the data set")
+         help="approximate number of tokens in a shard (100 million)")
+    output.add_argument("--out", required=True, metavar="FOLDER", help="folder of the new data set")
     prepare(parser.parse_args())
 
 

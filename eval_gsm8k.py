@@ -1,6 +1,6 @@
 """
-Ask a model the questions of GSM8K, or your own, at several numbers of recurrences r. Afterwards it
-names the smallest r that is enough.
+Ask a model the questions of GSM8K, or your own, at several numbers of recurrences r. At the end,
+print the smallest r that is good enough.
 
     python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
         --template plain --max_new_tokens 1
@@ -13,21 +13,21 @@ lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32
 tokens. "flexible" scores the last number of the output, "strict" the one after "The answer is".
 With --template plain there is one score, "accuracy": where a reference ends in a number, the last
 number of the output has to equal it; elsewhere the whole output has to be the reference's text.
-Answers depend a little on --seed, since s_0 is noise. Caches and drafts are those of
-sample.py. A feed-forward model has no r and gets one row.
+Answers depend a little on --seed, since s_0 is noise. Decoding, with its cache and drafts, is that
+of sample.py. An ordinary model has no r and gets one row.
 
 The last line says which r is enough: the smallest whose accuracy is within two standard errors of
 the best one's, by the differences between answers to the same question.
 
-Without --data, the test set of GSM8K is fetched once, to out/data/gsm8k/test.jsonl. Each line of
+Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. Each line of
 --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the
 number of sentences, accuracy is broken down by it.
 
-Each batch appends its answers to OUT.jsonl, one line per question and r. The first line holds the
-settings, and digests of the weights and the questions. The same command resumes an evaluation that
-was killed, on any number of processes, even if the files have moved. More --steps or a larger
---limit extend an existing file. To start over, delete OUT.jsonl. OUT.json, the summary, is written
-last.
+OUT stands for --out without its .json. Each batch appends its answers to OUT.jsonl, one line per
+question and r. The first line holds the settings, and digests of the weights and the questions. The
+same command resumes an evaluation that was killed, on any number of processes, even if the files
+have moved. More --steps or a larger --limit extend an existing file. To start over, delete
+OUT.jsonl. OUT.json, the summary, is written last.
 """
 import json
 import math
@@ -43,16 +43,16 @@ import requests
 import torch.distributed as dist
 
 from common import (RANK, WORLD, Parser, UserError, check_settings, cli, describe, digest, natural,
-                    opening, positive, print_enough, read_json, say, smallest_enough, whole,
-                    write_result)
+                    opening, positive, print_enough, read_json, say, smallest_enough,
+                    write_atomically, write_result)
 from data import as_text
-from sample import (COMPILE, DRAFT_STEPS, Decoder, add_evaluation_arguments, answer_batch,
-                    check_out, decoding, load_model)
+from sample import (COMPILE_HELP, DRAFT_STEPS_HELP, Decoder, add_evaluation_arguments,
+                    answer_batch, check_out, decoding_options, load_model)
 
 GSM8K = Path("out/data/gsm8k/test.jsonl")
 SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
           "grade_school_math/data/test.jsonl")
-SHA256 = "3730d312f6e34405"  # its first digits: digest()
+DIGEST = "3730d312f6e34405"  # what common.digest() returns for the file
 
 # The chain-of-thought examples of Wei et al. (arXiv 2201.11903), in the harness's order.
 EXAMPLES = """\
@@ -102,77 +102,109 @@ SCRIPT = "eval_gsm8k"  # its name in the summary
 # ---- questions and answers --------------------------------------------------------------------
 
 def fetch_gsm8k():
-    """The path of GSM8K's 1,319 test questions. They come from GitHub at the first call."""
+    """Return the path of GSM8K's 1,319 test questions. The first call downloads them."""
     if not GSM8K.exists():
         try:
-            answer = requests.get(SOURCE, timeout=60)
-            answer.raise_for_status()
+            response = requests.get(SOURCE, timeout=60)
+            response.raise_for_status()
         except requests.RequestException as e:
-            raise UserError(f"{SOURCE}: cannot be fetched: save it as {GSM8K} ({e!r:.200})")
-        with whole(GSM8K) as new:
-            new.write_bytes(answer.content)
-    if digest(GSM8K) != SHA256:
-        raise UserError(f"{GSM8K}: is not GSM8K's test set: delete it, or name a file with --data")
+            raise UserError(f"{SOURCE} cannot be downloaded ({e!r:.200}). Download it elsewhere "
+                            f"and save it as {GSM8K}")
+        with write_atomically(GSM8K) as new:
+            new.write_bytes(response.content)
+    if digest(GSM8K) != DIGEST:
+        raise UserError(f"{GSM8K} is not GSM8K's test set. Delete it, or name a file with --data")
     return GSM8K
 
 
 def read_questions(path, limit=None):
     """
-    Read a .jsonl file of questions (see the top) as a list of dicts. limit: read only this many
-    questions, spread evenly over the file, since files are often sorted.
+    Read a .jsonl file of questions (see the top).
+
+    limit: read only this many questions, spread evenly over the file, since files are often sorted.
+
+    Returns a list of dicts, such as {"question": "has 1 so", "answer": "1", "difficulty": 2,
+    "index": 0}, where "index" counts the questions of the file. Raises UserError if a line is not a
+    question.
     """
-    rows = []
+    questions = []
+    number = 0
     try:
-        with open(path, encoding="utf-8-sig") as f:
-            for line in filter(str.strip, f):  # leaves out empty lines
-                rows.append(read_question(json.loads(line)) | {"index": len(rows)})
-    except (ValueError, KeyError, TypeError) as e:  # ValueError also for a file that is not text
-        raise UserError(f'{path}: line {len(rows) + 1} is not a JSON object with "question" and '
-                        f'"answer" ({e!r})')
-    if not rows:
-        raise UserError(f"{path}: holds no questions")
-    count = min(limit or len(rows), len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
+        with open(path, "rb") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip():  # files may have empty lines
+                    question = read_question(json.loads(line))
+                    question["index"] = len(questions)
+                    questions.append(question)
+    except (ValueError, KeyError, TypeError) as e:  # ValueError: not JSON, or not even UTF-8
+        raise UserError(f'{path}: line {number} is not a JSON object with "question" and "answer" '
+                        f"({e!r})")
+    count = len(questions)
+    if not count:
+        raise UserError(f"{path} has no questions")
+    kept = min(limit or count, count)
+    return [questions[i * count // kept] for i in range(kept)]
 
 
 def read_question(row):
-    """What a line says: a dict of question, answer (text or numbers) and, perhaps, difficulty."""
-    found = {"difficulty": row.get("difficulty")}
-    if isinstance(found["difficulty"], (list, dict)):
+    """
+    Check the value of a line of JSON. Returns {"question": text, "answer": text, "difficulty":
+    number, text or None}; a question or answer that is a number becomes text. Raises KeyError if
+    one is missing, and TypeError if it has another type.
+    """
+    if not isinstance(row, dict):
+        raise TypeError("it is not an object")
+    question = {"difficulty": row.get("difficulty")}
+    if isinstance(question["difficulty"], (list, dict)):
         raise TypeError("a difficulty is a number or text")
     for key in ("question", "answer"):
-        found[key] = as_text(row[key])
-        if not isinstance(found[key], str):
+        question[key] = as_text(row[key])
+        if not isinstance(question[key], str):
             raise TypeError(f"{key} is neither text nor a number")
-    return found
+    return question
 
 
 def make_prompt(question, template="cot", shots=1):
-    """The text that the model continues. "cot": the paper's prompt; "plain": the question alone."""
+    """
+    Return the text that the model continues. template: "cot" for the paper's prompt, with `shots`
+    examples, or "plain" for the question alone.
+    """
     if template == "plain":
         return question
     return "\n\n".join([*EXAMPLES[:shots], f"Q: {question}\nA: Let's think step by step."])
 
 
 def flexible_extract(text):
-    """The last thing that looks like a number. A lone "..." does, too: the harness's pattern."""
+    """
+    Return the last thing that looks like a number, by the harness's pattern, which also matches a
+    lone "...".
+    """
     found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
     return found[-1] if found else INVALID
 
 
 def strict_extract(text):
-    """The number of the first "The answer is NUMBER"; one more character has to follow it."""
+    """
+    Return the number in the first "The answer is NUMBER", by the harness's pattern. It wants one
+    more character after the number, so at the end of a line the number loses its last digit.
+    """
     found = re.search(r"The answer is (-?[0-9.,]+).", text)
     return found[1] if found else INVALID
 
 
 def equals(extracted, answer):
-    """Equal as text, so "18.00" is not "18". answer: the field of the data set, "... #### 18"."""
+    """
+    Whether two numbers are equal as text, so "18.00" is not "18". answer: the field of the data
+    set, such as "... #### 18".
+    """
     return normalise(extracted) == normalise(answer)
 
 
 def normalise(text):
-    """The harness's exact_match drops commas, dollars, all up to "#### ", a final full stop."""
+    """
+    Drop commas, dollar signs, everything up to "#### " and a final full stop, as the harness's
+    exact_match does.
+    """
     for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"):
         text = re.sub(pattern, "", text)
     return text.lower()
@@ -183,17 +215,17 @@ NUMBER = re.compile(r"(?<![\w.,/:-])-?\$?\d[\d,]*(?:\.\d+)?(?![\w/:-])")
 
 
 def reference_text(answer):
-    """The text of a reference answer: what follows its last "####", if it has one."""
+    """Return the text of a reference answer: what follows its last "####", if it has one."""
     return answer.rpartition("####")[2].strip().removesuffix(".").rstrip()
 
 
 def reference_number(answer):
-    """The number that a reference answer ends in, or None."""
+    """Return the number that a reference answer ends in, or None."""
     text = reference_text(answer)
-    found = [*NUMBER.finditer(text)]
-    if found and found[-1].end() == len(text):
-        return to_number(found[-1][0])
-    return None
+    numbers = list(NUMBER.finditer(text))
+    if not numbers or numbers[-1].end() < len(text):
+        return None
+    return to_number(numbers[-1].group())
 
 
 def to_number(text):
@@ -203,14 +235,16 @@ def to_number(text):
 
 def same_answer(output, answer):
     """
-    Whether an output is right, where no prompt asks for a form of the answer. As numbers if the
-    reference ends in one, else as text, in any case and with or without a full stop.
+    Whether an output is right where the prompt asks for no particular form of answer. Compares
+    numbers if the reference ends in one, otherwise text, ignoring case and a final full stop.
     """
     number = reference_number(answer)
     if number is None:
         return reference_text(output).lower() == reference_text(answer).lower()
     found = NUMBER.findall(output)
-    return bool(found) and to_number(found[-1]) == number
+    if not found:
+        return False
+    return to_number(found[-1]) == number
 
 
 # What is scored with each template, as {metric: (output, reference) -> whether it is right}.
@@ -225,56 +259,97 @@ METRICS = {
 
 # ---- decoding ---------------------------------------------------------------------------------
 
-def answer_questions(decoder, tokenizer, rows, r, args):
-    """Answer a batch of rows at depth r -> their lines of the file of answers."""
+def encode_prompts(questions, model, tokenizer, args):
+    """Add its prompt, a list of token ids, to each question as "ids"."""
+    room = model.config.context - args.max_new_tokens
+    if room <= 0:
+        raise UserError(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in "
+                        f"the model's context of {model.config.context}")
+    for question in questions:
+        prompt = make_prompt(question["question"], args.template, args.shots)
+        ids = tokenizer.encode(prompt, bos=True)
+        question["ids"] = ids[-room:]  # long prompts lose their beginning, as in the harness
+
+
+def answer_questions(decoder, tokenizer, questions, r, args):
+    """
+    Answer a batch of questions at depth r.
+
+    Returns a line of the file of answers for each question: a dict of "index", "steps", "output",
+    "tokens", "seconds", and whether the output is right by each metric.
+    """
     began = time.perf_counter()
-    prompts = [row["ids"] for row in rows]
+    prompts = [question["ids"] for question in questions]
     stops = STOPS if args.template == "cot" else ()
-    found = answer_batch(decoder, tokenizer, prompts, args.max_new_tokens, stops, r,
-                         **decoding(args))
-    seconds = (time.perf_counter() - began) / len(rows)
+    texts, counts = answer_batch(decoder, tokenizer, prompts, args.max_new_tokens, stops, r,
+                                 **decoding_options(args))
+    seconds = (time.perf_counter() - began) / len(questions)  # of one question
     lines = []
-    for row, text, tokens in zip(rows, *found):
-        line = {"index": row["index"], "steps": r, "output": text, "tokens": tokens,
-                "seconds": seconds}
+    for question, text, tokens in zip(questions, texts, counts):
+        line = {
+            "index": question["index"],
+            "steps": r,
+            "output": text,
+            "tokens": tokens,
+            "seconds": seconds,
+        }
         for metric, is_right in METRICS[args.template].items():
-            line[metric] = is_right(text, row["answer"])
+            line[metric] = is_right(text, question["answer"])
         lines.append(line)
     return lines
 
 
-def answer_rest(decoder, tokenizer, rows, steps, answers, path, args):
+def unanswered_batches(questions, steps, answers, batch_size):
     """
-    Answer the questions that `answers`, {(r, index): line}, lacks. Add their lines there and to the
-    file. In each round every process answers one batch, and rank 0 writes.
+    Return the batches in which a question has no answer yet, as [(r, [question, ...]), ...].
+    answers: {(r, index): line}.
     """
-    # Prompts of one length need no padding. The longest come first: if memory runs out, then soon.
-    order = sorted(rows, key=lambda row: -len(row["ids"]))
-    todo = []
+    # Sorted by length, so that batches need little padding. The longest come first, so that
+    # running out of memory happens early.
+    order = sorted(questions, key=lambda question: -len(question["ids"]))
+    batches = []
     for r in steps:
-        for first in range(0, len(order), args.batch_size):
-            batch = order[first:first + args.batch_size]
-            # A batch that was half answered is answered anew: rounding depends on all its rows.
-            if any((r, row["index"]) not in answers for row in batch):
-                todo.append((r, batch))
-    for first in range(0, len(todo), WORLD):
-        parts = [[]] * WORLD
-        if first + RANK < len(todo):
-            r, batch = todo[first + RANK]
-            parts[RANK] = answer_questions(decoder, tokenizer, batch, r, args)
+        for first in range(0, len(order), batch_size):
+            batch = order[first:first + batch_size]
+            # A batch that is only half answered is run again as a whole, because rounding depends
+            # on all of its rows.
+            if any((r, question["index"]) not in answers for question in batch):
+                batches.append((r, batch))
+    return batches
+
+
+def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
+    """
+    Answer the questions that `answers`, {(r, index): line}, lacks. Adds their lines there and to
+    the file. In each round every rank answers one batch, and rank 0 writes.
+    """
+    batches = unanswered_batches(questions, steps, answers, args.batch_size)
+    for first in range(0, len(batches), WORLD):
+        lines = []
+        if first + RANK < len(batches):
+            r, batch = batches[first + RANK]
+            lines = answer_questions(decoder, tokenizer, batch, r, args)
         if WORLD > 1:
-            dist.all_gather_object(parts, parts[RANK])
-        new = {(line["steps"], line["index"]): line for line in chain(*parts)}
-        new = {key: line for key, line in new.items() if key not in answers}
+            of_ranks = [None] * WORLD
+            dist.all_gather_object(of_ranks, lines)
+            lines = list(chain(*of_ranks))
+        new = {}
+        for line in lines:
+            key = line["steps"], line["index"]
+            if key not in answers:
+                new[key] = line
         answers |= new
         if RANK == 0:
             with open(path, "a") as f:
                 f.writelines(json.dumps(line) + "\n" for line in new.values())
-        show_progress(min(first + WORLD, len(todo)), len(todo))
+        show_progress(min(first + WORLD, len(batches)), len(batches))
 
 
 def show_progress(done, total):
-    """Say how many batches are done: on a line that changes, or in a file about ten times."""
+    """
+    Print how many batches are done: on a terminal in a line that is overwritten, otherwise about
+    ten times.
+    """
     if sys.stderr.isatty():
         if RANK == 0:
             end = "\n" if done == total else "\r"
@@ -289,86 +364,115 @@ def check_summary(path, task):
     """Raise UserError if this command's summary would replace that of another script or task."""
     if not os.path.exists(path):
         return
-    found = read_json(path)
-    if not isinstance(found, dict) or (found.get("script"), found.get("task")) != (SCRIPT, task):
-        raise UserError(f"{path}: is not a summary of {task} by eval_gsm8k.py: name another file "
+    summary = read_json(path)
+    if not isinstance(summary, dict):
+        summary = {}
+    if summary.get("script") != SCRIPT or summary.get("task") != task:
+        raise UserError(f"{path} is not a summary of {task} by eval_gsm8k.py. Name another file "
                         "with --out")
+
+
+def answer_settings(args, model, tokenizer):
+    """
+    Return all that decides an answer, as the first line of a file of answers holds it. Files are
+    named by their digests, since a file may move, and training may go on in the model's folder.
+    """
+    keys = "template", "shots", "max_new_tokens", "dtype"
+    settings = {key: getattr(args, key) for key in keys}
+    settings |= decoding_options(args)
+    settings["questions"] = digest(args.data)
+    settings["weights"] = digest(f"{model.folder}/model.safetensors")
+    settings["config"] = digest(f"{model.folder}/config.json")
+    settings["tokenizer"] = tokenizer.fingerprint
+    return settings
 
 
 def read_answers(path, settings):
     """
-    {(r, index): line} of a file of answers; {} if there is no file. A last line without an end is
-    dropped: the process that wrote it was killed.
+    Read a file of answers as {(r, index): line}; {} if there is no file. An unfinished last line,
+    of a process that was killed, is dropped. Raises UserError if the file has other settings.
     """
     if not os.path.exists(path):
         return {}
     try:
-        lines = Path(path).read_text().split("\n")[:-1]
-        first, *answers = map(json.loads, lines)
-        answers = {(line["steps"], line["index"]): line for line in answers}
+        *lines, unfinished = Path(path).read_text().split("\n")
+        header, *lines = map(json.loads, lines)
+        answers = {(line["steps"], line["index"]): line for line in lines}
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: is damaged or not a file of answers: name another with --out")
-    check_settings(path, first, settings, "name another with --out")
+        raise UserError(f"{path} is damaged or not a file of answers. Name another file with --out")
+    check_settings(path, header, settings, "Name another file with --out")
     return answers
 
 
 # ---- scores -----------------------------------------------------------------------------------
 
-def score(rows, answers, r, metric):
-    """Accuracy, its standard error, and the number of answers."""
-    lines = [answers[r, row["index"]] for row in rows]
+def score(questions, answers, r, metric):
+    """Return the accuracy at r, its standard error, and the number of answers."""
+    lines = [answers[r, question["index"]] for question in questions]
     n = len(lines)
     p = sum(line[metric] for line in lines) / n
     return p, math.sqrt(p * (1 - p) / n), n
 
 
-def summarise(rows, answers, steps, metrics):
-    """The "results" of write_result(): a dict for each r and metric."""
+def summarise(questions, answers, steps, metrics):
+    """Return the "results" of write_result(): a dict for each r and metric."""
     results = []
-    levels = {row["difficulty"] for row in rows} - {None}
+    levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (isinstance(level, str), level))  # numbers first
     for r, metric in product(steps, metrics):
-        result = {"steps": r, "metric": metric, "by_difficulty": {}}
-        keys = "value", "standard_error", "n"
-        result |= zip(keys, score(rows, answers, r, metric))
+        value, error, n = score(questions, answers, r, metric)
+        by_difficulty = {}
         for level in levels:
-            part = [row for row in rows if row["difficulty"] == level]
-            result["by_difficulty"][str(level)] = score(part, answers, r, metric)
-        results.append(result)
+            part = [question for question in questions if question["difficulty"] == level]
+            by_difficulty[str(level)] = score(part, answers, r, metric)
+        results.append({
+            "steps": r,
+            "metric": metric,
+            "by_difficulty": by_difficulty,
+            "value": value,
+            "standard_error": error,
+            "n": n,
+        })
     return results
 
 
-def find_enough(model, rows, answers, steps, metrics, task):
-    """The "enough" of a result file: see smallest_enough()."""
-    found = []
+def find_enough(model, questions, answers, steps, metrics, task):
+    """Return the "enough" of a result file, see smallest_enough()."""
+    enough = []
     for metric in metrics:
-        scores = {r: [answers[r, row["index"]][metric] for row in rows] for r in steps}
-        found += smallest_enough(model, task, metric, scores)
-    return found
+        scores = {}
+        for r in steps:
+            lines = [answers[r, question["index"]] for question in questions]
+            scores[r] = [line[metric] for line in lines]
+        enough += smallest_enough(model, task, metric, scores)
+    return enough
 
 
-def print_table(results, args):
-    """A line for each r and metric. On the right stand the accuracies of each difficulty."""
+def print_accuracies(results, task):
+    """Print a line for each r and metric, with the accuracy at each difficulty on the right."""
     levels = results[0]["by_difficulty"]
-    print(f"\n{args.task}" + ", on the right by difficulty" * bool(levels))
-    print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  "
-          + "".join(f"{level:>5}" for level in levels))
-    for row in results:
-        print(f"{row['steps'] or '-':>6}  {row['metric']:9}{row['value']:6.1%}"
-              f"{row['standard_error']:6.1%}{row['n']:7}  "
-              + "".join(f"{right:5.0%}" for right, *_ in row["by_difficulty"].values()))
+    heading = f"{task}, on the right by difficulty" if levels else task
+    columns = "".join(f"{level:>5}" for level in levels)
+    print(f"\n{heading}")
+    print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  {columns}")
+    for x in results:
+        r = x["steps"] or "-"
+        columns = "".join(f"{right:5.0%}" for right, *_ in x["by_difficulty"].values())
+        print(f"{r:>6}  {x['metric']:9}{x['value']:6.1%}{x['standard_error']:6.1%}{x['n']:7}  "
+              f"{columns}")
 
 
 # ---- the command ------------------------------------------------------------------------------
 
 def parse_args():
     p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__),
-               epilog="Answers are added to OUT.jsonl as they come, where the same command resumes.")
+               epilog="Answers are appended to OUT.jsonl as they come, and the same command "
+                      "resumes from there.")
     what, how, output = p.groups()
-    add_evaluation_arguments(what, how, output)
+    add_evaluation_arguments(what, how, output, named_after="--data")
     flag = what.add_argument
     flag("--data", metavar="FILE",
-         help='.jsonl with "question" and "answer"; default: GSM8K, which it fetches once')
+         help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
     flag("--limit", type=positive, metavar="N",
          help="ask only N questions, spread evenly over the file")
     flag = how.add_argument
@@ -379,75 +483,63 @@ def parse_args():
          help="examples in the prompt of cot; default: 1, as in the paper")
     flag("--max_new_tokens", type=positive, default=256, metavar="N",
          help="longest answer; default: %(default)s")
+    flag("--compile", action="store_true", help=COMPILE_HELP)
+    flag("--draft_steps", type=natural, default=0, metavar="R", help=DRAFT_STEPS_HELP)
     output.add_argument("--task", metavar="NAME",
-                        help="what tables and pictures call the questions; default: its file")
-    flag("--compile", action="store_true", help=COMPILE)
-    flag("--draft_steps", type=natural, default=0, metavar="R", help=DRAFT_STEPS)
-    args = p.parse_args()
-    args.task = args.task or Path(args.data or "GSM8K").name
-    args.data = args.data or fetch_gsm8k()
-    args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
-    return args
+                        help="name of the questions in tables and pictures; default: the name of "
+                             "the --data file")
+    return p.parse_args()
 
 
 def main():
     args = parse_args()
+    if not args.data:
+        args.data = fetch_gsm8k()
+        args.task = args.task or "GSM8K"
+    args.task = args.task or Path(args.data).name
+    args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
     if WORLD > 1:
         dist.init_process_group("gloo")
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     check_out(args.out)
     check_summary(args.out, args.task)
-    rows = read_questions(args.data, args.limit)
+    questions = read_questions(args.data, args.limit)
     model, tokenizer = load_model(args.model, args.device, args.dtype)
-    config = model.config
-    steps = args.steps if config.n_core else [0]
-    if args.max_new_tokens >= config.context:
-        raise UserError(f"--max_new_tokens {args.max_new_tokens}: leaves no room for a prompt in "
-                        f"the model's context of {config.context}")
-    for row in rows:
-        prompt = make_prompt(row["question"], args.template, args.shots)
-        ids = tokenizer.encode(prompt, bos=True)
-        row["ids"] = ids[args.max_new_tokens - config.context:]  # cut as the harness does
-
+    encode_prompts(questions, model, tokenizer, args)
+    steps = args.steps if model.config.n_core else [0]
     path = args.out.removesuffix(".json") + ".jsonl"
-    # What decides an answer. A digest tells more than a path: a file may move, and a model train
-    # on in its folder.
-    keys = "template", "shots", "max_new_tokens", "dtype"
-    settings = {key: getattr(args, key) for key in keys} | decoding(args)
-    settings["questions"] = digest(args.data)
-    settings["weights"] = digest(f"{model.folder}/model.safetensors")
-    settings["config"] = digest(f"{model.folder}/config.json")
-    settings["tokenizer"] = tokenizer.fingerprint
+    settings = answer_settings(args, model, tokenizer)
     answers = read_answers(path, settings)
-    depths = f" at r = {steps}" if config.n_core else ""
     if RANK == 0:
-        # A process that reads the file only now finds the same answers there.
-        with whole(path) as new, open(new, "w") as f:
+        # Rewritten without the unfinished line of a killed process. A rank that reads it only now
+        # finds the same answers there.
+        with write_atomically(path) as new, open(new, "w") as f:
             f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
+        depths = f" at r = {steps}" if model.config.n_core else ""
         known = f"; {path} holds {len(answers)} answers already" if answers else ""
-        print(f"{model.folder}, {', '.join(describe(model))}: {len(rows)} questions{depths}{known}",
-              file=sys.stderr)
+        print(f"{model.folder}, {', '.join(describe(model))}: {len(questions)} questions"
+              f"{depths}{known}", file=sys.stderr)
         if args.template == "plain":
-            numbers = sum(reference_number(row["answer"]) is not None for row in rows)
+            numbers = sum(reference_number(x["answer"]) is not None for x in questions)
             print(f"answers are compared as numbers in {numbers} of these questions, as text in "
-                  f"the other {len(rows) - numbers}", file=sys.stderr)
+                  f"the other {len(questions) - numbers}", file=sys.stderr)
     decoder = Decoder(model, args.compile)
-    answer_rest(decoder, tokenizer, rows, steps, answers, path, args)
+    answer_rest(decoder, tokenizer, questions, steps, answers, path, args)
     if RANK == 0:
-        # Earlier commands may have answered all of these questions at other r.
-        steps = [r for r in sorted({r for r, _ in answers})
-                 if all((r, row["index"]) in answers for row in rows)]
+        # Earlier commands may have answered all of these questions at other r, too.
+        answered = sorted({r for r, _ in answers})
+        steps = [r for r in answered if all((r, x["index"]) in answers for x in questions)]
         metrics = METRICS[args.template]
-        results = summarise(rows, answers, steps, metrics)
-        seconds = sum(answer["seconds"] for answer in answers.values())  # of all processes
-        tokens = sum(answer["tokens"] for answer in answers.values())
-        enough = find_enough(model, rows, answers, steps, metrics, args.task)
-        print_table(results, args)
+        results = summarise(questions, answers, steps, metrics)
+        seconds = sum(line["seconds"] for line in answers.values())  # of all processes
+        tokens = sum(line["tokens"] for line in answers.values())
+        enough = find_enough(model, questions, answers, steps, metrics, args.task)
+        print_accuracies(results, args.task)
         print_enough(enough)
         write_result(args.out, SCRIPT, model, args.task, results, seconds, tokens,
                      settings=settings, enough=enough)
-        print(f"{tokens} tokens in {seconds:.1f} s: {args.out}; every answer: {path}")
+        print(f"wrote {args.out}, and every answer to {path} ({tokens} tokens in {seconds:.1f} s)")
 
 
 if __name__ == "__main__":

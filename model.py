@@ -4,20 +4,21 @@ The whole model: a Llama (or OLMo-2) whose middle layers are a recurrent block.
     e   = prelude(embed(idx))                     a few ordinary layers, once
     s   = s_0                                     small noise
     s   = core(adapter([s, e]))                   r times: the "thinking", same weights each time
-    out = head(norm_f(coda(s)))                   a few ordinary layers, once
+    logits = head(norm_f(coda(s)))                a few ordinary layers, once
 
-With n_core = 0 it is an ordinary feed-forward Llama: the parent, and every baseline. Three things
-are unusual if you know nanoGPT. The depth r is an argument of forward(). Gradients flow through the
-last k recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
+With n_core = 0 it is an ordinary Llama without a loop, such as a parent. If you know nanoGPT, three
+things are unusual. The depth r is an argument of forward(). Gradients flow through the last k
+recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
 
     model = RecurrentLM.load("out/tiny/task")
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
-    text = model.generate(idx, 20, steps=32)      # -> (B, T + 20); sample.py does it with a cache
+    idx = model.generate(idx, 20, steps=32)       # -> (B, T + 20); sample.py does it with a cache
 
-In bfloat16 the weights, the products and the sums of a weight's gradients over the recurrences are
-bfloat16. The residual stream and the state stay float32. The paper's autocast does the reverse: it
-keeps weights and sums in float32, and its Llama's stream turns bfloat16 at the adapter. Our
-gradients are at least as close to float32's (runs/README.md).
+In a bfloat16 model the weights and the matrix products are bfloat16, and so is the sum of a
+weight's gradients over the recurrences. The residual stream and the state s stay float32. The
+paper's autocast does the opposite: weights and gradient sums are float32, and in its Llama the
+residual stream becomes bfloat16 at the adapter. Our gradients are at least as close to those of a
+float32 model (runs/README.md).
 
 Paper: arXiv 2511.07384, section 3.
 """
@@ -38,9 +39,9 @@ from torch.utils.checkpoint import checkpoint
 
 from common import UserError, did_you_mean
 
-STATE_STD = 0.008703882797784892  # sqrt(2 / (5 * 5280)): Huginn's, at any width
-IGNORE = -100                     # torch's target without loss
-LOGITS_AT_ONCE = 1 << 26          # 256 MB in float32
+STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)): Huginn's value, used at every width
+IGNORE = -100                      # a target that carries no loss, as in torch
+LOGITS_AT_ONCE = 1 << 26           # the most logits to hold at a time: 256 MB in float32
 NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
 ADAPTERS = "linear", "add"         # how state and prelude output are joined: see run_core()
 COMPILING = "compiling takes about a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)"
@@ -52,10 +53,10 @@ class Config:
     vocab_size: int
     n_embd: int                       # C, the width
     n_head: int
-    n_kv_head: int                    # query head i reads kv head i // (n_head / n_kv_head)
+    n_kv_head: int                    # query head i uses kv head i * n_kv_head // n_head
     n_ffn: int
     n_prelude: int
-    n_core: int = 0                   # 0: an ordinary feed-forward model
+    n_core: int = 0                   # 0: an ordinary model, without a loop
     n_coda: int = 0
     head_dim: int = 0                 # 0: n_embd / n_head
     norm: str = "pre"                 # pre: Llama; post: OLMo-2, norms on q and k; sandwich: Huginn
@@ -77,8 +78,8 @@ class Config:
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.norm not in NORMS or self.adapter not in ADAPTERS:
-            raise UserError(f"norm = {self.norm}, adapter = {self.adapter}: known are {NORMS} and "
-                            f"{ADAPTERS}")
+            raise UserError(f"norm = {self.norm}, adapter = {self.adapter}: norm must be one of "
+                            f"{NORMS}, adapter one of {ADAPTERS}")
 
     @property
     def ends(self):
@@ -92,8 +93,10 @@ class Config:
 @functools.cache
 def presets():
     """
-    Known parents and the layers to keep of them, from assets/parents.toml, as {preset name: (Config
-    of the parent, (prelude, core, coda))}, such as "tinyllama-4-8-4". Layers are numbers of layers.
+    Read assets/parents.toml: the known parents, and how many of their layers to keep.
+
+    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
+    example, "tinyllama-4-8-4".
     """
     found = {}
     path = Path(__file__).parent / "assets" / "parents.toml"
@@ -105,17 +108,28 @@ def presets():
 
 
 def retrofitted(parent, sizes, adapter="linear"):
-    """The Config of a parent's recurrent model of (prelude, core, coda) layers, its head untied."""
-    P, R, C = sizes
-    return replace(parent, n_prelude=P, n_core=R, n_coda=C, adapter=adapter, tie_embeddings=False)
+    """
+    The Config of the recurrent model that keeps (n_prelude, n_core, n_coda) layers of a parent. Its
+    head is not tied to the embeddings.
+    """
+    n_prelude, n_core, n_coda = sizes
+    return replace(
+        parent,
+        n_prelude=n_prelude,
+        n_core=n_core,
+        n_coda=n_coda,
+        adapter=adapter,
+        tie_embeddings=False,
+    )
 
 
 # -------------------------------------------------------------------------------- the noise
 
 def mix(x):
     """
-    A hash of 32-bit numbers (splitmix32) for an int or a tensor of int64, where no product
-    overflows: the same bits on every device, compiled or not.
+    Hash 32-bit numbers by splitmix32, except that the first addition keeps its carry. x: an int, or
+    an int64 tensor. No product overflows int64, so the bits are the same on every device, compiled
+    or not.
     """
     x = x + 0x9E3779B9
     x ^= x >> 16
@@ -130,13 +144,15 @@ def mix(x):
 
 def normal(seed, row, position, C):
     """
-    Normal numbers (..., C) float32, cut at 3 std, a function of (seed, row, position, channel)
-    alone. row and position: tensors of int64 (...).
+    Standard normal numbers, truncated at 3 standard deviations. Each is a function of (seed, row,
+    position, channel) alone. row, position: int64 tensors that broadcast to a shape (...). Returns
+    (..., C) float32.
     """
     key = mix(mix(mix(seed) + row) + position)
     bits = mix(key[..., None] + torch.arange(C, device=key.device))
-    edge = math.erf(3 / math.sqrt(2))  # within 3 std
-    uniform = ((bits >> 8) - 2**23).float() * (edge / 2**23)  # 24 bits, exact in float32
+    within = math.erf(3 / math.sqrt(2))  # the probability of less than 3 standard deviations
+    uniform = ((bits >> 8) - 2**23).float()  # 24 bits, which float32 holds exactly
+    uniform = uniform * (within / 2**23)
     return uniform.erfinv_().mul_(math.sqrt(2))
 
 
@@ -151,7 +167,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class HeadNorm(RMSNorm):
-    """Qwen3 normalises each head of x (B, T, H * D) by itself."""
+    """Qwen3's norm: normalises each head of x (B, T, H * D) by itself, with the same weights."""
 
     def forward(self, x):
         heads = x.unflatten(-1, (-1, *self.normalized_shape))
@@ -170,8 +186,8 @@ class Linear(nn.Linear):
 
 def rotate(x, rope):
     """
-    Rotary embedding of heads x (B, T, H, D), in Hugging Face's order: a head's two halves are
-    pairs. rope: cos and sin, each (T, 1, D/2) or (B, T, 1, D/2).
+    Apply the rotary embedding to heads x (B, T, H, D). As in Hugging Face's code, channel i of a
+    head pairs with channel i + D/2. rope: cos and sin, each (T, 1, D/2) or (B, T, 1, D/2).
     """
     cos, sin = rope
     cos = cos.type_as(x)
@@ -216,9 +232,12 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, mask=None, cache=None):
         """
-        x (B, T, C); rope: see rotate(); mask: what SDPA takes, causal by default. cache:
-        update(k, v) stores the new keys and values, and returns all of them as (B, n_kv_head,
-        columns, D). With a cache, the mask has a row for each query head that shares a kv head.
+        x (B, T, C) -> (B, T, C). rope: see rotate(). mask: as for SDPA; causal by default.
+
+        cache: its update(k, v) stores the new keys and values, each (B, n_kv_head, T, D), and
+        returns all of them, (B, n_kv_head, columns, D). With a cache the mask is (B, 1, G * T,
+        columns), where G = n_head / n_kv_head query heads share a kv head: the mask's T rows are
+        repeated G times.
         """
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
@@ -230,14 +249,15 @@ class Attention(nn.Module):
         if self.qk_bias is not None:
             q = q + self.qk_bias[0]
             k = k + self.qk_bias[1]
-        # Rotate first: what SDPA returns has the layout of q, so the heads join without a copy.
+        # Rotate before transposing: SDPA's output has the memory layout of q, so that joining the
+        # heads below needs no copy.
         q = rotate(q, rope).transpose(1, 2)  # (B, H, T, D)
         k = rotate(k, rope).transpose(1, 2)
         v = v.transpose(1, 2)
         if cache is None:
             if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-                # Neither flash attention nor cuDNN's takes these. The kernel that does, without
-                # storing the scores, wants a head of k and v for each of q.
+                # Neither flash attention nor cuDNN's kernel takes these. The memory-efficient
+                # kernel does, but it needs one head of k and v for each head of q.
                 groups = q.shape[1] // k.shape[1]
                 k = k.repeat_interleave(groups, 1)
                 v = v.repeat_interleave(groups, 1)
@@ -248,7 +268,7 @@ class Attention(nn.Module):
             )
         else:
             k, v = cache.update(k, v)
-            # Query heads that share a kv head become rows of one, so the cache is read once.
+            # Stack the query heads that share a kv head along T, so that the cache is read once.
             q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
             y = attend(q, k, v, mask)
             y = y.view(B, self.n_head, T, -1)
@@ -269,8 +289,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """
-    Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). Huginn: norm(x + f(norm(x))).
-    f is attention, then the MLP.
+    Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). Huginn: norm(x + f(norm(x))). In all of them f is
+    first attention, then the MLP.
     """
 
     def __init__(self, c):
@@ -278,7 +298,7 @@ class Block(nn.Module):
         self.norm = c.norm
         self.attn = Attention(c)
         self.mlp = MLP(c)
-        self.norm_1 = RMSNorm(c.n_embd, c.norm_eps)  # names of the released models
+        self.norm_1 = RMSNorm(c.n_embd, c.norm_eps)  # norm_1 to norm_4 are the released names
         self.norm_2 = RMSNorm(c.n_embd, c.norm_eps)
         if c.norm == "sandwich":
             self.norm_3 = RMSNorm(c.n_embd, c.norm_eps)
@@ -296,16 +316,20 @@ class Block(nn.Module):
 
 
 def run_blocks(blocks, x, rope, mask=None, caches=None):
-    """x (B, T, C) through a list of blocks. caches: one for each block, or None."""
+    """Run x (B, T, C) through a list of blocks. caches: one for each block, or None."""
     for i, block in enumerate(blocks):
-        x = block(x, rope, mask, caches and caches[i])
+        cache = caches[i] if caches else None
+        x = block(x, rope, mask, cache)
     return x
 
 
 # -------------------------------------------------------------------------------- the model
 
 class RecurrentLM(nn.Module):
-    """See the top of this file. folder: where load() found it, or None."""
+    """
+    The model that the top of this file describes. folder: the checkpoint that its weights came
+    from, or None.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -326,12 +350,14 @@ class RecurrentLM(nn.Module):
     def forward(self, idx, targets=None, steps=None, state=None, reduction="mean",
                 recompute=False):
         """
-        idx (B, T) int64. targets (B, T) int64, already shifted, -100 where there is no loss.
-        steps: r, of which the last config.backprop_depth recurrences carry gradient (default r:
-        config.mean_recurrence); or (n, k), n recurrences without and k with gradient. The value
-        does not depend on the split. A feed-forward model ignores steps. state: s_0 (B, T, C),
-        drawn anew by default. reduction: "mean" or "sum" of the losses. recompute: trade time for
-        memory, see recur().
+        idx (B, T) int64: token ids.
+        targets (B, T) int64: the next tokens, -100 where there is no loss.
+        steps: r, of which the last config.backprop_depth recurrences carry gradient; by default r
+            is config.mean_recurrence. Or (n, k): n recurrences without gradient, then k with. The
+            output depends on n + k only. An ordinary model ignores steps.
+        state (B, T, C): s_0; random by default.
+        reduction: "mean" or "sum" of the losses.
+        recompute: save memory at the cost of time, see recur().
 
         Returns (logits (B, T, V) float32, None), or with targets (None, cross-entropy).
         """
@@ -348,8 +374,8 @@ class RecurrentLM(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, steps=None, seed=0):
         """
-        Continue texts idx (B, T) greedily -> (B, T + max_new_tokens). Each new token takes a whole
-        forward pass: slow, plain, and the oracle of sample.py's cache.
+        Continue idx (B, T) greedily -> (B, T + max_new_tokens). Each new token takes a full forward
+        pass, which is slow but plain: sample.py's cached decoding is tested against it.
         """
         for _ in range(max_new_tokens):
             state = self.initial_state(1, idx.shape[1], seed)
@@ -363,12 +389,12 @@ class RecurrentLM(nn.Module):
 
     def embed_idx(self, idx):
         """Token ids (B, T) -> (B, T, C) float32."""
-        # Not compiled: on a CPU the compiled backward pass of an embedding adds in any order, and a
-        # resumed run would not end with the same bits.
+        # Not compiled: on a CPU, the compiled backward pass of an embedding adds in no fixed order,
+        # so a resumed run would end with different bits.
         return self.embed(idx).float() * self.config.embed_scale
 
     def run_prelude(self, x, rope, mask=None, caches=None):
-        """Embeddings (B, T, C) -> e (B, T, C)."""
+        """Embeddings (B, T, C) -> the prelude's output e (B, T, C)."""
         return run_blocks(self.prelude, x, rope, mask, caches)
 
     def run_core(self, s, e, rope, mask=None, caches=None):
@@ -391,8 +417,8 @@ class RecurrentLM(nn.Module):
 
     def begin(self, idx, state, rope, mask=None, caches=None):
         """
-        Ids (B, T) -> prelude output e and s_0, both (B, T, C). s_0 is `state`, or drawn anew if
-        that is None. In a feed-forward model it is e.
+        Run the prelude on token ids (B, T). Returns its output e and s_0, both (B, T, C). s_0 is
+        `state`, or random if that is None. An ordinary model has no state: it returns e twice.
         """
         e = self.run_prelude(self.embed_idx(idx), rope, mask, caches)
         if not self.core:
@@ -403,9 +429,10 @@ class RecurrentLM(nn.Module):
 
     def recur(self, s, e, rope, count, mask=None, caches=None, recompute=False):
         """
-        The loop: `count` recurrences of state s. A feed-forward model returns s as it is.
-        caches: those of the core's blocks for each recurrence, or None. recompute: the backward
-        pass computes each recurrence's activations again, so they need no memory until then.
+        Apply `count` recurrences to state s (B, T, C). An ordinary model returns s unchanged.
+
+        caches: for each recurrence the caches of the core's blocks, or None. recompute: keep no
+        activations of a recurrence for the backward pass, which computes them again.
         """
         if not self.core:
             return s
@@ -417,7 +444,8 @@ class RecurrentLM(nn.Module):
                     preserve_rng_state=False,
                 )
             else:
-                s = self.run_core(s, e, rope, mask, caches and caches[i])
+                cache = caches[i] if caches else None
+                s = self.run_core(s, e, rope, mask, cache)
         return s
 
     def finish(self, s, rope=None):
@@ -438,9 +466,9 @@ class RecurrentLM(nn.Module):
     @torch.no_grad()
     def trajectory(self, idx, steps, state=None, rope=None, mask=None):
         """
-        Yields (r, state (B, T, C)) for every r of `steps`, such as [1, 2, 4, 8], in rising order,
-        all from one pass. finish(state) gives forward()'s logits at that r. rope and mask are for
-        rows whose tokens do not simply follow one another (eval_lm.py).
+        Run once, up to the largest r of `steps`, such as [1, 2, 4, 8], and yield (r, state
+        (B, T, C)) for each of them in rising order. finish(state) gives forward()'s logits at that
+        r. rope, mask: for rows that pack several texts (eval_lm.py).
         """
         rope = rope or self.rope(idx.shape[1])
         e, s = self.begin(idx, state, rope, mask)
@@ -452,24 +480,33 @@ class RecurrentLM(nn.Module):
 
     def token_scores(self, x, targets):
         """
-        x (N, C): what run_coda() returns; targets (N,). Returns the cross-entropy of each target
-        (N,) float32, 0 for -100, and whether each target is the likeliest token (N,) bool, which
-        is left out, as None, where gradients are enabled.
+        Score targets (N,), given x (N, C), the output of run_coda(). Returns the cross-entropy of
+        each target (N,) float32, 0 where the target is -100; and whether each target is the most
+        likely token (N,) bool, or None while gradients are enabled.
 
-        The logits (N, V) would be the largest tensor of all, so they are computed for some rows at
-        a time: in equal shares, so that compiled code fits all of them.
+        The logits (N, V) would be the largest tensor of all, so they are computed in chunks. The
+        chunks are equal, except that the last may be smaller, so one compiled graph fits nearly
+        all of them.
         """
-        shares = max(1, math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE))
-        scores = map(self.score_share, x.chunk(shares), targets.chunk(shares))
-        losses, right = zip(*scores)
-        return torch.cat(losses), None if torch.is_grad_enabled() else torch.cat(right)
+        chunks = max(1, math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE))
+        losses = []
+        right = []
+        for x_chunk, targets_chunk in zip(x.chunk(chunks), targets.chunk(chunks)):
+            chunk_losses, chunk_right = self.score_chunk(x_chunk, targets_chunk)
+            losses.append(chunk_losses)
+            right.append(chunk_right)
+        if torch.is_grad_enabled():
+            return torch.cat(losses), None
+        return torch.cat(losses), torch.cat(right)
 
-    def score_share(self, x, targets):
-        """token_scores() of one share. The backward pass computes their logits again."""
+    def score_chunk(self, x, targets):
+        """token_scores() of one chunk. The backward pass computes its logits again."""
         def score(x, targets):
             logits = self.head(x).float()
             losses = F.cross_entropy(logits, targets, reduction="none")
-            return losses, None if torch.is_grad_enabled() else logits.argmax(-1) == targets
+            if torch.is_grad_enabled():
+                return losses, None
+            return losses, logits.argmax(-1) == targets
 
         if torch.is_grad_enabled():
             return checkpoint(
@@ -480,7 +517,7 @@ class RecurrentLM(nn.Module):
         return score(x, targets)
 
     def split_steps(self, steps=None):
-        """r or (n, k) or None -> (n, k); see forward()."""
+        """Turn the `steps` of forward(), which may be r, (n, k) or None, into (n, k)."""
         if steps is None:
             steps = self.config.mean_recurrence
         if isinstance(steps, int):
@@ -490,9 +527,12 @@ class RecurrentLM(nn.Module):
 
     def initial_state(self, B, T, seed=None, row=0):
         """
-        s_0 (B, T, C) float32: a normal distribution, cut at 3 std, drawn anew without a seed. With
-        one it is a function of (seed, number of the row, position, channel), where the rows have
-        the numbers row, row + 1, ... Decoding takes row 0 for every text.
+        s_0 (B, T, C) float32: normal numbers of standard deviation state_std, truncated at 3 of
+        them (which leaves 98.7% of it).
+
+        With a seed, each number is a function of (seed, index of the row, position, channel), and
+        the rows have the indices row, row + 1, ...; decoding uses index 0 for every text. Without a
+        seed, one is drawn.
         """
         c = self.config
         device = self.embed.weight.device
@@ -512,7 +552,7 @@ class RecurrentLM(nn.Module):
         pairs = torch.arange(0, c.head_dim, 2, device=device)
         f = 1.0 / c.rope_theta ** (pairs / c.head_dim)
         if c.rope_scaling:
-            # Llama-3.1 stretches long wavelengths, with a smooth band between long and short.
+            # Llama 3.1 stretches long wavelengths, keeps short ones, and blends in between.
             scaling = c.rope_scaling
             low = scaling["low_freq_factor"]
             high = scaling["high_freq_factor"]
@@ -525,25 +565,30 @@ class RecurrentLM(nn.Module):
 
     def compile_parts(self, **how):
         """
-        torch.compile the three parts and the losses, in place. The core is compiled once for all
-        recurrences. how: torch.compile's arguments. Raises UserError if this machine cannot
-        compile.
+        Compile the three parts and the scoring of logits with torch.compile, in place. One graph of
+        the core serves all recurrences. how: arguments of torch.compile. Raises UserError if this
+        machine cannot compile.
         """
-        try:
+        try:  # something small first, to see whether compiling works at all
             torch.compile(torch.sin)(self.norm_f.weight.data)
         except RuntimeError as e:
             raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
-        torch._dynamo.config.recompile_limit = 32  # one row, few rows, many; views of the cache
-        for part in ("run_prelude", "run_core", "run_coda", "score_share"):
+        # Decoding needs more graphs than the default limit: for one row, a few rows and many, and
+        # for each view of the cache.
+        torch._dynamo.config.recompile_limit = 32
+        for part in ("run_prelude", "run_core", "run_coda", "score_chunk"):
             setattr(self, part, torch.compile(getattr(self, part), **how))
 
     # ------------------------------------------------------------------ counting, initialising
 
     def num_params(self, trained=False):
         """
-        Parameters by part, as the paper's Tables 6 and 7 count them. "embeddings" holds the head
-        (once if tied); "body" is all layers, for a feed-forward model with the final norm.
-        trained: count those that carry gradient.
+        Count parameters by part, as the paper's Tables 6 and 7 do. trained: only those that require
+        gradient.
+
+        Returns a Counter with "prelude", "adapter", "core", "coda", "norm_f" and "total". In
+        addition, "embeddings" includes the head, which counts once if tied, and "body" is all
+        layers, and in an ordinary model the final norm, too.
         """
         n = Counter()
         for name, p in self.named_parameters():  # tied weights come once, as "embed.weight"
@@ -559,8 +604,9 @@ class RecurrentLM(nn.Module):
 
     def flops_per_token(self, steps=None):
         """
-        Training FLOPs per token by the paper's rule: 6 per parameter that carries gradient and 2
-        per one that does not, of the layers alone (a feed-forward model: and the final norm).
+        Training FLOPs per token by the paper's rule: for each use of a parameter of the "body" (see
+        num_params()) 6 if it carries gradient, and 2 if it does not. Each recurrence uses the core
+        once. steps: as for forward().
         """
         n, k = self.split_steps(steps)
         size = self.num_params()
@@ -595,13 +641,14 @@ class RecurrentLM(nn.Module):
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
         """
-        Read a checkpoint folder, or the newest step_* of a run's folder. dtype: cast to this; by
-        default the smallest dtype that represents every weight exactly. Raises UserError if a file
-        is missing, corrupt, or from a different model.
+        Read a checkpoint folder, or the newest step_* checkpoint of a run's folder. dtype: cast to
+        this; by default the smallest dtype that represents every stored weight exactly. Raises
+        UserError if a file is missing, corrupt, or from a different model.
         """
         folder = find_checkpoint(folder)
         model, _ = cls.map(folder, load_config(folder))
-        # A run with --train stores frozen parameters in bfloat16 if that loses nothing.
+        # A run with --train saves trained parameters in float32, and the others as they were in the
+        # checkpoint that it started from, perhaps in bfloat16.
         dtypes = {p.dtype for p in model.parameters()}
         stored = functools.reduce(torch.promote_types, dtypes)
         return model.to(device, dtype or stored)
@@ -609,8 +656,9 @@ class RecurrentLM(nn.Module):
     @classmethod
     def map(cls, folder, config):
         """
-        The model of a checkpoint folder on the CPU, with its tensors as they are stored, and these
-        as {name: tensor}. All of them are mapped: they are read from the disk when they are used.
+        Memory-map a checkpoint folder, so that its tensors are read from the disk when they are
+        used. Returns the model, on the CPU and in the stored dtypes, and its tensors as {name:
+        tensor}. Raises UserError if the file is corrupt or does not fit `config`.
         """
         model = cls.empty(config)
         path = Path(folder, "model.safetensors")
@@ -624,7 +672,7 @@ class RecurrentLM(nn.Module):
         return model, tensors
 
     def fill(self, tensors):
-        """Make a checkpoint's {name: tensor} the weights, without a copy."""
+        """Use a checkpoint's {name: tensor} as the weights, without copying them."""
         tied = self.config.tie_embeddings
         if tied:
             tensors = tensors | {"head.weight": tensors.get("embed.weight")}
@@ -641,30 +689,35 @@ class RecurrentLM(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         weights = weights or self.state_dict()
         tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
-        save_file(tensors, folder / "new", {"format": "pt"})
-        (folder / "new").rename(folder / "model.safetensors")  # the old file may be mapped
+        new = folder / "model.safetensors.tmp"  # the old file may be mapped
+        save_file(tensors, new, {"format": "pt"})
+        new.rename(folder / "model.safetensors")
         config = {"model_type": "loopgraft", **asdict(self.config)}
         (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def checkpoints(folder):
-    """Paths of the checkpoints step_N in a run's folder, oldest first. Other names do not count."""
+    """The step_N checkpoints in a run's folder, as Paths, oldest first."""
     found = {}
     for path in Path(folder).glob("step_*/"):
-        if path.name[5:].isdecimal():
-            found[int(path.name[5:])] = path
+        number = path.name.removeprefix("step_")
+        if number.isdecimal():
+            found[int(number)] = path
     return [found[number] for number in sorted(found)]
 
 
 def find_checkpoint(folder):
-    """A checkpoint folder as it is, or the newest step_* checkpoint of a run's folder."""
+    """
+    Return a checkpoint folder itself, or the newest step_* checkpoint of a run's folder. Raises
+    UserError if there is neither.
+    """
     saved = checkpoints(folder)
     folder = str(saved[-1] if saved else folder)
     if not Path(folder, "config.json").exists():
         siblings = Path(folder).parent.glob("*/")
-        raise UserError(f"{folder}: no such folder, or no config.json or step_* in it"
-                        f"{did_you_mean(folder, siblings)} (config/ has the commands that make "
-                        "models)")
+        raise UserError(f"{folder}: no such folder, or it has no config.json or step_* checkpoint"
+                        f"{did_you_mean(folder, siblings)}. config/ lists the commands that make "
+                        "models")
     return folder
 
 
@@ -677,11 +730,11 @@ def load_config(folder):
         if kind == "loopgraft":
             return Config(**raw)
     except (ValueError, TypeError, AttributeError) as e:
-        raise UserError(f"{path}: damaged, or written by another version of loopgraft ({e})")
+        raise UserError(f"{path}: corrupt, or written by another version of loopgraft ({e})")
     if kind == "huginn_raven":
-        raise UserError(f"{folder}: is an export, or a released recurrent model. Name the "
-                        "checkpoint that it was made from, or read it with `python surgery.py "
+        raise UserError(f"{folder}: is an export, or a released recurrent model. Use the "
+                        "checkpoint that it was made from, or convert it with `python surgery.py "
                         f"{folder} OUT`")
-    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft: convert it first with "
+    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first with "
                     f"`python surgery.py {folder} OUT --feed_forward`, which keeps all layers, or "
                     "with --preset or --shape for a recurrent model")

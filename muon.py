@@ -1,9 +1,9 @@
 """
-Muon for the matrices of the blocks and the adapter, AdamW for everything else, shared over ranks.
+Muon for the matrices of the blocks and the adapter, AdamW for everything else, sharded over ranks.
 
 Muon replaces the momentum of a matrix by the nearest (semi-)orthogonal matrix, so that every
-direction of the update has the same size. Five Newton-Schulz steps, which are matrix products only,
-come close to it.
+direction of the update has the same size. Five Newton-Schulz steps approximate that matrix with
+matrix products alone.
 
     opt = Optimizer(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4, clip=1.0)
     loss.backward()                       # each micro-batch; loss is the sum over its labels
@@ -11,16 +11,16 @@ come close to it.
     total = opt.reduce().item()           # once an update, on every rank
     norm = opt.step(total, labels)        # labels: of all micro-batches of all ranks
 
-What each rank holds, sends and receives in an update. Take 4 ranks, a matrix (2048, 5632) that Muon
-updates, and embeddings (32000, 2048) that AdamW updates:
+What each rank holds, sends and receives in an update, for example with 4 ranks, a matrix
+(2048, 5632) that Muon updates, and embeddings (32000, 2048) that AdamW updates:
 
 - Every rank holds all weights and their gradients in the model's dtype, and a float32 sum of the
   gradients of its micro-batches.
 - Newton-Schulz needs whole matrices, so one rank owns the matrix. Only this rank holds its float32
   master weights and its momentum, 46 MB each.
-- AdamW treats each number by itself, so the ranks share the embeddings: each one owns 8,000 rows,
-  with master weights and two moments of 66 MB each. With N ranks, a rank owns about 1/N of all
-  masters and moments.
+- AdamW treats each number separately, so the embeddings are split: each rank owns 8,000 rows of
+  them, with master weights and two moments of 66 MB each. With N ranks, a rank owns about 1/N of
+  all masters and moments.
 - reduce() sends each sum of gradients to its owner (46 MB from each rank for the matrix). step()
   updates the masters there, rounds them to the model's dtype, and broadcasts them to all ranks (23
   MB in bfloat16).
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 MOMENTUM, BETA1, BETA2 = 0.95, 0.9, 0.95
-BUFFERS = {  # each rule's moments
+MOMENTS = {  # what each rule keeps beside the master weights
     "muon": ["momentum"],
     "adamw": ["exp_avg", "exp_avg_sq"],
     "adamw*": ["exp_avg", "exp_avg_sq"],
@@ -45,11 +45,13 @@ BUFFERS = {  # each rule's moments
 
 def newton_schulz(G):
     """
-    Push the singular values of G (rows, cols) to about 1, in bfloat16. The quintic's coefficients
-    maximise the slope at zero: values end in roughly [0.7, 1.2], which is enough.
+    Push all singular values of G (rows, cols) towards 1, in bfloat16. The coefficients of the
+    quintic maximise its slope at zero. Singular values end roughly between 0.7 and 1.2, which is
+    enough.
 
-    On a CPU the products are float32's, of the same bfloat16 numbers and rounded as often: many
-    CPUs have no bfloat16, and torch's products there take three times as long (runs/README.md).
+    On a CPU the products are computed in float32, and each result is rounded to bfloat16: many CPUs
+    have no bfloat16 arithmetic, and torch's bfloat16 products then take three times as long
+    (runs/README.md). Returns (rows, cols): bfloat16 on a GPU, float32 on a CPU.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = G.size(0) > G.size(1)
@@ -69,37 +71,42 @@ def newton_schulz(G):
 
 def muon_(w, g, m, lr, weight_decay):
     """
-    One update of the official Muon, in place. Weights w, gradient g and momentum m are float32
-    matrices (rows, cols). g is overwritten.
+    Apply one update of the official Muon, in place. w, g, m: float32 weights, gradient and momentum
+    (rows, cols). g is overwritten.
     """
     rows, cols = w.shape
     m.lerp_(g, 1 - MOMENTUM)
     update = newton_schulz(g.lerp_(m, MOMENTUM))  # Nesterov
     w.mul_(1 - lr * weight_decay)
-    shape = max(1, rows / cols) ** 0.5
-    w.add_(update, alpha=-lr * shape)
+    scale = max(1, rows / cols) ** 0.5
+    w.add_(update, alpha=-lr * scale)
 
 
 def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
     """
-    Update number t, from 1, of AdamW, in place, by torch's fused kernel. weights, grads and the
-    moments m and v are lists of float32 tensors.
+    Apply AdamW's update number t (the first is 1), in place, with torch's fused kernel. weights,
+    grads, m, v: sequences of float32 tensors, the last two being the moments.
     """
-    t = torch.full((), float(t), device=weights[0].device)
+    step = torch.full((), float(t), device=weights[0].device)
     torch._fused_adamw_(
-        weights, grads, m, v, [], [t] * len(weights),
-        lr=lr, beta1=BETA1, beta2=BETA2, eps=eps,
+        weights, grads, m, v, [], [step] * len(weights),
+        lr=lr,
+        beta1=BETA1,
+        beta2=BETA2,
+        eps=eps,
         weight_decay=weight_decay,
         amsgrad=False,
-        maximize=False)
+        maximize=False,
+    )
 
 
 def adamw_star_(w, g, m, v, t, lr, decay):
     """
-    Update number t, from 1, of Huginn's AdamW*, in place, for one float32 tensor. It differs from
-    AdamW in four ways: the moments start from the first gradient; a tensor whose mean g^2 / v
-    exceeds 1 takes a smaller step; atan2 needs no epsilon; and the weights shrink by 1 - decay,
-    where decay follows the shape of the schedule but not the size of the learning rate.
+    Apply update number t (the first is 1) of Huginn's AdamW*, in place, to a float32 tensor w with
+    gradient g and moments m and v. It differs from AdamW in four ways: the moments start from the
+    first gradient; a tensor whose mean g^2 / v exceeds 1 takes a smaller step; atan2 replaces the
+    division, so there is no epsilon; and the weights are multiplied by 1 - decay, where decay
+    follows the schedule of the learning rate but not its size.
     """
     if t == 1:
         m.copy_(g)
@@ -116,9 +123,10 @@ def adamw_star_(w, g, m, v, t, lr, decay):
 
 def stacked_rows(model):
     """
-    {name: [rows of each part]} of the matrices of an ordinary model that stack q, k and v, or gate
-    and up. In the paper's static baselines, which are Hugging Face models, these are separate
-    matrices, so Muon and AdamW* update each by itself. Its recurrent models stack them.
+    {name: [rows of each matrix]} of those weights of an ordinary model in which q, k and v, or gate
+    and up, are stacked. The paper's static baselines are Hugging Face models, where these are
+    separate matrices, so Muon and AdamW* have to update each one separately. The paper's recurrent
+    models stack them, too.
     """
     rows = {}
     for i, block in enumerate(model.prelude):
@@ -128,7 +136,7 @@ def stacked_rows(model):
 
 
 def clip_factor(norm, clip):
-    """The factor that scales a gradient of this norm down to `clip`, as torch's clip_grad_norm_."""
+    """The factor by which torch's clip_grad_norm_ scales a gradient with this norm."""
     return min(1.0, clip / (norm + 1e-6))
 
 
@@ -142,7 +150,7 @@ class Piece:
     name: str                           # of the parameter, "embed.weight" (32000, 2048)
     rule: str                           # "muon", "adamw" or "adamw*"
     rows: slice                         # of the parameter, slice(16000, 24000)
-    parts: list[int]                    # rows of each matrix that is updated by itself, [8000]
+    splits: list[int]                   # rows of each matrix that is updated separately, [8000]
     weight: torch.Tensor                # those rows, in the model's dtype, (8000, 2048)
     grad: torch.Tensor | None = None    # the sum of their gradients, float32, (8000, 2048)
     master: torch.Tensor | None = None  # the exact weights, float32, (8000, 2048)
@@ -150,31 +158,46 @@ class Piece:
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def matrices(self):
-        """Tuples (weights, gradient, *moments) for each part."""
+        """Yield (weights, gradient, *moments) of each matrix that is updated separately."""
         tensors = self.master, self.grad, *self.moments.values()
-        return zip(*(t.split(self.parts) for t in tensors))
+        return zip(*(t.split(self.splits) for t in tensors))
 
     @property
     def keys(self):
-        """The names, in a checkpoint, of its moments."""
-        return [f"{self.name}.{moment}" for moment in BUFFERS[self.rule]]
+        """The names of its moments in a checkpoint, such as "embed.weight.exp_avg"."""
+        return [f"{self.name}.{moment}" for moment in MOMENTS[self.rule]]
 
 
 class Optimizer:
     """
-    named: (name, parameter) pairs, each parameter once. rule: "muon" updates matrices of blocks and
-    adapter by Muon at lr, and the rest by AdamW at adam_lr; "adamw" and "adamw*" update everything
-    at lr. clip: the largest norm of a gradient.
+    Muon and AdamW with float32 master weights, sharded over ranks: see the top of this file.
 
-    weights: {name: exact weights} for the masters to begin with, by default the parameters.
-    stacked: {name: [rows of each part]} of matrices that Muon and AdamW* update part by part. With
-    world > 1 all ranks of torch.distributed make the same calls. A float32 parameter is its own
-    master.
+    named: (name, parameter) pairs, each parameter once.
+    rule: "muon" updates the matrices of blocks and adapter with Muon at lr, and everything else
+        with AdamW at adam_lr; "adamw" and "adamw*" update everything at lr.
+    clip: the largest norm of a gradient.
+    weights: {name: exact weights} from which the masters start; by default the parameters.
+    stacked: {name: [rows of each matrix]} of weights that Muon and AdamW* update matrix by matrix,
+        such as {"prelude.0.mlp.fc.weight": [5632, 5632]}.
+    rank, world: with world > 1, all ranks of torch.distributed have to make the same calls.
+
+    A float32 parameter is its own master.
     """
 
     def __init__(
-            self, named, *, lr, adam_lr, weight_decay, clip=math.inf, rule="muon", weights=None,
-            stacked=None, rank=0, world=1):
+            self,
+            named,
+            *,
+            lr,
+            adam_lr,
+            weight_decay,
+            clip=math.inf,
+            rule="muon",
+            weights=None,
+            stacked=None,
+            rank=0,
+            world=1):
+        # The smallest first; make_pieces() goes the other way and deals out the largest first.
         self.params = dict(sorted(named, key=lambda item: item[1].numel()))
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
@@ -187,17 +210,17 @@ class Optimizer:
         self.pieces = self.make_pieces(rule, stacked or {})
         self.own = [piece for piece in self.pieces if piece.owner == rank]
 
-        # All sums of gradients lie in one tensor, one rank's after another's, so that an update
-        # sends each rank its share in one message.
+        # All sums of gradients lie in one tensor, sorted by owner, so that an update sends each
+        # rank its slice in one message.
         sizes = [piece.weight.numel() for piece in self.pieces]
         device = self.pieces[0].weight.device
         self.sums = torch.zeros(sum(sizes), device=device)
         for piece, grad in zip(self.pieces, self.sums.split(sizes)):
             piece.grad = grad.view_as(piece.weight)
-        owned = [0] * world
+        lengths = [0] * world
         for piece in self.pieces:
-            owned[piece.owner] += piece.weight.numel()
-        self.shares = self.sums.split(owned)
+            lengths[piece.owner] += piece.weight.numel()
+        self.slices = self.sums.split(lengths)  # one for each rank
 
         for piece in self.own:
             piece.master = piece.weight
@@ -208,9 +231,9 @@ class Optimizer:
 
     def make_pieces(self, rule, stacked):
         """
-        Returns all Pieces, sorted by the rank that owns them. A parameter that AdamW updates is
-        split by rows over all ranks. Any other parameter goes as a whole to the rank that owns the
-        least so far.
+        Split the parameters into Pieces, sorted by owner. AdamW treats each number separately, so
+        its parameters are split by rows over all ranks. Any other parameter goes as a whole to the
+        rank that owns the fewest numbers so far.
         """
         rules = {}
         owners = {}
@@ -225,14 +248,24 @@ class Optimizer:
         for rank in range(self.world):
             for name, p in self.params.items():
                 if rules[name] == "adamw":
-                    rows = slice(rank * len(p) // self.world, (rank + 1) * len(p) // self.world)
-                    parts = [rows.stop - rows.start]
+                    first = rank * len(p) // self.world
+                    end = (rank + 1) * len(p) // self.world
+                    rows = slice(first, end)
+                    splits = [end - first]
                 elif owners[name] == rank:
                     rows = slice(0, len(p))
-                    parts = stacked.get(name, [len(p)])
+                    splits = stacked.get(name, [len(p)])
                 else:
                     continue
-                pieces.append(Piece(rank, name, rules[name], rows, parts, p.detach()[rows]))
+                piece = Piece(
+                    owner=rank,
+                    name=name,
+                    rule=rules[name],
+                    rows=rows,
+                    splits=splits,
+                    weight=p.detach()[rows],
+                )
+                pieces.append(piece)
         return pieces
 
     @property
@@ -247,7 +280,10 @@ class Optimizer:
 
     @torch.no_grad()
     def accumulate(self):
-        """Add the parameters' gradients to their float32 sums. Call it after each backward()."""
+        """
+        Add the parameters' gradients to their float32 sums, and free them. Call it after each
+        backward().
+        """
         for piece in self.pieces:
             grad = self.params[piece.name].grad
             if grad is not None:
@@ -259,18 +295,18 @@ class Optimizer:
     def reduce(self):
         """
         Send each rank the sum, over all ranks, of the gradients that it owns. Call it once an
-        update. Returns the norm of the whole summed gradient: a float64 scalar on the device, so
-        that the caller decides when to wait for it.
+        update. Returns the norm of the whole summed gradient, a float64 scalar that stays on the
+        device, so that the caller decides when to wait for it.
         """
         if self.world > 1:
-            flying = []
-            for owner, share in enumerate(self.shares):
-                flying.append(dist.reduce(share, owner, async_op=True))
-            for work in flying:
+            pending = []
+            for owner, gradients in enumerate(self.slices):
+                pending.append(dist.reduce(gradients, owner, async_op=True))
+            for work in pending:
                 work.wait()
         total = torch.zeros((), dtype=torch.float64, device=self.sums.device)
         for piece in self.own:
-            # Row by row: over 65M weights one float32 sum would be wrong by 1% (on a CPU).
+            # Row by row, because one float32 sum over 65M weights is off by 1% (on a CPU).
             norms = torch.linalg.vector_norm(piece.grad, dim=-1)
             total += norms.double().square().sum()
         if self.world > 1:
@@ -287,64 +323,72 @@ class Optimizer:
         """
         norm = total_norm / labels
         if not math.isfinite(norm):
-            self.drop()
+            self.discard_gradients()
             return norm
         self.updates += 1
-        self.shares[self.rank].mul_(clip_factor(norm, self.clip) / labels)
+        self.slices[self.rank].mul_(clip_factor(norm, self.clip) / labels)
         lr = self.lr * lr_factor
         adamw = []
         for piece in self.own:
-            if piece.rule == "adamw":
-                adamw += piece.matrices()
             for tensors in piece.matrices():
                 if piece.rule == "muon":
                     muon_(*tensors, lr, self.weight_decay)
                 elif piece.rule == "adamw*":
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
-        if adamw:  # one kernel for all
+                else:
+                    adamw.append(tensors)
+        if adamw:  # one kernel for all of them
+            weights, grads, m, v = zip(*adamw)
             adam_lr = self.adam_lr * lr_factor
-            adamw_(*zip(*adamw), self.updates, adam_lr, self.weight_decay, self.eps)
+            adamw_(weights, grads, m, v, self.updates, adam_lr, self.weight_decay, self.eps)
         for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:
-            flying = []
+            pending = []
             for piece in self.pieces:
-                flying.append(dist.broadcast(piece.weight, piece.owner, async_op=True))
-            for work in flying:
+                pending.append(dist.broadcast(piece.weight, piece.owner, async_op=True))
+            for work in pending:
                 work.wait()
-        self.drop()
+        self.discard_gradients()
         return norm
 
-    def drop(self):
-        """Forget the gradients of this update."""
+    def discard_gradients(self):
+        """Zero the sums of this update's gradients."""
         self.sums.zero_()
 
-    # A checkpoint has whole tensors by name, so any number of ranks can continue from it.
+    # A checkpoint holds whole tensors by name, so a run can resume on any number of ranks.
 
     @torch.no_grad()
     def gather(self):
         """
-        All masters and moments as whole tensors, {name or name.moment: tensor}, on rank 0. Its
-        device holds one piece of another rank at a time. Other ranks return {}.
+        Collect all masters and moments on rank 0. Returns {name or name.moment: whole tensor}
+        there, and {} on other ranks. With several ranks the result is on the CPU, and rank 0's
+        device holds one piece of another rank at a time.
         """
-        kept = self.masters | self.moments
+        mine = self.masters | self.moments
         if self.world == 1:
-            return kept
-        found = {}
+            return mine
+        whole = {}
         for piece in self.pieces:
             for key in (piece.name, *piece.keys):
                 if self.rank == 0:
-                    part = kept[key] if piece.owner == 0 else torch.empty_like(piece.grad)
-                    if piece.owner > 0:
-                        dist.recv(part, piece.owner)
-                    shape = self.params[piece.name].shape
-                    found.setdefault(key, torch.empty(shape))[piece.rows] = part
+                    if piece.owner == 0:
+                        rows = mine[key]
+                    else:
+                        rows = torch.empty_like(piece.grad)
+                        dist.recv(rows, piece.owner)
+                    if key not in whole:
+                        whole[key] = torch.empty(self.params[piece.name].shape)
+                    whole[key][piece.rows] = rows
                 elif self.rank == piece.owner:
-                    dist.send(kept[key], 0)
-        return found
+                    dist.send(mine[key], 0)
+        return whole
 
     def load(self, moments, updates):
-        """Continue after `updates` updates with whole saved tensors {name.moment: tensor}."""
+        """
+        Resume after `updates` updates. moments: whole saved tensors {name.moment: tensor}. Raises
+        KeyError if one is missing.
+        """
         for piece in self.own:
             for key, moment in piece.moments.items():
                 moment.copy_(moments[key][piece.rows])

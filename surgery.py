@@ -1,30 +1,31 @@
 """
-Turn a pretrained model into a depth-recurrent one. Early layers become the prelude, later layers
-the recurrent block and the coda; layers in between are dropped, and a new adapter joins the parts.
+Turn a pretrained model into a depth-recurrent one. Early layers become the prelude, and later
+layers the recurrent block and the coda; the layers in between are dropped, and a new adapter feeds
+the prelude's output into the loop.
 
     python surgery.py out/tiny/pretrain out/cut --shape 1,2,1 --verify
     python surgery.py SRC OUT --preset tinyllama-4-8-4
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21 --verify
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
-    python surgery.py SRC OUT --export hf                       ours, back in Hugging Face layout
+    python surgery.py SRC OUT --export hf                       a checkpoint in Hugging Face layout
     python surgery.py - --preset tinyllama-4-8-4                print the sizes; reads no weights
     python surgery.py - OUT --preset tinyllama-4-8-4            config.json alone, to plan training
 
-SRC is a folder, or a hub id: org/name or org/name@REVISION (pip install huggingface_hub). It holds
+SRC is a folder, or a hub id, org/name or org/name@REVISION (pip install huggingface_hub). It holds
 a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or
-runs, or a released Recurrent-* model or Huginn-0125. These last two are recurrent already and take
-no layer flags. OUT is a loopgraft checkpoint. With --export hf, OUT has the Hugging Face layout if
-it has no recurrent block. If it has one, OUT has the layout of the released models, with code that
-lets transformers load it (assets/modeling_loopgraft.py) and a model card. Tensors are stacked or
-taken apart on the way, but never rounded.
+runs, a released Recurrent-* model, or Huginn-0125. A SRC that is already recurrent takes no layer
+flags. OUT is a loopgraft checkpoint. With --export hf it is in Hugging Face layout instead: in that
+of its parent if it has no recurrent block, and otherwise in that of the released models, with a
+model card and the code that lets transformers load it (assets/modeling_loopgraft.py). Tensors are
+stacked or split on the way, but never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. --prelude, --core and --coda override what
 --preset or --shape would take.
 
-The file reads in this order: config.json in other layouts, names of tensors, reading, choosing
-layers, the retrofit, export, the command. To support a parent of another architecture, add its
+The file is in this order: config.json, tensor names, download, reading, choosing layers, the
+retrofit, export, the model card, the command. To support a parent of another architecture, add its
 config.json to from_hf() and to_hf() and its tensors to HF_BLOCK and HF_NORMS here, its layers to
 model.py and to assets/modeling_loopgraft.py, and its sizes to assets/parents.toml.
 """
@@ -39,9 +40,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import Parser, UserError, cli, natural, opening, positive, read_json, whole, write_json
+from common import (Parser, UserError, cli, natural, opening, positive, read_json,
+                    write_atomically, write_json)
 from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
-from model import (ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config, presets)
+from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config, presets
 
 PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
@@ -49,10 +51,10 @@ ASSETS = Path(__file__).parent / "assets"
 
 # ------------------------------------------------------------------------------------- config.json
 
-SUPPORTED = {  # the values that we support; a missing key means the first
+SUPPORTED = {  # the values that we support; a missing key means the first one
     "model_type": ("llama", "mistral", "qwen2", "qwen3", "olmo2", "huginn_raven"),
     "rope_type": ("default", "llama3"),
-    "type": ("default", "llama3"),  # rope_type in old files
+    "type": ("default", "llama3"),  # the name of rope_type in older files
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -64,9 +66,11 @@ SUPPORTED = {  # the values that we support; a missing key means the first
 
 def read_config(folder, names):
     """
-    (model_type, Config) of a folder in any layout. A model without recurrent block is all prelude.
-    names: those of all tensors, which tell where the released models have their norms. Raises
-    UserError if config.json asks for something that we do not have.
+    Read the config.json of a folder, in any layout. names: the names of all tensors, which tell
+    where the released models have their norms.
+
+    Returns (model_type, Config). In the Config of an ordinary model, all layers are prelude. Raises
+    UserError if config.json asks for something that is not supported.
     """
     path = Path(folder, "config.json")
     raw = read_json(path)
@@ -76,48 +80,57 @@ def read_config(folder, names):
             return kind, load_config(folder)
         check_supported(path, raw)
         if kind == "huginn_raven":
-            return kind, from_raven(raw, " ".join(names))
+            return kind, from_raven(raw, names)
         return kind, from_hf(path, raw)
     except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{path}: is damaged, or of an unknown kind ({e!r})")
+        raise UserError(f"{path} is damaged, or describes an unknown kind of model ({e!r})")
 
 
 def check_supported(path, raw):
-    """Raise UserError if the content of a config.json has a value that is not in SUPPORTED."""
-    said = raw | read_rope(raw)
+    """
+    Raise UserError if a config.json, `raw`, read from `path`, has a value that is not in SUPPORTED.
+    """
+    values = raw | read_rope(raw)
     for key, supported in SUPPORTED.items():
-        if said.get(key, supported[0]) not in supported:
-            raise UserError(f"{path}: {key} {said[key]!r} is not supported, only {supported}")
+        value = values.get(key, supported[0])
+        if value not in supported:
+            raise UserError(f"{path}: {key} = {value!r} is not supported, only {supported}")
 
 
 def read_rope(raw):
-    """The rotary embedding's part of config.json: transformers 5's key, or that of older files."""
+    """
+    Return the RoPE section of a config.json: rope_parameters in transformers 5, rope_scaling in
+    older files, {} if there is neither.
+    """
     return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
 def rope_theta(raw):
+    """Return the base frequency of RoPE, which older files have at the top level."""
     return read_rope(raw).get("rope_theta", raw.get("rope_theta", 10000.0))
 
 
 def rope_scaling(raw):
-    """The "llama3" scaling, or None."""
+    """Return the "llama3" scaling as a dict, or None if a config.json has no scaling."""
     scaling = {key: value for key, value in read_rope(raw).items() if key != "rope_theta"}
     return scaling if "factor" in scaling else None
 
 
 def from_hf(path, raw):
-    """Hugging Face's config.json (`raw`, read from `path`) -> the Config of the parent."""
+    """Return the Config of an ordinary model from its config.json, `raw`, read from `path`."""
     kind = raw["model_type"]
     context = raw.get("max_position_embeddings", 2048)
-    window = raw.get("sliding_window")  # Qwen's file has one that is off: use_sliding_window
+    # Qwen's files have a window, too, but switch it off with use_sliding_window.
+    window = raw.get("sliding_window")
     if kind == "mistral" and window and window < context:
         raise UserError(f"{path}: a sliding_window of {window} tokens, shorter than the context of "
                         f"{context}, is not supported")
     eos_token_id = raw.get("eos_token_id")
     generation = path.with_name("generation_config.json")
-    if generation.exists():  # a chat model's names more ends of a text
+    if generation.exists():  # for chat models it lists more ids that end a text
         ends = read_json(generation).get("eos_token_id")
-        eos_token_id = eos_token_id if ends is None else ends
+        if ends is not None:
+            eos_token_id = ends
     return Config(
         vocab_size=raw["vocab_size"],
         n_embd=raw["hidden_size"],
@@ -140,10 +153,11 @@ def from_hf(path, raw):
 
 
 def to_hf(c):
-    """The Config of a model without recurrent block -> Hugging Face's config.json (a dict)."""
+    """Return config.json in Hugging Face layout, a dict, for the Config of an ordinary model."""
     if c.embed_scale != 1:
-        raise UserError(f"embed_scale {c.embed_scale}: no feed-forward layout has it")
-    kind = "llama"  # Mistral without a window is one, too
+        raise UserError(f"embed_scale = {c.embed_scale}: Hugging Face's layouts for ordinary "
+                        "models have no such setting")
+    kind = "llama"  # a Mistral without a window is the same
     if c.norm == "post":
         kind = "olmo2"
     elif c.head_norm:
@@ -164,7 +178,10 @@ def to_hf(c):
 
 
 def shared_keys(c):
-    """What both layouts name alike. null is written: transformers has defaults for missing keys."""
+    """
+    Return the keys that have the same name in both layouts. A value of None is written as null on
+    purpose: transformers fills a missing key with a default of its own.
+    """
     return {
         "vocab_size": c.vocab_size,
         "num_key_value_heads": c.n_kv_head,
@@ -179,17 +196,17 @@ def shared_keys(c):
 
 def from_raven(raw, names):
     """
-    config.json of a released Recurrent-* model, of Huginn-0125 or of our export -> Config. Only our
-    exports say where the norms are. names: those of all tensors, in one string.
+    Return the Config of a released Recurrent-* model, of Huginn-0125, or of one of our exports,
+    from its config.json, `raw`. names: the names of all tensors, which tell where the norms are;
+    only our exports say so in config.json.
     """
     norm = "pre"
-    if ".qk_bias" in names:
+    if any(".qk_bias" in name for name in names):
         norm = "sandwich"
-    elif ".q_norm." in names:
+    elif any(".q_norm." in name for name in names):
         norm = "post"
     ours = "norm" in raw
     init = raw.get("init_values", {})
-    default = Config.__dataclass_fields__
     return Config(
         vocab_size=raw["vocab_size"],
         n_embd=raw["n_embd"],
@@ -204,24 +221,25 @@ def from_raven(raw, names):
         head_norm=raw.get("head_norm", False),
         qkv_bias=raw.get("qkv_bias", False),
         norm_eps=raw["norm_eps"],
-        # Huginn's is rope_base. The others' files have one, too, which their code never reads.
+        # Huginn's key is rope_base. The other models' files have it too, but their code never
+        # reads it.
         rope_theta=raw["rope_base"] if norm == "sandwich" else rope_theta(raw),
         rope_scaling=rope_scaling(raw),
         context=raw.get("max_position_embeddings") or raw["block_size"],
         tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
         adapter=raw.get("injection_type", "linear"),
-        state_std=init.get("std", default["state_std"].default),
-        embed_scale=init.get("embed_scale", default["embed_scale"].default),
+        state_std=init.get("std", Config.state_std),
+        embed_scale=init.get("embed_scale", Config.embed_scale),
         mean_recurrence=raw["mean_recurrence"],
         backprop_depth=raw["mean_backprop_depth"],
-        # The paper's files have Huginn's ids, whatever the tokenizer.
+        # The paper's released files keep Huginn's ids, whatever their tokenizer is.
         bos_token_id=raw.get("bos_token_id") if ours else None,
         eos_token_id=raw.get("eos_token_id") if ours else None,
     )
 
 
 def to_raven(c):
-    """The Config of a recurrent model -> config.json (a dict) in the released models' layout."""
+    """Return config.json in the released models' layout, a dict, for a recurrent model's Config."""
     config = shared_keys(c) | {
         "model_type": "huginn_raven",
         "n_embd": c.n_embd,
@@ -229,7 +247,8 @@ def to_raven(c):
         "n_layers_in_prelude": c.n_prelude,
         "n_layers_in_recurrent_block": c.n_core,
         "n_layers_in_coda": c.n_coda,
-        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,  # in a cache
+        # the number of slots of a cache
+        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,
         "norm": c.norm,
         "head_norm": c.head_norm,
         "qkv_bias": c.qkv_bias,
@@ -239,12 +258,12 @@ def to_raven(c):
         "mean_recurrence": c.mean_recurrence,
         "mean_backprop_depth": c.backprop_depth,
         "init_values": {"std": c.state_std, "embed_scale": c.embed_scale},
-        # What the paper's code reads besides.
+        # keys that only the paper's own code reads
         "padded_vocab_size": c.vocab_size,
         "block_size": c.context,
         "qk_bias": c.norm == "sandwich",
     }
-    if c.norm == "sandwich":  # Huginn's own code reads these files
+    if c.norm == "sandwich":  # these files are for Huginn's own code
         return config | {"rope_base": c.rope_theta}
     return config | {
         "rope_theta": c.rope_theta,
@@ -259,8 +278,8 @@ def to_raven(c):
 
 # ----------------------------------------------------------------------------------- tensor names
 
-# How our tensors' names begin or end, and what the other layouts have there. Several names: our
-# tensor is their stack.
+# The beginning or the end of our tensor names, and what the other layouts have there. Where there
+# are several names, our tensor is these tensors, stacked along dim 0.
 HF_NAMES = {"embed": "model.embed_tokens", "norm_f": "model.norm", "head": "lm_head"}
 HF_BLOCK = {
     "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -270,7 +289,7 @@ HF_BLOCK = {
     "mlp.fc": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.proj": ("mlp.down_proj",),
 }
-HF_NORMS = {  # Llama's, OLMo-2's
+HF_NORMS = {  # "pre": Llama's, "post": OLMo-2's
     "pre": {"norm_1": ("input_layernorm",), "norm_2": ("post_attention_layernorm",)},
     "post": {"norm_1": ("post_attention_layernorm",), "norm_2": ("post_feedforward_layernorm",)},
 }
@@ -286,7 +305,11 @@ RAVEN_NAMES = {
 
 
 def tensor_names(config, kind):
-    """{our tensor name: [names in the layout of that model_type, in stacking order]}"""
+    """
+    Map each of our tensor names to its names in the layout `kind` (a model_type), in stacking
+    order, such as {"prelude.0.mlp.fc.weight": ["model.layers.0.mlp.gate_proj.weight",
+    "model.layers.0.mlp.up_proj.weight"]}.
+    """
     names = {}
     for ours, _ in RecurrentLM.empty(config).named_parameters():
         first, _, rest = ours.partition(".")
@@ -294,26 +317,27 @@ def tensor_names(config, kind):
             theirs = [ours]
         elif kind == "huginn_raven":
             if first not in RAVEN_NAMES:
-                raise UserError(f"the parameter {ours!r} has no name in the released layout: add "
+                raise UserError(f"the parameter {ours!r} has no name in the released layout. Add "
                                 "one to RAVEN_NAMES in surgery.py, and the computation to "
                                 "assets/modeling_loopgraft.py")
             theirs = [f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")]
         elif first in HF_NAMES:
             theirs = [f"{HF_NAMES[first]}.{rest}"]
         else:
-            layer, _, rest = rest.partition(".")
-            rest, _, kind_of = rest.rpartition(".")  # weight or bias
+            layer, _, rest = rest.partition(".")    # "0", "attn.qkv.weight"
+            module, _, leaf = rest.rpartition(".")  # "attn.qkv", "weight" or "bias"
             block = HF_BLOCK | HF_NORMS[config.norm]
-            theirs = [f"model.layers.{layer}.{name}.{kind_of}" for name in block[rest]]
+            theirs = [f"model.layers.{layer}.{name}.{leaf}" for name in block[module]]
         names[ours] = theirs
     return names
 
 
 def rotary_order(c, name, t, back=False):
     """
-    Huginn rotates adjacent pairs where Llama pairs the halves of a head. These are the same numbers
-    in another order of q's and k's rows. Reorders our tensor `name` from pairs to halves, or back;
-    all other tensors stay as they are.
+    Reorder a tensor of a Huginn model from Huginn's rotary order to ours, or back. Huginn rotates
+    adjacent channels of a head as pairs, where Llama pairs the two halves of the head; the rows of
+    q and k are the same, in another order. name: our name of the tensor t. Every other tensor, and
+    every tensor of another model, is returned as it is.
     """
     order = torch.arange(c.head_dim).view(-1, 2).T.flatten()  # 0 2 4 ... 1 3 5 ...
     if back:
@@ -333,83 +357,102 @@ MODEL_FILES = ["config.json", "model*.safetensors*", *TOKENIZER_FILES]
 
 def download(spec):
     """
-    "org/name" or "org/name@REVISION" on the Hugging Face hub -> the folder of config.json,
-    tokenizer and safetensors in huggingface_hub's cache. It needs the hub only once.
+    Download a model from the Hugging Face hub, "org/name" or "org/name@REVISION". Returns the
+    folder in huggingface_hub's cache with its config.json, tokenizer and safetensors. Files are
+    downloaded once; after that they open without the hub, too. Raises UserError if that fails.
     """
     repo, _, revision = spec.partition("@")
+    # Where the folder out/ exists, out/typo is a misspelled folder, not a hub id.
     if repo.count("/") != 1 or Path(repo).parent.exists():
-        raise UserError(f"{spec}: no such folder (on the hub names are org/name or "
-                        "org/name@REVISION)")
+        raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
+                        "org/name@REVISION.)")
     try:
         from huggingface_hub import snapshot_download
         return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
     except ImportError:
-        raise UserError(f"{spec}: is no folder, and the hub needs pip install huggingface_hub")
+        raise UserError(f"{spec}: no such folder. To download it from the Hugging Face hub, run "
+                        "`pip install huggingface_hub` first")
     except Exception as e:  # a full disk, or an error of one of several libraries
-        raise UserError(f"{spec}: is no folder, and does not come from the hub (HF_TOKEN opens "
-                        f"private and gated ones): {' '.join(str(e).split())}")
+        one_line = " ".join(str(e).split())
+        raise UserError(f"{spec}: no such folder, and the download from the Hugging Face hub "
+                        f"failed (private and gated models need HF_TOKEN): {one_line}")
 
 
 # ----------------------------------------------------------------------------------------- reading
 
 @dataclass
 class Source:
-    """A checkpoint of any layout. Its tensors are mapped to memory, and read when they are used."""
+    """
+    A checkpoint of any layout. Its tensors are memory-mapped, so they are read only when they are
+    used.
+    """
     folder: str
     config: Config
     kind: str      # model_type in its config.json
     tensors: dict  # {name: tensor}, as stored
-    parts: dict    # our tensor name -> the names of the tensors that are stacked to make it
+    stored: dict   # {our tensor name: names of the stored tensors that are stacked to make it}
     tokenizer: Tokenizer | None = None
 
 
 def open_source(src):
-    """The Source of a folder, a run's folder or a hub id."""
+    """
+    Open a checkpoint folder, a run's folder or a hub id as a Source. Raises UserError if it is
+    missing, damaged or not supported.
+    """
     folder = find_checkpoint(src if Path(src).exists() else download(src))
     tensors = map_tensors(folder)
     kind, config = read_config(folder, tensors)
-    parts = tensor_names(config, kind)
-    used = {name for names in parts.values() for name in names}
+    stored = tensor_names(config, kind)
+    used = {name for names in stored.values() for name in names}
     if ignored := sorted(tensors.keys() - used):
         print("note: the model does not use these tensors:", *map(repr, ignored[:5]))
     odd = [name for name in ignored if name.endswith((".bias", "_norm.weight"))]
     if odd and kind not in ("huginn_raven", "loopgraft"):  # released files have stale ones
-        raise UserError(f"{folder}: {odd[0]!r} has no place in the model of its config.json")
-    source = Source(folder, config, kind, tensors, parts)
-    if any(Path(folder, name).exists() for name in TOKENIZER_FILES[:2]):
-        source.tokenizer = check_tokenizer(config, folder)
-        if kind == "huginn_raven" and not config.ends:
-            source.config = replace(config, bos_token_id=source.tokenizer.bos_id,
-                                    eos_token_id=source.tokenizer.eos_id)
-    return source
+        raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
+                        "config.json describes")
+    tokenizer = None
+    if any(Path(folder, name).exists() for name in ("tokenizer.model", "tokenizer.json")):
+        tokenizer = check_tokenizer(config, folder)
+        if kind == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
+            config = replace(
+                config,
+                bos_token_id=tokenizer.bos_id,
+                eos_token_id=tokenizer.eos_id,
+            )
+    return Source(folder, config, kind, tensors, stored, tokenizer)
 
 
 def map_tensors(folder):
-    """{name: tensor} of a folder's safetensors files, of which there may be several."""
+    """Return {name: tensor} of a folder's safetensors files, of which there may be several."""
     tensors = {}
     for path in Path(folder).glob("model*.safetensors"):
         try:
-            more = load_file(path)
+            of_file = load_file(path)
         except SafetensorError as e:
-            raise UserError(f"{path}: is truncated or damaged ({e}): fetch it again")
-        if twice := tensors.keys() & more.keys():
-            raise UserError(f"{path}: has {min(twice)!r}, as another file: of two models?")
-        tensors |= more
+            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
+        if twice := tensors.keys() & of_file.keys():
+            raise UserError(f"{path}: {min(twice)!r} is in another file of this folder, too. Are "
+                            "these files of two models?")
+        tensors |= of_file
     if not tensors:
-        raise UserError(f"{folder}: has no model.safetensors. Pickled weights (.bin, .pt) may "
-                        "run any code when they are loaded, so they never are: get a conversion "
-                        "to safetensors")
+        raise UserError(f"{folder} has no model.safetensors. Loading pickled weights (.bin, .pt) "
+                        "can run arbitrary code, so loopgraft never does. Look for a version in "
+                        "safetensors")
     return tensors
 
 
 def read_all(source):
-    """{our name: tensor} of a Source, all in the one dtype that holds all of them exactly."""
+    """
+    Return {our name: tensor} of a Source, all cast to the smallest dtype that holds every one of
+    them exactly.
+    """
     tensors = {}
-    for name, parts in source.parts.items():
-        if missing := set(parts) - source.tensors.keys():
+    for name, pieces in source.stored.items():
+        if missing := set(pieces) - source.tensors.keys():
             raise UserError(f"{source.folder}: tensor {min(missing)!r} is missing. The checkpoint "
-                            "is incomplete, or not of the model in config.json")
-        t = torch.cat([source.tensors[part] for part in parts])
+                            "is incomplete, or belongs to a different model than config.json "
+                            "describes")
+        t = torch.cat([source.tensors[piece] for piece in pieces])
         if source.kind == "huginn_raven":
             t = rotary_order(source.config, name, t)
         tensors[name] = t
@@ -418,15 +461,16 @@ def read_all(source):
 
 
 def pass_through(C):
-    """The weights [0 | I] of an adapter (C, 2C) that ignores the state."""
+    """Return the weights [0 | I], (C, 2C), of an adapter that ignores the state."""
     return torch.eye(C, 2 * C).roll(C, 1)
 
 
 def build(source, adapter_init="identity"):
     """
-    The Source as a model, with its weights as they are stored. An adapter that it lacks is made.
-    It reads [state, prelude output]: "identity" makes it [0 | I], "torch" takes the default of
-    torch's Linear, as the paper does.
+    Build the RecurrentLM of a Source, with its weights as they are stored. A recurrent model whose
+    Source has no adapter gets a new one for [state, prelude output]: "identity" is [0 | I], which
+    passes the prelude's output through; "torch" is the default initialisation of torch's Linear, as
+    in the paper, with seed 0.
     """
     model = RecurrentLM.empty(source.config)
     C = source.config.n_embd
@@ -439,15 +483,16 @@ def build(source, adapter_init="identity"):
                 adapter = torch.nn.Linear(2 * C, C, bias=False).weight.data
             tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
         model.fill(tensors)
-    except RuntimeError as e:  # shapes
-        raise UserError(f"{source.folder}: is not the model of its config.json ({e!r:.300})")
+    except RuntimeError as e:  # a tensor has another shape than the parameter that it is for
+        raise UserError(f"{source.folder}: the weights are not the model of its config.json "
+                        f"({e!r:.300})")
     return model
 
 
 # ------------------------------------------------------------------------------------ which layers
 
 def layer_list(text):
-    """'0-3,7' -> [0, 1, 2, 3, 7]; '' -> []. ValueError if it is neither."""
+    """Parse the numbers of layers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []. Else raises ValueError."""
     layers = []
     for piece in filter(None, text.split(",")):
         first, _, last = piece.partition("-")
@@ -459,51 +504,68 @@ def layer_list(text):
 
 
 def shape(text):
-    """'4,8,4' -> (4, 8, 4); '8', for a model without recurrent block, -> (8, 0, 0)."""
-    P, R, C = map(natural, (text if "," in text else f"{text},0,0").split(","))
-    if not P + R + C:
-        raise ValueError("no layers")
-    return P, R, C
+    """
+    Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). For a model without a recurrent
+    block, '8' -> (8, 0, 0). Raises ValueError for anything else, and if there are no layers.
+    """
+    if "," not in text:
+        text += ",0,0"
+    n_prelude, n_core, n_coda = map(natural, text.split(","))
+    if n_prelude + n_core + n_coda == 0:
+        raise ValueError
+    return n_prelude, n_core, n_coda
 
 
 def choose_layers(args, source):
     """
-    The layers of SRC for prelude, core and coda, as three lists: those of --preset or --shape,
-    unless --prelude, --core or --coda say otherwise. With --feed_forward they all make the prelude.
-    None: OUT is SRC as it is.
+    Choose the layers of SRC for prelude, core and coda.
+
+    Returns three lists of layer numbers: those of --preset or --shape, unless --prelude, --core or
+    --coda override them; with --feed_forward all of them are in the first list. Returns None if OUT
+    is to have all parts of SRC as they are. Raises UserError if the flags contradict SRC or each
+    other.
     """
     if source.config.n_core:
         for flag in (*PARTS, "preset", "shape", "feed_forward", "adapter"):
             if getattr(args, flag):
-                raise UserError(f"--{flag}: SRC is recurrent already: drop the flag")
+                raise UserError(f"--{flag}: SRC is already recurrent, so it takes no layer flags")
         return None
-    L = source.config.n_prelude
-    layers = [None] * 3
-    sizes = presets()[args.preset][1] if args.preset else args.shape
+    everything = list(range(source.config.n_prelude))
+    last = len(everything) - 1
+    layers = [None, None, None]
+    sizes = args.shape
+    if args.preset:
+        _, sizes = presets()[args.preset]
     if sizes:
-        P, R, C = sizes
-        if P + R + C > L:
-            raise UserError(f"a shape of {P + R + C} layers: SRC has layers 0-{L - 1}")
-        everything = list(range(L))
-        layers = [everything[:P], everything[L - R - C:L - C], everything[L - C:]]
+        n_prelude, n_core, n_coda = sizes
+        if sum(sizes) > len(everything):
+            raise UserError(f"a shape of {sum(sizes)} layers does not fit: SRC has layers 0-{last}")
+        coda_begins = len(everything) - n_coda
+        layers = [
+            everything[:n_prelude],
+            everything[coda_begins - n_core:coda_begins],
+            everything[coda_begins:],
+        ]
     for i, part in enumerate(PARTS):
-        if getattr(args, part) is not None:
-            layers[i] = getattr(args, part)
+        chosen = getattr(args, part)
+        if chosen is not None:
+            layers[i] = chosen
     if args.feed_forward:
-        if all(part is None for part in layers):
-            layers[0] = list(range(L))
-        layers = [sum(filter(None, layers), []), [], []]
-        if not layers[0]:
-            raise UserError("--feed_forward: these flags leave no layer")
-    elif args.export and not any(layers):
+        if layers == [None, None, None]:
+            layers[0] = everything
+        in_a_row = [layer for chosen in layers if chosen for layer in chosen]
+        if not in_a_row:
+            raise UserError("--feed_forward: these flags leave no layer to keep")
+        layers = [in_a_row, [], []]
+    elif args.export and not any(layers):  # an ordinary model is exported as it is
         return None
     elif None in layers or not layers[1]:
-        raise UserError("which layers? Give --prelude, --core (at least one layer) and --coda, "
-                        "or --preset, or --shape; or --feed_forward for a model without "
+        raise UserError("no layers chosen. Give --preset or --shape, or all of --prelude, --core "
+                        "(at least one layer) and --coda; or --feed_forward for a model without a "
                         "recurrent block")
     taken = sum(layers, [])
-    if len(set(taken) & set(range(L))) < len(taken):
-        raise UserError(f"layers {taken}: SRC has layers 0-{L - 1}, and each can be taken once")
+    if len(set(taken) & set(everything)) < len(taken):
+        raise UserError(f"layers {taken}: SRC has layers 0-{last}, and each can be taken only once")
     return layers
 
 
@@ -511,65 +573,88 @@ def choose_layers(args, source):
 
 def retrofit(source, layers, adapter="linear", untie=False):
     """
-    The Source with the given layers (three lists of its layer numbers) as prelude, core and coda. A
-    tied head becomes a copy in a recurrent model. The adapter is still to be added.
+    Return the Source with the given layers, three lists of its layer numbers such as ([0, 1],
+    [4, 5], [7]), as prelude, core and coda. A recurrent model gets a copy of a tied head, and so
+    does an ordinary one with `untie`. build() adds the adapter, which is of the kind `adapter`.
     """
-    P, R, C = map(len, layers)
-    tied = source.config.tie_embeddings and not R and not untie
-    config = replace(source.config, n_prelude=P, n_core=R, n_coda=C, adapter=adapter,
-                     tie_embeddings=tied)
-    parts = {name: source.parts[name] for name in ("embed.weight", "norm_f.weight")}
+    n_prelude, n_core, n_coda = map(len, layers)
+    tied = source.config.tie_embeddings and not n_core and not untie
+    config = replace(
+        source.config,
+        n_prelude=n_prelude,
+        n_core=n_core,
+        n_coda=n_coda,
+        adapter=adapter,
+        tie_embeddings=tied,
+    )
+    stored = {name: source.stored[name] for name in ("embed.weight", "norm_f.weight")}
     if not tied:
-        parts["head.weight"] = source.parts.get("head.weight", parts["embed.weight"])
+        stored["head.weight"] = source.stored.get("head.weight", stored["embed.weight"])
     for part, chosen in zip(PARTS, layers):
         for i, layer in enumerate(chosen):
             old = f"prelude.{layer}."
-            for name in source.parts:
+            for name, pieces in source.stored.items():
                 if name.startswith(old):
-                    parts[name.replace(old, f"{part}.{i}.")] = source.parts[name]
-    return replace(source, config=config, parts=parts)
+                    stored[f"{part}.{i}.{name.removeprefix(old)}"] = pieces
+    return replace(source, config=config, stored=stored)
 
 
 def print_sizes(source, result):
-    """Print the numbers of parameters of SRC and OUT, as the paper's Tables 6-8 have them."""
+    """Print a table of the parameters of SRC and OUT, counted as in the paper's Tables 6-8."""
     if source.config.tie_embeddings and not result.config.tie_embeddings:
         size = RecurrentLM.empty(source.config).num_params()["total"]
-        print(f"SRC's head is tied to its embeddings: it has {size:,} parameters. OUT gets a head "
-              "of its own, a copy. The table counts a head for both, as the paper does.")
-    # The paper counts the heads of tied sources, as all of its models have one.
-    untied = replace(source.config, tie_embeddings=False)
-    src, out = (RecurrentLM.empty(config).num_params() for config in (untied, result.config))
+        print(f"SRC's head is tied to its embeddings, so SRC has {size:,} parameters. OUT gets a "
+              "separate head, which starts as a copy. The table counts a head for both, as the "
+              "paper does.")
+    # If OUT has a head of its own, the paper counts one for a tied SRC, too.
+    counted = replace(source.config, tie_embeddings=result.config.tie_embeddings)
+    src = RecurrentLM.empty(counted).num_params()
+    out = RecurrentLM.empty(result.config).num_params()
     print("parameters            SRC            OUT")
     for part in ("embeddings", "body", *PARTS, "adapter", "total"):
         print(f"{part:10}{src[part]:15,}{out[part]:15,}")
 
 
+def probe(vocab_size):
+    """Return 64 token ids, (1, 64), that are spread over the vocabulary."""
+    return torch.arange(64)[None] * 7 % vocab_size
+
+
 @torch.no_grad()
 def verify(args, source, layers):
     """
-    Run 64 tokens through SRC's kept layers in a row, and through OUT as it is read back from the
-    disk, at r = 1 and with an adapter that passes the prelude's output through. The logits must be
-    equal to the last bit. If SRC is recurrent, both take r = 2 and their own adapter.
+    Check OUT, as it is read back from disk, against the kept layers of SRC in a row: on 64 tokens,
+    at r = 1, and with an adapter that passes the prelude's output through, all logits must be equal
+    to the last bit. If SRC is recurrent, both run at r = 2 with their own adapter. layers: see
+    choose_layers(). Raises UserError if any logit differs.
     """
-    ids = torch.arange(64)[None] * 7 % source.config.vocab_size
-    kept = retrofit(source, [sum(layers, []), [], []]) if layers else source
-    one = build(kept).float()
-    two = build(open_source(args.out)).float()
-    if layers and hasattr(two, "adapter"):
-        two.adapter.weight.data = pass_through(two.config.n_embd)
-    state = torch.zeros(1, 64, two.config.n_embd)  # an adapter that adds passes e through
-    wanted, found = (model(ids, None, 1 if layers else 2, state)[0] for model in (one, two))
+    ids = probe(source.config.vocab_size)
+    kept = source
+    if layers:
+        in_a_row = sum(layers, [])
+        kept = retrofit(source, [in_a_row, [], []])
+    expected = build(kept).float()
+    written = build(open_source(args.out)).float()
+    if layers and hasattr(written, "adapter"):
+        written.adapter.weight.data = pass_through(written.config.n_embd)
+    # Zeros, so that the "add" adapter passes the prelude's output through as well.
+    state = torch.zeros(1, 64, written.config.n_embd)
+    steps = 1 if layers else 2
+    wanted, _ = expected(ids, steps=steps, state=state)
+    found, _ = written(ids, steps=steps, state=state)
     if not found.equal(wanted):  # NaN is not equal to itself, either
-        raise UserError(f"{args.out}: differs from {source.folder}: delete it and try again")
-    print("verify: all logits of 64 tokens are equal to the last bit of float32")
+        raise UserError(f"{args.out} differs from {source.folder}: their logits are not equal. "
+                        f"Delete {args.out} and try again")
+    print("verify: all logits of 64 tokens are equal to the last bit, in float32")
 
 
 # ------------------------------------------------------------------------------------------ export
 
 def export(model, folder):
     """
-    Write model.safetensors and config.json for others: in Hugging Face's layout if the model has no
-    recurrent block, else in the released models' layout, with our code for transformers.
+    Write model.safetensors and config.json for other software: in Hugging Face's layout if the
+    model has no recurrent block, otherwise in the released models' layout, with our code for
+    transformers. folder: a Path, which is created.
     """
     c = model.config
     config = to_raven(c) if c.n_core else to_hf(c)
@@ -577,11 +662,14 @@ def export(model, folder):
     out = {}
     for ours, names in tensor_names(c, config["model_type"]).items():
         t = rotary_order(c, ours, tensors[ours], back=True)
-        sizes = model.prelude[0].attn.split if len(names) == 3 else len(t) // len(names)
-        out |= zip(names, t.split(sizes))
+        if len(names) == 3:  # q, k and v, whose sizes may differ
+            sizes = model.prelude[0].attn.split
+        else:
+            sizes = len(t) // len(names)
+        out.update(zip(names, t.split(sizes)))
     folder.mkdir()
     save_file(out, folder / "model.safetensors", {"format": "pt"})
-    dtype = str(t.dtype).removeprefix("torch.")
+    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # build() gives all this one
     write_json(folder / "config.json", config | {"torch_dtype": dtype})
     if "auto_map" in config:
         shutil.copy(ASSETS / "modeling_loopgraft.py", folder)
@@ -590,61 +678,71 @@ def export(model, folder):
 @torch.no_grad()
 def compare_export(model, folder):
     """
-    Load an export with transformers and compare its logits, in float32, with the model's. Raises
-    UserError if they differ: the two files that compute them, model.py and modeling_loopgraft.py,
-    must change together. Says so where the comparison is not possible.
+    Load an export with transformers and compare its logits, in float32, with the model's. Converts
+    `model` to float32. Prints a note where the comparison is not possible.
+
+    Raises UserError if the logits differ: the two files that compute them, model.py and
+    modeling_loopgraft.py, must change together.
     """
     if model.config.norm == "sandwich":
-        return print("the export was not compared: Huginn's own code, which reads it, is not here")
+        print("The export was not checked: that takes Huginn's own code, which is not part of "
+              "loopgraft.")
+        return
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        return print("the export was not compared with the model: that takes pip install "
-                     "transformers")
+        print("The export was not checked against the model. To have it checked, "
+              "`pip install transformers`.")
+        return
     try:
         theirs = AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=True, dtype=torch.float32)
     except Exception as e:  # of transformers, or of the code that it loads
         raise UserError(f"transformers cannot load the export ({e!r:.300})")
-    ours = model.float()
-    idx = torch.arange(64)[None] * 7 % model.config.vocab_size
-    idx = idx[:, :model.config.context]
+    idx = probe(model.config.vocab_size)[:, :model.config.context]
     flags = {}
     state = None
     if model.config.n_core:
         state = model.initial_state(1, idx.shape[1], 0)
         flags = {"num_steps": 3, "initial_state": state}
-    wanted, _ = ours(idx, steps=3, state=state)
+    wanted, _ = model.float()(idx, steps=3, state=state)
     found = theirs(idx, **flags).logits
-    off = ((found - wanted).norm() / wanted.norm()).item()
-    if not off < 1e-3:
-        raise UserError(f"transformers computes other logits from the export (off by {off:.2g}): "
-                        "a change of model.py has to be made in assets/modeling_loopgraft.py, too")
-    print(f"transformers computes the model's logits from the export (off by {off:.1g})")
+    error = ((found - wanted).norm() / wanted.norm()).item()
+    if not error < 1e-3:  # NaN fails, too
+        raise UserError("transformers computes other logits from the export (relative error "
+                        f"{error:.2g}). What changes in model.py must also change in "
+                        "assets/modeling_loopgraft.py")
+    print("transformers computes the same logits from the export (relative error "
+          f"{error:.1g})")
 
 
 def copy_text_files(source, folder, config):
-    """Copy the tokenizer's files and the rest that belongs to text. The ends of text are ours."""
+    """
+    Copy the tokenizer's files and generation_config.json, with the BOS and EOS ids of `config` in
+    the latter.
+    """
     copy_tokenizer(source.folder, folder)
     path = folder / "generation_config.json"
     if path.exists():
-        said = read_json(path) | {key: getattr(config, key)
-                                  for key in ("bos_token_id", "eos_token_id")}
-        if source.kind == "huginn_raven":
-            said.pop("pad_token_id", None)  # Huginn's
-        write_json(path, said)
+        generation = read_json(path)
+        generation["bos_token_id"] = config.bos_token_id
+        generation["eos_token_id"] = config.eos_token_id
+        if source.kind == "huginn_raven":  # Huginn's id, which means nothing to this tokenizer
+            generation.pop("pad_token_id", None)
+        write_json(path, generation)
 
 
-def export_tokenizer(tokenizer, folder):
+def write_tokenizer_config(tokenizer, folder):
     """
-    Name the class of transformers that reads the tokenizer in a folder. For a tokenizer.json it is
-    the one that follows the file, and so gives our ids: the classes for Llama and GPT-2 split
-    blanks and digits in ways of their own. For a tokenizer.model alone Llama's comes nearest
-    (assets/model_card.md says where it differs).
+    Write tokenizer_config.json: the names of BOS and EOS, and the transformers class that reads the
+    tokenizer. For a tokenizer.json that is the class which follows the file to the letter and so
+    gives our ids; the classes for Llama and GPT-2 split spaces and digits in ways of their own. For
+    a tokenizer.model alone, Llama's class comes closest (assets/model_card.md says where it
+    differs).
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
-    config.pop("auto_map", None)  # names code that is not here
+    config.pop("auto_map", None)  # it names code that is not in OUT
     names = {i: name for name, i in tokenizer.special.items()}
     for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         if i in names:
@@ -662,8 +760,8 @@ def export_tokenizer(tokenizer, folder):
 
 def write_card(folder, config, source):
     """
-    Write a model card: README.md, from assets/model_card.md. It says what is known of the model's
-    origin, and names data sets and files, but no path of this machine.
+    Write a model card, README.md, from assets/model_card.md. It says what is known about the origin
+    of the model. It names data sets and files, but no paths of this machine.
     """
     template = Template((ASSETS / "model_card.md").read_text("utf-8"))
     base, origin, prompt = describe_origin(Path(source.folder))
@@ -680,7 +778,10 @@ def write_card(folder, config, source):
 
 
 def describe_origin(folder):
-    """(base model or None, lines about a checkpoint's making and scores, an example prompt)."""
+    """
+    Return what is known about a checkpoint: the base model or None, a list of lines about how it
+    was made and how it scored, and an example prompt.
+    """
     base = None
     lines = []
     prompt = "Once upon a time"
@@ -695,29 +796,35 @@ def describe_origin(folder):
         prelude, core, coda = surgery["layers"]
         parent = base or "the parent"
         lines.append(f"Layers of {parent}: prelude {prelude}, recurrent block {core}, coda {coda}.")
-    for stage in run.get("stages", []):
+    stages = run.get("stages", [])
+    if stages:  # a stage says how many updates were planned; this checkpoint may be an earlier one
+        stages[-1]["updates"] = run["update"]
+    for stage in stages:
         lines.append(f"Trained for {stage['updates']:,} updates on {', '.join(stage['data'])}, "
                      f"with a mean of r = {stage['mean_recurrence']}.")
     if run:
         data = Path(run["config"]["data"].split(",")[0].split(":")[0], "meta.json")
         if data.exists():
             prompt = read_json(data)["prompt"]
-    folders = [folder]
-    if folder.name.startswith("step_"):  # evaluations of a run lie in the run's folder
-        folders.append(folder.parent)
-    for place in folders:
+    evaluated = [folder]
+    if folder.name.startswith("step_"):  # evaluations of a run are in the run's folder
+        evaluated.append(folder.parent)
+    for place in evaluated:
         for path in sorted(place.glob("eval_*.json")):
             lines += describe_scores(read_json(path))
     return base, lines, prompt
 
 
 def describe_scores(summary):
-    """A line for each task and metric of an evaluation's summary: its values over r."""
-    values = {}
+    """
+    Return a line for each task and metric of an evaluation, with its values over r. summary: the
+    content of an eval_*.json.
+    """
+    values = {}  # {title: ["0.95 at r = 4", ...]}
     for row in summary["results"]:
         title = f"{row.get('task', summary['task'])}, {row['metric']}"
         values.setdefault(title, []).append(f"{row['value']:.3g} at r = {row['steps']}")
-    return [f"{title}: {'; '.join(found)}." for title, found in values.items()]
+    return [f"{title}: {'; '.join(over_r)}." for title, over_r in values.items()]
 
 
 # ------------------------------------------------------------------------------------- the command
@@ -726,37 +833,39 @@ def parse_args():
     parser = Parser(usage="surgery.py SRC [OUT] [flags]", description=opening(__doc__, 3))
     what, how, output = parser.groups()
     add = what.add_argument
-    add("src", metavar="SRC", help="a checkpoint, or - for a preset's shape without weights")
+    add("src", metavar="SRC", help="a checkpoint, or - for the shape of a preset, without weights")
     add("out", metavar="OUT", nargs="?", type=Path, help="default: only print the sizes")
     rule = what.add_mutually_exclusive_group().add_argument
     rule("--preset", choices=presets(), metavar="NAME",
-         help=f"a known parent, and the choice of its layers: {', '.join(presets())}")
-    rule("--shape", type=shape, help="sizes of the parts, such as 4,8,4, or 8 with "
-         "--feed_forward, by the paper's rule")
+         help=f"a known parent and a choice of its layers, one of {', '.join(presets())}")
+    rule("--shape", type=shape,
+         help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule; or 8 "
+              "with --feed_forward")
     for part in PARTS:
         add(f"--{part}", type=layer_list, help="layers such as 0-3 or 0,2,5-7; '' for none")
     add("--feed_forward", action="store_true",
-        help="a model without recurrent block: all layers, or those of the other flags in a row")
+        help="make a model without a recurrent block: of all layers, or of those that the other "
+             "flags choose, in a row")
     add = how.add_argument
     add("--untie", action="store_true",
-        help="with --feed_forward: where the embeddings also serve as the head, give the head a "
-             "copy of its own")
+        help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
     add("--adapter", choices=ADAPTERS,
-        help="how the loop's state s and the prelude's output e are joined: linear (default), a "
+        help="how the loop's state s and the prelude's output e are merged: linear (default), a "
              "matrix on both; or add, s + e")
     add("--adapter_init", choices=["identity", "torch"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; torch: the default of torch's Linear, as in the paper")
     add("--mean_recurrence", type=positive,
-        help="the result's default r (the released models' config.json always says 32)")
+        help="default r of OUT; set it for released models, whose config.json always says 32")
     add = output.add_argument
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
-    add("--verify", action="store_true", help="compare the logits of SRC's layers and of OUT")
+    add("--verify", action="store_true",
+        help="check that OUT has exactly the logits of the layers of SRC that it keeps")
     args = parser.parse_args()
     if args.src == "-" and not args.preset:
-        parser.error("without a checkpoint it takes a --preset")
+        parser.error("SRC - needs a --preset")
     if args.out and args.out.exists():
-        raise UserError(f"{args.out}: exists already: choose another OUT")
+        raise UserError(f"{args.out} exists already. Choose another OUT")
     return args
 
 
@@ -782,18 +891,20 @@ def main():
         write_json(args.out / "config.json", {"model_type": "loopgraft", **vars(result.config)})
         return
     model = build(result, args.adapter_init)
-    with whole(args.out) as folder:
+    with write_atomically(args.out) as folder:
         if args.export:
             export(model, folder)
         else:
             model.save(folder)
         copy_text_files(source, folder, result.config)
         if args.export and source.tokenizer:
-            export_tokenizer(source.tokenizer, folder)
+            write_tokenizer_config(source.tokenizer, folder)
         if layers and not args.export:
-            base_model = None if Path(args.src).exists() else args.src.partition("@")[0]
+            base_model = None
+            if not Path(args.src).exists():  # a hub id; a path would mean nothing to others
+                base_model, _, _ = args.src.partition("@")
             write_json(folder / "surgery.json", {"base_model": base_model, "layers": layers})
-        if (folder / "modeling_loopgraft.py").exists():
+        if (folder / "modeling_loopgraft.py").exists():  # exported with our code for transformers
             write_card(folder, result.config, source)
         if args.export:
             compare_export(model, folder)

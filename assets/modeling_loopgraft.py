@@ -1,5 +1,6 @@
 """
 A depth-recurrent Llama or OLMo-2 for transformers 5 (and 4.57), exported by loopgraft.
+
     e   = prelude(embed(ids))             a few ordinary layers, once
     s   = core(adapter([s, e]))           num_steps times, from noise, with the same weights
     out = head(norm(coda(s)))             a few ordinary layers, once
@@ -9,8 +10,9 @@ A depth-recurrent Llama or OLMo-2 for transformers 5 (and 4.57), exported by loo
     ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), num_steps=16)
 
 from_pretrained(FOLDER, mean_recurrence=16) sets the default of num_steps. Tensors and config keys
-have the names of the released Recurrent-* models (2511.07384). The residual stream stays float32.
-vLLM runs it by its Transformers backend, which reads and rewrites some of this source: README.md.
+have the names of the released Recurrent-* models (arXiv 2511.07384). The residual stream stays
+float32. vLLM runs the model through its Transformers backend, which parses and rewrites some of
+this source (README.md has the command).
 """
 import inspect
 import math
@@ -25,27 +27,39 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import can_return_tuple
 
-NEEDS_COLUMNS = "cache_position" in inspect.signature(create_causal_mask).parameters  # before 5.6
+# Whether create_causal_mask() wants the new tokens' columns in a cache: true before 5.6.
+NEEDS_COLUMNS = "cache_position" in inspect.signature(create_causal_mask).parameters
 
 
 class LoopgraftConfig(PretrainedConfig):
-    """config.json; below is what it may lack."""
+    """The content of config.json. The fields below have defaults, since a file may lack them."""
     model_type = "huginn_raven"
-    attribute_map = {"hidden_size": "n_embd", "num_attention_heads": "n_heads",
-                     "tie_word_embeddings": "tie_embeddings"}
-    base_model_tp_plan = {"*.attn.proj": "rowwise", "*.mlp.fc": "colwise_gather_output",
-                          "*.mlp.proj": "rowwise_split_input"}  # vLLM finds Wqkv by itself
-    has_no_defaults_at_init = True    # sizes are config.json's
+    attribute_map = {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_heads",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+    base_model_tp_plan = {  # for tensor parallelism in vLLM, which finds Wqkv by itself
+        "*.attn.proj": "rowwise",
+        "*.mlp.fc": "colwise_gather_output",
+        "*.mlp.proj": "rowwise_split_input",
+    }
+    has_no_defaults_at_init = True    # sizes have no defaults; config.json has them
     norm: str = "pre"                 # pre: Llama; post: OLMo-2, with norms on q and k
     head_norm: bool = False           # Qwen3: a norm on each head of q and of k
     qkv_bias: bool = False            # Qwen2: biases on q, k and v
     rope_scaling: dict | None = None  # the "llama3" scaling
     tie_embeddings: bool = False
-    noise_seed: int = 0               # of the initial state
-    bos_token_id = eos_token_id = pad_token_id = None
+    noise_seed: int = 0               # seed of the initial state
+    bos_token_id = None
+    eos_token_id = None
+    pad_token_id = None
 
     def slots(self, r):
-        """How many slots a cache has: one for each layer of each recurrence."""
+        """
+        The number of slots of a cache: one for each layer of prelude and coda, and one for each
+        core layer of each recurrence.
+        """
         return (self.n_layers_in_prelude + r * self.n_layers_in_recurrent_block
                 + self.n_layers_in_coda)
 
@@ -55,11 +69,13 @@ class LoopgraftConfig(PretrainedConfig):
 
     @num_hidden_layers.setter
     def num_hidden_layers(self, value):
-        pass  # it follows from mean_recurrence, whatever config.json says
+        pass  # mean_recurrence decides, whatever config.json says
 
     def to_dict(self):
         return super().to_dict() | {"num_hidden_layers": self.num_hidden_layers}
 
+
+# RMSNorm, mix() and normal() are copies of those in loopgraft's model.py. They change together.
 
 class RMSNorm(nn.RMSNorm):
     """Normalise in float32, cast to the weights' dtype, then scale: the order that Llama has."""
@@ -83,7 +99,10 @@ def mix(x):
 
 
 def normal(seed, row, position, C):
-    """Normal numbers (..., C), cut at 3 std, a function of (seed, row, position, channel) alone."""
+    """
+    Normal numbers (..., C), truncated at 3 standard deviations. A number depends on the seed, the
+    row, the position and the channel alone. row and position: int64, (...).
+    """
     key = mix(mix(mix(seed) + row) + position)
     bits = mix(key[..., None] + torch.arange(C, device=key.device))
     edge = math.erf(3 / math.sqrt(2))  # within 3 std
@@ -92,12 +111,13 @@ def normal(seed, row, position, C):
 
 
 def rope_table(config, position_ids):
-    """cos and sin, each (B, T, head_dim) float32, of positions (B, T)."""
+    """Return cos and sin, each (B, T, head_dim) float32, for positions (B, T)."""
     pairs = torch.arange(0, config.head_dim, 2, device=position_ids.device)
     f = 1.0 / config.rope_theta ** (pairs.float() / config.head_dim)
     scaling = config.rope_scaling
-    if scaling:  # Llama-3.1 stretches long wavelengths, with a smooth band between long and short
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if scaling:  # Llama 3.1 stretches long wavelengths, keeps short ones, and blends in between
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * f / (2 * torch.pi)
         smooth = ((turns - low) / (high - low)).clamp(0, 1)
         f = f * (smooth + (1 - smooth) / scaling["factor"])
@@ -106,7 +126,10 @@ def rope_table(config, position_ids):
 
 
 class Slot(nn.Module):
-    """Attention without weights. vLLM reads this source, and wants one for each slot of a cache."""
+    """
+    Attention without weights, for one slot of a cache. vLLM, which reads this source, wants such an
+    object for each slot.
+    """
 
     def __init__(self, config, layer_idx=0):
         super().__init__()
@@ -138,23 +161,30 @@ class Attention(Slot):
             self.k_norm = RMSNorm(self.kv, config.norm_eps)
 
     def forward(self, x, rope, mask, past_key_values, number, slot, columns, **rest):
-        # The sizes stand here one by one for vLLM, which replaces them by those of a worker.
+        # vLLM replaces these three sizes by those of a tensor-parallel worker, so they are spelled
+        # out.
         q, k, v = self.Wqkv(x).split((self.q, self.kv, self.kv), dim=-1)
         if self.config.norm == "post":
             if q.shape[-1] < self.q:
-                raise ValueError("tensor parallel: OLMo-2 normalises heads of all workers together")
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+                raise ValueError("tensor parallelism is not supported for OLMo-2, whose norms "
+                                 "cover the heads of all workers")
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
+        k = k.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.config.head_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary_pos_emb(q, k, *(t.type_as(q) for t in rope))
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        cos, sin = (t.type_as(q) for t in rope)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, number, columns)
-        if slot is None:  # one object serves all slots
+        if slot is None:  # outside vLLM one object serves all slots
             slot = self
-            slot.layer_idx = number  # a paged cache looks for it here
+            slot.layer_idx = number  # a paged cache reads the number from here
         y = Slot.forward(slot, q, k, v, mask, **rest)
-        return self.proj(y.reshape(*x.shape[:-1], -1))  # vLLM's lacks the batch
+        return self.proj(y.reshape(*x.shape[:-1], -1))  # in vLLM y has no batch dimension
 
 
 class MLP(nn.Module):
@@ -190,95 +220,134 @@ class Block(GradientCheckpointingLayer):
 
 class LoopgraftBase(PreTrainedModel):
     config_class = LoopgraftConfig
-    base_model_prefix, _input_embed_layer = "transformer", "wte"
-    supports_gradient_checkpointing = _supports_attention_backend = True
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
-    _no_split_modules, _skip_keys_device_placement = ["Block"], ["past_key_values"]
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "wte"
+    _no_split_modules = ["Block"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
 
 
 class LoopgraftModel(LoopgraftBase):
-    """All but the head."""
+    """Everything but the head."""
 
     def __init__(self, config):
         super().__init__(config)
         if config.norm not in ("pre", "post") or config.qk_bias:
-            raise ValueError("only Llama, Qwen and OLMo-2 blocks: load Huginn with its own code")
-        C, P, R = config.n_embd, config.n_layers_in_prelude, config.n_layers_in_recurrent_block
+            raise ValueError("this code has the blocks of Llama, Qwen and OLMo-2 only. Load Huginn "
+                             "with its own code")
+
+        def blocks(count):
+            return nn.ModuleList(Block(config) for _ in range(count))
+
+        C = config.n_embd
         self.wte = nn.Embedding(config.vocab_size, C)
-        self.prelude = nn.ModuleList(Block(config) for _ in range(P))
-        self.core_block = nn.ModuleList(Block(config) for _ in range(R))
-        self.coda = nn.ModuleList(Block(config) for _ in range(config.n_layers_in_coda))
+        self.prelude = blocks(config.n_layers_in_prelude)
+        self.core_block = blocks(config.n_layers_in_recurrent_block)
+        self.coda = blocks(config.n_layers_in_coda)
         self.ln_f = RMSNorm(C, config.norm_eps)
         if config.injection_type not in ("linear", "add"):
-            raise ValueError(f"injection_type {config.injection_type!r} is not known")
-        if config.injection_type == "linear":  # else they are added
+            raise ValueError(f"injection_type = {config.injection_type!r} is not supported, only "
+                             "'linear' and 'add'")
+        if config.injection_type == "linear":  # "add" needs no weights
             self.adapter = nn.Linear(2 * C, C, bias=False)
         slots = config.num_hidden_layers if config._attn_implementation == "vllm" else 0
         self.slots = nn.ModuleList(Slot(config, number) for number in range(slots))
         self.post_init()
 
     def draw_state(self, e, position_ids):
-        """s_0 (B, T, C): a function of the seed and the position. Training draws it anew."""
-        position_ids = position_ids.long().expand(len(e), -1)  # mix() overflows 32 bits
-        seed, row = self.config.noise_seed, torch.zeros_like(position_ids)
+        """
+        Return the initial state s_0 (B, T, C) for e (B, T, C) at position_ids (B or 1, T). It is a
+        function of config.noise_seed and the position; in training it is drawn anew.
+        """
+        B, _, C = e.shape
+        position_ids = position_ids.long().expand(B, -1)  # mix() would overflow 32 bits
+        seed = self.config.noise_seed
+        row = torch.zeros_like(position_ids)
         if self.training:
             seed = torch.randint(2**31, ()).item()
-            row = row + torch.arange(len(e), device=e.device)[:, None]
-        return self.config.init_values["std"] * normal(seed, row, position_ids, e.shape[-1])
+            row = row + torch.arange(B, device=e.device)[:, None]
+        return self.config.init_values["std"] * normal(seed, row, position_ids, C)
 
     def split_steps(self, num_steps):
-        """num_steps as forward() takes it -> (n, k)."""
-        steps = self.config.mean_recurrence if num_steps is None else num_steps
+        """Return num_steps, in any form that forward() takes, as (n, k)."""
+        steps = num_steps
+        if steps is None:
+            steps = self.config.mean_recurrence
         if torch.is_tensor(steps):
             steps = steps.squeeze().tolist()
         if isinstance(steps, int):
             k = min(steps, self.config.mean_backprop_depth)
-            steps = steps - k, k
-        if min(steps) < 0:
-            raise ValueError(f"{num_steps=}: a number of recurrences is 0 or more")
-        return steps
+            n = steps - k
+        else:
+            n, k = steps
+        if n < 0 or k < 0:
+            raise ValueError(f"{num_steps=}: the number of recurrences must not be negative")
+        return n, k
 
-    @can_return_tuple
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-                inputs_embeds=None, use_cache=False, num_steps=None, initial_state=None,
-                output_hidden_states=None, **rest):
-        """The head's input (B, T, C). See LoopgraftForCausalLM."""
-        c = self.config
-        n, k = self.split_steps(num_steps)
-        if output_hidden_states is None:
-            output_hidden_states = c.output_hidden_states
-        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        x = x.float() * c.init_values["embed_scale"]
-        T, seen = x.shape[1], 0
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+    def attention_inputs(self, x, attention_mask, position_ids, past_key_values):
+        """
+        Return what attention needs besides x (B, T, C): the positions (B or 1, T), and a dict of
+        arguments that are the same for every block.
+        """
+        T = x.shape[1]
+        seen = 0
         if past_key_values is not None:
             seen = past_key_values.get_seq_length()
-            if len(past_key_values) not in (0, c.slots(n + k)):
-                raise ValueError(f"num_steps={n + k}: the cache was made for another r")
         columns = torch.arange(T, device=x.device) + seen
         if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
             position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -T:]
         elif position_ids is None:
             position_ids = columns[None]
-        more = {"cache_position": columns} if NEEDS_COLUMNS else {}
-        mask = create_causal_mask(c, x, attention_mask, past_key_values=past_key_values,
-                                  position_ids=position_ids, **more)
-        columns = {"cache_position": columns}  # which a static cache of 4.57 needs
-        shared = {"mask": mask, "past_key_values": past_key_values, "columns": columns,
-                  "rope": rope_table(c, position_ids)}
-        P, R = len(self.prelude), len(self.core_block)
+        for_cache = {"cache_position": columns}  # a static cache of 4.57 needs it
+        for_mask = for_cache if NEEDS_COLUMNS else {}
+        mask = create_causal_mask(self.config, x, attention_mask, past_key_values=past_key_values,
+                                  position_ids=position_ids, **for_mask)
+        return position_ids, {
+            "rope": rope_table(self.config, position_ids),
+            "mask": mask,
+            "past_key_values": past_key_values,
+            "columns": for_cache,
+        }
+
+    @can_return_tuple
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                inputs_embeds=None, use_cache=False, num_steps=None, initial_state=None,
+                output_hidden_states=None, **rest):
+        """Return the head's input (B, T, C). For the arguments see LoopgraftForCausalLM."""
+        c = self.config
+        n, k = self.split_steps(num_steps)
+        r = n + k
+        if output_hidden_states is None:
+            output_hidden_states = c.output_hidden_states
+        x = inputs_embeds
+        if x is None:
+            x = self.wte(input_ids)
+        x = x.float() * c.init_values["embed_scale"]
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        if past_key_values is not None and len(past_key_values) not in (0, c.slots(r)):
+            raise ValueError(f"num_steps={r}, but the cache was made for another r")
+        position_ids, shared = self.attention_inputs(
+            x, attention_mask, position_ids, past_key_values)
 
         def run(blocks, first, x):
+            """x (B, T, C) through blocks whose slots in the cache begin at `first`."""
             for number, block in enumerate(blocks, first):
                 slot = self.slots[number] if self.slots else None
                 x = block(x, number=number, slot=slot, **shared, **rest)
             return x
 
         e = run(self.prelude, 0, x)
-        s = self.draw_state(e, position_ids) if initial_state is None else initial_state
-        states = [s] if output_hidden_states else None
-        for i in range(n + k):
+        s = initial_state
+        if s is None:
+            s = self.draw_state(e, position_ids)
+        states = [s]
+        first = len(self.prelude)
+        for i in range(r):
             with torch.set_grad_enabled(torch.is_grad_enabled() and i >= n):
                 s = s.to(e.device)  # a device_map may have put the core's last layer elsewhere
                 if c.injection_type == "linear":
@@ -286,11 +355,16 @@ class LoopgraftModel(LoopgraftBase):
                     x = self.adapter(x).float()
                 else:
                     x = s + e
-                s = run(self.core_block, P + i * R, x)
+                s = run(self.core_block, first, x)
+            first += len(self.core_block)
             if output_hidden_states:
                 states.append(s)
-        x = self.ln_f(run(self.coda, P + (n + k) * R, s))
-        return BaseModelOutputWithPast(x, past_key_values, states and tuple(states))
+        x = self.ln_f(run(self.coda, first, s))
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=tuple(states) if output_hidden_states else None,
+        )
 
 
 class LoopgraftForCausalLM(LoopgraftBase, GenerationMixin):
@@ -303,30 +377,52 @@ class LoopgraftForCausalLM(LoopgraftBase, GenerationMixin):
         self.post_init()
 
     def generate(self, *args, num_steps=None, **kwargs):
-        """All caches are made for r = num_steps. An assistant keeps its config.mean_recurrence."""
-        c, before = self.config, self.config.mean_recurrence
-        c.mean_recurrence = sum(self.transformer.split_steps(num_steps))
+        """
+        As GenerationMixin.generate(), at r = num_steps. transformers sizes caches by the config, so
+        config.mean_recurrence is changed during the call. An assistant model runs at its own
+        config.mean_recurrence.
+        """
+        before = self.config.mean_recurrence
+        n, k = self.transformer.split_steps(num_steps)
+        self.config.mean_recurrence = n + k
         try:
             return super().generate(*args, **kwargs)
         finally:
-            c.mean_recurrence = before
+            self.config.mean_recurrence = before
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
                 inputs_embeds=None, labels=None, use_cache=False, logits_to_keep=0, num_steps=None,
                 initial_state=None, output_hidden_states=None, **rest):
         """
-        As LlamaForCausalLM; the logits (B, T, V) are float32. num_steps: r, of which the last
-        config.mean_backprop_depth recurrences carry gradient, or (n, k), n recurrences without and
-        k with; an int, a tuple or a tensor. A cache belongs to one r. initial_state: s_0 (B, T, C),
-        by default draw_state()'s. hidden_states: s_0 and each recurrence's state, r + 1 of them.
+        Like LlamaForCausalLM, with logits (B, T, V) in float32. num_steps: r, of which the last
+        config.mean_backprop_depth recurrences carry gradient, or (n, k), n recurrences without
+        gradient and k with; an int, a tuple or a tensor. A cache belongs to one r. initial_state:
+        s_0 (B, T, C), by default that of draw_state(). In the output, hidden_states are s_0 and the
+        state after each recurrence, r + 1 in all.
         """
-        out = self.transformer(input_ids, attention_mask, position_ids, past_key_values,
-                               inputs_embeds, use_cache, num_steps, initial_state,
-                               output_hidden_states, **rest)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, kept]).float()  # 0 keeps all
+        out = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            num_steps=num_steps,
+            initial_state=initial_state,
+            output_hidden_states=output_hidden_states,
+            **rest,
+        )
+        kept = logits_to_keep
+        if isinstance(kept, int):
+            kept = slice(-kept, None)  # 0 keeps all
+        logits = self.lm_head(out.last_hidden_state[:, kept]).float()
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **rest)
-        return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+        )

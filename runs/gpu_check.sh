@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Does loopgraft do on this GPU what it does on the CPU, and how fast? It takes 10 to 15 minutes on
-# one card by estimate: no GPU has run it. A part takes at most 8, for a card that is borrowed.
-# Without a card it plays the same steps on the CPU, at a small shape. It needs requirements.txt and
-# no network. Please paste the JSON at the end into an issue.
+# Check that loopgraft does on this GPU what it does on the CPU, and measure how fast. This has not
+# run on a GPU yet. We estimate 10 to 15 minutes in all, and at most 8 minutes for each --part, in
+# case you have a GPU only for a short time. Without a GPU the same steps run on the CPU, with a
+# small model. It needs the packages of requirements.txt and no network. Please paste the JSON of
+# its last line into an issue.
 #
 #   bash runs/gpu_check.sh [--part correct | train | speed | decode]
 set -euo pipefail

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# The same road with a real pretrained checkpoint: a Llama of 260K parameters that writes children's
-# stories (karpathy/tinyllamas, in Hugging Face layout), retrofitted on the text of GSM8K.
+# The pipeline of tiny.sh with a real pretrained checkpoint: a Llama of 260K parameters that writes
+# children's stories (stories260K of karpathy/tinyllamas), retrofitted on the text of GSM8K.
 #
 #   bash runs/stories260K.sh FOLDER [GSM8K]
 #
-# FOLDER holds config.json, model.safetensors and tokenizer.model; GSM8K holds train.jsonl and
-# test.jsonl (default: FOLDER/../gsm8k). It takes about 13 minutes on a CPU. The model is tiny and
-# will score about zero. It shows that every part works on a real checkpoint with its own tokenizer.
+# FOLDER holds the model, converted to Hugging Face layout: config.json, model.safetensors and
+# tokenizer.model. GSM8K (default: FOLDER/../gsm8k) holds train.jsonl and test.jsonl, which are in
+# github.com/openai/grade-school-math. Neither is part of this repository.
+#
+# It takes about 13 minutes on one core of a CPU. The model is tiny and will score about zero; the
+# script shows that every part works on a real checkpoint with its own tokenizer.
 set -euo pipefail
 if [[ ${1:-} == --help ]]; then sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit; fi
 [[ $# -ge 1 ]] || { echo "usage: bash runs/stories260K.sh FOLDER [GSM8K]" >&2; exit 2; }

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The whole paper on a procedural corpus, on a CPU, without a download: pretrain an ordinary Llama,
-# cut it into prelude, recurrent block and coda, heal it, teach it to recur, and compare it with its
-# parent at equal tokens and at equal training FLOPs.
+# The paper's pipeline on a procedural corpus, on a CPU, with nothing to download: pretrain an
+# ordinary Llama, cut it into prelude, recurrent block and coda, heal it, teach it a task, and
+# compare it with its parent at equal tokens and at equal training FLOPs.
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# It takes 4 to 9 minutes on 2 idle cores. --quick plays every stage in about a minute, too short
-# to learn. Everything goes to out/tiny, with --quick to out/tiny-quick, with --seed 5 to
-# out/tiny-seed5. A run that was stopped continues with the same command; `rm -rf out/tiny` starts
-# over. On a machine that is busy with other work, two threads wait for each other, and one is
-# many times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh.
+# It takes 4 to 9 minutes on 2 idle cores. --quick runs every stage in about a minute, which is too
+# short to learn anything. Everything goes to out/tiny, with --quick to out/tiny-quick, with
+# --seed 5 to out/tiny-seed5. The same command resumes a run that was stopped; `rm -rf out/tiny`
+# starts over. On a busy machine two threads keep waiting for each other, so a single thread is many
+# times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 quick='' seed=''
@@ -26,8 +26,8 @@ out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
 heal=100 task=400  # updates
 if [[ $quick ]]; then heal=4 task=6; fi
-# Training is in bfloat16 where the processor has it (a third faster on an AMD EPYC), else in float32.
-# Intel's without AMX are slower in it (runs/README.md). All scores are in float32.
+# Training is in bfloat16 where the processor has it, otherwise in float32. Intel processors without
+# AMX are slower in bfloat16 than in float32 (runs/README.md). All evaluations are in float32.
 dtype=float32
 if grep -qs bf16 /proc/cpuinfo; then dtype=bfloat16; fi
 if grep -qs GenuineIntel /proc/cpuinfo && ! grep -qs amx_bf16 /proc/cpuinfo; then dtype=float32; fi
@@ -43,7 +43,7 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
     python train.py --config=config/tiny_"$config".toml --seed="${seed:-0}" --out_dir=$out/"$name" \
         --dtype=$dtype ${quick:+--compile=false} "$@"
 }
-score() {  # score NAME: what the model in $out/NAME answers at r = 1 to 32
+score() {  # score NAME: evaluate the model in $out/NAME at r = 1 to 32
     local test
     for test in test test18; do
         python eval_gsm8k.py --model $out/"$1" --data $out/data/$test.jsonl \
@@ -54,22 +54,22 @@ score() {  # score NAME: what the model in $out/NAME answers at r = 1 to 32
 }
 
 if [[ ! $quick ]]; then
-    echo "4 to 9 minutes on 2 idle cores. If others use them, stop this (ctrl-C) and type"
+    echo "This takes 4 to 9 minutes on 2 idle cores. If others use them, stop it (Ctrl-C) and run"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('matplotlib'))" ||
-    echo "For a picture at the end: pip install matplotlib. Without it the numbers are printed."
+    echo "For a plot at the end: pip install matplotlib. Without it only the numbers are printed."
 
 stage "1. Make the corpus" "10 s" \
-"Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. 'so' asks for
-its last digit. Each sentence needs the one before it. Training asks about stories of up to 5
-sentences."
+"Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. Each 'so' asks
+for the last digit of the count, so each answer depends on the one before. No training question has
+more than 5 sentences."
 python runs/tiny_corpus.py --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "1 minute" \
-"The parent, which stands for a model that one would download. It reads worked stories of up to 11
-sentences, in which every answer stands before the next sentence, and stories of 3 sentences without
-answers, which it has to give."
+"The parent, which stands in for a model that you would download. It is trained on worked stories of
+up to 11 sentences, with the answer written out after each sentence, and on stories of 3 sentences
+whose answers it has to predict."
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=8}
 
 stage "3. Surgery" "5 s" \
@@ -78,14 +78,14 @@ stage "3. Surgery" "5 s" \
     python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 
 stage "4. Heal, then teach the task" "1 to 2 minutes" \
-"Pretraining goes on for a moment, to make up for the lost layers. Then the model has to answer
-stories of 3, 4 and 5 sentences, while the mean number of recurrences r rises from 1 to 8."
+"A little more pretraining makes up for the lost layers. Then the model learns to answer stories of
+3, 4 and 5 sentences, while the mean number of recurrences, r, rises from 1 to 8."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
 train task task --data=$out/data/task --init_from=$out/heal --updates=$task
 
-stage "5. Teach the same task to the untouched parent" "2 to 3 minutes" \
-"Two baselines of fixed depth. One trains on as many tokens as the looped model since its surgery,
-the other for as many FLOPs."
+stage "5. Teach the same task to the unmodified parent" "2 to 3 minutes" \
+"Two baselines of fixed depth. One trains on as many tokens as the looped model has seen since its
+surgery, the other for as many FLOPs as that model has spent since then."
 updates=$(python -c "
 import json
 from model import find_checkpoint
@@ -94,19 +94,19 @@ print(round(run['tokens'] / run['config']['batch_size'] / run['config']['context
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --updates=$updates
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --flops_of=$out/task
 
-stage "6. Ask all three" "40 s" \
-"Questions of up to 12 sentences, and of 18. Training asks none of more than 5."
+stage "6. Evaluate all three" "40 s" \
+"Questions of up to 12 sentences, and of 18. No training question has more than 5."
 for model in task parent_tokens parent_flops; do score $model; done
 
-outcome="Training asked about stories of up to 5 sentences. The same weights answer longer ones the more
-often they loop, and their parent, of fixed depth, does not. Pretraining also read worked stories of
-up to 11 sentences, but in these every answer stands before the next sentence."
+outcome="No training question has more than 5 sentences. Compare how far beyond that the looped
+model gets at each r, and how far its parent gets, whose depth is fixed. Pretraining also read
+worked stories of up to 11 sentences, but with every answer written out."
 if [[ $quick ]]; then
-    outcome="Every stage works. The numbers below mean nothing, since --quick is too short to learn."
+    outcome="Every stage works. The numbers below mean nothing: --quick is too short to learn."
 fi
 stage "What came out" "5 s" "$outcome"
 python runs/study/lengths.py $out
 echo "A question of 9 sentences at r = 1, 4 and 32. The right answer is 9:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
     "has 7 so gets 2 so times 2 so gets 1 so gets 3 so loses 4 so times 3 so loses 2 so loses 3 so"
-echo "Your own: python sample.py --model $out/task --interactive --tokens 1"
+echo "Ask your own questions: python sample.py --model $out/task --interactive --tokens 1"

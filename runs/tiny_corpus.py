@@ -1,27 +1,30 @@
 """
-Make the corpus of tiny.sh and of the study, in a few seconds and without a download. Its two tasks
-need depth: stories, a running count, and products in the group S5.
+Make the corpus of tiny.sh and of the study, in a few seconds and without a download. It has two
+tasks that need depth: stories, which are running counts, and products in the group S5.
 
     python runs/tiny_corpus.py --out out/tiny/data
     python runs/tiny_corpus.py --out out/s5/data --task s5
 
-Each sentence of a story needs all before it, so a model that is shallower than the story must reuse
-its layers. The word `so` asks what a story has come to. "stories" is a running count: the answer to
-`has 7 so loses 4 so times 3 so` is 9. "s5" multiplies permutations: `a so d so c so`. OUT gets two
-data sets, with several stories in each row, and two files of questions:
+Each sentence of a story depends on all before it, so a model that is shallower than the story must
+reuse its layers. The word `so` asks for the result so far. In "stories", that is the last digit of
+a count: the answers to `has 7 so loses 4 so times 3 so` are 7, 3 and 9. In "s5", it is a product of
+permutations: the answers to `a so d so c so` are 23514, 12534 and 42315. OUT gets two data sets,
+with several stories in each row, and two files of questions:
 
-    pretrain        Every other row holds two worked stories, 12 sentences in all, in which each
-                    answer stands before the next sentence. The rows between them hold five stories
-                    of 3 sentences without the answers, which are the targets instead.
-    task            Each row holds three stories of 3, 4 and 5 sentences in random order (s5: 3, 5
-                    and 8 letters), again with the answers as targets. A validation row holds a
-                    story of 8 sentences (s5: 11 letters), with loss on its last 3 answers only,
-                    and two short stories without loss.
+    pretrain        Every other row holds two worked stories of 12 sentences in total, with the
+                    answer written out after each sentence. The rows in between hold five stories of
+                    3 sentences, in which the answers are not part of the text but are the targets.
+    task            Each row holds three stories, of 3, 4 and 5 sentences in random order (s5: 3, 5
+                    and 8 letters), again with the answers as targets only. A validation row holds a
+                    story of 8 sentences (s5: 11 letters) of which only the last 3 answers count,
+                    and two short stories that do not count.
     test.jsonl      100 questions of each length from 1 to 12 sentences
     test18.jsonl    300 questions of 18 sentences
 
 So no training story without its answers is longer than 5 sentences (s5: 8 letters). Worked stories
-are, but none of them begins with a test question of more than 5 sentences (s5: 8 letters).
+are longer, but none of them starts with a test question of more than 5 sentences (s5: 8 letters).
+Shorter test questions may also occur in training. Another --seed makes another corpus, with other
+test questions.
 """
 import itertools
 import json
@@ -34,8 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import (Parser, check_settings, cli, natural, opening, positive, read_json, whole,
-                    write_json)
+from common import (Parser, check_settings, cli, natural, opening, positive, read_json,
+                    write_atomically, write_json)
 from data import write_shard
 
 SENTENCES = 12  # of a worked row, and the longest questions of test.jsonl
@@ -43,10 +46,10 @@ VAL_ROWS = 1024  # of each data set
 
 
 class Task(NamedTuple):
-    words: list     # of the vocabulary; with "<s>", every story begins with it
-    step: Callable  # (state, draw below 60) -> words of a sentence, state after it, its answer
-    lengths: tuple  # of the stories in a training row, in sentences, the longest first
-    prompt: str     # a sample
+    words: list     # the vocabulary; if it has "<s>", every story begins with that
+    step: Callable  # (state, number below 60) -> words of a sentence, state after it: the answer
+    lengths: tuple  # sentences of each story in a training row, the longest first
+    prompt: str     # an example, for sample.py and for model cards
 
 
 # ----------------------------------------------------------------------------------- two tasks
@@ -67,9 +70,9 @@ FACTORS = dict(a="23514", b="31542", c="52413", d="41325")
 
 def multiply(product, draw):
     """
-    A product in S5: a d c -> 24153. The group is not solvable, so no shortcut of fixed depth is
-    known (2503.03961). Stories begin with <s>: without it d d looks like d, since attention averages
-    equal words.
+    A product in S5: a d c -> 42315. The group is not solvable, so no shortcut of fixed depth is
+    known (arXiv 2503.03961). Stories begin with <s>, because without it d d would look like d:
+    attention averages over equal words.
     """
     letter = "abcd"[draw % 4]
     return [letter], "".join((product or "12345")[int(i) - 1] for i in FACTORS[letter])
@@ -96,13 +99,13 @@ def make_story(step, rng, length):
 
 
 def worked(story):
-    """`has 3 so 3 loses 4 so 9 </s>`, a document that says each answer: [(word, target), ...]"""
+    """`has 3 so 3 loses 4 so 9 </s>`, with every answer written out, as [(word, target), ...]"""
     words = [*itertools.chain(*story), "</s>"]
     return list(itertools.zip_longest(words, words[1:]))
 
 
 def direct(story, first=1):
-    """`has 3 so loses 4 so </s>`; the answers of sentence number `first` and later are targets."""
+    """`has 3 so loses 4 so </s>`; the answers from sentence number `first` on are targets only."""
     document = []
     for number, (*words, so, answer) in enumerate(story, 1):
         document += [(word, None) for word in words]
@@ -110,30 +113,30 @@ def direct(story, first=1):
     return [*document, ("</s>", None)]
 
 
-# All rows of a data set are equally long. A row is a list of documents.
+# A row is a list of documents. All rows of a data set have the same number of tokens.
 
 def story_pair(step, rng):
-    """Two stories that have SENTENCES sentences together."""
+    """Two stories that have SENTENCES sentences in total."""
     n = rng.integers(1, SENTENCES)
     return [make_story(step, rng, n), make_story(step, rng, SENTENCES - n)]
 
 
 def pretrain_rows(pairs, step, rng):
-    """Yields two rows for each pair: its stories with answers, and five that ask for three each."""
+    """Yield two rows per pair: its stories, worked, then five stories of 3 sentences, direct."""
     for pair in pairs:
         yield [worked(story) for story in pair]
         yield [direct(make_story(step, rng, 3)) for _ in range(5)]
 
 
 def task_row(step, rng, lengths):
-    """Stories of these lengths in random order, each asked for all of its answers."""
+    """Stories of these lengths in random order, with all of their answers as targets."""
     return [direct(make_story(step, rng, length)) for length in rng.permutation(lengths)]
 
 
 def validation_row(step, rng, lengths):
     """
-    A story that asks for its last three answers, and two without targets that make the row as long
-    as a task_row().
+    A story whose last three answers are targets, and two without targets, which make the row as
+    long as a task_row().
     """
     longest, middle, shortest = lengths
     stories = [make_story(step, rng, n) for n in (longest + 3, middle - 1, shortest - 2)]
@@ -144,8 +147,8 @@ def validation_row(step, rng, lengths):
 
 def make_tokenizer(ids):
     """
-    The tokenizer.json of {word: id}, which the tokenizers library and transformers read, too. If
-    there is a word <s>, each text begins with it.
+    The content of a tokenizer.json for {word: id}. The tokenizers library and transformers can read
+    it, too. If there is a word <s>, each text begins with it.
     """
     special = [dict(id=ids[word], content=word, special=True, single_word=False, lstrip=False,
                     rstrip=False, normalized=False) for word in ids if word in ("<s>", "</s>")]
@@ -162,7 +165,7 @@ def make_tokenizer(ids):
 
 
 def write_rows(folder, split, ids, rows):
-    """Write a split's only shard: the rows as ids -> its entry in meta.json."""
+    """Write the rows as ids, in the only shard of a split. Returns its entry in meta.json."""
     bos = [("<s>", None)] if "<s>" in ids else []
     made = []
     for document in itertools.chain.from_iterable(rows):
@@ -182,7 +185,7 @@ def write_questions(path, stories):
 
 
 def tiny(out, task="stories", seed=0, rows=50_000):
-    """Write the corpus of a task, which follows from the seed alone. rows: of each training set."""
+    """Write the corpus of a task, which depends only on the seed. rows: of each training set."""
     arguments = dict(task=task, seed=seed, rows=rows)
     if os.path.exists(out):
         earlier = read_json(f"{out}/task/meta.json")["arguments"]
@@ -195,7 +198,7 @@ def tiny(out, task="stories", seed=0, rows=50_000):
 
     pairs = {split: [story_pair(step, rng) for _ in range(n // 2)]
              for split, n in (("train", rows), ("val", VAL_ROWS))}
-    sets = {  # rows are made when they are written, which saves memory
+    sets = {  # generators: rows are made as they are written, which saves memory
         "pretrain": {
             "train": pretrain_rows(pairs["train"], step, rng),
             "val": pretrain_rows(pairs["val"], step, rng),
@@ -205,15 +208,15 @@ def tiny(out, task="stories", seed=0, rows=50_000):
             "val": (validation_row(step, rng, task.lengths) for _ in range(VAL_ROWS)),
         },
     }
-    # How worked stories begin, where that is longer than a question of training.
+    # Beginnings of worked stories that are longer than any training question.
     seen = set()
     for story in itertools.chain(*pairs["train"]):
         seen |= {tuple(story[:n]) for n in range(max(task.lengths) + 1, len(story) + 1)}
-    with whole(out) as new:
+    with write_atomically(out) as new:
         for kind, splits in sets.items():
             shards = {split: [write_rows(new / kind, split, ids, made)]
                       for split, made in splits.items()}
-            row = shards["val"][0][1] // VAL_ROWS  # tokens in one
+            row = shards["val"][0][1] // VAL_ROWS  # tokens per row
             meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row=row, shards=shards,
                         arguments=arguments, prompt=task.prompt)
             write_json(new / kind / "meta.json", meta)
@@ -237,7 +240,7 @@ def main():
     flag("--task", choices=TASKS, default="stories",
          help="a running count (stories), or products in the group S5")
     flag("--seed", type=natural, default=0, help="decides all stories, training and test (0)")
-    flag("--rows", type=positive, default=50_000, help="training rows of each data set (50,000)")
+    flag("--rows", type=positive, default=50_000, help="training rows in each data set (50,000)")
     args = parser.parse_args()
     tiny(args.out, args.task, args.seed, args.rows)
 

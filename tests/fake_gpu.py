@@ -1,9 +1,10 @@
 """
-A GPU that is none, on which test_all.py plays every script that uses one.
+A mock GPU, on which test_all.py runs every script that can use a GPU.
 
-PyTorch's fake tensors have a shape, a dtype and a device, but no numbers. They are on "cuda" here,
-refuse tensors on two devices and x[mask], whose shape only the device knows, and need no GPU. Card
-adds what else a GPU would refuse, and counts where the host waits for it.
+PyTorch's fake tensors have a shape, a dtype and a device, but no values. Here they are on "cuda",
+though this machine has none. They reject an operation on two devices, and x[mask], whose shape only
+the device would know. MockGPU rejects what else a real GPU would, and counts how often the host
+waits for it.
 """
 import functools
 import json
@@ -37,7 +38,7 @@ import train
 from model import RecurrentLM
 from helpers import ROOT, call, small, write_task
 
-# What torch for CPUs lacks for tensors on "cuda": a current device, and generators.
+# A build of torch for CPUs needs this for tensors on "cuda": a current device, and generators.
 DRIVER = """
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -57,7 +58,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<kCUDA>)
 
 
 def build_driver(folder):
-    """Build a shared library there, to be loaded before torch is: LD_PRELOAD. Returns its path."""
+    """Compile DRIVER to a shared library, which LD_PRELOAD loads before torch. Returns its path."""
     (folder / "driver.cpp").write_text(DRIVER)
     root = os.path.dirname(torch.__file__)
     subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", "driver.cpp",
@@ -66,14 +67,18 @@ def build_driver(folder):
     return str(folder / "driver.so")
 
 
-class Card(TorchDispatchMode):
+class MockGPU(TorchDispatchMode):
     """
-    Refuses a generator of another device than its tensor's, and a wait in a step that is being
-    recorded. waits: {"file.function": how often it has waited for the device}. Where it is known,
-    it answers as an H100 does: which kernel attention takes, the words of a warning.
+    Rejects a generator that is on another device than its tensors, and a wait for the device in a
+    step that is being recorded. Where the scripts depend on it, it answers like an H100: which
+    attention kernel is chosen, and the text of torch's warnings.
+
+    waits: {"script.function": how often the host has waited there for the device}.
     """
-    waits, recording, warning = Counter(), False, False
-    ours = {path.stem for path in ROOT.glob("*.py")}
+    waits = Counter()
+    recording = False
+    warning = False
+    scripts = {path.stem for path in ROOT.glob("*.py")}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -92,32 +97,33 @@ class Card(TorchDispatchMode):
         if generator and on != {generator.device.type}:
             raise RuntimeError(f"{name}: a generator of {generator.device} for tensors on {on}")
         if len(on) > 1 and not (kwargs.get("non_blocking") and hasattr(args[0], "pinned")):
-            self.wait()  # for a copy from one to the other
+            self.wait()  # a copy between host and device
         return out
 
     def read(self, t, shape=()):
-        """A tensor's numbers in this shape: 1 for what may be a count, else 0."""
+        """Values for a read on the host: 1 for whole numbers, which may be counts, else 0."""
         if t.is_cuda:
             self.wait()
         return np.full(shape, not t.is_floating_point(), int).tolist()
 
     def wait(self):
+        """Count a wait for the device under the function of our scripts that caused it."""
         assert not self.recording, "the host waits in a step that is being recorded"
         frame = sys._getframe()
-        while frame.f_back and frame.f_globals["__name__"] not in self.ours:
+        while frame.f_back and frame.f_globals["__name__"] not in self.scripts:
             frame = frame.f_back
         self.waits[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
         if self.warning:
             warnings.warn("called a synchronizing CUDA operation")
 
     def warn(self, mode):
-        """In place of torch.cuda.set_sync_debug_mode."""
+        """Replaces torch.cuda.set_sync_debug_mode."""
         self.warning = mode == "warn"
         warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect "
                       "all synchronizing operations")
 
     def kernel(self, q, k, v, mask, dropout, **_):
-        """In place of torch._fused_sdp_choice: cuDNN's takes no mask of float32's."""
+        """Replaces torch._fused_sdp_choice. Only some kernels take float32, or a mask."""
         if q.dtype == torch.float32:
             same = q.shape[1] == k.shape[1] == v.shape[1]
             return SDPBackend.EFFICIENT_ATTENTION.value if same else SDPBackend.MATH.value
@@ -128,7 +134,7 @@ class Card(TorchDispatchMode):
         return SDPBackend.EFFICIENT_ATTENTION.value
 
     def record(self, step, state):
-        """In place of torch.cuda.make_graphed_callables: a replay reads copies of the inputs."""
+        """Replaces torch.cuda.make_graphed_callables. A replay copies its inputs."""
         assert state[0].device.index == torch.cuda.current_device(), "recorded on another device"
         self.recording = True
         step(*state)
@@ -140,8 +146,11 @@ class Card(TorchDispatchMode):
         return replay
 
 
-def without_numbers(card):
-    """A FakeTensorMode, and stand-ins for what it and torch for CPUs cannot do."""
+def fake_tensors(gpu):
+    """
+    Replace what fake tensors, or a build of torch for CPUs, cannot do. Returns a FakeTensorMode, in
+    which tensors have no values.
+    """
     def load(path, device="cpu"):
         with _disable_current_modes():
             tensors = load_file(path)
@@ -154,83 +163,125 @@ def without_numbers(card):
 
     fake_tensor.FakeTensorMode.avoid_device_init = True
     fake_tensor.CONSTANT_NUMEL_LIMIT = 0  # no exception for tensors of one number
-    fake_tensor.FakeTensor.tolist = lambda t: card.read(t, t.shape)
+    fake_tensor.FakeTensor.tolist = lambda t: gpu.read(t, t.shape)
     model.load_file = train.load_file = load
     model.save_file = train.save_file = save
     RecurrentLM.to = lambda self, *to: self.fill(
         {name: t.to(*to) for name, t in self.state_dict().items()}) or self
     RecurrentLM.compile_parts = lambda self, **how: None
-    for name, value in {"is_available": True, "device_count": 1, "get_device_name": "none",
-                        "synchronize": None, "max_memory_allocated": 0,
-                        "get_device_properties": SimpleNamespace(total_memory=8e10)}.items():
-        setattr(torch.cuda, name, lambda *_, value=value: value)
+
+    def returns(value):
+        return lambda *args: value
+
+    torch.cuda.is_available = returns(True)
+    torch.cuda.device_count = returns(1)
+    torch.cuda.get_device_name = returns("none")
+    torch.cuda.synchronize = returns(None)
+    torch.cuda.max_memory_allocated = returns(0)
+    torch.cuda.get_device_properties = returns(SimpleNamespace(total_memory=8e10))
     torch.cuda.set_device = torch.accelerator.set_device_index
     torch.cuda.current_device = torch.accelerator.current_device_index
-    torch.cuda.make_graphed_callables = card.record
-    torch.cuda.set_sync_debug_mode = card.warn
-    torch._fused_sdp_choice = card.kernel
-    sample.gc = mock.MagicMock()  # half a second for each step that is recorded
+    torch.cuda.make_graphed_callables = gpu.record
+    torch.cuda.set_sync_debug_mode = gpu.warn
+    torch._fused_sdp_choice = gpu.kernel
+    sample.gc = mock.MagicMock()  # collecting takes half a second for each recorded step
     bench.DEVICE = "cuda"
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def play_training(card, found, corpus):
-    """train.py as the only rank, and as two of eight, whose collectives agree."""
-    def count(*args, log=train.log):
-        if "norm" in args[-1]:
-            found["update"] = dict(card.waits)
-        log(*args)
-        card.waits.clear()
+def run_training(gpu, found, corpus):
+    """Run train.py as the only rank, and as ranks 0 and 7 of 8, which must make the same calls."""
+    original_log = train.log
 
-    def rank(rank, world, optimizer):
-        train.RANK, train.WORLD = rank, world
+    def log(settings, progress, entry):
+        if "norm" in entry:  # the line of an update
+            waits = dict(gpu.waits)
+            assert found.setdefault("update", waits) == waits, "updates wait differently"
+        original_log(settings, progress, entry)
+        gpu.waits.clear()
+
+    def train_as(rank, world, optimizer):
+        """Returns the collectives that a rank called, and how many messages it sent or received."""
+        train.RANK = rank
+        train.WORLD = world
         train.dist = muon.dist = mock.MagicMock(HashStore=dist.HashStore)
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
-        train.dist.all_gather_object = lambda found, mine: found.__setitem__(0, mine)
-        call("train", "--data", f"{corpus}/task", f"--out_dir={rank}of{world}",
-             f"--optimizer={optimizer}", *"--updates=2 --batch_size=8 --context=39 --n_prelude=1 "
-             "--n_core=1 --n_coda=1 --eval_rows=8 --mean_recurrence=2 --backprop_depth=1 "
-             "--curriculum=none --eval_steps=1 --recurrence_sampler=fixed --compile=false".split())
-        calls = [call for call in train.dist.mock_calls
-                 if "init" not in call[0] and call[0] != "PrefixStore"]
-        direct = [call for call in calls if call[0] in ("send", "recv") and call.args[1] in (0, 7)]
-        return [str(call) for call in calls if call[0] not in ("send", "recv")], len(direct)
+        train.dist.all_gather_object = lambda objects, mine: objects.__setitem__(0, mine)
+        flags = ("--updates=2 --batch_size=8 --context=39 --n_prelude=1 --n_core=1 --n_coda=1 "
+                 "--eval_rows=8 --mean_recurrence=2 --backprop_depth=1 --curriculum=none "
+                 "--eval_steps=1 --recurrence_sampler=fixed --compile=false")
+        call("train", f"--data={corpus}/task", f"--out_dir={rank}of{world}",
+             f"--optimizer={optimizer}", *flags.split())
+        collectives = []
+        messages = 0  # between ranks 0 and 7
+        for made in train.dist.mock_calls:
+            name, args, _ = made
+            if name in ("send", "recv"):
+                _, peer = args
+                messages += peer in (0, 7)
+            elif "init" not in name and name != "PrefixStore":
+                collectives.append(str(made))
+        return collectives, messages
 
-    train.log = count
-    rank(0, 1, "adamw*")
-    first, received = rank(0, 8, "muon")
-    last, sent = rank(7, 8, "muon")
-    assert first == last and "broadcast" in str(first) and "reduce" in str(first)
+    train.log = log
+    train_as(0, 1, "adamw*")
+    first, received = train_as(0, 8, "muon")
+    last, sent = train_as(7, 8, "muon")
+    assert first == last
+    assert "broadcast" in str(first)
+    assert "reduce" in str(first)
     assert received == sent > 0
-    train.RANK, train.WORLD = 0, 1
+    train.RANK = 0
+    train.WORLD = 1
 
 
-def play_decoding(card, found):
-    """Every way of decoding, eager and recorded."""
-    llm, sample.COLUMNS = small(1, n_core=1, context=64).to("cuda", torch.bfloat16), 8
+def run_decoding(gpu, found):
+    """Run every way of decoding, eager and recorded. Both must wait alike."""
+    sample.COLUMNS = 8
+    llm = small(1, n_core=1, context=64).to("cuda", torch.bfloat16)
+    ways = {"plain": {}, "sampled": {"temperature": 0.8}, "drafted": {"draft_steps": 1}}
+
+    def second_row_ends(row, token):
+        return row == 1
+
     for decoder in (sample.Decoder(llm), sample.Decoder(llm, compile=True)):
-        for way, options in {"plain": {}, "sampled": {"temperature": 0.8},
-                             "drafted": {"draft_steps": 1}}.items():
-            events = decoder.generate([[1, 2, 3], [4]], 5, 2, lambda row, _: row, **options)
-            for row, _, _ in events:
-                if row == 0:  # row 1 has left
-                    found[way] = dict(card.waits)
-                    card.waits.clear()
+        for way, options in ways.items():
+            waits = {}
+            prompts = [[1, 2, 3], [4]]
+            for row, _, _ in decoder.generate(prompts, 5, 2, second_row_ends, **options):
+                if row == 0:  # all rounds but the first have only this row
+                    waits = dict(gpu.waits)
+                    gpu.waits.clear()
+            assert found.setdefault(way, waits) == waits, f"{way}: waits differ once recorded"
 
 
-def play_mistakes():
-    """What has to be refused, or the rest says little. And what is compiled for a GPU."""
+def check_the_mock():
+    """Make deliberate mistakes that the mock has to reject, or the other checks mean little."""
     llm = small().to("cuda")
     idx = torch.ones(1, 8, dtype=torch.int64, device="cuda")
-    for mistake, words in ((lambda: llm(idx, idx.cpu()), "two devices"),
-                           (lambda: idx.double().normal_(generator=torch.Generator()), "generator"),
-                           (lambda: idx[idx > 0], "nonzero")):
+
+    def two_devices():
+        llm(idx, idx.cpu())
+
+    def wrong_generator():
+        idx.double().normal_(generator=torch.Generator())
+
+    def shape_from_values():
+        idx[idx > 0]
+
+    for mistake, words in ((two_devices, "two devices"), (wrong_generator, "generator"),
+                           (shape_from_values, "nonzero")):
         try:
             mistake()
         except RuntimeError as error:
             assert words in str(error), error
         else:
-            raise AssertionError(f"not refused: {words}")
+            raise AssertionError(f"not rejected: {mistake.__name__}")
+
+
+def check_compiled_layers():
+    """A Linear, as compiled for decoding on a GPU, is compiled once for all sizes of a batch."""
+    llm = small().to("cuda")
     sample.Decoder(llm, compile=True)
     with (_disable_current_modes(), torch.no_grad(),
           mock.patch.object(torch.cuda, "is_available", lambda: False)):
@@ -238,11 +289,11 @@ def play_mistakes():
         linear = torch.compile(type(llm.head)(8, 8).to("meta"), dynamic=True, backend=counter)
         for rows in (9, 2):
             linear(torch.empty(rows, 8, device="meta"))
-    assert counter.frame_count == 1, "as a batch shrinks, all is compiled once more"
+    assert counter.frame_count == 1, "a shrinking batch makes torch compile again"
 
 
-def play_scripts(corpus, folder):
-    """Every other script that uses a GPU, from its command line."""
+def run_scripts(corpus, folder):
+    """Run every other script that uses a GPU, from its command line."""
     for command in (
             "bench train --steps=1+1 --batch_size=1 --context=8 --repeat=1 --no_compile",
             "bench decode --tokens=4 --steps=2 --repeat=1",
@@ -260,23 +311,36 @@ def play_scripts(corpus, folder):
             call("eval_lm", "--model", folder, "--steps=1,2", *write_task(task))
 
 
-# Lines of gpu_check.py that need right numbers, which nothing has here.
+# Checks of gpu_check.py that compare values, of which fake tensors have none.
 NUMBERS = re.compile("error|same bits|CPU's|loss|SIGTERM|estimate")
 
 
-def play_gpu_check(corpus):
-    """runs/gpu_check.py, in which only lines that need right numbers may fail."""
+def run_gpu_check(corpus):
+    """Run runs/gpu_check.py. Only the checks that compare values may fail."""
     sys.path.append(str(ROOT / "runs"))
     os.makedirs("out/gpu_check")
     import gpu_check as check
     check.SMALL = check.LARGE = replace(check.SMALL, context=42, n_core=1)
     check.LONG = replace(check.LONG, context=32)
-    check.DEPTHS, check.UPDATES, check.TOKENS = (1, 2), 1, 2
-    check.seconds = lambda step, _: [step()] and 1.0
+    check.DEPTHS = 1, 2
+    check.UPDATES = 1
+    check.TOKENS = 2
+
+    def seconds(step, _):
+        step()
+        return 1.0
+
+    def run(script, *flags, **options):
+        """Run a script in this process, with a small (n, k). Returns its last line."""
+        changed = []
+        for flag in map(str, flags):
+            flag = flag.replace("24+8", "1+1").replace("=config", f"={ROOT}/config")
+            changed.append(flag)
+        return call(script.removesuffix(".py"), *changed).splitlines()[-1]
+
+    check.seconds = seconds
     check.tiny = lambda out, rows: shutil.copytree(corpus, out)
-    check.run = lambda script, *flags, **_: call(
-        script[:-3], *(str(flag).replace("24+8", "1+1").replace("=config", f"={ROOT}/config")
-                       for flag in flags)).splitlines()[-1]
+    check.run = run
     with mock.patch.object(sys, "argv", ["gpu_check.py"]):
         check.main()
     for words in ("cached steps, torch.bfloat16", "gradient of rows of 32, compiled, recompute"):
@@ -289,17 +353,22 @@ def play_gpu_check(corpus):
     check.GPU = False
     with mock.patch.object(os.path, "exists", lambda path: path == "/dev/kfd"):
         check.check_driver()
-    assert check.ROWS[-1]["ok"] is False, "a GPU that torch does not find"
+    assert check.ROWS[-1]["ok"] is False, "a GPU that torch cannot use should be reported"
 
 
 def simulate(corpus, folder):
-    """Play everything, and print where updates and tokens wait. Spoils this process."""
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "the tests would run on a GPU, if there is one"
-    card, found = Card(), {}
-    with without_numbers(card), card:
-        play_training(card, found, corpus)
-        play_decoding(card, found)
-        play_mistakes()
-        play_scripts(corpus, folder)
-        play_gpu_check(corpus)
+    """
+    Run everything above, and print as JSON where updates and rounds of decoding wait for the GPU.
+    Afterwards this process is of no other use, since much of torch is replaced.
+    """
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "hide real GPUs from the tests"
+    gpu = MockGPU()
+    found = {}
+    with fake_tensors(gpu), gpu:
+        run_training(gpu, found, corpus)
+        run_decoding(gpu, found)
+        check_the_mock()
+        check_compiled_layers()
+        run_scripts(corpus, folder)
+        run_gpu_check(corpus)
     print(json.dumps(found))

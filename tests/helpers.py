@@ -1,6 +1,7 @@
 """
-What test_all.py plays on: scripts in this process, processes that can be killed, a full disk, a hub
-on this machine, commands in comments, tasks of lm-evaluation-harness, and random models.
+Helpers of test_all.py: scripts that run in this process or in processes that can be killed, a full
+disk, a mock of the Hugging Face hub, commands from comments, tasks for lm-evaluation-harness, and
+random models. Also small references for the optimizer and the corpus.
 """
 
 import contextlib
@@ -33,14 +34,14 @@ from safetensors.torch import load_file, save_file
 
 import common
 import data
-import eval_gsm8k  # and with it all that the processes below import
+import eval_gsm8k  # also imports, before forking, what the scripts below need
 import train
 from model import Config, RecurrentLM
 from muon import Optimizer
 from sample import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
-# Where processes find the scripts, and this file.
+# Child processes import the scripts and this file.
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{os.environ.get('PYTHONPATH', '')}"
 # On busy cores two threads that wait for each other make models of this size 50 times slower.
 torch.set_num_threads(1)
@@ -48,68 +49,72 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
 
 
 def outcome(script, *args):
-    """Run a script in this process, which saves seconds -> (exit code or line, what it said)."""
+    """
+    Run a script in this process, which saves seconds. Returns (its exit code, or the line of its
+    error message; what it printed to stdout).
+    """
     main = importlib.import_module(script.replace("/", ".")).main
-    said = io.StringIO()
+    printed = io.StringIO()
     with (
         mock.patch.object(sys, "argv", [script, *map(str, args)]),
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stdout(printed),
     ):
         try:
             common.cli(main)
         except SystemExit as end:
-            return end.code or 0, said.getvalue()
+            return end.code or 0, printed.getvalue()
 
 
 def call(script, *args):
-    """A script that ends well -> what it said on stdout."""
-    code, said = outcome(script, *args)
+    """Run a script that must succeed. Returns what it printed to stdout."""
+    code, printed = outcome(script, *args)
     assert code == 0, code
-    return said
+    return printed
 
 
 def refusal(script, *args):
-    """The one line with which a script refuses these arguments."""
+    """Run a script that must fail. Returns its one-line error message."""
     line, _ = outcome(script, *args)
     assert isinstance(line, str) and "\n" not in line, line
     return line
 
 
-def play(command):
+def run_shell_script(command):
     """
-    Run a shell script of this folder -> its exit code. Its python asks for its scripts to be run in
-    this process, which saves half a minute of importing torch.
+    Run a shell script of the current folder. Returns its exit code. Its `python` is a stub that
+    sends each command to this process, which saves half a minute of importing torch.
     """
-    asked, ask = os.pipe()
-    answer, answered = os.pipe()
+    read_commands, write_commands = os.pipe()
+    read_outputs, write_outputs = os.pipe()
     Path("python").write_text(f"""#!/bin/bash
 if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
-printf '%s\\t' "$@" >&{ask}
-echo >&{ask}
-read -r size <&{answer}
-head -c "$size" <&{answer}
+printf '%s\\t' "$@" >&{write_commands}
+echo >&{write_commands}
+read -r size <&{read_outputs}
+head -c "$size" <&{read_outputs}
 """)
     os.chmod("python", 0o755)
     env = os.environ | {"PATH": f"{os.getcwd()}:{os.environ['PATH']}"}
-    process = subprocess.Popen(command.split(), env=env, pass_fds=(ask, answer))
-    os.close(ask)
-    with open(asked) as lines, open(answered, "wb", 0) as answers:
-        for line in lines:
+    pipes = write_commands, read_outputs
+    process = subprocess.Popen(command.split(), env=env, pass_fds=pipes)
+    os.close(write_commands)  # so that the loop ends when the script does
+    with open(read_commands) as commands, open(write_outputs, "wb", 0) as outputs:
+        for line in commands:
             script, *args = line.split("\t")[:-1]
-            said = call(script.removesuffix(".py"), *args).encode()
-            answers.write(b"%d\n%s" % (len(said), said))
+            output = call(script.removesuffix(".py"), *args).encode()
+            outputs.write(b"%d\n%s" % (len(output), output))
 
-    os.close(answer)
+    os.close(read_outputs)
     return process.wait()
 
 
-# Each process is a fork of one that imported torch.
+# Processes are forked from a server that has imported torch, which saves seconds for each.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 
 
 def run_forked(folder, env, script, *args):
-    """Run a script in this process as its user does. All output goes to the file "log"."""
+    """Run a script in a forked process as if typed. Its output goes to the file "log"."""
     os.chdir(folder)
     log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -124,8 +129,8 @@ def run_forked(folder, env, script, *args):
 
 def launch(*command, world=1, threads=1, last=()):
     """
-    Start a script on `world` ranks, which meet at a store, as torchrun's do -> processes. last:
-    more flags for the last one.
+    Start a script on `world` ranks that meet at a store, as under torchrun. Returns the processes.
+    last: more flags, for the last rank only.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
@@ -148,39 +153,53 @@ def launch(*command, world=1, threads=1, last=()):
     return processes
 
 
-def kill(processes, condition):
-    """Kill the processes by SIGKILL once condition() is true. Until then they must be running."""
+def wait_until(condition, processes):
+    """Wait until condition() is true. The processes must be running until then."""
     while not condition():
-        assert all(p.is_alive() for p in processes)
+        assert all(p.is_alive() for p in processes), Path("log").read_text()
         time.sleep(0.002)
+
+
+def kill(processes, condition):
+    """Kill the processes with SIGKILL once condition() is true."""
+    wait_until(condition, processes)
     for p in processes:
         p.kill()
         p.join()
 
 
-def finish(*command, **ranks):
-    """Run a script to its end."""
-    for p in launch(*command, **ranks):
+def exit_codes(processes):
+    """Wait for processes to end. Returns their exit codes."""
+    for p in processes:
         p.join()
-        assert p.exitcode == 0, Path("log").read_text()
+    return [p.exitcode for p in processes]
+
+
+def finish(*command, **options):
+    """Run a script that must succeed on all ranks. options: those of launch()."""
+    codes = exit_codes(launch(*command, **options))
+    assert not any(codes), Path("log").read_text()
 
 
 @contextlib.contextmanager
 def full_disk(size):
-    """No file may become longer than `size` bytes."""
+    """Simulate a full disk: writing fails where a file would exceed `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    _, hard_limit = before
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def typed(*lines):
-    """What stdin is while somebody types these lines (bytes)."""
+    """A stdin on which these lines (bytes) have been typed."""
     return io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
 
 
 def contents(folder):
-    """{path: bytes} of all files in and below a folder, but locks and what a kill left."""
+    """{path: bytes} of all files in and below a folder, except locks and leftovers of a kill."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in Path(folder).glob("**/*")
@@ -190,8 +209,9 @@ def contents(folder):
 
 def start_hub(files):
     """
-    What huggingface_hub asks of a hub, with `files` {name: bytes} in every repository. It notes the
-    names of all `requests`. The first answer with model.safetensors breaks off.
+    Start a mock of the Hugging Face hub, in which every repository has `files` {name: bytes}. Its
+    `requests` lists the names of the files requested. The first download of model.safetensors
+    breaks off.
     """
     hub = SimpleNamespace(requests=[])
     commit = "c0" * 20
@@ -224,11 +244,20 @@ def start_hub(files):
     return hub
 
 
+def unwrap(path):
+    """A file's text, with each line that ends in a backslash joined to the next one."""
+    return re.sub(r"\\\n#? *", "", Path(path).read_text())
+
+
 def recipe(path):
-    """The commands in the comments of a file of config/. `--key=value  words` varies the last."""
+    """
+    Yield the commands in the comments of a config, each as a list of words. A comment that begins
+    with a flag, `--key=value  explanation`, is the last training command with this flag added.
+    """
     launch = []
-    for line in re.findall(r"^#   (\S.*)", re.sub(r" \\\n# *", " ", path.read_text()), re.M):
-        words = line.split("  ")[0].split()
+    for line in re.findall(r"^#   (\S.*)", unwrap(path), re.M):
+        command, *_ = line.split("  ")  # without the explanation
+        words = command.split()
         if "train.py" in words:
             launch = words
         yield launch + words if words[0].startswith("--") else words
@@ -276,7 +305,7 @@ TASKS = {
 
 
 def write_task(name):
-    """Write a task of the harness's kind on 8 questions of the prompt; its flags for eval_lm.py."""
+    """Write a task for the harness, of 8 GSM8K questions. Returns the flags for eval_lm.py."""
     shots = common.read_json(ROOT / "tests/oracle/gsm8k_prompt.json")["8"].split("\n\n")[:8]
     with open("rows.jsonl", "w") as f:
         for i, shot in enumerate(shots):
@@ -299,7 +328,7 @@ def write_task(name):
         dataset_path="json",
         dataset_kwargs=dict(data_files={"test": "rows.jsonl"}, cache_dir="cache"),
     )
-    if "include" in task:  # one of its own
+    if "include" in task:  # a task of the harness, with these questions instead of its own
         task["include"] = str(Path(find_spec("lm_eval").origin).parent / "tasks" / task["include"])
 
     common.write_json("task.yaml", task)  # JSON is YAML, too
@@ -333,18 +362,18 @@ def save(model, folder, corpus):
 
 
 def convert(src, out, *flags):
-    """surgery.py -> the model in OUT"""
+    """Run surgery.py. Returns the model that it wrote, in float32."""
     call("surgery", src, out, *flags)
     return RecurrentLM.load(out, dtype=torch.float32)
 
 
 def expected(name):
-    """{name: tensor} of what others make of a checkpoint in tests/oracle."""
+    """{name: tensor} that the reference computes for a checkpoint in tests/oracle."""
     return load_file(ROOT / "tests/oracle" / name / "expected.safetensors")
 
 
 def far(a, b):
-    """The largest difference."""
+    """The largest absolute difference of two tensors."""
     return (a - b).abs().max()
 
 
@@ -357,44 +386,46 @@ def weights(folder, prefix=""):
 
 
 def same(a, b):
-    """Whether two {name: tensor} have the same names and bits. Other types raise."""
+    """Whether two {name: tensor} have the same names and values, bit by bit. Dtypes must match."""
     return a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
 
 
 # What scripts read and write.
 def logged(folder, key):
-    """{update: value} of what log.jsonl has under `key` so far."""
+    """{update: value} of the lines of log.jsonl that have `key`; {} if there is no log yet."""
     path = Path(folder, "log.jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
     return {x["update"]: x[key] for x in map(json.loads, lines) if key in x}
 
 
 def checkpoints(folder):
+    """The sorted names of all that is called step_* in a folder, finished checkpoints or not."""
     return sorted(path.name for path in Path(folder).glob("step_*"))
 
 
 def same_end(a, b):
-    """Whether two runs ended with the same losses and weights, to the bit."""
+    """Whether two runs logged bit-identical losses and ended with bit-identical checkpoints."""
     ends = [weights(Path(folder, checkpoints(folder)[-1])) for folder in (a, b)]
     return logged(a, "loss") == logged(b, "loss") and same(*ends)
 
 
 def answers_of(path):
-    """(r, question, output) of the answers in a file, in order."""
-    settings, *answers = [json.loads(line) for line in open(path)]
+    """(r, index of the question, output) of all answers in a file, sorted."""
+    _, *answers = [json.loads(line) for line in open(path)]  # the first line holds the settings
     return sorted((answer["steps"], answer["index"], answer["output"]) for answer in answers)
 
 
 def documents(n):
-    """Write n documents in the embedded corpus's words to a.jsonl."""
+    """Write a.jsonl with n documents. The text of document i is the digits of i, as words."""
     with open("a.jsonl", "w") as f:
         for i in range(n):
-            row = {"text": f" {' '.join(str(i))}\n", "meta": {"by": f"by {i % 50}"}}
+            digits = " ".join(str(i))
+            row = {"text": f" {digits}\n", "meta": {"by": f"by {i % 50}"}}
             print(json.dumps(row), file=f)
 
 
 def write_bad_folders(folder, llama, checkpoint, corpus):
-    """Folders of models that surgery.py and other scripts refuse, by the name of what is wrong."""
+    """Write models and files that scripts must refuse, each named after what is wrong with it."""
     save(small(vocab_size=16), folder / "other", corpus)
     model = small()
     model.embed.weight.data.fill_(math.nan)
@@ -427,6 +458,7 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
         common.write_json(folder / name / "config.json", wrong)
 
 
+# How Qwen's tokenizer splits text into words.
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -435,8 +467,9 @@ QWEN = (
 
 def write_bpe(kind):
     """
-    Write the tokenizer.json of a small byte-level BPE: Qwen's kind, SmolLM2's ("smollm2"), that
-    with a blank before each text ("prefix"), or Qwen's with merges in another order ("merges").
+    Write the tokenizer.json of a small byte-level BPE. kind: "qwen" or "smollm2", like those
+    models'; "prefix", as smollm2 with a blank before each text; "merges", as qwen, but with its
+    merges in reverse order.
     """
     import tokenizers
 
@@ -454,7 +487,7 @@ def write_bpe(kind):
         vocab_size=700, initial_alphabet=last.alphabet(), special_tokens=["<s>"]
     )
     bpe.train([str(ROOT / "README.md")], trainer)
-    for name in ("<thi", "<think>"):  # the longer one counts
+    for name in ("<thi", "<think>"):  # one begins with the other; the longest match wins
         bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False)])
 
     spec = json.loads(bpe.to_str())
@@ -464,7 +497,7 @@ def write_bpe(kind):
     common.write_json("tokenizer.json", spec)
 
 
-# What an optimizer updates.
+# The parameters that optimizers are tested with, some of each kind.
 QKV = "prelude.0.attn.qkv.weight"
 SHAPES = {
     "embed.weight": (30, 8),
@@ -479,19 +512,20 @@ SHAPES = {
 
 
 def noise(*seed, scale=1.0):
-    """{name: random tensor}"""
+    """{name: random tensor} of the parameters in SHAPES. seed: any numbers."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def parameters(tensors, dtype=torch.float32):
+    """{name: Parameter}, copies of {name: tensor}."""
     return {name: torch.nn.Parameter(t.to(dtype, copy=True)) for name, t in tensors.items()}
 
 
 def step_with(opt, ps, *grads, lr_factor=1.0, labels=1):
     """
-    One update by the gradients {name: tensor} of some micro-batches, which have `labels` labels in
-    all. Returns the norm of their mean over the labels.
+    Make one update from the gradients {name: tensor} of one or several micro-batches. labels: their
+    number over all of them. Returns the norm of the mean gradient per label.
     """
     for g in grads:
         for name, p in ps.items():
@@ -501,7 +535,7 @@ def step_with(opt, ps, *grads, lr_factor=1.0, labels=1):
 
 
 def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
-    """A tiny random model whose noise (std 1) and recurrences change what it says."""
+    """A tiny random model whose greedy tokens depend on its noise (std 1) and its recurrences."""
     return small(
         1,
         vocab_size=vocab_size,
@@ -514,12 +548,40 @@ def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
     )
 
 
-def decode(model, prompts, n, **options):
-    """(B, n) tokens"""
+def generate_rows(decoder, prompts, limits, steps=None, **options):
+    """
+    Decode a batch of which row i ends after limits[i] tokens. Returns the tokens of each row, and a
+    set that tells whether any token was a draft (True) and any was none (False).
+    """
     rows = [[] for _ in prompts]
-    for row, token, _ in Decoder(model).generate(prompts, n, **options):
+    kinds = set()
+
+    def ends(row, token):
+        return len(rows[row]) == limits[row]
+
+    for row, token, drafted in decoder.generate(prompts, max(limits), steps, ends, **options):
         rows[row].append(token)
+        kinds.add(drafted)
+    return rows, kinds
+
+
+def decode(model, prompts, n, **options):
+    """n new tokens of each prompt, as a tensor (B, n)."""
+    rows, _ = generate_rows(Decoder(model), prompts, [n] * len(prompts), **options)
     return torch.tensor(rows)
+
+
+def first_rows(dataset, count, seed=0):
+    """idx and targets, both (count, T), of the first rows that a run with this seed reads."""
+    idx, targets, _ = dataset.batch(seed, index=0, rank=0, world=1, B=count)
+    return idx, targets
+
+
+def answer_as(hflm, r):
+    """Prepare the harness's own HFLM for eval_lm.evaluate(), as a model that has only this r."""
+    hflm.steps = [r]
+    hflm.at = lambda _: hflm
+    return hflm
 
 
 def random_prompts(*lengths):
@@ -528,8 +590,8 @@ def random_prompts(*lengths):
 
 def optimizer_rank(rank, world, folder):
     """
-    20 updates of every kind on one of `world` gloo ranks, into a file: its weights, on rank 0 all
-    masters and moments, and how many numbers it keeps and sends in an update.
+    Run 20 updates of every rule and dtype as one of `world` gloo ranks. Writes a file with the
+    weights, how many numbers the rank keeps and, on rank 0, all masters and moments.
     """
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet{world}"
@@ -548,40 +610,46 @@ def optimizer_rank(rank, world, folder):
             rank=rank,
             world=world,
         )
+        micro_batches = range(rank * 8 // world, (rank + 1) * 8 // world)  # its share of 8
         for u in range(20):
-            grads = [noise(u, i) for i in range(rank * 8 // world, (rank + 1) * 8 // world)]
+            grads = [noise(u, i) for i in micro_batches]
             step_with(opt, ps, *grads, lr_factor=0.9**u, labels=8)
+        name = f"{kind} {dtype}"
         kept = sum(t.numel() for t in (opt.masters | opt.moments).values())
-        found |= {f"{kind} {dtype} kept": torch.tensor(kept)}
-        found |= {f"{kind} {dtype} {name}": p.detach() for name, p in ps.items()}
-        found |= {f"{kind} {dtype} all {key}": t.clone() for key, t in opt.gather().items()}
+        found[f"{name} kept"] = torch.tensor(kept)
+        for key, p in ps.items():
+            found[f"{name} {key}"] = p.detach()
+        for key, t in opt.gather().items():
+            found[f"{name} all {key}"] = t.clone()
 
     save_file(found, f"{folder}/{world}_{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def count(story, _):
-    """The answer after every sentence of a story (a list of words): the task, said once more."""
+def solve_stories(story, _):
+    """The answers after each sentence of a story (a list of words), by code of its own."""
     answers = []
     number = 0
     for verb, x in zip(story[::2], map(int, story[1::2])):
-        sums = {"gets": number + x, "loses": number - x, "times": number * x}
-        number = sums.get(verb, x) % 10
+        results = {"has": x, "gets": number + x, "loses": number - x, "times": number * x}
+        number = results[verb] % 10
         answers.append(str(number))
     return answers
 
 
-def multiply(story, known):
-    """The product after every factor, as permutation matrices; known: each factor by itself."""
+def solve_s5(story, known):
+    """The products after each factor of a story, by permutation matrices. known: of each factor."""
     answers = []
     product = np.eye(5)
     for factor in story:
-        product = np.eye(5)[[int(i) - 1 for i in known[factor]]] @ product
+        permutation = [int(i) - 1 for i in known[factor]]
+        product = np.eye(5)[permutation] @ product
         answers.append("".join(str(row.argmax() + 1) for row in product))
     return answers
 
 
+# Texts on which tokenizers go wrong: blanks, Unicode, control characters, names of control tokens.
 HARD = [
     "",
     " ",
@@ -603,12 +671,15 @@ HARD = [
 ]
 
 
+# A run of 12 updates that takes a second.
 RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=50 --batch_size=16
     --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
     --eval_every=6 --eval_rows=27 --eval_steps=1,4 --compile=false --lr=0.01 --adam_lr=0.003
     --dtype=float32 --keep=1""".split()
 
 
+# train.py, in which rank 1 kills itself while update 6 is saved. %r: the attempt of torchrun in
+# which it does so, "0", or None without torchrun.
 DIES = """
 import importlib, os, muon, train
 def gather(self, whole=muon.Optimizer.gather):
@@ -616,12 +687,13 @@ def gather(self, whole=muon.Optimizer.gather):
         os.kill(os.getpid(), 9)
     return whole(self)
 muon.Optimizer.gather = gather
-importlib.reload(train)  # its RANK is that of this process
+importlib.reload(train)  # reads the RANK of this process
 train.cli(train.main)
 """
 
 
-# Run by each of two nodes. Rank 1 dies in its first attempt before it has met the others.
+# train.py on each of two nodes. The one with LOST in its environment dies in its first attempt,
+# before it has met the other.
 NODE = """
 import os, train
 if "LOST" in os.environ and not os.path.exists("lost"):
@@ -631,11 +703,14 @@ train.cli(train.main)
 """
 
 
+# SCRIPT ARGUMENTS: and then mistakes, each ending in a semicolon. `FLAGS -> WORDS` means that the
+# command with these flags must fail with a message that contains WORDS. Without an arrow, WORDS is
+# the first flag. {names} stand for folders and arguments, see the fixture `names` in test_all.py.
 MISTAKES = """
 surgery {llama} out:
      -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
     --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
-    --prelude 0-3 --core 3-4 --coda 5 -> taken once; --shape 4,8,4 -> a shape of 16 layers;
+    --prelude 0-3 --core 3-4 --coda 5 -> only once; --shape 4,8,4 -> a shape of 16 layers;
     --feed_forward --shape 0 -> --shape; --feed_forward --shape -2 -> --shape;
     --shape 2,2,-1 -> --shape; --feed_forward --prelude= -> leave no layer;
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
@@ -700,10 +775,12 @@ bench plot:
 
 
 def mistakes():
-    """(command, what its refusal says) of each mistake in MISTAKES; it says the flag by default."""
+    """Yield (command, words that its error message must contain) for each mistake in MISTAKES."""
     for line in MISTAKES.strip().splitlines():
-        if line[0] != " ":
+        if not line.startswith(" "):
             command = line.removesuffix(":")
         for mistake in line.split(";")[:-1]:
-            mistake, _, words = map(str.strip, mistake.partition("->"))
-            yield f"{command} {mistake}", words or re.split("[ =]", mistake)[0]
+            flags, _, words = (part.strip() for part in mistake.partition("->"))
+            if not words:
+                words, *_ = re.split("[ =]", flags)
+            yield f"{command} {flags}", words

@@ -150,12 +150,10 @@ def rows(item):
             f"18 {unit}, %": percent([at_depth(run)["18"] for run in runs]),
             "each seed, %": ", ".join(f"{100 * outcome(item, run):.0f}" for run in runs),
         }
-        for r in runs[0].get("far", {}):
-            if r != "moved":
-                for length in ("12", "18"):
-                    right = [run["far"][r][length] for run in runs]
-                    row[f"{length} {unit}, r = {r}, %"] = percent(right)
         if "far" in runs[0]:
+            for r in ("32", "64", "128", "256"):
+                right = [run["far"][r]["12"] for run in runs]
+                row[f"12 {unit}, r = {r}, %"] = percent(right)
             moves = [run["far"]["moved"]["12"] for run in runs]
             row["last move, %"] = cell(moves, 2, 100)
         made.append(row)

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import torch
 
 import report
-from common import Parser, UserError, cli, positive, read_json, say, whole
+from common import Parser, UserError, cli, positive, read_json, say, write_atomically
 from data import Tokenizer
 from model import RecurrentLM, find_checkpoint
 from train import choose_trained, make_optimizer, read_settings, run_config, run_flops
@@ -41,7 +41,7 @@ DESIGN = 4                      # of corpus, budgets and measures; a table never
 SEEDS = 20, 21, 22, 23, 24      # of all comparisons
 TUNING_SEED = 100               # of the trials that choose a learning rate
 STEPS = [1, 2, 4, 8, 16, 32]    # r at which every model is asked
-FAR = [32, 64, 128, 255, 256]   # r of models that are asked far beyond their training
+FAR = [32, 64, 128, 255, 256]   # r of models that are asked far beyond it
 
 
 # ---------------------------------------------------------------------------- what is compared
@@ -93,7 +93,7 @@ PARENTS = {
     "untied parent of 18 layers, equal FLOPs": Arm("deep_pretrain", rates=AROUND),
 }
 
-S5_PARENTS = {label: arm for label, arm in PARENTS.items() if arm.start != "deep_pretrain"}
+S5_PARENTS = {label: PARENTS[label] for label in ("the loop", "parent, equal FLOPs")}
 
 
 def truncation(budget):
@@ -120,8 +120,8 @@ ITEMS = {
         "linear, 100%": Arm(flags={"curriculum_warmup": 1}),
         "1-sqrt, 75%": Arm(flags={"curriculum": "1-sqrt", "curriculum_warmup": 0.75}),
     }),
-    "truncation_third": Item("stories", truncation("third")),
     "s5_parents": Item("s5", S5_PARENTS),
+    "truncation_third": Item("stories", truncation("third")),
     "truncation": Item("stories", truncation("flops")),
     "rows": Item("stories", {
         f"{rows} rows, not healed": Arm("cut", {"batch_size": rows, "micro_batch": rows}, AROUND)
@@ -145,7 +145,7 @@ def newton_schulz_flops(settings, model):
     flops = 0
     for piece in make_optimizer(settings, model, rank=0, world=1).pieces:
         if piece.rule == "muon":
-            for rows in piece.parts:
+            for rows in piece.splits:
                 small, large = sorted((rows, piece.weight.shape[1]))
                 flops += 5 * (4 * small**2 * large + 2 * small**3)
     return flops
@@ -359,7 +359,7 @@ class Study:
                 lines = ",\n".join(json.dumps(entries[key]) for key in sorted(entries))
                 text += f', "{key}": [\n{lines}\n]'
             self.results.mkdir(parents=True, exist_ok=True)
-            with whole(self.results / f"{name}.json") as new:
+            with write_atomically(self.results / f"{name}.json") as new:
                 new.write_text(text + "}\n")
 
 
@@ -431,14 +431,14 @@ def answers(folder, questions, steps):
 
 def far(folder, corpus):
     """
-    Far beyond the r of training: {r: {length: share of right answers}} for an r of FAR, for
-    questions of the greatest two lengths. And the median move of the state behind an answer from
-    the last recurrence but one to the last, relative to its size: {"moved": {length: move}}.
+    Far beyond the r of training, for the longest questions of test.jsonl (12 sentences): {r: {length:
+    share of right answers}} for each r of FAR. And {"moved": {length: move}}, the median move of the
+    state behind an answer in the last recurrence, relative to its size.
     """
-    longest = dict(list(read_questions(corpus).items())[-2:])
+    questions = {12: read_questions(corpus)[12]}
     found = {"moved": {}}
     before = None
-    for length, r, right, state in trajectories(folder, longest, FAR):
+    for length, r, right, state in trajectories(folder, questions, FAR):
         found.setdefault(r, {})[length] = right.double().mean().item()
         if r == FAR[-1]:
             move = (state - before).norm(dim=-1) / state.norm(dim=-1)
