@@ -21,7 +21,7 @@ from run import answers, read_questions, training_flops
 from train import Settings
 
 MARK = 0.9             # of the answers, mean minus two standard errors
-LENGTHS = range(9, 13)  # letters of the questions that count
+LENGTHS = range(6, 13)  # sentences of the questions that count
 
 
 def flops_since_surgery(folder):
