@@ -82,7 +82,8 @@ def holm(p_values):
 def cell(values, digits=1, scale=1):
     """One value per seed -> "98.7 ± 0.3"."""
     mean, error = mean_se(values)
-    text = f"{scale * mean:.{digits}f}"
+    rounded = round(scale * mean, digits) + 0.0  # not -0.0
+    text = f"{rounded:.{digits}f}"
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
 
