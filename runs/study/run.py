@@ -5,11 +5,10 @@ Run the study: train the models of its items and measure them.
     python runs/study/run.py parents curriculum    some items
     python runs/study/run.py --quick               every training for 4 updates, too short to learn
 
-PROTOCOL.md beside this file says what is compared, and how. Models go to
-out/study/TASK/SEED, and what was measured to results/ITEM.json beside this file, with the commands
-that made each model. A model that is in that file, made by the same commands, is not trained
-again, not even on a machine that has none of the models. A model that several items need is trained
-once, and one that was killed resumes from its checkpoint.
+PROTOCOL.md beside this file says what is compared, and how. Models go to out/study/TASK/SEED, and
+measurements to results/ITEM.json beside this file, with the commands that made each model. A model
+whose measurements are in that file is not trained again, unless its commands have changed. A model
+that several items need is trained once, and a training that was killed resumes.
 """
 import bisect
 import datetime
@@ -47,18 +46,18 @@ FAR = [32, 64, 128, 255, 256]   # r of models that are asked far beyond it
 # ---------------------------------------------------------------------------- what is compared
 
 class Arm(NamedTuple):
-    """A way of training: config/tiny_task.toml, the settings of the task (RECIPES), and `flags`."""
+    """A way of training: config/tiny_task.toml with the settings of RECIPES, changed by `flags`."""
     start: str = "heal"      # the model that it starts from, a key of STARTS
-    flags: dict = {}
-    rates: tuple = (0.01,)   # learning rates, of which trials choose one if there are several
-    budget: str = "flops"    # FLOPs of the recipe, its "tokens", or a "third" of its FLOPs
+    flags: dict = {}         # settings of train.py, such as {"backprop_depth": 8}
+    rates: tuple = (0.01,)   # learning rates; if there are several, trials choose one
+    budget: str = "flops"    # the recipe's "flops" or "tokens", or a "third" of its FLOPs
 
 
 class Item(NamedTuple):
     """A question of the study."""
-    task: str             # of the corpus
-    arms: dict            # {label: Arm}; the first is what the others are compared with
-    far: bool = False     # whether to ask at an r of FAR, too
+    task: str             # "stories" or "s5"
+    arms: dict            # {label: Arm}; the others are compared with the first
+    far: bool = False     # whether to measure at each r of FAR, too
 
 
 AROUND = 0.005, 0.01, 0.02   # rates around the recipe's
@@ -92,7 +91,6 @@ PARENTS = {
     "parent, equal FLOPs": Arm("pretrain", rates=AROUND),
     "untied parent of 18 layers, equal FLOPs": Arm("deep_pretrain", rates=AROUND),
 }
-
 S5_PARENTS = {label: PARENTS[label] for label in ("the loop", "parent, equal FLOPs")}
 
 
@@ -168,37 +166,53 @@ def training_flops(settings):
 # ---------------------------------------------------------------------------- trainings
 
 class Study:
-    """quick: trainings are too short to learn, in a folder of their own."""
+    """
+    The trainings and measurements of all items. quick: every training makes 4 updates, in a folder
+    of its own.
+
+    The model of an arm takes several commands: pretraining, surgery, healing and the task. They are
+    passed around as [(folder, command), ...], in order, where a command is a list of words.
+    """
 
     def __init__(self, quick=False):
         self.quick = quick
         self.folder = Path("out/study-quick" if quick else "out/study")
         self.results = self.folder / "results" if quick else HERE / "results"
         self.writing = threading.Lock()
-        self.locks = {}  # {folder: held while its model is made}
-        self.made = set()
-        self.dtype = "float32"
+        self.locks = {}   # {folder: held while its model is made}
+        self.made = set()  # folders whose models are complete
+        # Training is a third faster in bfloat16 on an AMD EPYC, and slower on Intel processors
+        # without AMX (runs/README.md).
         cpu = Path("/proc/cpuinfo").read_text()
-        slow = "GenuineIntel" in cpu and "amx_bf16" not in cpu  # see runs/README.md
-        if "bf16" in cpu and not slow:
-            self.dtype = "bfloat16"  # of training: a third faster on an AMD EPYC
+        slow = "GenuineIntel" in cpu and "amx_bf16" not in cpu
+        self.dtype = "bfloat16" if "bf16" in cpu and not slow else "float32"
 
     def corpus(self, task):
+        """The folder of a task's data."""
         return self.folder / task / "data"
 
     def make_corpus(self, task):
-        rows = ["--rows=8000"] if self.quick else []
+        """Make a task's data, unless they are there."""
         corpus = self.corpus(task)
+        rows = ["--rows=8000"] if self.quick else []
         execute(corpus, ["runs/tiny_corpus.py", f"--out={corpus}", f"--task={task}", *rows])
 
     def training(self, task, seed, kind, flags):
-        """The flags of train.py. kind: the config, config/tiny_KIND.toml. flags win."""
+        """
+        The flags of train.py for a stage of training. kind: "pretrain", "heal" or "task", which has
+        the settings of config/tiny_KIND.toml. flags: settings that override them.
+        """
         settings = {
             "config": f"config/tiny_{kind}.toml",
             "data": self.corpus(task) / ("task" if kind == "task" else "pretrain"),
             "seed": seed,
-            **(RECIPES[task] if kind == "task" else {"context": PRETRAINING[task]["context"]}),
-            "eval_every": 100_000,
+        }
+        if kind == "task":
+            settings |= RECIPES[task]
+        else:
+            settings["context"] = PRETRAINING[task]["context"]
+        settings |= {
+            "eval_every": 100_000,  # at the beginning and at the end only
             "eval_steps": 32,
             "eval_rows": 512,
         }
@@ -210,48 +224,56 @@ class Study:
         return [f"--{key}={value}" for key, value in settings.items()]
 
     def cost(self, task, seed, kind, start, flags):
-        """training_flops() of a training before there are any files of the model it starts from."""
+        """training_flops() of a stage. The model that it starts from need not exist yet."""
         flags = {**flags, **SIZES[start], "init_from": "", "out_dir": "unused"}
         return training_flops(read_settings(self.training(task, seed, kind, flags)))
 
     def spent(self, task, seed, arm, updates):
-        """Training FLOPs since surgery of an arm that makes so many updates, with its healing."""
+        """Training FLOPs since surgery of an arm that makes `updates` updates, healing included."""
         flops = self.cost(task, seed, "task", arm.start, {**arm.flags, "updates": updates})
         if arm.start.startswith("heal"):
             flops += self.cost(task, seed, "heal", "cut", {})
         return flops
 
     def updates(self, task, seed, arm):
-        """How many updates an arm makes: as many as its budget pays for."""
+        """The number of updates that an arm's budget pays for."""
         recipe = RECIPES[task]
         if arm.budget == "tokens":
-            healing = {**HEALING, "context": PRETRAINING[task]["context"]}
-            tokens = sum(x["updates"] * x["batch_size"] * x["context"] for x in (recipe, healing))
-            return round(tokens / recipe["batch_size"] / recipe["context"])
+            tokens_per_update = recipe["batch_size"] * recipe["context"]
+            tokens = recipe["updates"] * tokens_per_update
+            tokens += HEALING["updates"] * HEALING["batch_size"] * PRETRAINING[task]["context"]
+            return round(tokens / tokens_per_update)
         budget = self.spent(task, seed, Arm(), recipe["updates"])
         if arm.budget == "third":
             budget /= 3
-        return bisect.bisect(range(1, 10_000), budget,
-                             key=lambda updates: self.spent(task, seed, arm, updates))
+
+        def spent(updates):
+            return self.spent(task, seed, arm, updates)
+
+        return bisect.bisect(range(1, 10_000), budget, key=spent)
 
     def commands(self, task, seed, arm, rate):
-        """[(folder, command), ...] that make an arm's model from the corpus, in order."""
+        """The commands that make an arm's model from the corpus, at a learning rate."""
         steps = self.commands_of_start(task, seed, arm.start)
-        name = "-".join([arm.start, arm.budget, f"lr{rate}",
-                         *(f"{key}{value}" for key, value in arm.flags.items())])
+        start, _ = steps[-1]
+        name = f"{arm.start}-{arm.budget}-lr{rate}"
+        for key, value in arm.flags.items():
+            name += f"-{key}{value}"
         folder = self.folder / task / str(seed) / re.sub(r"[^\w.-]", "_", name)
         flags = {**arm.flags, "lr": rate, "updates": self.updates(task, seed, arm)}
-        before, _ = steps[-1]
-        command = ["train.py", f"--init_from={before}", f"--out_dir={folder}",
+        command = ["train.py", f"--init_from={start}", f"--out_dir={folder}",
                    *self.training(task, seed, "task", flags)]
         return [*steps, (folder, command)]
 
     def commands_of_start(self, task, seed, start):
-        """The same for a model of STARTS."""
+        """The commands that make a model of STARTS."""
         kind, before, flags = STARTS[start]
         folder = self.folder / task / str(seed) / start
-        steps = self.commands_of_start(task, seed, before) if before else []
-        source = steps[-1][0] if steps else ""
+        steps = []
+        source = ""
+        if before:
+            steps = self.commands_of_start(task, seed, before)
+            source, _ = steps[-1]
         if kind == "surgery":
             flags = [f"--{key}={value}" for key, value in flags.items()]
             command = ["surgery.py", source, folder, "--shape=1,2,1", *flags]
@@ -261,41 +283,50 @@ class Study:
         return [*steps, (folder, command)]
 
     def make(self, folder, command):
-        """Run a command once in this process. train.py itself knows what is there already."""
+        """Run the command that makes a folder, once. train.py resumes, or sees that it is done."""
+        script = command[0]
         with self.locks.setdefault(folder, threading.Lock()):
-            cut = command[0] == "surgery.py" and folder.exists()
-            if folder not in self.made and not cut:
-                if command[0] == "train.py":
-                    command = [*command, f"--dtype={self.dtype}"]
+            if folder in self.made:
+                return
+            if script == "train.py":
+                execute(folder, [*command, f"--dtype={self.dtype}"])
+            elif not folder.exists():
                 execute(folder, command)
             self.made.add(folder)
 
     # ------------------------------------------------------------------------ trials and runs
 
     def trial(self, name, label, rate):
-        """The validation of an arm at a rate, as ("accuracy", "loss"), of TUNING_SEED."""
+        """
+        Train an arm of an item at a learning rate, on TUNING_SEED, unless the item's file has it.
+        Returns its validation as (accuracy, -loss), of which more is better.
+        """
         item = ITEMS[name]
-        arm = item.arms[label]
-        steps = self.commands(item.task, TUNING_SEED, arm, rate)
+        steps = self.commands(item.task, TUNING_SEED, item.arms[label], rate)
         folder, command = steps[-1]
-        command = shlex.join(["python", *map(str, command)])
-        there = self.read(name, "trials", ("arm", "rate")).get((label, rate))
-        if there and there["command"] == command:
-            return there["accuracy"], -there["loss"]
+        known = self.read(name, "trials").get((label, rate))
+        if known and known["command"] == as_text(command):
+            return known["accuracy"], -known["loss"]
         for step in steps:
             self.make(*step)
-        last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
-        (loss,) = last["val"].values()
-        (accuracy,) = last["accuracy"].values()
-        trial = {"arm": label, "rate": rate, "accuracy": accuracy, "loss": loss,
-                 "command": command}
-        self.write(name, "trials", trial, ("arm", "rate"))
+        last_line = (folder / "log.jsonl").read_text().splitlines()[-1]
+        validation = json.loads(last_line)
+        (loss,) = validation["val"].values()
+        (accuracy,) = validation["accuracy"].values()
+        self.write(name, "trials", {
+            "arm": label,
+            "rate": rate,
+            "accuracy": accuracy,
+            "loss": loss,
+            "command": as_text(command),
+        })
         return accuracy, -loss
 
     def choose_rate(self, name, label):
         """
-        The rate of the highest validation accuracy (of equals, that of the lower loss). While the
-        best rate is the smallest or the largest of those tried, half or double of it is tried, too.
+        Returns an arm's learning rate with the highest validation accuracy (of equals, with the
+        lowest loss). While the best rate is the smallest or the largest so far, tries half or
+        double of it, too.
         """
         rates = sorted(ITEMS[name].arms[label].rates)
         if len(rates) == 1:
@@ -304,43 +335,59 @@ class Study:
             scores = {rate: self.trial(name, label, rate) for rate in rates}
             while True:
                 best = max(scores, key=scores.get)
-                further = best / 2 if best == min(scores) else 2 * best
-                if best not in (min(scores), max(scores)) or self.quick:
+                if best == min(scores):
+                    further = best / 2
+                elif best == max(scores):
+                    further = 2 * best
+                else:
+                    return best
+                if self.quick:
                     return best
                 scores[further] = self.trial(name, label, further)
 
     def run(self, name, label, seed):
-        """Train and measure a model of an item, unless its file has it. Returns what was done."""
+        """
+        Train and measure the model of an arm and a seed, unless the item's file has it. Returns
+        what was done, in words.
+        """
         began = time.time()
         item = ITEMS[name]
+        arm = item.arms[label]
         rate = self.choose_rate(name, label)
-        steps = self.commands(item.task, seed, item.arms[label], rate)
-        commands = [shlex.join(["python", *map(str, command)]) for _, command in steps]
-        words = f"{name}, {label}, seed {seed}"
-        there = self.read(name, "runs", ("arm", "seed")).get((label, seed))
-        if there and there["commands"] == commands:
-            return f"{words}: is there"
+        steps = self.commands(item.task, seed, arm, rate)
+        commands = [as_text(command) for _, command in steps]
+        known = self.read(name, "runs").get((label, seed))
+        if known and known["commands"] == commands:
+            return "already measured"
         for step in steps:
             self.make(*step)
-        folder = steps[-1][0]
+        folder, _ = steps[-1]
         run = {"arm": label, "seed": seed, "rate": rate, "commands": commands}
         run |= describe(folder, self.corpus(item.task))
-        run["flops"] = self.spent(item.task, seed, item.arms[label], run["updates"])
+        run["flops"] = self.spent(item.task, seed, arm, run["updates"])
         run["dtype"] = self.dtype
         if item.far:
             run["far"] = far(folder, self.corpus(item.task))
-        self.write(name, "runs", run, ("arm", "seed"))
-        return f"{words}: {time.time() - began:.0f} s"
+        self.write(name, "runs", run)
+        return f"{time.time() - began:.0f} s"
 
-    def read(self, name, part, keys):
-        """{keys: entry} of the "runs" or "trials" of an item's file, if it is of this design."""
+    # An item's file has two lists, "trials" and "runs", with a line for each entry.
+    KEYS = {"trials": ("arm", "rate"), "runs": ("arm", "seed")}
+
+    def read(self, name, part):
+        """
+        Read the "trials" or "runs" of an item's file, as {(arm, rate or seed): entry}. Entries of
+        another design do not count.
+        """
         path = self.results / f"{name}.json"
         found = read_json(path) if path.exists() else {}
-        entries = found.get(part, []) if found.get("design") == DESIGN else []
-        return {tuple(entry[key] for key in keys): entry for entry in entries}
+        if found.get("design") != DESIGN:
+            return {}
+        first, second = self.KEYS[part]
+        return {(entry[first], entry[second]): entry for entry in found[part]}
 
-    def write(self, name, part, entry, keys):
-        """Add an entry to the "runs" or "trials" of an item's file, which has a line for each."""
+    def write(self, name, part, entry):
+        """Add an entry to the "trials" or "runs" of an item's file."""
         item = ITEMS[name]
         head = {
             "task": item.task,
@@ -349,22 +396,28 @@ class Study:
             "arms": list(item.arms),
         }
         with self.writing:
-            parts = {
-                "trials": self.read(name, "trials", ("arm", "rate")),
-                "runs": self.read(name, "runs", ("arm", "seed")),
-            }
-            parts[part][tuple(entry[key] for key in keys)] = entry
-            text = json.dumps(head)[:-1]
-            for key, entries in parts.items():
-                lines = ",\n".join(json.dumps(entries[key]) for key in sorted(entries))
-                text += f', "{key}": [\n{lines}\n]'
+            text = json.dumps(head).removesuffix("}")
+            for list_name, (first, second) in self.KEYS.items():
+                entries = self.read(name, list_name)
+                if list_name == part:
+                    entries[entry[first], entry[second]] = entry
+                lines = [json.dumps(entries[key]) for key in sorted(entries)]
+                text += f', "{list_name}": [\n' + ",\n".join(lines) + "\n]"
             self.results.mkdir(parents=True, exist_ok=True)
             with write_atomically(self.results / f"{name}.json") as new:
                 new.write_text(text + "}\n")
 
 
+def as_text(command):
+    """A command as one would type it."""
+    return shlex.join(["python", *map(str, command)])
+
+
 def execute(folder, command):
-    """Run Python. What it prints goes to FOLDER.log, its last line into the UserError."""
+    """
+    Run a Python command on one thread. Its output goes to FOLDER.log. Raises UserError, with the
+    last line of the output, if it fails.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = Path(f"{folder}.log")
     with open(log, "ab") as file:
@@ -378,7 +431,7 @@ def execute(folder, command):
 # ---------------------------------------------------------------------------- measures
 
 def describe(folder, corpus):
-    """What is known of a trained model: its answers, its training, and where that ran."""
+    """What a model answers, and how it was trained: updates, commit, torch, processor and date."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -394,7 +447,7 @@ def describe(folder, corpus):
 
 
 def read_questions(corpus):
-    """{length: [{"question": ..., "answer": ...}, ...]} of the corpus's tests."""
+    """Read a corpus's tests as {length: [{"question": ..., "answer": ...}, ...]}."""
     found = {}
     for name in ("test.jsonl", "test18.jsonl"):
         for line in (corpus / name).read_text().splitlines():
@@ -422,7 +475,7 @@ def trajectories(folder, questions, steps):
 
 
 def answers(folder, questions, steps):
-    """{r: {length: share of right answers}}"""
+    """Returns {r: {length: share of right answers}}."""
     found = {}
     for length, r, right, _ in trajectories(folder, questions, steps):
         found.setdefault(r, {})[length] = right.double().mean().item()
@@ -431,9 +484,9 @@ def answers(folder, questions, steps):
 
 def far(folder, corpus):
     """
-    Far beyond the r of training, for the longest questions of test.jsonl (12 sentences): {r: {length:
-    share of right answers}} for each r of FAR. And {"moved": {length: move}}, the median move of the
-    state behind an answer in the last recurrence, relative to its size.
+    Ask the questions of 12 sentences far beyond the r of training. Returns {r: {12: share of right
+    answers}} for each r of FAR, and {"moved": {12: move}}, the median move of the state behind an
+    answer in the last recurrence, relative to its size.
     """
     questions = {12: read_questions(corpus)[12]}
     found = {"moved": {}}
@@ -479,23 +532,28 @@ def main():
             failed += 1
             done = f"error: {e}"
         minutes = (time.time() - began) / 60
-        say(f"{minutes:.0f} min: {' '.join(map(str, arguments))}: {done}")
+        say(f"{minutes:.0f} min: {', '.join(map(str, arguments))}: {done}")
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        def submit_trials(name):
-            return [pool.submit(attempt, study.choose_rate, name, label)
-                    for label in ITEMS[name].arms]
+    pool = ThreadPoolExecutor(args.jobs)
 
-        # The trials of the next item stand behind those of this one, so that no core waits for a
-        # rate.
+    def submit_trials(name):
+        return [pool.submit(attempt, study.choose_rate, name, label)
+                for label in ITEMS[name].arms]
+
+    try:
+        # The trials of the next item are queued before the runs of this one, so that no core has to
+        # wait for a learning rate.
         trials = submit_trials(names[0])
-        for i, name in enumerate(names):
-            upcoming = submit_trials(names[i + 1]) if name != names[-1] else []
+        for name, next_name in zip(names, [*names[1:], None]):
+            next_trials = submit_trials(next_name) if next_name else []
             wait(trials)
             for seed in SEEDS:
                 for label in ITEMS[name].arms:
                     pool.submit(attempt, study.run, name, label, seed)
-            trials = upcoming
+            trials = next_trials
+        pool.shutdown()
+    finally:  # after Ctrl-C, nothing new begins
+        pool.shutdown(cancel_futures=True)
     if failed:
         raise UserError(f"{failed} failed; the same command tries them again")
     if not args.quick:
