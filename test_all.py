@@ -3825,7 +3825,7 @@ def test_study_item_resumes(study_modules, corpus, monkeypatch):
     measured = {"updates": 4, "commit": "abc", "right": right}
     monkeypatch.setattr(run.Study, "corpus", lambda *_: corpus)
     monkeypatch.setattr(run.Study, "make", lambda self, folder, command: made.append(folder.name))
-    monkeypatch.setattr(run, "describe", lambda *_: measured)
+    monkeypatch.setattr(run, "measure", lambda *_: measured)
     path = Path("out/study-quick/results/curriculum.json")
     study = run.Study(quick=True)
     arms = run.ITEMS["curriculum"].arms

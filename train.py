@@ -222,7 +222,7 @@ def read_settings(argv):
     config = parser.parse_known_args(argv)[0].config
     updates_given = any(word.split("=")[0] == "--updates" for word in argv)
     if config:
-        argv = read_config(config) + argv
+        argv = read_toml(config) + argv
     settings = Settings(**vars(parser.parse_args(argv)))
     if settings.flops_of and updates_given:
         raise UserError(f"--updates={settings.updates}: --flops_of={settings.flops_of} decides the "
@@ -235,7 +235,7 @@ def read_settings(argv):
     return settings
 
 
-def read_config(path):
+def read_toml(path):
     """
     Return the settings in a TOML file as flags. Raises UserError for a setting that does not exist.
     """

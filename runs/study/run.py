@@ -363,7 +363,7 @@ class Study:
             self.make(*step)
         folder, _ = steps[-1]
         run = {"arm": label, "seed": seed, "rate": rate, "commands": commands}
-        run |= describe(folder, self.corpus(item.task))
+        run |= measure(folder, self.corpus(item.task))
         run["flops"] = self.spent(item.task, seed, arm, run["updates"])
         run["dtype"] = self.dtype
         if item.far:
@@ -430,7 +430,7 @@ def execute(folder, command):
 
 # ---------------------------------------------------------------------------- measures
 
-def describe(folder, corpus):
+def measure(folder, corpus):
     """What a model answers, and how it was trained: updates, commit, torch, processor and date."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
