@@ -3531,10 +3531,10 @@ def test_accuracy_over_length():
     assert "3: 0.7500 ± 0.2500   18: 0.7500 ± 0.2500\n" in said
 
     found = read_json("a.json")
-    assert found["columns"] == ["arm", "training FLOPs", "3", "18"]
+    assert found["columns"] == ["arm", "training TFLOPs", "3", "18"]
     assert found["rows"][:2] == [
-        ["r = 4", "2.5e+12", "75.0 ± 25.0", "75.0 ± 25.0"],
-        ["parent, equal tokens", "2.5e+12", "25.0 ± 0.0", "25.0 ± 0.0"],
+        ["r = 4", "2.50", "75.0 ± 25.0", "75.0 ± 25.0"],
+        ["parent, equal tokens", "2.50", "25.0 ± 0.0", "25.0 ± 0.0"],
     ]
     assert found["runs"]["run0"]["r = 4"]["right"] == {"3": 0.5, "18": 0.5}
 

@@ -9,6 +9,7 @@ The JSON holds what each run answers, and over all runs mean and standard error:
 `bench.py plot` draws, and as "columns" and "rows" of a table, which report.py writes into pages.
 FLOPs are those of the training since surgery, by the paper's rule.
 """
+import statistics
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ sys.path += [str(HERE.parents[1]), str(HERE)]
 from common import Parser, cli, read_json, write_json
 from runs.plot import draw
 from runs.tiny_corpus import TASKS
-from report import along, panel, percent, scientific
+from report import along, panel, percent
 
 PARENTS = {"parent_tokens": "parent, equal tokens", "parent_flops": "parent, equal FLOPs"}
 
@@ -51,7 +52,8 @@ def main():
         lengths = list(found[0]["right"])
         if label != PARENTS["parent_tokens"]:  # its curve would lie on the other parent's
             curves[label] = along(lengths, [run["right"] for run in found])
-        row = {"arm": label, "training FLOPs": scientific([run["flops"] for run in found])}
+        tflops = statistics.fmean(run["flops"] for run in found) / 1e12
+        row = {"arm": label, "training TFLOPs": f"{tflops:.2f}"}
         row |= {n: percent([run["right"][n] for run in found]) for n in lengths}
         rows.append(row)
     asked = max(TASKS["stories"].lengths)

@@ -91,11 +91,6 @@ def percent(values):
     return cell(values, scale=100)
 
 
-def scientific(values):
-    """The mean of one value per seed -> "1.23e+12"."""
-    return f"{statistics.fmean(values):.3g}"
-
-
 # ---------------------------------------------------------------------------- items
 
 def read_item(path):
