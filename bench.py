@@ -10,8 +10,8 @@ after a warm-up, printed with the lowest and the highest.
     python bench.py plot out/*/eval_*.json --table     # all scores, a line for each model and r
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
-weights: the speed of a token does not depend on their values. The last line of output is JSON.
-runs/plot.py draws.
+weights: except with --draft_steps, speed does not depend on their values. The last line of output
+is JSON. runs/plot.py draws.
 
 Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu). FLOPs
 follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
@@ -26,7 +26,7 @@ import torch
 
 from common import Parser, cli, describe, natural, opening, positive, recurrences
 from model import Config, RecurrentLM
-from muon import Optimizer
+from muon import MOMENTS, Optimizer
 from runs.plot import plot, plot_flags
 from sample import Decoder
 
@@ -64,7 +64,7 @@ def main():
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, metavar="N", help="rows per update (4)")
     flag("--context", type=positive, default=256, metavar="N", help="tokens per row (256)")
-    flag("--optimizer", choices=("muon", "adamw", "adamw*"), default="adamw")
+    flag("--optimizer", choices=tuple(MOMENTS), default="adamw")
 
     flag = commands.add_parser(
         "decode", parents=[timed], help="time new tokens", usage="bench.py decode [flags]",

@@ -2,9 +2,9 @@
 Turn text, chats, or questions and answers into tokens to train on. A data set is a folder of
 shards, which train.py takes as --data.
 
-    python data.py prepare --input out/tiny/data/test.jsonl --prompt question --field answer \\
+    python data.py prepare --input asked.jsonl --prompt question --field answer \\
         --tokenizer out/tiny/task --out out/data/asked
-    python data.py prepare --input web/*.parquet --tokenizer TinyLlama --out out/data/web
+    python data.py prepare --input web/*.parquet --tokenizer out/tinyllama --out out/data/web
     python data.py prepare --input chats.jsonl --field messages --loss assistant --tokenizer ...
 
 To download a data set from the Hugging Face Hub (pip install huggingface_hub):
@@ -549,9 +549,9 @@ def document(tokenizer, record, args):
             if has_loss:
                 ids = [*ids, tokenizer.eos_id]
         array = np.tile(np.array(ids, np.int32), (2, 1))
-        assert array.min() >= 0 and array.max() < tokenizer.vocab_size, (
-            f"ids from {array.min()} to {array.max()}, but the tokenizer's are 0 to "
-            f"{tokenizer.vocab_size - 1}")
+        if array.min() < 0 or array.max() >= tokenizer.vocab_size:
+            raise ValueError(f"ids from {array.min()} to {array.max()}, but the tokenizer's are 0 "
+                             f"to {tokenizer.vocab_size - 1}")
         if not has_loss:
             array[1] = IGNORE
         arrays.append(array)
@@ -559,7 +559,8 @@ def document(tokenizer, record, args):
         return np.empty((2, 0), np.int32)
     tokens = np.concatenate(arrays, axis=1)
     tokens[1] = np.append(tokens[1, 1:], IGNORE)  # the target is the next token
-    assert tokens[1].max() >= 0, "no token carries loss"
+    if tokens[1].max() < 0:
+        raise ValueError("no token carries loss")
     return tokens
 
 

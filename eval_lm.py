@@ -66,7 +66,7 @@ class Harness(TemplateLM):
     the moment, see at(). max_length: longest prompt with answer, in tokens.
     """
 
-    def __init__(self, folder, steps, batch_size=16, device="cpu", dtype="float32", seed=0,
+    def __init__(self, folder, steps, batch_size=32, device="cpu", dtype="float32", seed=0,
                  max_length=None, compile=False):
         super().__init__()
         self.model, self.tokenizer = load_model(folder, device, dtype)

@@ -1,5 +1,5 @@
 """
-The whole model: a Llama (or OLMo-2) whose middle layers are a recurrent block.
+The whole model: a Llama, OLMo-2 or Qwen, some of whose layers run in a loop.
 
     e   = prelude(embed(idx))                     a few ordinary layers, once
     s   = s_0                                     small noise
@@ -646,7 +646,7 @@ class RecurrentLM(nn.Module):
         UserError if a file is missing, corrupt, or from a different model.
         """
         folder = find_checkpoint(folder)
-        model, _ = cls.map(folder, load_config(folder))
+        model, _ = cls.open_mapped(folder, load_config(folder))
         # A run with --train saves trained parameters in float32, and the others as they were in the
         # checkpoint that it started from, perhaps in bfloat16.
         dtypes = {p.dtype for p in model.parameters()}
@@ -654,7 +654,7 @@ class RecurrentLM(nn.Module):
         return model.to(device, dtype or stored)
 
     @classmethod
-    def map(cls, folder, config):
+    def open_mapped(cls, folder, config):
         """
         Memory-map a checkpoint folder, so that its tensors are read from the disk when they are
         used. Returns the model, on the CPU and in the stored dtypes, and its tensors as {name:

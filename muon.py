@@ -335,8 +335,10 @@ class Optimizer:
                     muon_(*tensors, lr, self.weight_decay)
                 elif piece.rule == "adamw*":
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
-                else:
+                elif piece.rule == "adamw":
                     adamw.append(tensors)
+                else:
+                    raise ValueError(f"step() does not say how the rule {piece.rule} updates")
         if adamw:  # one kernel for all of them
             weights, grads, m, v = zip(*adamw)
             adam_lr = self.adam_lr * lr_factor

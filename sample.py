@@ -894,7 +894,8 @@ def interact(decoder, tokenizer, args):
     parser = interactive_parser()
     while True:
         try:
-            line = input("> ")
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = input()
             if line == "/quit":
                 return
             if line == "/help":

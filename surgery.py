@@ -26,7 +26,8 @@ the first layers, core and coda from the last ones. --prelude, --core and --coda
 
 The file is in this order: config.json, tensor names, download, reading, choosing layers, the
 retrofit, export, the model card, the command. To support a parent of another architecture, add its
-config.json to from_hf() and to_hf() and its tensors to HF_BLOCK and HF_NORMS here, its layers to
+model_type to SUPPORTED, its config.json to from_hf() and to_hf(), and its tensors to HF_BLOCK and
+HF_NORMS here, its layers to
 model.py and to assets/modeling_loopgraft.py, and its sizes to assets/parents.toml.
 """
 import functools
@@ -801,7 +802,7 @@ def describe_origin(folder):
         stages[-1]["updates"] = run["update"]
     for stage in stages:
         lines.append(f"Trained for {stage['updates']:,} updates on {', '.join(stage['data'])}, "
-                     f"with a mean of r = {stage['mean_recurrence']}.")
+                     f"with mean_recurrence = {stage['mean_recurrence']}.")
     if run:
         data = Path(run["config"]["data"].split(",")[0].split(":")[0], "meta.json")
         if data.exists():
@@ -864,6 +865,8 @@ def parse_args():
     args = parser.parse_args()
     if args.src == "-" and not args.preset:
         parser.error("SRC - needs a --preset")
+    if not args.out and (args.verify or args.export):
+        parser.error("--verify and --export need an OUT")
     if args.out and args.out.exists():
         raise UserError(f"{args.out} exists already. Choose another OUT")
     return args

@@ -1738,7 +1738,7 @@ def test_schedules_are_the_papers():
 @pytest.mark.parametrize("curriculum", train.CURRICULA)
 def test_curricula_are_charged_as_they_are_drawn(curriculum):
     """
-    The mean of r rises from 1 to R (with "none" it is R throughout), and the paper's FLOPs are
+    The sampler's mean rises from 1 to R (with "none" it is R throughout), and the paper's FLOPs are
     counted at the same r, but for one update at each rise.
     """
     s = Settings(
@@ -4311,8 +4311,8 @@ def test_card_says_where_a_model_comes_from(llama, corpus, base, monkeypatch):
     for words in (
         "base_model: some/llama\n",
         "prelude [0], recurrent block [3, 4], coda [5]",
-        "3 updates on pretrain, with a mean of r = 3",
-        "2 updates on pretrain, with a mean of r = 5",
+        "3 updates on pretrain, with mean_recurrence = 3",
+        "2 updates on pretrain, with mean_recurrence = 5",
         "counting, accuracy: ",
         " at r = 4",
         json.dumps(read_json(corpus / "pretrain/meta.json")["prompt"]),

@@ -501,8 +501,8 @@ def find_progress(settings, dataset):
                        "checkpoint")
     return {
         "update": 0,
-        "skipped": 0,  # updates without a finite gradient
-        "skips": 0,    # such updates since the last finite one
+        "skipped": 0,  # updates without a finite gradient, in the whole run
+        "skips": 0,    # those of them in a row, up to now
         "tokens": 0,
         "flops": 0,
         "paper_flops": 0,
@@ -626,7 +626,7 @@ def make_model(settings, dataset, folder, device):
     if not settings.reinit:
         folder = folder or settings.init_from
     if folder:
-        model, weights = RecurrentLM.map(find_checkpoint(folder), config)
+        model, weights = RecurrentLM.open_mapped(find_checkpoint(folder), config)
     else:
         model = RecurrentLM(config)
         model.init_weights(settings.seed)
@@ -851,10 +851,9 @@ def lr_scale(settings, update):
 
 def paper_steps(settings, update):
     """
-    Return (n, k) of an update as the paper's figures count it: r is the scheduled mean, although
-    the draws have a mean of r + 1. The updates at which it rises differ from those of
-    scheduled_mean() by at most one: r covers [int(f^-1((r-1)/R) W), int(f^-1(r/R) W)), where
-    W = int(warmup * total) and f^-1 is the curriculum's inverse.
+    Return (n, k) of an update as the paper's figures count it: r is the scheduled mean,
+    without the 1 that the sampler adds. It rises where the curriculum's inverse says, rounded as in
+    the paper's code, which is at most one update away from where scheduled_mean() rises.
     """
     R = settings.mean_recurrence
     W = int(settings.curriculum_warmup * settings.updates)
@@ -993,8 +992,8 @@ def affordable_updates(settings):
         raise UserError(f"--flops_of={settings.flops_of}: leaves {budget:.4g} FLOPs for this run, "
                         f"but one update takes {cost(1):.4g}")
     updates = nearest_count(cost, budget)
-    say(f"--flops_of={settings.flops_of}: {other['update']:,} updates, {other['flops']:.4g} FLOPs, "
-        f"so {updates:,} updates here")
+    say(f"--flops_of={settings.flops_of}: {other['flops']:.4g} FLOPs since surgery, of which "
+        f"{budget:.4g} are left for this run, so it makes {updates:,} updates")
     return updates
 
 
@@ -1016,7 +1015,7 @@ GPUS = {"RTX 4090": (1.0e14, 24), "A100": (1.9e14, 80), "H100": (4.2e14, 80)}
 
 
 def plan(settings, model):
-    """Print the run's shape, budget and schedules. Returns its FLOPs by the paper's rule."""
+    """Print the run's shape, budget and schedules. Returns its FLOPs as the paper counts them."""
     c = model.config
     updates = settings.updates
     rows = updates * settings.batch_size
@@ -1025,7 +1024,8 @@ def plan(settings, model):
         f"{parts}, trained {model.num_params(trained=True)['total']:,}")
     flops = paper_flops(settings, model, updates)
     say(f"budget: {updates:,} updates of {settings.batch_size:,} rows, "
-        f"{rows * settings.context:.4g} tokens, {flops:.4g} training FLOPs by the paper's rule")
+        f"{rows * settings.context:.4g} tokens, {flops:.4g} training FLOPs as the paper counts "
+        "them")
     if c.n_core:
         extra = 0 if settings.recurrence_sampler == "fixed" else 1  # see draw_steps()
         highest = settings.mean_recurrence + extra
@@ -1054,7 +1054,7 @@ def dry_run(settings):
     choose_trained(settings, model)
     flops = plan(settings, model)
     executed = run_flops(settings, model)
-    say(f"executed: {executed / max(flops, 1):.2f} times as many FLOPs, because the paper's rule "
+    say(f"executed: {executed / max(flops, 1):.2f} times as many FLOPs, because the paper "
         "counts the scheduled r instead of the draws, and leaves out attention, the head, the "
         "adapter and what is computed twice")
     plan_data(settings)

@@ -29,7 +29,7 @@ AXES = {
     "steps": "recurrences r at test time",
     "token_flops": "FLOPs of a new token (the paper's rule)",
     "update": "training updates",
-    "flops": "training FLOPs (the paper's rule)",
+    "flops": "training FLOPs, as the paper counts them",
 }
 LOG_BASE = {"steps": 2, "token_flops": 10}
 POINTS = 13   # at most this many points of a curve are printed; those of lengths.py have 13
