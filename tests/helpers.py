@@ -715,6 +715,7 @@ surgery {llama} out:
     --shape 2,2,-1 -> --shape; --feed_forward --prelude= -> leave no layer;
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
 surgery:
+    {llama} --feed_forward --verify -> need an OUT;
     {llama} {m} --feed_forward -> exists already; {truncated} out --feed_forward -> damaged;
     {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
     {misshapen} out --feed_forward -> not the model of its config.json;
