@@ -3894,6 +3894,19 @@ def test_speedrun_score(study_modules, corpus, monkeypatch):
     assert "is not finished" in refusal("runs/speedrun/score", folder)
 
 
+def test_speedrun_page_says_what_its_records_say(study_modules):
+    """FLOPs, answers and r on the speedrun's page are those of records.jsonl."""
+    folder = HERE / "runs" / "speedrun"
+    page = (folder / "README.md").read_text()
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    assert records
+    assert page.count("\n| attempt") == 1
+    for record in records:
+        tflops = np.mean(record["flops"]) / 1e12
+        right = study_modules.report.percent(record["right"])
+        assert f"\n| {record['attempt']} | {tflops:.2f} | {right} | {record['r']} |" in page
+
+
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, sets flags, names unknown words and survives mistakes."""
     monkeypatch.setattr(
