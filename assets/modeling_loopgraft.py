@@ -19,7 +19,7 @@ import math
 
 import torch
 import torch.nn as nn
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -27,8 +27,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import can_return_tuple
 
-# Whether create_causal_mask() wants the new tokens' columns in a cache: true before 5.6.
-NEEDS_COLUMNS = "cache_position" in inspect.signature(create_causal_mask).parameters
+# create_causal_mask() wants the new tokens' columns in a cache before 5.6. From 5.24 on, it and
+# forward() get what was called past_key_values as `cache`.
+MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
+NEEDS_COLUMNS = "cache_position" in MASK_ARGUMENTS
+CACHE = "cache" if "cache" in MASK_ARGUMENTS else "past_key_values"
 
 
 class LoopgraftConfig(PretrainedConfig):
@@ -180,6 +183,8 @@ class Attention(Slot):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, number, columns)
+        elif CACHE in rest:  # a paged cache; before 5.24 the attention function updates it
+            k, v = rest.pop(CACHE).update(k, v, number, kwargs=rest)
         if slot is None:  # outside vLLM one object serves all slots
             slot = self
             slot.layer_idx = number  # a paged cache reads the number from here
@@ -303,9 +308,11 @@ class LoopgraftModel(LoopgraftBase):
         elif position_ids is None:
             position_ids = columns[None]
         for_cache = {"cache_position": columns}  # a static cache of 4.57 needs it
-        for_mask = for_cache if NEEDS_COLUMNS else {}
-        mask = create_causal_mask(self.config, x, attention_mask, past_key_values=past_key_values,
-                                  position_ids=position_ids, **for_mask)
+        for_mask = {CACHE: past_key_values}
+        if NEEDS_COLUMNS:
+            for_mask |= for_cache
+        mask = create_causal_mask(self.config, x, attention_mask, position_ids=position_ids,
+                                  **for_mask)
         return position_ids, {
             "rope": rope_table(self.config, position_ids),
             "mask": mask,
@@ -316,9 +323,13 @@ class LoopgraftModel(LoopgraftBase):
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
                 inputs_embeds=None, use_cache=False, num_steps=None, initial_state=None,
-                output_hidden_states=None, **rest):
+                output_hidden_states=None, cache=None, **rest):
         """Return the head's input (B, T, C). For the arguments see LoopgraftForCausalLM."""
         c = self.config
+        if isinstance(cache, Cache):
+            past_key_values = cache
+        elif cache is not None:
+            rest["cache"] = cache  # a paged cache, see Attention.forward()
         n, k = self.split_steps(num_steps)
         r = n + k
         if output_hidden_states is None:
@@ -393,19 +404,22 @@ class LoopgraftForCausalLM(LoopgraftBase, GenerationMixin):
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
                 inputs_embeds=None, labels=None, use_cache=False, logits_to_keep=0, num_steps=None,
-                initial_state=None, output_hidden_states=None, **rest):
+                initial_state=None, output_hidden_states=None, cache=None, **rest):
         """
         Like LlamaForCausalLM, with logits (B, T, V) in float32. num_steps: r, of which the last
         config.mean_backprop_depth recurrences carry gradient, or (n, k), n recurrences without
         gradient and k with; an int, a tuple or a tensor. A cache belongs to one r. initial_state:
         s_0 (B, T, C), by default that of draw_state(). In the output, hidden_states are s_0 and the
-        state after each recurrence, r + 1 in all.
+        state after each recurrence, r + 1 in all. cache: the name of past_key_values from
+        transformers 5.24 on.
         """
+        if cache is None:
+            cache = past_key_values
         out = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             num_steps=num_steps,
