@@ -4,9 +4,9 @@ The tests of loopgraft, one promise per test: `python -m pytest -q test_all.py`,
 Read in order, the docstrings are the list of promises. Wherever possible, a test compares with an
 independent reference: logits, gradients, schedules, FLOPs and scores of the paper's own code
 (tests/oracle), torch's optimizers, a run that was never interrupted, or another library if it is
-installed. LOOPGRAFT_ASSETS may name a folder with tokenizers that are too large or not free to add:
-those of Llama 3, OLMo 2 and TinyLlama. A test that lacks something is skipped, and `-rs` prints the
-command that installs it.
+installed. LOOPGRAFT_ASSETS may name a folder whose assets/tokenizers/ holds tokenizers that are too
+large or not free to add: those of Llama 3, OLMo 2 and TinyLlama. A test that lacks something is
+skipped, and `-rs` prints the command that installs it.
 """
 
 import contextlib
