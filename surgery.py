@@ -27,8 +27,8 @@ the first layers, core and coda from the last ones. --prelude, --core and --coda
 The file is in this order: config.json, tensor names, download, reading, choosing layers, the
 retrofit, export, the model card, the command. To support a parent of another architecture, add its
 model_type to SUPPORTED, its config.json to from_hf() and to_hf(), and its tensors to HF_BLOCK and
-HF_NORMS here, its layers to
-model.py and to assets/modeling_loopgraft.py, and its sizes to assets/parents.toml.
+HF_NORMS here, its layers to model.py and to assets/modeling_loopgraft.py, and its sizes to
+assets/parents.toml.
 """
 import functools
 import json

@@ -22,6 +22,7 @@ from surgery import PARTS, build, open_source, shape
 
 TOKENS = 16_384  # at most this many tokens of the text are read
 
+
 @torch.no_grad()
 def block_influence(model, idx):
     """
