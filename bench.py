@@ -24,7 +24,7 @@ import time
 
 import torch
 
-from common import Parser, cli, describe, natural, opening, positive, recurrences
+from common import Parser, cli, describe, find_gpu, natural, opening, positive, recurrences
 from model import Config, RecurrentLM
 from muon import MOMENTS, Optimizer
 from runs.plot import plot, plot_flags
@@ -90,12 +90,13 @@ def main():
 
 def bench(args):
     """
-    Time training or decoding. Prints each row as soon as it is measured, and finally all of them as
-    a line of JSON.
+    Time training or decoding. Prints a line for each measurement, and then all of them as one line
+    of JSON.
 
     matmul_peak: FLOP/s of a large square matrix product. mfu: the share of it that an update
     reaches. peak_mib: the most GPU memory in use so far, in MiB.
     """
+    find_gpu()  # prints a note if torch cannot use the GPU
     dtype = getattr(torch, args.dtype)
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)

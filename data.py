@@ -55,12 +55,12 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
 
 
 def copy_tokenizer(source, target):
-    """Copy TOKENIZER_FILES, as far as they exist, from one folder to another, and nothing else."""
+    """Copy those of TOKENIZER_FILES that exist from one folder to another."""
     write_tokenizer(read_tokenizer_files(source), target)
 
 
 def read_tokenizer_files(folder):
-    """Read TOKENIZER_FILES, as far as they exist. Returns {name: bytes}."""
+    """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
     paths = [Path(folder, name) for name in TOKENIZER_FILES]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
@@ -376,8 +376,8 @@ def tokenizers_library(path):
 def legible_tokens(folder):
     """
     Write out the tokens of a folder's tokenizer for people to read. Returns {id: text}. In a text,
-    a blank is "▁", and what cannot be printed is escaped, such as "\\n", or "\\xe6" for a byte that
-    is only a part of a character.
+    a space is "▁", and unprintable characters are escaped, such as "\\n", or "\\xe6" for a byte
+    that is only a part of a character.
     """
     path = tokenizer_file(folder)
     if path.suffix == ".model":
@@ -634,7 +634,7 @@ def pack(args, tokenizer, progress):
     counts = Counter(progress["counts"])
     progress["counts"] = counts
     records = itertools.chain.from_iterable(map(read_records, args.input))
-    records = itertools.islice(records, counts.total(), None)  # skips those that are done
+    records = itertools.islice(records, counts.total(), None)  # the rest is already in shards
     documents = []
     size = 0  # tokens in the documents
     example = None  # of a bad record
@@ -665,7 +665,7 @@ def pack(args, tokenizer, progress):
 
 
 def new_progress(tokenizer, arguments):
-    """The first content of progress.json. The last one becomes meta.json."""
+    """The initial content of progress.json, which is renamed to meta.json at the end."""
     return {
         "arguments": arguments,
         "counts": {},     # {"kept", "dropped" or "bad": number of records}
@@ -740,9 +740,9 @@ class Shards:
     """
     The rows of T tokens of a data set's split, "train" or "val".
 
-    An epoch is all .num_rows of them, in a random order of its own. An order is made when its epoch
-    begins, and the last two are kept in memory. With 25 million rows (26 billion tokens at
-    T = 1,024), making one takes 1 to 2 s, and each takes 200 MB.
+    Every epoch has all .num_rows of them in a different random order. The order is computed when
+    the epoch begins, and the last two are kept in memory. With 25 million rows (26 billion tokens
+    at T = 1,024), making one takes 1 to 2 s, and each takes 200 MB.
     """
 
     def __init__(self, folder, split, T):
@@ -835,7 +835,7 @@ class Dataset:
         return {folder: count / total for folder, count in labels.items()}
 
     def fingerprint(self):
-        """A digest of the shards' contents and the weights, wherever the folders are."""
+        """A digest of the shards' contents and of the weights. It does not depend on paths."""
         content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.sources])
         return hashlib.sha256(content.encode()).hexdigest()
 

@@ -174,8 +174,8 @@ class Harness(TemplateLM):
 
     def _loglikelihood_tokens(self, requests, **kwargs):
         """
-        Return the log-likelihoods of continuations at self.r. Computes those that self.answers
-        lacks, at every r of self.steps.
+        Return the log-likelihoods of continuations at self.r. Results that are not in self.answers
+        yet are computed for every r of self.steps at once.
 
         requests: [(_, context, continuation), ...], both lists of ids, such as (_, [1, 5, 9],
         [7, 3]). Returns [(log-likelihood, whether the continuation is the greedy one), ...].

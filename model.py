@@ -352,9 +352,10 @@ class RecurrentLM(nn.Module):
         """
         idx (B, T) int64: token ids.
         targets (B, T) int64: the next tokens, -100 where there is no loss.
-        steps: r, of which the last config.backprop_depth recurrences carry gradient; by default r
-            is config.mean_recurrence. Or (n, k): n recurrences without gradient, then k with. The
-            output depends on n + k only. An ordinary model ignores steps.
+        steps: the number of recurrences r, config.mean_recurrence by default. Only the last
+            config.backprop_depth of them carry gradient. Or (n, k), for n recurrences without
+            gradient and then k with it; the output depends on n + k only. An ordinary model
+            ignores steps.
         state (B, T, C): s_0; random by default.
         reduction: "mean" or "sum" of the losses.
         recompute: save memory at the cost of time, see recur().
@@ -583,8 +584,8 @@ class RecurrentLM(nn.Module):
 
     def num_params(self, trained=False):
         """
-        Count parameters by part, as the paper's Tables 6 and 7 do. trained: only those that require
-        gradient.
+        Count the parameters of each part, as in the paper's Tables 6 and 7. trained: count only
+        parameters that require gradient.
 
         Returns a Counter with "prelude", "adapter", "core", "coda", "norm_f" and "total". In
         addition, "embeddings" includes the head, which counts once if tied, and "body" is all

@@ -44,7 +44,8 @@ from safetensors.torch import load_file, save_file
 from common import (Parser, UserError, cli, natural, opening, positive, read_json,
                     write_atomically, write_json)
 from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
-from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config, presets
+from model import (ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config, presets,
+                   retrofitted)
 
 PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
@@ -337,8 +338,8 @@ def rotary_order(c, name, t, back=False):
     """
     Reorder a tensor of a Huginn model from Huginn's rotary order to ours, or back. Huginn rotates
     adjacent channels of a head as pairs, where Llama pairs the two halves of the head; the rows of
-    q and k are the same, in another order. name: our name of the tensor t. Every other tensor, and
-    every tensor of another model, is returned as it is.
+    q and k are the same, in another order. name: our name of the tensor t. All other tensors, and
+    those of other models, are returned unchanged.
     """
     order = torch.arange(c.head_dim).view(-1, 2).T.flatten()  # 0 2 4 ... 1 3 5 ...
     if back:
@@ -578,16 +579,10 @@ def retrofit(source, layers, adapter="linear", untie=False):
     [4, 5], [7]), as prelude, core and coda. A recurrent model gets a copy of a tied head, and so
     does an ordinary one with `untie`. build() adds the adapter, which is of the kind `adapter`.
     """
-    n_prelude, n_core, n_coda = map(len, layers)
-    tied = source.config.tie_embeddings and not n_core and not untie
-    config = replace(
-        source.config,
-        n_prelude=n_prelude,
-        n_core=n_core,
-        n_coda=n_coda,
-        adapter=adapter,
-        tie_embeddings=tied,
-    )
+    sizes = [len(chosen) for chosen in layers]
+    config = retrofitted(source.config, sizes, adapter)
+    tied = source.config.tie_embeddings and not config.n_core and not untie
+    config = replace(config, tie_embeddings=tied)
     stored = {name: source.stored[name] for name in ("embed.weight", "norm_f.weight")}
     if not tied:
         stored["head.weight"] = source.stored.get("head.weight", stored["embed.weight"])
@@ -624,7 +619,7 @@ def probe(vocab_size):
 @torch.no_grad()
 def verify(args, source, layers):
     """
-    Check OUT, as it is read back from disk, against the kept layers of SRC in a row: on 64 tokens,
+    Read OUT back from disk and compare it with the kept layers of SRC in a row: on 64 tokens,
     at r = 1, and with an adapter that passes the prelude's output through, all logits must be equal
     to the last bit. If SRC is recurrent, both run at r = 2 with their own adapter. layers: see
     choose_layers(). Raises UserError if any logit differs.

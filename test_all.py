@@ -940,7 +940,8 @@ def test_advice_on_an_unreadable_tokenizer(corpus):
     tokenizer.json; replacing it with the tokenizer.json, as the message says, helps.
     """
     shutil.copy(corpus / "task" / "tokenizer.json", ".")
-    Path("tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # Llama 3's format: bytes in base64, id
+    # Llama 3's format: bytes in base64, and an id.
+    Path("tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(UserError, match="tokenizer.model: corrupt, .* replace it with"):
         Tokenizer.load(".")
 
@@ -1222,7 +1223,7 @@ def test_a_new_setting_counts_as_changed():
 
 
 def test_no_locks(monkeypatch, capsys):
-    """On a file system without locks, a warning is printed and the work goes on."""
+    """On a file system without locks, scripts print a warning and continue."""
     monkeypatch.setattr(common.fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "none")))
     common.locked("out").close()
     assert "cannot be locked" in capsys.readouterr().out
@@ -1276,7 +1277,7 @@ def test_mixture_follows_its_weights(corpus):
 @pytest.mark.parametrize("task", ["stories", "s5"])
 def test_corpus_follows_from_its_seed(task):
     """
-    The corpus has the same bytes each time it is made. The same command leaves it as it is, and
+    The corpus has the same bytes each time it is made. Repeating the command changes nothing, and
     other settings are refused.
     """
     tiny("out", task, rows=64)
@@ -1595,7 +1596,7 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
     """
     Drafting stops after some rounds of wrong drafts. A row that has ended stays within its cache
-    while the others go on.
+    while the others continue.
     """
     model = decode_model()
     rounds = 0
@@ -1855,7 +1856,7 @@ def test_launch_table_fits_the_configs():
 
 
 def test_recipes_are_valid(corpus, monkeypatch):
-    """Every config, and every command in its comments, is valid, as far as it needs no weights."""
+    """Every config is valid, and so is every command in its comments that needs no weights."""
 
     def open_source(src):  # a parent's shape without its weights
         config = HUB.get(src) or load_config(src)
@@ -2701,7 +2702,7 @@ def test_rows_without_labels_are_reported(base, corpus):
 def test_context_beyond_the_models_own(base, corpus):
     """
     Training beyond the parent's context prints a warning and extends it. A shorter --context leaves
-    the model's as it is.
+    the model's unchanged.
     """
     save(small(context=40), "short", corpus)
     save(small(context=60), "long", corpus)

@@ -851,9 +851,9 @@ def lr_scale(settings, update):
 
 def paper_steps(settings, update):
     """
-    Return (n, k) of an update as the paper's figures count it: r is the scheduled mean,
-    without the 1 that the sampler adds. It rises where the curriculum's inverse says, rounded as in
-    the paper's code, which is at most one update away from where scheduled_mean() rises.
+    Return (n, k) of an update as the paper's figures count it: r is the scheduled mean, without the
+    1 that the sampler adds. It rises where the curriculum's inverse says, rounded as in the paper's
+    code, which is at most one update away from where scheduled_mean() rises.
     """
     R = settings.mean_recurrence
     W = int(settings.curriculum_warmup * settings.updates)
@@ -890,7 +890,7 @@ BUDGETS = {
 
 def budget_effect(settings):
     """
-    Return the BudgetEffect of a run: that of the smallest budget we know that is not below its own.
+    Return the BudgetEffect of a run's --activation_budget, rounded up to the next one in BUDGETS.
     """
     if not settings.compile:
         return BUDGETS[1.0]

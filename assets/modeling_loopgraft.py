@@ -265,8 +265,8 @@ class LoopgraftModel(LoopgraftBase):
 
     def draw_state(self, e, position_ids):
         """
-        Return the initial state s_0 (B, T, C) for e (B, T, C) at position_ids (B or 1, T). It is a
-        function of config.noise_seed and the position; in training it is drawn anew.
+        Return the initial state s_0 (B, T, C) for e (B, T, C) at position_ids (B or 1, T). It
+        depends on config.noise_seed and the position only; in training it is random.
         """
         B, _, C = e.shape
         position_ids = position_ids.long().expand(B, -1)  # mix() would overflow 32 bits
@@ -406,12 +406,15 @@ class LoopgraftForCausalLM(LoopgraftBase, GenerationMixin):
                 inputs_embeds=None, labels=None, use_cache=False, logits_to_keep=0, num_steps=None,
                 initial_state=None, output_hidden_states=None, cache=None, **rest):
         """
-        Like LlamaForCausalLM, with logits (B, T, V) in float32. num_steps: r, of which the last
-        config.mean_backprop_depth recurrences carry gradient, or (n, k), n recurrences without
-        gradient and k with; an int, a tuple or a tensor. A cache belongs to one r. initial_state:
-        s_0 (B, T, C), by default that of draw_state(). In the output, hidden_states are s_0 and the
-        state after each recurrence, r + 1 in all. cache: the name of past_key_values from
-        transformers 5.24 on.
+        Like LlamaForCausalLM, with logits (B, T, V) in float32.
+
+        num_steps: the number of recurrences r, the last config.mean_backprop_depth of which carry
+        gradient; or (n, k), for n recurrences without gradient and then k with it. It may be an
+        int, a tuple or a tensor, and a cache can be used with one r only.
+        initial_state (B, T, C): s_0; by default draw_state() draws it.
+        cache: past_key_values, under the name that transformers has used since 5.24.
+
+        The output's hidden_states are s_0 and the state after each recurrence, r + 1 in all.
         """
         if cache is None:
             cache = past_key_values

@@ -75,7 +75,7 @@ def main():
     flag("--shape", type=shape, required=True,
          help="sizes of prelude, core and coda, such as 4,8,4; or 8 with --feed_forward")
     flag("--text", type=Path, required=True,
-         help=f"a text file, of which up to {TOKENS:,} tokens are read")
+         help=f"a text file; at most its first {TOKENS:,} tokens are read")
     flag("--window", type=positive, default=1024,
          help="tokens that the model reads at once (%(default)s)")
     args, flags = parser.parse_known_args()

@@ -1,6 +1,6 @@
 """
 Check that loopgraft computes the same on this GPU as on the CPU, and measure its speed. Each part
-takes less than 8 minutes (an estimate) and prints each line as soon as it is known.
+should take less than 8 minutes and prints every result when it is available.
 
     bash runs/gpu_check.sh --part correct
 
@@ -632,7 +632,7 @@ def main():
             print(f"\n== {step.__name__} ==  ({time.time() - began:.0f} s)", flush=True)
             try:
                 step()
-            except Exception as e:  # the others go on
+            except Exception as e:  # the other checks still run
                 report(step.__name__, f"{type(e).__name__}: {e}", "no error", False)
     finally:
         shutil.rmtree(FOLDER)

@@ -550,7 +550,7 @@ def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
 
 def generate_rows(decoder, prompts, limits, steps=None, **options):
     """
-    Decode a batch of which row i ends after limits[i] tokens. Returns the tokens of each row, and a
+    Decode a batch in which row i ends after limits[i] tokens. Returns the tokens of each row, and a
     set that tells whether any token was a draft (True) and any was none (False).
     """
     rows = [[] for _ in prompts]
@@ -628,7 +628,7 @@ def optimizer_rank(rank, world, folder):
 
 
 def solve_stories(story, _):
-    """The answers after each sentence of a story (a list of words), by code of its own."""
+    """The answers after each sentence of a story (a list of words), computed independently."""
     answers = []
     number = 0
     for verb, x in zip(story[::2], map(int, story[1::2])):

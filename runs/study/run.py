@@ -299,7 +299,7 @@ class Study:
     def trial(self, name, label, rate):
         """
         Train an arm of an item at a learning rate, on TUNING_SEED, unless the item's file has it.
-        Returns its validation as (accuracy, -loss), of which more is better.
+        Returns its validation as (accuracy, -loss), where higher is better.
         """
         item = ITEMS[name]
         steps = self.commands(item.task, TUNING_SEED, item.arms[label], rate)
