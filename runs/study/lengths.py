@@ -24,7 +24,10 @@ PARENTS = {"parent_tokens": "parent, equal tokens", "parent_flops": "parent, equ
 
 
 def arms_of(folder):
-    """{arm: {"right": {sentences: share of right answers}, "flops": of training}} of a run."""
+    """
+    Read a run of tiny.sh. Returns {arm: {"right": {sentences: share of right answers}, "flops": of
+    its training}}.
+    """
     arms = {}
     for model in ("task", *PARENTS):
         for test in ("test", "test18"):
@@ -39,9 +42,9 @@ def arms_of(folder):
 def main():
     parser = Parser(description=__doc__)
     flag = parser.add_argument
-    flag("folders", nargs="+", help="of runs of tiny.sh, which differ in the seed alone")
-    flag("--out", help="the JSON; default: lengths.json in the first folder")
-    flag("--picture", help="default: beside the JSON, with its name")
+    flag("folders", nargs="+", help="runs of tiny.sh that differ only in the seed")
+    flag("--out", help="the JSON file; default: lengths.json in the first folder")
+    flag("--picture", help="the plot; default: the name of the JSON file with .png")
     args = parser.parse_args()
     out = Path(args.out or f"{args.folders[0]}/lengths.json")
     runs = {folder: arms_of(folder) for folder in args.folders}

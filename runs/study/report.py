@@ -68,12 +68,14 @@ def paired_t_test(differences):
 
 
 def holm(p_values):
-    """Holm's correction of p-values that are read side by side, in their order."""
-    corrected = list(p_values)
-    largest = 0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1, (len(p_values) - rank) * p_values[i]))
-        corrected[i] = largest
+    """Holm's correction for p-values that are reported together. Returns them in the same order."""
+    count = len(p_values)
+    smallest_first = sorted(range(count), key=lambda i: p_values[i])
+    corrected = [0.0] * count
+    largest = 0.0  # a corrected p-value is never below that of a smaller one
+    for rank, i in enumerate(smallest_first):
+        largest = max(largest, (count - rank) * p_values[i])
+        corrected[i] = min(1, largest)
     return corrected
 
 
