@@ -3781,7 +3781,10 @@ def test_study_counts_newton_schulz(study_modules):
 
 
 def test_study_budgets_are_equal(study_modules, corpus, monkeypatch):
-    """Arms with equal FLOPs make as many updates as fit into the budget, and not one more."""
+    """
+    Arms with equal FLOPs make as many updates as fit into the budget, and not one more. Healing is
+    part of the budget, so an arm that is not healed makes more updates.
+    """
     run = study_modules.run
     monkeypatch.setattr(run.Study, "corpus", lambda *_: corpus)
     study = run.Study()
@@ -3796,6 +3799,9 @@ def test_study_budgets_are_equal(study_modules, corpus, monkeypatch):
         updates = study.updates("stories", 20, arm)
         assert study.spent("stories", 20, arm, updates) <= budget, label
         assert study.spent("stories", 20, arm, updates + 1) > budget, label
+
+    assert study.updates("stories", 20, run.Arm("heal")) == 400
+    assert study.updates("stories", 20, run.Arm("cut")) > 430
 
 
 def test_study_chooses_a_rate_inside_its_grid(study_modules, monkeypatch):

@@ -181,8 +181,8 @@ class Study:
         self.writing = threading.Lock()
         self.locks = {}   # {folder: held while its model is made}
         self.made = set()  # folders whose models are complete
-        # Training is a third faster in bfloat16 on an AMD EPYC, and slower on Intel processors
-        # without AMX (runs/README.md).
+        # Training is faster in bfloat16 on an AMD EPYC, and slower on Intel processors without AMX
+        # (runs/README.md).
         cpu = Path("/proc/cpuinfo").read_text()
         slow = "GenuineIntel" in cpu and "amx_bf16" not in cpu
         self.dtype = "bfloat16" if "bf16" in cpu and not slow else "float32"
