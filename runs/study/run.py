@@ -91,7 +91,6 @@ PARENTS = {
     "parent, equal FLOPs": Arm("pretrain", rates=AROUND),
     "untied parent of 18 layers, equal FLOPs": Arm("deep_pretrain", rates=AROUND),
 }
-S5_PARENTS = {label: PARENTS[label] for label in ("the loop", "parent, equal FLOPs")}
 
 
 def truncation(budget):
@@ -118,7 +117,7 @@ ITEMS = {
         "linear, 100%": Arm(flags={"curriculum_warmup": 1}),
         "1-sqrt, 75%": Arm(flags={"curriculum": "1-sqrt", "curriculum_warmup": 0.75}),
     }),
-    "s5_parents": Item("s5", S5_PARENTS),
+    "s5_parents": Item("s5", PARENTS),
     "truncation_third": Item("stories", truncation("third")),
     "truncation": Item("stories", truncation("flops")),
     "rows": Item("stories", {
