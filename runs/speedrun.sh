@@ -4,34 +4,39 @@
 #
 #   bash runs/speedrun.sh N [--key=value ...]     attempt number N, with other settings of train.py
 #
-# N decides the corpus, the parent and the five seeds, so take a number that nobody has used. The
-# attempt goes to out/speedrun/N and takes about 16 minutes on one core. The same command resumes one
-# that was stopped. SHAPE and HEAL in the environment change the surgery and the updates of healing.
+# N decides everything that is random: the corpus, the parent and the five seeds. The attempt goes to
+# out/speedrun/N and takes about 16 minutes on one core. The same command resumes one that was
+# stopped. SHAPE and HEAL in the environment change the surgery and the updates of healing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ ${1:-} == --help ]]; then sed -n '2,/^set/s/^# \{0,1\}//p' runs/speedrun.sh; exit; fi
-[[ ${1:-} =~ ^[0-9]+$ ]] || { echo "speedrun.sh: error: give a number, see --help" >&2; exit 2; }
+if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]]; then
+    echo "speedrun.sh: error: give a number from 1 on, see --help" >&2
+    exit 2
+fi
 export OMP_NUM_THREADS=1
-number=$((10#$1))  # 010 is ten
+number=$1
 shift
 out=out/speedrun/$number
 shape=${SHAPE:-1,2,1}
 heal=${HEAL:-100}
 
-train() {  # train CONFIG SEED FROM DATA OUT [--key=value ...]: training by config/tiny_CONFIG.toml
-    python train.py --config=config/tiny_"$1".toml --seed="$2" --init_from="$3" \
-        --data=$out/data/"$4" --out_dir="$5" --eval_rows=1024 --eval_every=100000 "${@:6}"
+# train CONFIG SEED FROM DATA OUT [--key=value ...]: training by config/tiny_CONFIG.toml. An attempt's
+# own flags come first. If a flag is given twice, the last one counts.
+train() {
+    python train.py --config=config/tiny_"$1".toml "${@:6}" --seed="$2" --init_from="$3" \
+        --data=$out/data/"$4" --out_dir="$5" --eval_rows=1024 --eval_every=100000
 }
 python runs/tiny_corpus.py --seed "$number" --out $out/data
 train pretrain "$number" "" pretrain $out/parent
 [[ -e $out/cut ]] || python surgery.py $out/parent $out/cut --shape "$shape"
 for i in 0 1 2 3 4; do
-    seed=$((10 * number + i))
+    seed=$((1000 * number + i))
     from=$out/cut
     if ((heal)); then
         train heal $seed $out/cut pretrain $out/healed-$seed --updates="$heal"
         from=$out/healed-$seed
     fi
-    train task $seed $from task $out/seed-$seed --eval_steps=8,16,32 "$@"
+    train task $seed $from task $out/seed-$seed "$@" --eval_steps=8,16,32
 done
 python runs/speedrun/score.py $out

@@ -79,8 +79,7 @@ stage "3. Surgery" "5 s" \
 
 stage "4. Heal, then teach the task" "1 to 2 minutes" \
 "A little more pretraining makes up for the lost layers. Then the model learns to answer stories of
-3, 4 and 5 sentences, while the mean number of recurrences, r,
-rises from 2 to 9."
+3, 4 and 5 sentences, while the mean number of recurrences, r, rises from 2 to 9."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
 train task task --data=$out/data/task --init_from=$out/heal --updates=$task
 

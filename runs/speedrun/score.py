@@ -17,20 +17,33 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "study")]
 from common import Parser, UserError, cli, read_json
 from model import find_checkpoint
 from report import mean_se, percent
-from run import answers, read_questions, training_flops
+from run import answers, provenance, read_questions, training_flops
 from train import Settings
 
 MARK = 0.9             # of the answers, mean minus two standard errors
 LENGTHS = range(6, 13)  # sentences of the questions that count
+RECORDS = HERE / "records.jsonl"
 
 
-def flops_since_surgery(folder):
-    """Training FLOPs of a run and of the run, if any, that it started from."""
-    path = Path(find_checkpoint(folder), "train.json")
-    if not path.exists():  # the cut parent
-        return 0
-    settings = Settings(**read_json(path)["config"])
-    return flops_since_surgery(settings.init_from) + training_flops(settings)
+def trainings_since(cut, run):
+    """
+    The train.json of each training that led from the cut parent to a run, the first one first.
+    Raises UserError for a run that did not start there.
+    """
+    found = []
+    folder = run
+    while Path(folder).resolve() != cut.resolve():
+        path = Path(find_checkpoint(folder), "train.json")
+        if not path.exists():
+            raise UserError(f"{run}: started from {folder}, which is not {cut}")
+        found.insert(0, read_json(path))
+        folder = found[0]["config"]["init_from"]
+    return found
+
+
+def flops_of(trainings):
+    """The training FLOPs of all trainings_since() surgery."""
+    return sum(training_flops(Settings(**training["config"])) for training in trainings)
 
 
 def last_validation(folder):
@@ -43,24 +56,24 @@ def last_validation(folder):
     return last["accuracy"]
 
 
-def digest_of(folder):
-    """The first 16 hex digits of the SHA-256 of a folder's files, in the order of their names."""
+def digest_of(paths):
+    """The SHA-256 of files, one after another."""
     found = hashlib.sha256()
-    for path in sorted(Path(folder).rglob("*")):
-        if path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    for path in paths:
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def score(folder):
     """The line of an attempt in records.jsonl."""
-    runs = sorted(folder.glob("seed-*/"))
-    if len(runs) != 5:
-        raise UserError(f"{folder}: holds {len(runs)} runs instead of 5. `bash runs/speedrun.sh` "
-                        "makes them")
+    if not folder.name.isdecimal():
+        raise UserError(f"{folder}: is not the folder of an attempt, out/speedrun/N")
+    number = int(folder.name)
+    runs = [folder / f"seed-{1000 * number + i}" for i in range(5)]
     validations = [last_validation(run) for run in runs]
     # Chosen before any test question is asked: the best r in validation, the smallest of equals.
     r = max(validations[0], key=lambda r: (sum(found[r] for found in validations), -int(r)))
+    trainings = [trainings_since(folder / "cut", run) for run in runs]
     questions = read_questions(folder / "data")
     questions = {length: questions[length] for length in LENGTHS}
     right = []
@@ -68,14 +81,25 @@ def score(folder):
         by_length = answers(run, questions, [int(r)])[int(r)]
         right.append(sum(by_length.values()) / len(by_length))
     return {
-        "attempt": folder.name,
-        "flops": [flops_since_surgery(run) for run in runs],
+        "attempt": number,
+        "flops": [flops_of(of_run) for of_run in trainings],
         "r": int(r),
         "right": right,
-        "data": digest_of(folder / "data"),
-        "parent": digest_of(find_checkpoint(folder / "parent")),
-        "settings": read_json(Path(find_checkpoint(runs[0]), "train.json"))["config"],
+        "data": digest_of(sorted(path for path in (folder / "data").rglob("*") if path.is_file())),
+        "parent": digest_of([Path(find_checkpoint(folder / "parent"), "model.safetensors")]),
+        "surgery": read_json(folder / "cut" / "surgery.json"),
+        "recipes": [training["recipe"] for training in trainings[0]],  # only seeds differ
+        **provenance(),
     }
+
+
+def keep(found):
+    """Add an attempt to records.jsonl. Raises UserError if its number is not the next one."""
+    following = len(RECORDS.read_text().splitlines()) + 1
+    if found["attempt"] != following:
+        raise UserError(f"attempt {found['attempt']}: the next one in {RECORDS} is {following}")
+    with open(RECORDS, "a") as file:
+        print(json.dumps(found), file=file)
 
 
 def main():
@@ -91,8 +115,7 @@ def main():
     print(f"mean minus two standard errors: {mean - 2 * error:.1%}, so it {verdict} "
           f"(mark: {MARK:.0%})")
     if args.keep:
-        with open(HERE / "records.jsonl", "a") as file:
-            print(json.dumps(found), file=file)
+        keep(found)
 
 
 if __name__ == "__main__":

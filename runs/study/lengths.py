@@ -7,7 +7,7 @@ Accuracy over the length of a story, in runs of tiny.sh: a curve for each r, and
 
 The JSON holds what each run answers, and over all runs mean and standard error: as "figures", which
 `bench.py plot` draws, and as "columns" and "rows" of a table, which report.py writes into pages.
-FLOPs are those of the training since surgery, by the paper's rule.
+FLOPs are those of the training since surgery, by the paper's rule, with the r that were drawn.
 """
 import statistics
 import sys

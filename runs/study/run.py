@@ -430,14 +430,18 @@ def execute(folder, command):
 # ---------------------------------------------------------------------------- measures
 
 def measure(folder, corpus):
-    """What a model answers, and how it was trained: updates, commit, torch, processor and date."""
+    """What a model answers, the number of its updates, and its provenance()."""
+    progress = read_json(Path(find_checkpoint(folder), "train.json"))
+    right = answers(folder, read_questions(corpus), STEPS)
+    return {"updates": progress["update"], "right": right, **provenance()}
+
+
+def provenance():
+    """Commit, torch, processor and date of today's measurements."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
-    progress = read_json(Path(find_checkpoint(folder), "train.json"))
     return {
-        "updates": progress["update"],
-        "right": answers(folder, read_questions(corpus), STEPS),
         "commit": commit,
         "torch": torch.__version__,
         "cpu": cpu and cpu[1],
