@@ -5,7 +5,7 @@
 #   bash runs/speedrun.sh N [--key=value ...]     attempt number N, with other settings of train.py
 #
 # N decides everything that is random: the corpus, the parent and the five seeds. The attempt goes to
-# out/speedrun/N and takes about 16 minutes on one core. The same command resumes one that was
+# out/speedrun/N and takes about 15 minutes on one core. The same command resumes one that was
 # stopped. SHAPE and HEAL in the environment change the surgery and the updates of healing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
