@@ -3886,10 +3886,10 @@ def test_speedrun_score(study_modules, corpus, monkeypatch):
     monkeypatch.setattr(score, "answers", answers)
     assert "seed-7000: is not finished" in refusal("runs/speedrun/score", folder)
 
-    def training(name, init_from):
+    def training(name, init_from, lr=0.01):
         checkpoint = folder / name / "step_000001"
         save(small(n_core=0), checkpoint, corpus)
-        made = {"config": {"init_from": str(init_from)}, "recipe": {"lr": 0.01}}
+        made = {"config": {"init_from": str(init_from)}, "recipe": {"lr": lr, "seed": name}}
         common.write_json(checkpoint / "train.json", made)
 
     for seed in seeds:
@@ -3914,6 +3914,9 @@ def test_speedrun_score(study_modules, corpus, monkeypatch):
     call("runs/speedrun/score", folder, "--keep")
     *_, kept = score.RECORDS.read_text().splitlines()
     assert json.loads(kept)["attempt"] == 7
+
+    training("healed-7002", folder / "cut", lr=0.02)
+    assert "seed-7002: has other settings" in refusal("runs/speedrun/score", folder)
 
     training("healed-7003", folder / "parent")
     assert "which is not out/7/cut" in refusal("runs/speedrun/score", folder)

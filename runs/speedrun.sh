@@ -2,7 +2,7 @@
 # The speedrun: teach a looped model to answer long stories with the fewest training FLOPs.
 # runs/speedrun/README.md has the rules and the records.
 #
-#   bash runs/speedrun.sh N [--key=value ...]     attempt number N, with other settings of train.py
+#   bash runs/speedrun.sh N [--key=value ...]     attempt number N, with other settings for the task
 #
 # N decides everything that is random: the corpus, the parent and the five seeds. The attempt goes to
 # out/speedrun/N and takes about 15 minutes on one core. The same command resumes one that was

@@ -46,6 +46,13 @@ def flops_of(trainings):
     return sum(training_flops(Settings(**training["config"])) for training in trainings)
 
 
+def recipe_of(trainings):
+    """The settings of each training that the five runs of an attempt have in common."""
+    own = {"seed", "init_from"}
+    return [{key: value for key, value in training["recipe"].items() if key not in own}
+            for training in trainings]
+
+
 def last_validation(folder):
     """{r: accuracy} of a finished run. Raises UserError for one that is not finished."""
     path = folder / "log.jsonl"
@@ -74,6 +81,10 @@ def score(folder):
     # Chosen before any test question is asked: the best r in validation, the smallest of equals.
     r = max(validations[0], key=lambda r: (sum(found[r] for found in validations), -int(r)))
     trainings = [trainings_since(folder / "cut", run) for run in runs]
+    recipes = [recipe_of(of_run) for of_run in trainings]
+    for run, recipe in zip(runs, recipes):
+        if recipe != recipes[0]:
+            raise UserError(f"{run}: has other settings than {runs[0]}")
     questions = read_questions(folder / "data")
     questions = {length: questions[length] for length in LENGTHS}
     right = []
@@ -88,7 +99,7 @@ def score(folder):
         "data": digest_of(sorted(path for path in (folder / "data").rglob("*") if path.is_file())),
         "parent": digest_of([Path(find_checkpoint(folder / "parent"), "model.safetensors")]),
         "surgery": read_json(folder / "cut" / "surgery.json"),
-        "recipes": [training["recipe"] for training in trainings[0]],  # only seeds differ
+        "recipes": recipes[0],
         **provenance(),
     }
 
