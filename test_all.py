@@ -604,8 +604,8 @@ olmo-2-1b-4-6-4     411,041,792 1,073,874,944  939,638,784 268,468,224 402,702,3
 def test_tables_of_the_paper(row):
     """
     A preset prints the embeddings and the body of SRC, and the parts of OUT, as the paper's Tables
-    6 and 7 have them. Three rows are not from there: TinyLlama (2,4,2), which is a misprint,
-    Llama-3.2-1B (2,4,2) and OLMo-2-1B, which the tables do not have.
+    6 and 7 have them. Three rows do not come from the tables: TinyLlama (2,4,2), whose row there is
+    a misprint, and Llama-3.2-1B (2,4,2) and OLMo-2-1B (4,6,4), which they do not have.
     """
     preset, embeddings, body, *parts = row.split()
     lines = call("surgery", "-", "--preset", preset).splitlines()[-8:]
@@ -3920,6 +3920,27 @@ def test_speedrun_score(study_modules, corpus, monkeypatch):
 
     training("healed-7003", folder / "parent")
     assert "which is not out/7/cut" in refusal("runs/speedrun/score", folder)
+
+
+def test_speedrun_seeds_are_fixed(monkeypatch):
+    """An attempt's own flags reach the training of the task, but cannot change its five seeds."""
+    Path("bin").mkdir()
+    python = Path("bin/python").absolute()
+    log = python.with_name("log")
+    python.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+    command = ["bash", HERE / "runs/speedrun.sh", "3", "--lr=0.5", "--seed=7"]
+    subprocess.run(command, check=True)
+    os.symlink(HERE / "config", "config")
+    trained = []
+    for line in log.read_text().splitlines():
+        script, *flags = line.split()
+        if "--lr=0.5" in flags:
+            assert script == "train.py"
+            settings = train.read_settings(flags)
+            trained.append((settings.lr, settings.seed, settings.out_dir))
+    assert trained == [(0.5, seed, f"out/speedrun/3/seed-{seed}") for seed in range(3000, 3005)]
 
 
 def test_speedrun_page_says_what_its_records_say(study_modules):

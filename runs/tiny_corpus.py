@@ -5,11 +5,12 @@ tasks that need depth: stories, which are running counts, and products in the gr
     python runs/tiny_corpus.py --out out/tiny/data
     python runs/tiny_corpus.py --out out/s5/data --task s5
 
-Each answer of a story depends on the one before it, so a model that takes a layer for each sentence
-needs as many layers, or must reuse them. The word `so` asks for the result so far. In "stories",
-that is the last digit of a count: the answers to `has 7 so loses 4 so times 3 so` are 7, 3 and 9.
-In "s5", it is a product of permutations: the answers to `a so d so c so` are 23514, 12534 and
-42315. OUT gets two data sets, with several stories in each row, and two files of questions:
+Each answer of a story depends on the one before it, so a model that works out one sentence per
+layer needs a layer for each sentence, or has to reuse layers. The word `so` asks for the result so
+far. In "stories", that is the last digit of a count: the answers to
+`has 7 so loses 4 so times 3 so` are 7, 3 and 9. In "s5", it is a product of permutations: the
+answers to `a so d so c so` are 23514, 12534 and 42315. OUT gets two data sets, with several stories
+in each row, and two files of questions:
 
     pretrain        Every other row holds two worked stories of 12 sentences in total, with the
                     answer written out after each sentence. The rows in between hold five stories of

@@ -27,7 +27,7 @@ RECORDS = HERE / "records.jsonl"
 
 def trainings_since(cut, run):
     """
-    The train.json of each training that led from the cut parent to a run, the first one first.
+    Read the train.json of each training that led from the cut parent to a run, in order.
     Raises UserError for a run that did not start there.
     """
     found = []
@@ -42,12 +42,12 @@ def trainings_since(cut, run):
 
 
 def flops_of(trainings):
-    """The training FLOPs of all trainings_since() surgery."""
+    """The sum of the FLOPs of trainings, as trainings_since() returns them."""
     return sum(training_flops(Settings(**training["config"])) for training in trainings)
 
 
 def recipe_of(trainings):
-    """The settings of each training that the five runs of an attempt have in common."""
+    """The settings that a run shares with the other four of its attempt: all but seed and folders."""
     own = {"seed", "init_from"}
     return [{key: value for key, value in training["recipe"].items() if key not in own}
             for training in trainings]

@@ -173,7 +173,7 @@ def figures(item):
     asked = OUTCOME[item["task"]]
     return [
         panel(f"{unit} of the question", over_length, title=f"r = {R}",
-              ticks=[int(n) for n in lengths if int(n) % 2 == 0],  # all would touch each other
+              ticks=[int(n) for n in lengths if int(n) % 2 == 0],  # all of them would overlap
               line=[asked[0] - 1, "longest question\nasked in training"]),
         panel("recurrences r at test time", over_r, title=f"{asked[0]} to {asked[-1]} {unit}",
               x_log=2),
