@@ -24,11 +24,11 @@ import time
 
 import torch
 
-from common import Parser, cli, describe, find_gpu, natural, opening, positive, recurrences
+from common import Parser, cli, find_gpu, natural, opening, positive, recurrences
 from model import Config, RecurrentLM
 from muon import MOMENTS, Optimizer
 from runs.plot import plot, plot_flags
-from sample import Decoder
+from sample import Decoder, describe
 
 TRAIN = """\
 Time updates of a model, with their share of the FLOPs that the device reaches in large matrix

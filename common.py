@@ -1,7 +1,7 @@
 """
 Helpers that all scripts share: error messages of one line, command-line flags, files that are
-written completely or not at all, result files of evaluations, and torchrun's ranks. This file
-imports no other file of loopgraft.
+written completely or not at all, and torchrun's ranks. This file imports no other file of
+loopgraft.
 """
 import argparse
 import contextlib
@@ -14,10 +14,8 @@ import os
 import re
 import resource
 import shutil
-import statistics
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -264,91 +262,3 @@ def check_settings(path, earlier, settings, way_out):
         if earlier.get(key) != value:
             raise UserError(f"{path}: was created with {key} = {earlier.get(key)!s:.80}, but this "
                             f"command says {value!s:.80}. {way_out}")
-
-
-# ------------------------------------------------------------------------------- result files
-
-def describe(model):
-    """Return the names of a model's device and dtype, such as ("NVIDIA A100", "bfloat16")."""
-    weight = model.embed.weight
-    device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
-    return device, str(weight.dtype).removeprefix("torch.")
-
-
-def smallest_enough(model, task, metric, scores):
-    """
-    Find the smallest r whose score is within two standard errors of the best one's.
-
-    All r answer the same questions, so the comparison is paired: the standard error is that of the
-    mean difference per question, which is usually smaller than that of either score.
-
-    model: for its FLOPs. task, metric: their names. scores: {r: one number per question}, where
-    higher is better, and the questions have the same order for every r.
-
-    Returns a list for "enough" in a result file. It is empty if there is only one r; otherwise it
-    holds one dict. Its "steps" is the r found, "best" the r of the highest score (the smallest such
-    r in a tie), "difference" how far "steps" scores below "best", "standard_error" that of the
-    difference, and "flops" the FLOPs per token at "steps" divided by those at "best".
-    """
-    if len(scores) < 2:
-        return []
-    smallest_first = sorted(scores)
-    best = max(smallest_first, key=lambda r: statistics.fmean(scores[r]))  # the first in a tie
-    for r in smallest_first:  # ends at `best` at the latest, where difference and error are 0
-        behind = [b - x for b, x in zip(scores[best], scores[r], strict=True)]
-        difference = statistics.fmean(behind)
-        error = statistics.pstdev(behind) / math.sqrt(len(behind))
-        if difference <= 2 * error:
-            break
-    return [{
-        "task": task,
-        "metric": metric,
-        "steps": r,
-        "best": best,
-        "difference": difference,
-        "standard_error": error,
-        "flops": model.flops_per_token((0, r)) / model.flops_per_token((0, best)),
-    }]
-
-
-def print_enough(found):
-    """Print one line per task, for the first of its metrics. found: a result file's "enough"."""
-    first = {}
-    for entry in found:
-        first.setdefault(entry["task"], entry)
-    for task, entry in first.items():
-        r = entry["steps"]
-        best = entry["best"]
-        reason = "no r scores higher, and no smaller r comes within two standard errors of it"
-        if r < best:
-            reason = (f"{100 * entry['difference']:.1f} ± {100 * entry['standard_error']:.1f} "
-                      f"points below r = {best}, at {entry['flops']:.0%} of its FLOPs per token")
-        print(f"{task}, {entry['metric']}: r = {r} is enough: {reason}")
-
-
-def write_result(path, script, model, task, results, seconds, tokens, **more):
-    """
-    Write the JSON result file of an evaluation.
-
-    script, task: their names. results: a list of {"steps": r, "metric": name, "value": x,
-    "standard_error": se, "n": count, ...}. seconds: how long the evaluation took; tokens: how many
-    tokens it computed in that time. more: further keys of the file. The file also records what the
-    model's training cost, so that plotting it needs neither the model nor its folder.
-    """
-    device, dtype = describe(model)
-    train_json = Path(model.folder, "train.json")
-    training = read_json(train_json) if train_json.exists() else {}
-    write_json(path, dict(
-        script=script,
-        model=model.folder,
-        config=asdict(model.config),
-        task=task,
-        device=device,
-        dtype=dtype,
-        torch=torch.__version__,
-        training={key: training.get(key) for key in ("update", "flops", "paper_flops")},
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        **more,
-        results=results,
-    ))

@@ -33,21 +33,24 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
+import tempfile
 import time
+from dataclasses import asdict
 from decimal import Decimal
 from itertools import chain, product
 from pathlib import Path
 
 import requests
+import torch
 import torch.distributed as dist
 
-from common import (RANK, WORLD, Parser, UserError, check_settings, cli, describe, digest, natural,
-                    opening, positive, print_enough, read_json, say, smallest_enough,
-                    write_atomically, write_result)
+from common import (RANK, WORLD, Parser, UserError, check_settings, cli, digest, natural, opening,
+                    positive, read_json, recurrences, say, write_atomically, write_json)
 from data import as_text
-from sample import (COMPILE_HELP, DRAFT_STEPS_HELP, Decoder, add_evaluation_arguments,
-                    answer_batch, check_out, decoding_options, load_model)
+from sample import (COMPILE_HELP, DEPTHS, DRAFT_STEPS_HELP, Decoder, add_model_arguments,
+                    decoding_options, describe, end_ids, load_model)
 
 GSM8K = Path("out/data/gsm8k/test.jsonl")
 SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
@@ -271,6 +274,50 @@ def encode_prompts(questions, model, tokenizer, args):
         question["ids"] = ids[-room:]  # long prompts lose their beginning, as in the harness
 
 
+def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
+    """
+    Continue a batch of prompts at depth r, each until it has produced a stop string, an end of
+    text, or max_new_tokens.
+
+    prompts: lists of ids, such as [[1, 660], [1, 29984, 29901]].
+    stops: a list of strings, such as ["Q:", "</s>"]; may be empty.
+    options: the fields of Decoding.
+
+    Returns two lists: the new texts, cut at the first stop string, such as [" It is 18.", ""], and
+    the numbers of tokens generated, such as [7, 1].
+    """
+    new = [[] for _ in prompts]
+    last = end_ids(decoder.model, tokenizer)
+    # A stop of n bytes spans at most n tokens. One more, because decode() may drop the space before
+    # the first token.
+    lengths = [len(stop.encode()) for stop in stops]
+    window = 1 + max(lengths, default=0)
+
+    def ends(row, token):
+        if token in last:
+            return True
+        if not stops:
+            return False
+        text = tokenizer.decode(new[row][-window:])  # generate() has already yielded `token`
+        return any(stop in text for stop in stops)
+
+    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, ends, **options):
+        new[row].append(token)
+    control = {*tokenizer.special.values(), *last}  # not part of a text, as in HFLM
+    texts = []
+    for ids in new:
+        text = tokenizer.decode([i for i in ids if i not in control])
+        texts.append(cut(text, stops))
+    return texts, [len(ids) for ids in new]
+
+
+def cut(text, stops):
+    """Return `text` up to the first of the stop strings: ("18 Q: Is", ["Q:"]) gives "18 "."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
 def answer_questions(decoder, tokenizer, questions, r, args):
     """
     Answer a batch of questions at depth r.
@@ -360,6 +407,18 @@ def show_progress(done, total):
 
 # ---- the file of answers ----------------------------------------------------------------------
 
+def check_out(path):
+    """
+    Create the folder of --out. Raises UserError or OSError now, rather than after hours, if the
+    result cannot be written there.
+    """
+    path = Path(path).resolve()
+    if path.is_dir():
+        raise UserError(f"--out {path} is a folder. Name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
+
+
 def check_summary(path, task):
     """Raise UserError if this command's summary would replace that of another script or task."""
     if not os.path.exists(path):
@@ -436,6 +495,42 @@ def summarise(questions, answers, steps, metrics):
     return results
 
 
+def smallest_enough(model, task, metric, scores):
+    """
+    Find the smallest r whose score is within two standard errors of the best one's.
+
+    All r answer the same questions, so the comparison is paired: the standard error is that of the
+    mean difference per question, which is usually smaller than that of either score.
+
+    model: for its FLOPs. task, metric: their names. scores: {r: one number per question}, where
+    higher is better, and the questions have the same order for every r.
+
+    Returns a list for "enough" in a result file. It is empty if there is only one r; otherwise it
+    holds one dict. Its "steps" is the r found, "best" the r of the highest score (the smallest such
+    r in a tie), "difference" how far "steps" scores below "best", "standard_error" that of the
+    difference, and "flops" the FLOPs per token at "steps" divided by those at "best".
+    """
+    if len(scores) < 2:
+        return []
+    smallest_first = sorted(scores)
+    best = max(smallest_first, key=lambda r: statistics.fmean(scores[r]))  # the first in a tie
+    for r in smallest_first:  # ends at `best` at the latest, where difference and error are 0
+        behind = [b - x for b, x in zip(scores[best], scores[r], strict=True)]
+        difference = statistics.fmean(behind)
+        error = statistics.pstdev(behind) / math.sqrt(len(behind))
+        if difference <= 2 * error:
+            break
+    return [{
+        "task": task,
+        "metric": metric,
+        "steps": r,
+        "best": best,
+        "difference": difference,
+        "standard_error": error,
+        "flops": model.flops_per_token((0, r)) / model.flops_per_token((0, best)),
+    }]
+
+
 def find_enough(model, questions, answers, steps, metrics, task):
     """Return the "enough" of a result file, see smallest_enough()."""
     enough = []
@@ -462,7 +557,67 @@ def print_accuracies(results, task):
               f"{columns}")
 
 
+def print_enough(found):
+    """Print one line per task, for the first of its metrics. found: a result file's "enough"."""
+    first = {}
+    for entry in found:
+        first.setdefault(entry["task"], entry)
+    for task, entry in first.items():
+        r = entry["steps"]
+        best = entry["best"]
+        reason = "no r scores higher, and no smaller r comes within two standard errors of it"
+        if r < best:
+            reason = (f"{100 * entry['difference']:.1f} ± {100 * entry['standard_error']:.1f} "
+                      f"points below r = {best}, at {entry['flops']:.0%} of its FLOPs per token")
+        print(f"{task}, {entry['metric']}: r = {r} is enough: {reason}")
+
+
+def write_result(path, script, model, task, results, seconds, tokens, **more):
+    """
+    Write the JSON result file of an evaluation.
+
+    script, task: their names. results: a list of {"steps": r, "metric": name, "value": x,
+    "standard_error": se, "n": count, ...}. seconds: how long the evaluation took; tokens: how many
+    tokens it computed in that time. more: further keys of the file. The file also records what the
+    model's training cost, so that plotting it needs neither the model nor its folder.
+    """
+    device, dtype = describe(model)
+    train_json = Path(model.folder, "train.json")
+    training = read_json(train_json) if train_json.exists() else {}
+    write_json(path, dict(
+        script=script,
+        model=model.folder,
+        config=asdict(model.config),
+        task=task,
+        device=device,
+        dtype=dtype,
+        torch=torch.__version__,
+        training={key: training.get(key) for key in ("update", "flops", "paper_flops")},
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        **more,
+        results=results,
+    ))
+
+
 # ---- the command ------------------------------------------------------------------------------
+
+def add_evaluation_arguments(what, how, output, named_after):
+    """
+    Add the flags of every script that scores a model to the groups of its parser. named_after: the
+    flag that gives the result file its default name.
+    """
+    what.add_argument("--model", required=True, help="checkpoint or run folder")
+    depths = ",".join(map(str, DEPTHS))
+    how.add_argument("--steps", type=recurrences, default=depths, metavar="R,R",
+                     help="recurrences r, comma-separated; default: %(default)s")
+    how.add_argument("--batch_size", type=positive, default=32, metavar="N",
+                     help="questions at once; default: %(default)s")
+    output.add_argument("--out", metavar="FILE",
+                        help="file of the summary; default: eval_NAME.json in the folder of "
+                             f"--model, named after {named_after}")
+    add_model_arguments(how, dtype="float32")
+
 
 def parse_args():
     p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__),

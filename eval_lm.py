@@ -32,10 +32,10 @@ import time
 import numpy as np
 import torch
 
-from common import (Parser, UserError, cli, digest, natural, opening, positive,
-                    print_enough, smallest_enough, write_result)
-from sample import (COMPILE_HELP, Decoder, add_evaluation_arguments, answer_batch, check_out,
-                    load_model)
+from common import Parser, UserError, cli, digest, natural, opening, positive
+from eval_gsm8k import (add_evaluation_arguments, answer_batch, check_out, print_enough,
+                        smallest_enough, write_result)
+from sample import COMPILE_HELP, Decoder, load_model
 
 try:
     from lm_eval import defaults, evaluator, utils

@@ -31,7 +31,6 @@ import itertools
 import os
 import re
 import sys
-import tempfile
 import time
 import unicodedata
 from argparse import BooleanOptionalAction
@@ -42,7 +41,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import (Parser, UserError, cli, describe, find_gpu, natural, non_negative, opening,
+from common import (Parser, UserError, cli, find_gpu, natural, non_negative, opening,
                     positive, random_seed, read_json, recurrences, say)
 from data import check_tokenizer, legible_tokens
 from model import COMPILING, Linear, RecurrentLM, load_config
@@ -694,39 +693,10 @@ def add_model_arguments(how, dtype):
                      help="seed of the initial state and of sampling (0)")
 
 
-def add_evaluation_arguments(what, how, output, named_after):
-    """
-    Add the flags of every script that scores a model to the groups of its parser. named_after: the
-    flag that gives the result file its default name.
-    """
-    what.add_argument("--model", required=True, help="checkpoint or run folder")
-    depths = ",".join(map(str, DEPTHS))
-    how.add_argument("--steps", type=recurrences, default=depths, metavar="R,R",
-                     help="recurrences r, comma-separated; default: %(default)s")
-    how.add_argument("--batch_size", type=positive, default=32, metavar="N",
-                     help="questions at once; default: %(default)s")
-    output.add_argument("--out", metavar="FILE",
-                        help="file of the summary; default: eval_NAME.json in the folder of "
-                             f"--model, named after {named_after}")
-    add_model_arguments(how, dtype="float32")
-
-
 def decoding_options(args):
     """Return the flags of a script that are fields of Decoding, such as {"seed": 0}."""
     fields = Decoding.__dataclass_fields__
     return {name: value for name, value in vars(args).items() if name in fields}
-
-
-def check_out(path):
-    """
-    Create the folder of --out. Raises UserError or OSError now, rather than after hours, if the
-    result cannot be written there.
-    """
-    path = Path(path).resolve()
-    if path.is_dir():
-        raise UserError(f"--out {path} is a folder. Name a file in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def load_model(folder, device="cpu", dtype=None):
@@ -748,53 +718,16 @@ def load_model(folder, device="cpu", dtype=None):
     return model, tokenizer
 
 
+def describe(model):
+    """Return the names of a model's device and dtype, such as ("NVIDIA A100", "bfloat16")."""
+    weight = model.embed.weight
+    device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else str(weight.device)
+    return device, str(weight.dtype).removeprefix("torch.")
+
+
 def end_ids(model, tokenizer):
     """Return the ids that end a text: those in the model's config.json, and the tokenizer's EOS."""
     return model.config.ends | {tokenizer.eos_id}
-
-
-def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
-    """
-    Continue a batch of prompts at depth r, each until it has produced a stop string, an end of
-    text, or max_new_tokens.
-
-    prompts: lists of ids, such as [[1, 660], [1, 29984, 29901]].
-    stops: a list of strings, such as ["Q:", "</s>"]; may be empty.
-    options: the fields of Decoding.
-
-    Returns two lists: the new texts, cut at the first stop string, such as [" It is 18.", ""], and
-    the numbers of tokens generated, such as [7, 1].
-    """
-    new = [[] for _ in prompts]
-    last = end_ids(decoder.model, tokenizer)
-    # A stop of n bytes spans at most n tokens. One more, because decode() may drop the space before
-    # the first token.
-    lengths = [len(stop.encode()) for stop in stops]
-    window = 1 + max(lengths, default=0)
-
-    def ends(row, token):
-        if token in last:
-            return True
-        if not stops:
-            return False
-        text = tokenizer.decode(new[row][-window:])  # generate() has already yielded `token`
-        return any(stop in text for stop in stops)
-
-    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, ends, **options):
-        new[row].append(token)
-    control = {*tokenizer.special.values(), *last}  # not part of a text, as in HFLM
-    texts = []
-    for ids in new:
-        text = tokenizer.decode([i for i in ids if i not in control])
-        texts.append(cut(text, stops))
-    return texts, [len(ids) for ids in new]
-
-
-def cut(text, stops):
-    """Return `text` up to the first of the stop strings: ("18 Q: Is", ["Q:"]) gives "18 "."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
 
 
 # ------------------------------------------------------------------------------------ the command

@@ -52,7 +52,7 @@ import surgery
 import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
-from eval_gsm8k import METRICS, STOPS, make_prompt, same_answer
+from eval_gsm8k import METRICS, STOPS, cut, make_prompt, same_answer
 from model import (
     ADAPTERS,
     STATE_STD,
@@ -66,7 +66,7 @@ from muon import MOMENTS, Optimizer
 from runs import tiny_corpus
 from runs.block_influence import block_influence
 from runs.tiny_corpus import tiny
-from sample import Decoder, Decoding, cut, distribution, pick
+from sample import Decoder, Decoding, distribution, pick
 from train import Settings
 
 HERE = Path(__file__).resolve().parent
@@ -2876,7 +2876,7 @@ def test_an_answer_ends_at_any_end(corpus):
     control, word, end, *_ = dict.fromkeys(ids)  # the first three tokens that differ
     tokenizer.special["a control token"] = control
     model.config.eos_token_id = [99, end]
-    texts, counts = sample.answer_batch(Decoder(model), tokenizer, [[5, 9]], 30, ["x"], 3)
+    texts, counts = eval_gsm8k.answer_batch(Decoder(model), tokenizer, [[5, 9]], 30, ["x"], 3)
     length = ids.index(end) + 1
     kept = [i for i in ids[:length] if i not in (control, end)]
     assert counts == [length]
@@ -2901,7 +2901,7 @@ def test_a_stop_may_span_several_tokens(corpus):
     """A stop string that spans two tokens ends an answer at the second one, and is cut off."""
     tokenizer = Tokenizer.load(corpus / "task")
     decoder = scripted(small(), tokenizer.encode("has 1 so gets 2 loses 3"))
-    texts, counts = sample.answer_batch(decoder, tokenizer, [[5]], 30, ["so gets"], 1)
+    texts, counts = eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["so gets"], 1)
     assert (texts, counts) == (["has 1 "], [4])
 
 
@@ -2914,7 +2914,7 @@ def test_a_stop_may_span_bytes_and_spaces(speaker, corpus):
         tokenizer = Tokenizer.load(folder)
         ids = tokenizer.encode(text)
         decoder = scripted(small(), ids)
-        texts, (count,) = sample.answer_batch(decoder, tokenizer, [[5]], 30, [stop], 1)
+        texts, (count,) = eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, [stop], 1)
         assert texts == [answer]
         assert count < len(ids)
 
@@ -2926,7 +2926,7 @@ def test_an_answer_without_stops_is_decoded_once(corpus):
     decoded = []
     decode_ids = tokenizer.decode_ids
     tokenizer.decode_ids = lambda ids: decoded.append(ids) or decode_ids(ids)
-    sample.answer_batch(scripted(small(), ids), tokenizer, [[5]], 30, [], 1)
+    eval_gsm8k.answer_batch(scripted(small(), ids), tokenizer, [[5]], 30, [], 1)
     assert decoded == [ids]
 
 
@@ -3104,7 +3104,7 @@ def test_which_r_is_enough():
                 behind = np.mean(scores[best]) - np.mean(scores[wanted])
                 if behind <= 2 * error:
                     break
-            (found,) = common.smallest_enough(model, "task", "right", scores)
+            (found,) = eval_gsm8k.smallest_enough(model, "task", "right", scores)
             assert (found["steps"], found["best"]) == (wanted, best)
             assert found["difference"] == pytest.approx(behind, abs=1e-12)
             assert found["standard_error"] == pytest.approx(error, rel=0.05)
@@ -3117,9 +3117,9 @@ def test_which_r_is_enough():
     # r = 8 loses 40 of 32's 719 right answers and gains none: beyond two paired errors, although
     # the errors of the two accuracies overlap.
     right = {8: [i >= 640 for i in range(n)], 32: [i >= 600 for i in range(n)]}
-    (found,) = common.smallest_enough(model, "task", "right", right)
+    (found,) = eval_gsm8k.smallest_enough(model, "task", "right", right)
     assert found["steps"] == 32
-    assert common.smallest_enough(model, "task", "right", {4: [True, False]}) == []
+    assert eval_gsm8k.smallest_enough(model, "task", "right", {4: [True, False]}) == []
 
 
 def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
@@ -3261,7 +3261,8 @@ def test_generated_text_follows_the_seed(checkpoint):
         return found
 
     def by_decoder(ids, seed):
-        (found,), _ = sample.answer_batch(Decoder(model), tokenizer, [ids], 12, [], 3, seed=seed)
+        decoder = Decoder(model)
+        (found,), _ = eval_gsm8k.answer_batch(decoder, tokenizer, [ids], 12, [], 3, seed=seed)
         return found
 
     text = "has 1 so"
