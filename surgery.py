@@ -9,13 +9,14 @@ the prelude's output into the loop.
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
     python surgery.py SRC OUT --export hf                       a checkpoint in Hugging Face layout
+    python surgery.py FILE.gguf OUT --shape 13,4,13             a parent in llama.cpp's format
     python surgery.py - --preset tinyllama-4-8-4                print the sizes; reads no weights
     python surgery.py - OUT --preset tinyllama-4-8-4            config.json alone, to plan training
 
 SRC is a folder, or a hub id, org/name or org/name@REVISION (pip install huggingface_hub). It holds
 a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or
-runs, a released Recurrent-* model, or Huginn-0125. A SRC that is already recurrent takes no layer
-flags. OUT is a loopgraft checkpoint. With --export hf it is in Hugging Face layout instead: in that
+runs, a released Recurrent-* model, or Huginn-0125. A .gguf file of these architectures is read with
+transformers. A SRC that is already recurrent takes no layer flags. OUT is a loopgraft checkpoint. With --export hf it is in Hugging Face layout instead: in that
 of its parent if it has no recurrent block, and otherwise in that of the released models, with a
 model card and the code that lets transformers load it (assets/modeling_loopgraft.py). Tensors are
 stacked or split on the way, but never rounded.
@@ -30,9 +31,12 @@ model_type to SUPPORTED, its config.json to from_hf() and to_hf(), and its tenso
 HF_NORMS here, its layers to model.py and to assets/modeling_loopgraft.py, and its sizes to
 assets/parents.toml.
 """
+import atexit
 import functools
 import json
 import shutil
+import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
@@ -380,13 +384,67 @@ def download(spec):
                         f"failed (private and gated models need HF_TOKEN): {one_line}")
 
 
+# -------------------------------------------------------------------------------------------- gguf
+
+def find_gguf(src):
+    """Return the .gguf file that SRC is, or the only one that it holds, as a Path; else None."""
+    path = Path(src)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"{src}: no such file")
+        return path
+    if Path(path, "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise UserError(f"{src}: holds {len(found)} .gguf files. Name one of them, such as "
+                        f"{found[0]}")
+    return found[0] if found else None
+
+
+def read_gguf(path):
+    """
+    Read a .gguf file with transformers, which dequantizes its weights.
+
+    Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
+    when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
+    is damaged or not supported, or a package is missing.
+    """
+    try:
+        import gguf
+        import transformers
+    except ImportError as e:
+        raise UserError(f"{path}: needs `pip install transformers accelerate gguf` ({e})")
+    transformers.logging.set_verbosity_error()
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    try:
+        file = gguf.GGUFReader(path)
+        matrices = [tensor for tensor in file.tensors if len(tensor.shape) > 1]
+        stored = Counter(matrix.tensor_type.name for matrix in matrices)
+        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    except Exception as e:  # each of the libraries has errors of its own
+        one_line = " ".join(str(e).split())
+        raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
+    config = model.config.to_dict()
+    config.pop("quantization_config")  # the weights are dequantized
+    write_json(f"{folder}/config.json", config)
+    if stored.keys() - {"F32", "F16", "BF16"}:
+        counts = ", ".join(f"{kind} ({n})" for kind, n in stored.most_common())
+        print(f"note: {path.name} has quantized matrices: {counts}. What quantization lost is not "
+              "restored")
+    return folder, {name: p.detach() for name, p in model.named_parameters()}
+
+
 # ----------------------------------------------------------------------------------------- reading
 
 @dataclass
 class Source:
     """
     A checkpoint of any layout. Its tensors are memory-mapped, so they are read only when they are
-    used.
+    used, except those of a .gguf file.
     """
     folder: str
     config: Config
@@ -401,8 +459,12 @@ def open_source(src):
     Open a checkpoint folder, a run's folder or a hub id as a Source. Raises UserError if it is
     missing, damaged or not supported.
     """
-    folder = find_checkpoint(src if Path(src).exists() else download(src))
-    tensors = map_tensors(folder)
+    gguf_file = find_gguf(src)
+    if gguf_file:
+        folder, tensors = read_gguf(gguf_file)
+    else:
+        folder = find_checkpoint(src if Path(src).exists() else download(src))
+        tensors = map_tensors(folder)
     kind, config = read_config(folder, tensors)
     stored = tensor_names(config, kind)
     used = {name for names in stored.values() for name in names}
