@@ -129,7 +129,7 @@ LLAMA, _ = presets()["llama-3.2-1b-4-6-4"]
 OLMO2, _ = presets()["olmo-2-1b-4-6-4"]
 ASSETS = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets").resolve()
 TOKENIZERS = ASSETS / "tokenizers"
-EXTRAS = 'pip install transformers accelerate protobuf pyarrow matplotlib "lm_eval[math]==0.4.13"'
+EXTRAS = 'pip install transformers accelerate gguf protobuf pyarrow matplotlib "lm_eval[math]==0.4.13"'
 needs_compiler = pytest.mark.skipif(
     not shutil.which("g++"), reason="no C++ compiler for torch.compile"
 )
@@ -688,6 +688,132 @@ def test_a_folder_that_cannot_be_replaced_stays(monkeypatch):
             Path(new, "new.txt").write_text("new")
 
     assert contents(".") == before
+
+
+# ------------------------------------------------------------------------------------------- gguf
+def write_gguf(path, folder, quantized=False):
+    """
+    Write a model in Hugging Face layout as a .gguf file, as llama.cpp does, with a byte-level
+    tokenizer of 258 tokens. quantized: the matrices in Q8_0.
+    """
+    gguf = need("gguf")
+    alphabet = need("tokenizers").pre_tokenizers.ByteLevel.alphabet()
+    raw = read_json(folder / "config.json")
+    kind = raw["model_type"]
+    file = gguf.GGUFWriter(path, kind)
+    file.add_vocab_size(raw["vocab_size"])
+    file.add_context_length(raw["max_position_embeddings"])
+    file.add_embedding_length(raw["hidden_size"])
+    file.add_block_count(raw["num_hidden_layers"])
+    file.add_feed_forward_length(raw["intermediate_size"])
+    file.add_head_count(raw["num_attention_heads"])
+    file.add_head_count_kv(raw["num_key_value_heads"])
+    file.add_rope_dimension_count(raw["head_dim"])
+    file.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    file.add_rope_freq_base(raw["rope_theta"])
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list([*sorted(alphabet), "ab", "<|end|>"])
+    file.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    file.add_token_merges(["a b"])
+    file.add_bos_token_id(257)
+    file.add_eos_token_id(257)
+
+    arch = gguf.MODEL_ARCH[kind.upper()]
+    names = gguf.get_tensor_name_map(arch, raw["num_hidden_layers"])
+    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+    for name, t in load_file(folder / "model.safetensors").items():
+        module = name.split(".")[-2]
+        if kind == "llama" and module in heads:  # llama.cpp rotates adjacent channels
+            halves = t.view(heads[module], 2, -1, t.shape[-1])
+            t = halves.transpose(1, 2).reshape(t.shape)
+        array = t.float().numpy()
+        dtype = gguf.GGMLQuantizationType.F32
+        if quantized and array.ndim == 2:
+            dtype = gguf.GGMLQuantizationType.Q8_0
+            array = gguf.quantize(array, dtype)
+        name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        file.add_tensor(name, array, raw_dtype=dtype)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def gguf_parent(kind):
+    """Write a random Llama or Qwen2 with grouped heads to "hf". Returns it."""
+    parent = small(
+        n_embd=64,
+        n_ffn=96,
+        vocab_size=320,
+        n_prelude=3,
+        n_core=0,
+        n_coda=0,
+        qkv_bias=kind == "qwen2",
+    )
+    for name, p in parent.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_()
+    parent.save("parent")
+    call("surgery", "parent", "hf", "--export", "hf")
+    return parent
+
+
+@pytest.mark.parametrize("quantized, tolerance", [(False, 1e-5), (True, 0.1)])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
+    """
+    surgery.py reads a .gguf file, in float32 and in Q8_0, with the logits of transformers and, but
+    for the quantization, those of the model from which it was written. Its tokenizer gives the ids
+    that transformers gives.
+    """
+    transformers = need("transformers")
+    need("accelerate")
+    parent = gguf_parent(kind)
+    write_gguf("m.gguf", Path("hf"), quantized)
+
+    found = convert("m.gguf", "ours", "--feed_forward")
+    idx = torch.arange(40)[None]
+    logits, _ = found(idx)
+    wanted, _ = parent(idx)
+    assert far(logits, wanted) < tolerance
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="m.gguf")
+    assert far(logits, theirs(idx).logits) < 1e-5
+
+    text = "12 ab  cab\n"
+    theirs = transformers.AutoTokenizer.from_pretrained(".", gguf_file="m.gguf")
+    assert Tokenizer.load("ours").encode(text) == theirs(text).input_ids
+
+
+def test_bad_gguf():
+    """A .gguf file that is missing, truncated, or of an unknown model ends in one line."""
+    need("transformers")
+    need("accelerate")
+    gguf_parent("llama")
+    write_gguf("m.gguf", Path("hf"))
+    whole = Path("m.gguf").read_bytes()
+    Path("cut.gguf").write_bytes(whole[:-1000])
+    Path("other.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
+
+    for src, message in {
+        "missing.gguf": "no such file",
+        "cut.gguf": "damaged",
+        "other.gguf": "not supported",
+        ".": "holds 3 .gguf files",
+    }.items():
+        assert message in refusal("surgery", src, "out", "--feed_forward")
+        assert not Path("out").exists()
+
+
+@pytest.mark.skipif("LOOPGRAFT_SMOLLM2" not in os.environ, reason="no LOOPGRAFT_SMOLLM2=FILE.gguf")
+def test_smollm2_keeps_all_layers():
+    """With all layers of the real SmolLM2, r = 1, 2 and 8 give the parent's logits."""
+    call("surgery", os.environ["LOOPGRAFT_SMOLLM2"], "ours", "--shape", "13,4,13", "--verify")
+    model = RecurrentLM.load("ours")
+    idx = torch.tensor([Tokenizer.load("ours").encode("The capital of France is")])
+    once, _ = model(idx, steps=1)
+    assert model.generate(idx, 1, steps=1)[0, -1] == Tokenizer.load("ours").encode(" Paris")[0]
+    for r in 2, 8:
+        assert far(model(idx, steps=r)[0], once) < 1e-5
 
 
 # ---------------------------------------------------------------------------------------- the hub
