@@ -25,9 +25,8 @@ Paper: arXiv 2511.07384, section 3.
 import functools
 import json
 import math
-import tomllib
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -88,39 +87,6 @@ class Config:
         if isinstance(ends, int):
             ends = [ends]
         return set(ends or [])
-
-
-@functools.cache
-def presets():
-    """
-    Read assets/parents.toml: the known parents, and how many of their layers to keep.
-
-    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
-    example, "tinyllama-4-8-4".
-    """
-    found = {}
-    path = Path(__file__).parent / "assets" / "parents.toml"
-    for parent, about in tomllib.loads(path.read_text()).items():
-        for sizes in about.pop("shapes"):
-            name = "-".join(map(str, [parent, *sizes]))
-            found[name] = Config(**about), tuple(sizes)
-    return found
-
-
-def retrofitted(parent, sizes, adapter="linear"):
-    """
-    The Config of the recurrent model that keeps (n_prelude, n_core, n_coda) layers of a parent. Its
-    head is not tied to the embeddings.
-    """
-    n_prelude, n_core, n_coda = sizes
-    return replace(
-        parent,
-        n_prelude=n_prelude,
-        n_core=n_core,
-        n_coda=n_coda,
-        adapter=adapter,
-        tie_embeddings=False,
-    )
 
 
 # -------------------------------------------------------------------------------- the noise
@@ -738,4 +704,4 @@ def load_config(folder):
                         f"{folder} OUT`")
     raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first with "
                     f"`python surgery.py {folder} OUT --feed_forward`, which keeps all layers, or "
-                    "with --preset or --shape for a recurrent model")
+                    "with --shape for a recurrent model")

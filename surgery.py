@@ -3,41 +3,42 @@ Turn a pretrained model into a depth-recurrent one. Early layers become the prel
 layers the recurrent block and the coda; the layers in between are dropped, and a new adapter feeds
 the prelude's output into the loop.
 
-    python surgery.py out/tiny/pretrain out/cut --shape 1,2,1 --verify
-    python surgery.py SRC OUT --preset tinyllama-4-8-4
-    python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21 --verify
+    python surgery.py SRC OUT --shape 4,8,4 --verify            the paper's layers for this shape
+    python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21
+    python surgery.py FILE.gguf OUT --shape 13,4,13             keeps all layers of 30: see below
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
     python surgery.py SRC OUT --export hf                       a checkpoint in Hugging Face layout
-    python surgery.py FILE.gguf OUT --shape 13,4,13             a parent in llama.cpp's format
-    python surgery.py - --preset tinyllama-4-8-4                print the sizes; reads no weights
-    python surgery.py - OUT --preset tinyllama-4-8-4            config.json alone, to plan training
 
-SRC is a folder, or a hub id, org/name or org/name@REVISION (pip install huggingface_hub). It holds
-a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or
-runs, a released Recurrent-* model, or Huginn-0125. A .gguf file of these architectures is read with
-transformers. A SRC that is already recurrent takes no layer flags. OUT is a loopgraft checkpoint. With --export hf it is in Hugging Face layout instead: in that
-of its parent if it has no recurrent block, and otherwise in that of the released models, with a
-model card and the code that lets transformers load it (assets/modeling_loopgraft.py). Tensors are
-stacked or split on the way, but never rounded.
+A model that has lost layers needs much training to recover. If the sizes of --shape add up to the
+number of layers, all are kept, and OUT at r = 1 equals its parent to the last bit; on a laptop,
+choose such a shape.
+
+SRC is a folder, a .gguf file, or a hub id, org/name or org/name@REVISION (pip install
+huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout,
+one of our checkpoints or runs, a released Recurrent-* model, or Huginn-0125. A SRC that is already
+recurrent takes no layer flags. OUT is a loopgraft checkpoint. With --export hf it is in Hugging
+Face layout instead: in that of its parent if it has no recurrent block, and otherwise in that of
+the released models, with a model card and the code that lets transformers load it
+(assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
-the first layers, core and coda from the last ones. --prelude, --core and --coda override what
---preset or --shape would take.
+the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
 
-The file is in this order: config.json, tensor names, download, reading, choosing layers, the
-retrofit, export, the model card, the command. To support a parent of another architecture, add its
-model_type to SUPPORTED, its config.json to from_hf() and to_hf(), and its tensors to HF_BLOCK and
-HF_NORMS here, its layers to model.py and to assets/modeling_loopgraft.py, and its sizes to
-assets/parents.toml.
+The file is in this order: reading (config.json, tensor names, where files come from, a model of any
+layout), choosing layers, the retrofit, export, the command. To support a parent of another
+architecture, add its model_type to DEFAULTS, its config.json to from_hf() and to_hf(), and its
+tensors to HF_BLOCK and HF_NORMS here, its layers to model.py and to assets/modeling_loopgraft.py,
+and its sizes to assets/parents.toml.
 """
 import atexit
 import functools
-import json
 import shutil
 import tempfile
+import tomllib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -48,17 +49,29 @@ from safetensors.torch import load_file, save_file
 from common import (Parser, UserError, cli, natural, opening, positive, read_json,
                     write_atomically, write_json)
 from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
-from model import (ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config, presets,
-                   retrofitted)
+from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
 
 
-# ------------------------------------------------------------------------------------- config.json
+# ----------------------------------------------------------------------------- reading config.json
+
+# The architectures in Hugging Face layout that we support, each with the values that transformers
+# uses where config.json lacks a key.
+DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1,
+              "eos_token_id": 2},
+    "mistral": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "bos_token_id": 1,
+                "eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32,
+              "head_dim": 128},
+    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+}
 
 SUPPORTED = {  # the values that we support; a missing key means the first one
-    "model_type": ("llama", "mistral", "qwen2", "qwen3", "olmo2", "huginn_raven"),
+    "model_type": (*DEFAULTS, "huginn_raven"),
     "rope_type": ("default", "llama3"),
     "type": ("default", "llama3"),  # the name of rope_type in older files
     "hidden_act": ("silu",),
@@ -80,30 +93,20 @@ def read_config(folder, names):
     """
     path = Path(folder, "config.json")
     raw = read_json(path)
-    try:
-        kind = raw.get("model_type")
-        if kind == "loopgraft":
-            return kind, load_config(folder)
-        check_supported(path, raw)
-        if kind == "huginn_raven":
-            return kind, from_raven(raw, names)
-        return kind, from_hf(path, raw)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{path} is damaged, or describes an unknown kind of model ({e!r})")
-
-
-def check_supported(path, raw):
-    """
-    Raise UserError if a config.json, `raw`, read from `path`, has a value that is not in SUPPORTED.
-    """
-    values = raw | read_rope(raw)
+    kind = raw["model_type"]
+    if kind == "loopgraft":
+        return kind, load_config(folder)
+    values = raw | rope_section(raw)
     for key, supported in SUPPORTED.items():
         value = values.get(key, supported[0])
         if value not in supported:
             raise UserError(f"{path}: {key} = {value!r} is not supported, only {supported}")
+    if kind == "huginn_raven":
+        return kind, from_raven(raw, names)
+    return kind, from_hf(path, DEFAULTS[kind] | raw)
 
 
-def read_rope(raw):
+def rope_section(raw):
     """
     Return the RoPE section of a config.json: rope_parameters in transformers 5, rope_scaling in
     older files, {} if there is neither.
@@ -111,21 +114,18 @@ def read_rope(raw):
     return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
-def rope_theta(raw):
-    """Return the base frequency of RoPE, which older files have at the top level."""
-    return read_rope(raw).get("rope_theta", raw.get("rope_theta", 10000.0))
-
-
-def rope_scaling(raw):
-    """Return the "llama3" scaling as a dict, or None if a config.json has no scaling."""
-    scaling = {key: value for key, value in read_rope(raw).items() if key != "rope_theta"}
-    return scaling if "factor" in scaling else None
+def read_rope(raw):
+    """Return {"rope_theta": ..., "rope_scaling": ...}, the fields of Config, from a config.json."""
+    scaling = dict(rope_section(raw))
+    older = raw.get("rope_theta", 10000.0)
+    theta = scaling.pop("rope_theta", older)
+    return {"rope_theta": theta, "rope_scaling": scaling if "factor" in scaling else None}
 
 
 def from_hf(path, raw):
     """Return the Config of an ordinary model from its config.json, `raw`, read from `path`."""
     kind = raw["model_type"]
-    context = raw.get("max_position_embeddings", 2048)
+    context = raw["max_position_embeddings"]
     # Qwen's files have a window, too, but switch it off with use_sliding_window.
     window = raw.get("sliding_window")
     if kind == "mistral" and window and window < context:
@@ -148,13 +148,57 @@ def from_hf(path, raw):
         norm="post" if kind == "olmo2" else "pre",
         head_norm=kind == "qwen3",
         qkv_bias=kind == "qwen2",
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(raw),
-        rope_scaling=rope_scaling(raw),
+        norm_eps=raw["rms_norm_eps"],
         context=context,
         tie_embeddings=raw.get("tie_word_embeddings", False),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_id=eos_token_id,
+        **read_rope(raw),
+    )
+
+
+def from_raven(raw, names):
+    """
+    Return the Config of a released Recurrent-* model, of Huginn-0125, or of one of our exports,
+    from its config.json, `raw`. names: the names of all tensors, which tell where the norms are;
+    only our exports say so in config.json.
+    """
+    norm = "pre"
+    if any(".qk_bias" in name for name in names):
+        norm = "sandwich"
+    elif any(".q_norm." in name for name in names):
+        norm = "post"
+    rope = read_rope(raw)
+    if norm == "sandwich":
+        # Huginn's own key. The other released files have it, too, but their code never reads it.
+        rope["rope_theta"] = raw["rope_base"]
+    ours = "norm" in raw
+    init = raw.get("init_values", {})
+    return Config(
+        vocab_size=raw["vocab_size"],
+        n_embd=raw["n_embd"],
+        n_head=raw["n_heads"],
+        n_kv_head=raw.get("num_key_value_heads") or raw["n_heads"],
+        n_ffn=raw["intermediate_size"],
+        n_prelude=raw["n_layers_in_prelude"],
+        n_core=raw["n_layers_in_recurrent_block"],
+        n_coda=raw["n_layers_in_coda"],
+        head_dim=raw.get("head_dim") or 0,
+        norm=raw.get("norm", norm),
+        head_norm=raw.get("head_norm", False),
+        qkv_bias=raw.get("qkv_bias", False),
+        norm_eps=raw["norm_eps"],
+        context=raw.get("max_position_embeddings") or raw["block_size"],
+        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
+        adapter=raw.get("injection_type", "linear"),
+        state_std=init.get("std", Config.state_std),
+        embed_scale=init.get("embed_scale", Config.embed_scale),
+        mean_recurrence=raw["mean_recurrence"],
+        backprop_depth=raw["mean_backprop_depth"],
+        # The paper's released files keep Huginn's ids, whatever their tokenizer is.
+        bos_token_id=raw.get("bos_token_id") if ours else None,
+        eos_token_id=raw.get("eos_token_id") if ours else None,
+        **rope,
     )
 
 
@@ -198,50 +242,6 @@ def shared_keys(c):
         "bos_token_id": c.bos_token_id,
         "eos_token_id": c.eos_token_id,
     }
-
-
-def from_raven(raw, names):
-    """
-    Return the Config of a released Recurrent-* model, of Huginn-0125, or of one of our exports,
-    from its config.json, `raw`. names: the names of all tensors, which tell where the norms are;
-    only our exports say so in config.json.
-    """
-    norm = "pre"
-    if any(".qk_bias" in name for name in names):
-        norm = "sandwich"
-    elif any(".q_norm." in name for name in names):
-        norm = "post"
-    ours = "norm" in raw
-    init = raw.get("init_values", {})
-    return Config(
-        vocab_size=raw["vocab_size"],
-        n_embd=raw["n_embd"],
-        n_head=raw["n_heads"],
-        n_kv_head=raw.get("num_key_value_heads") or raw["n_heads"],
-        n_ffn=raw["intermediate_size"],
-        n_prelude=raw["n_layers_in_prelude"],
-        n_core=raw["n_layers_in_recurrent_block"],
-        n_coda=raw["n_layers_in_coda"],
-        head_dim=raw.get("head_dim") or 0,
-        norm=raw.get("norm", norm),
-        head_norm=raw.get("head_norm", False),
-        qkv_bias=raw.get("qkv_bias", False),
-        norm_eps=raw["norm_eps"],
-        # Huginn's key is rope_base. The other models' files have it too, but their code never
-        # reads it.
-        rope_theta=raw["rope_base"] if norm == "sandwich" else rope_theta(raw),
-        rope_scaling=rope_scaling(raw),
-        context=raw.get("max_position_embeddings") or raw["block_size"],
-        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
-        adapter=raw.get("injection_type", "linear"),
-        state_std=init.get("std", Config.state_std),
-        embed_scale=init.get("embed_scale", Config.embed_scale),
-        mean_recurrence=raw["mean_recurrence"],
-        backprop_depth=raw["mean_backprop_depth"],
-        # The paper's released files keep Huginn's ids, whatever their tokenizer is.
-        bos_token_id=raw.get("bos_token_id") if ours else None,
-        eos_token_id=raw.get("eos_token_id") if ours else None,
-    )
 
 
 def to_raven(c):
@@ -322,10 +322,6 @@ def tensor_names(config, kind):
         if kind == "loopgraft":
             theirs = [ours]
         elif kind == "huginn_raven":
-            if first not in RAVEN_NAMES:
-                raise UserError(f"the parameter {ours!r} has no name in the released layout. Add "
-                                "one to RAVEN_NAMES in surgery.py, and the computation to "
-                                "assets/modeling_loopgraft.py")
             theirs = [f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")]
         elif first in HF_NAMES:
             theirs = [f"{HF_NAMES[first]}.{rest}"]
@@ -375,13 +371,11 @@ def download(spec):
     try:
         from huggingface_hub import snapshot_download
         return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
-    except ImportError:
-        raise UserError(f"{spec}: no such folder. To download it from the Hugging Face hub, run "
-                        "`pip install huggingface_hub` first")
-    except Exception as e:  # a full disk, or an error of one of several libraries
+    except Exception as e:  # no huggingface_hub, a full disk, or an error of one of its libraries
         one_line = " ".join(str(e).split())
         raise UserError(f"{spec}: no such folder, and the download from the Hugging Face hub "
-                        f"failed (private and gated models need HF_TOKEN): {one_line}")
+                        "failed (it needs `pip install huggingface_hub`, and HF_TOKEN for private "
+                        f"and gated models): {one_line}")
 
 
 # -------------------------------------------------------------------------------------------- gguf
@@ -440,24 +434,11 @@ def read_gguf(path):
 
 # ----------------------------------------------------------------------------------------- reading
 
-@dataclass
-class Source:
-    """
-    A checkpoint of any layout. Its tensors are memory-mapped, so they are read only when they are
-    used, except those of a .gguf file.
-    """
-    folder: str
-    config: Config
-    kind: str      # model_type in its config.json
-    tensors: dict  # {name: tensor}, as stored
-    stored: dict   # {our tensor name: names of the stored tensors that are stacked to make it}
-    tokenizer: Tokenizer | None = None
-
-
 def open_source(src):
     """
-    Open a checkpoint folder, a run's folder or a hub id as a Source. Raises UserError if it is
-    missing, damaged or not supported.
+    Read a checkpoint folder, a run's folder, a .gguf file or a hub id. Returns a RecurrentLM with
+    the weights as they are stored, and `folder` set to where its other files are; in an ordinary
+    model, all layers are prelude. Raises UserError if SRC is missing, damaged or not supported.
     """
     gguf_file = find_gguf(src)
     if gguf_file:
@@ -466,94 +447,84 @@ def open_source(src):
         folder = find_checkpoint(src if Path(src).exists() else download(src))
         tensors = map_tensors(folder)
     kind, config = read_config(folder, tensors)
-    stored = tensor_names(config, kind)
-    used = {name for names in stored.values() for name in names}
-    if ignored := sorted(tensors.keys() - used):
-        print("note: the model does not use these tensors:", *map(repr, ignored[:5]))
-    odd = [name for name in ignored if name.endswith((".bias", "_norm.weight"))]
-    if odd and kind not in ("huginn_raven", "loopgraft"):  # released files have stale ones
-        raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
-                        "config.json describes")
-    tokenizer = None
-    if any(Path(folder, name).exists() for name in ("tokenizer.model", "tokenizer.json")):
+    if has_tokenizer(folder):
         tokenizer = check_tokenizer(config, folder)
         if kind == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
-            config = replace(
-                config,
-                bos_token_id=tokenizer.bos_id,
-                eos_token_id=tokenizer.eos_id,
-            )
-    return Source(folder, config, kind, tensors, stored, tokenizer)
-
-
-def map_tensors(folder):
-    """Return {name: tensor} of a folder's safetensors files, of which there may be several."""
-    tensors = {}
-    for path in Path(folder).glob("model*.safetensors"):
-        try:
-            of_file = load_file(path)
-        except SafetensorError as e:
-            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
-        if twice := tensors.keys() & of_file.keys():
-            raise UserError(f"{path}: {min(twice)!r} is in another file of this folder, too. Are "
-                            "these files of two models?")
-        tensors |= of_file
-    if not tensors:
-        raise UserError(f"{folder} has no model.safetensors. Loading pickled weights (.bin, .pt) "
-                        "can run arbitrary code, so loopgraft never does. Look for a version in "
-                        "safetensors")
-    return tensors
-
-
-def read_all(source):
-    """
-    Return {our name: tensor} of a Source, all cast to the smallest dtype that holds every one of
-    them exactly.
-    """
-    tensors = {}
-    for name, pieces in source.stored.items():
-        if missing := set(pieces) - source.tensors.keys():
-            raise UserError(f"{source.folder}: tensor {min(missing)!r} is missing. The checkpoint "
-                            "is incomplete, or belongs to a different model than config.json "
-                            "describes")
-        t = torch.cat([source.tensors[piece] for piece in pieces])
-        if source.kind == "huginn_raven":
-            t = rotary_order(source.config, name, t)
-        tensors[name] = t
-    dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors.values()})
-    return {name: t.to(dtype) for name, t in tensors.items()}
-
-
-def pass_through(C):
-    """Return the weights [0 | I], (C, 2C), of an adapter that ignores the state."""
-    return torch.eye(C, 2 * C).roll(C, 1)
-
-
-def build(source, adapter_init="identity"):
-    """
-    Build the RecurrentLM of a Source, with its weights as they are stored. A recurrent model whose
-    Source has no adapter gets a new one for [state, prelude output]: "identity" is [0 | I], which
-    passes the prelude's output through; "torch" is the default initialisation of torch's Linear, as
-    in the paper, with seed 0.
-    """
-    model = RecurrentLM.empty(source.config)
-    C = source.config.n_embd
+            config.bos_token_id = tokenizer.bos_id
+            config.eos_token_id = tokenizer.eos_id
+    model = RecurrentLM.empty(config)
+    model.folder = folder
     try:
-        tensors = read_all(source)
-        if hasattr(model, "adapter") and "adapter.weight" not in tensors:
-            adapter = pass_through(C)
-            if adapter_init == "torch":
-                torch.manual_seed(0)
-                adapter = torch.nn.Linear(2 * C, C, bias=False).weight.data
-            tensors["adapter.weight"] = adapter.to(tensors["embed.weight"].dtype)
-        model.fill(tensors)
+        model.fill(to_ours(folder, kind, config, tensors))
     except RuntimeError as e:  # a tensor has another shape than the parameter that it is for
-        raise UserError(f"{source.folder}: the weights are not the model of its config.json "
-                        f"({e!r:.300})")
+        raise UserError(f"{folder}: the weights are not the model of its config.json ({e!r:.300})")
     return model
 
 
-# ------------------------------------------------------------------------------------ which layers
+def has_tokenizer(folder):
+    return Path(folder, "tokenizer.model").exists() or Path(folder, "tokenizer.json").exists()
+
+
+def map_tensors(folder):
+    """Return {name: tensor} of a folder's model.safetensors, or of its shards if there is none."""
+    paths = [Path(folder, "model.safetensors")]
+    if not paths[0].exists():
+        paths = sorted(Path(folder).glob("model*.safetensors"))
+    if not paths:
+        raise UserError(f"{folder} has no model.safetensors. Loading pickled weights (.bin, .pt) "
+                        "can run arbitrary code, so loopgraft never does. Look for a version in "
+                        "safetensors")
+    tensors = {}
+    for path in paths:
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as e:
+            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
+    return tensors
+
+
+def to_ours(folder, kind, config, tensors):
+    """
+    Turn a checkpoint's {name: tensor} in the layout `kind` into {our name: tensor}, all cast to the
+    smallest dtype that holds every one of them exactly. folder: for messages.
+    """
+    left = dict(tensors)
+    ours = {}
+    for name, pieces in tensor_names(config, kind).items():
+        if missing := set(pieces) - left.keys():
+            raise UserError(f"{folder}: tensor {min(missing)!r} is missing. The checkpoint is "
+                            "incomplete, or belongs to a different model than config.json "
+                            "describes")
+        t = torch.cat([left.pop(piece) for piece in pieces])
+        ours[name] = rotary_order(config, name, t) if kind == "huginn_raven" else t
+    if left:  # released files have stale ones
+        print("note: the model does not use these tensors:", *map(repr, sorted(left)[:5]))
+    odd = [name for name in sorted(left) if name.endswith((".bias", "_norm.weight"))]
+    if odd and kind in DEFAULTS:
+        raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
+                        "config.json describes")
+    dtype = functools.reduce(torch.promote_types, {t.dtype for t in ours.values()})
+    return {name: t.to(dtype) for name, t in ours.items()}
+
+
+# --------------------------------------------------------------------------------- choosing layers
+
+@functools.cache
+def presets():
+    """
+    Read assets/parents.toml: the known parents, and how many of their layers to keep.
+
+    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
+    example, "tinyllama-4-8-4".
+    """
+    found = {}
+    text = (ASSETS / "parents.toml").read_text()
+    for parent, about in tomllib.loads(text).items():
+        for sizes in about.pop("shapes"):
+            name = "-".join(map(str, [parent, *sizes]))
+            found[name] = Config(**about), tuple(sizes)
+    return found
+
 
 def layer_list(text):
     """Parse the numbers of layers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []. Else raises ValueError."""
@@ -580,139 +551,145 @@ def shape(text):
     return n_prelude, n_core, n_coda
 
 
-def choose_layers(args, source):
+def choose_layers(args, n):
     """
-    Choose the layers of SRC for prelude, core and coda.
-
-    Returns three lists of layer numbers: those of --preset or --shape, unless --prelude, --core or
-    --coda override them; with --feed_forward all of them are in the first list. Returns None if OUT
-    is to have all parts of SRC as they are. Raises UserError if the flags contradict SRC or each
-    other.
+    Choose among the n layers of an ordinary SRC. Returns three lists of layer numbers, for prelude,
+    core and coda: those of --shape, unless --prelude, --core or --coda override them. In a model
+    without a recurrent block, all are in the first list. Raises UserError if the flags do not make
+    a model.
     """
-    if source.config.n_core:
-        for flag in (*PARTS, "preset", "shape", "feed_forward", "adapter"):
-            if getattr(args, flag):
-                raise UserError(f"--{flag}: SRC is already recurrent, so it takes no layer flags")
-        return None
-    everything = list(range(source.config.n_prelude))
-    last = len(everything) - 1
-    layers = [None, None, None]
-    sizes = args.shape
-    if args.preset:
-        _, sizes = presets()[args.preset]
-    if sizes:
-        n_prelude, n_core, n_coda = sizes
-        if sum(sizes) > len(everything):
-            raise UserError(f"a shape of {sum(sizes)} layers does not fit: SRC has layers 0-{last}")
-        coda_begins = len(everything) - n_coda
-        layers = [
-            everything[:n_prelude],
-            everything[coda_begins - n_core:coda_begins],
-            everything[coda_begins:],
-        ]
-    for i, part in enumerate(PARTS):
-        chosen = getattr(args, part)
-        if chosen is not None:
-            layers[i] = chosen
-    if args.feed_forward:
-        if layers == [None, None, None]:
-            layers[0] = everything
-        in_a_row = [layer for chosen in layers if chosen for layer in chosen]
-        if not in_a_row:
-            raise UserError("--feed_forward: these flags leave no layer to keep")
-        layers = [in_a_row, [], []]
-    elif args.export and not any(layers):  # an ordinary model is exported as it is
-        return None
-    elif None in layers or not layers[1]:
-        raise UserError("no layers chosen. Give --preset or --shape, or all of --prelude, --core "
-                        "(at least one layer) and --coda; or --feed_forward for a model without a "
-                        "recurrent block")
+    chosen = {}
+    if args.shape:
+        n_prelude, n_core, n_coda = args.shape
+        chosen["prelude"] = list(range(n_prelude))
+        chosen["core"] = list(range(n - n_coda - n_core, n - n_coda))
+        chosen["coda"] = list(range(n - n_coda, n))
+    for part in PARTS:
+        if getattr(args, part) is not None:
+            chosen[part] = getattr(args, part)
+    feed_forward = args.feed_forward
+    if not chosen and (args.feed_forward or args.export):
+        feed_forward = True
+        chosen["prelude"] = list(range(n))
+    layers = [chosen.get(part, []) for part in PARTS]
     taken = sum(layers, [])
-    if len(set(taken) & set(everything)) < len(taken):
-        raise UserError(f"layers {taken}: SRC has layers 0-{last}, and each can be taken only once")
+    if feed_forward:
+        layers = [taken, [], []]
+    elif not chosen.get("core") or len(chosen) < len(PARTS):
+        raise UserError("no layers chosen. Give --shape, or all of --prelude, --core (at least "
+                        "one layer) and --coda; or --feed_forward for a model without a recurrent "
+                        "block")
+    if not taken or len(set(taken) & set(range(n))) < len(taken):
+        raise UserError(f"layers {taken}: SRC has layers 0-{n - 1}, and each can be taken only "
+                        "once")
     return layers
 
 
 # --------------------------------------------------------------------------------------- retrofit
 
-def retrofit(source, layers, adapter="linear", untie=False):
+def retrofitted(parent, sizes, adapter="linear", untie=False):
     """
-    Return the Source with the given layers, three lists of its layer numbers such as ([0, 1],
-    [4, 5], [7]), as prelude, core and coda. A recurrent model gets a copy of a tied head, and so
-    does an ordinary one with `untie`. build() adds the adapter, which is of the kind `adapter`.
+    Return the Config of the model that keeps (n_prelude, n_core, n_coda) layers of an ordinary
+    parent. The head of a recurrent model is never tied to its embeddings, and that of an ordinary
+    one only if its parent's is, and not with `untie`.
+    """
+    n_prelude, n_core, n_coda = sizes
+    return replace(
+        parent,
+        n_prelude=n_prelude,
+        n_core=n_core,
+        n_coda=n_coda,
+        adapter=adapter,
+        tie_embeddings=parent.tie_embeddings and not n_core and not untie,
+    )
+
+
+def initial_adapter(config, how="identity"):
+    """
+    Return the initial weights {name: tensor} of an adapter. how: "identity" passes the prelude's
+    output through, so that r = 1 equals the kept layers in a row (with "add", from a state of
+    zeros); "torch" is the default initialisation of torch's Linear, as in the paper, with seed 0.
+    """
+    C = config.n_embd
+    match config.adapter:
+        case "linear":
+            weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
+            if how == "torch":
+                torch.manual_seed(0)
+                weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
+            return {"adapter.weight": weight}
+        case "add":
+            return {}
+        case unknown:
+            raise UserError(f"adapter = {unknown}: initial_adapter() in surgery.py does not give "
+                            "its initial weights")
+
+
+def retrofit(parent, layers, adapter="linear", adapter_init="identity", untie=False):
+    """
+    Build the model that keeps the given layers of an ordinary model: three lists of layer numbers,
+    such as ([0, 1], [4, 5], [7]), for prelude, core and coda. adapter_init: the `how` of
+    initial_adapter(). untie: see retrofitted().
     """
     sizes = [len(chosen) for chosen in layers]
-    config = retrofitted(source.config, sizes, adapter)
-    tied = source.config.tie_embeddings and not config.n_core and not untie
-    config = replace(config, tie_embeddings=tied)
-    stored = {name: source.stored[name] for name in ("embed.weight", "norm_f.weight")}
-    if not tied:
-        stored["head.weight"] = source.stored.get("head.weight", stored["embed.weight"])
+    config = retrofitted(parent.config, sizes, adapter, untie)
+    embeddings = parent.embed.weight.data
+    weights = {"embed.weight": embeddings, "norm_f.weight": parent.norm_f.weight.data}
+    if not config.tie_embeddings:
+        weights["head.weight"] = parent.head.weight.data.clone()  # may be the embeddings
     for part, chosen in zip(PARTS, layers):
         for i, layer in enumerate(chosen):
-            old = f"prelude.{layer}."
-            for name, pieces in source.stored.items():
-                if name.startswith(old):
-                    stored[f"{part}.{i}.{name.removeprefix(old)}"] = pieces
-    return replace(source, config=config, stored=stored)
-
-
-def print_sizes(source, result):
-    """Print a table of the parameters of SRC and OUT, counted as in the paper's Tables 6-8."""
-    if source.config.tie_embeddings and not result.config.tie_embeddings:
-        size = RecurrentLM.empty(source.config).num_params()["total"]
-        print(f"SRC's head is tied to its embeddings, so SRC has {size:,} parameters. OUT gets a "
-              "separate head, which starts as a copy. The table counts a head for both, as the "
-              "paper does.")
-    # If OUT has a head of its own, the paper counts one for a tied SRC, too.
-    counted = replace(source.config, tie_embeddings=result.config.tie_embeddings)
-    src = RecurrentLM.empty(counted).num_params()
-    out = RecurrentLM.empty(result.config).num_params()
-    print("parameters            SRC            OUT")
-    for part in ("embeddings", "body", *PARTS, "adapter", "total"):
-        print(f"{part:10}{src[part]:15,}{out[part]:15,}")
-
-
-def probe(vocab_size):
-    """Return 64 token ids, (1, 64), that are spread over the vocabulary."""
-    return torch.arange(64)[None] * 7 % vocab_size
+            for name, p in parent.prelude[layer].named_parameters():
+                weights[f"{part}.{i}.{name}"] = p.data
+    if config.n_core:
+        for name, t in initial_adapter(config, adapter_init).items():
+            weights[name] = t.to(embeddings.dtype)
+    model = RecurrentLM.empty(config)
+    model.fill(weights)
+    return model
 
 
 @torch.no_grad()
-def verify(args, source, layers):
+def verify(source, layers, out):
     """
-    Read OUT back from disk and compare it with the kept layers of SRC in a row: on 64 tokens,
-    at r = 1, and with an adapter that passes the prelude's output through, all logits must be equal
-    to the last bit. If SRC is recurrent, both run at r = 2 with their own adapter. layers: see
-    choose_layers(). Raises UserError if any logit differs.
+    Read `out` back from disk and compare it with the kept layers of SRC in a row: at r = 1, with an
+    adapter that passes the prelude's output through, all logits must be equal to the last bit. If
+    SRC is recurrent, layers is None, and both run at r = 2 with their own adapter. Raises UserError
+    if any logit differs.
     """
-    ids = probe(source.config.vocab_size)
-    kept = source
+    written = open_source(out).float()
+    config = written.config
+    expected = source
+    steps = 2
     if layers:
         in_a_row = sum(layers, [])
-        kept = retrofit(source, [in_a_row, [], []])
-    expected = build(kept).float()
-    written = build(open_source(args.out)).float()
-    if layers and hasattr(written, "adapter"):
-        written.adapter.weight.data = pass_through(written.config.n_embd)
-    # Zeros, so that the "add" adapter passes the prelude's output through as well.
-    state = torch.zeros(1, 64, written.config.n_embd)
-    steps = 1 if layers else 2
-    wanted, _ = expected(ids, steps=steps, state=state)
+        expected = retrofit(source, [in_a_row, [], []])
+        steps = 1
+        if config.n_core:
+            written.load_state_dict(initial_adapter(config), strict=False)
+    ids = probe(config)
+    state = torch.zeros(*ids.shape, config.n_embd)
+    wanted, _ = expected.float()(ids, steps=steps, state=state)
     found, _ = written(ids, steps=steps, state=state)
     if not found.equal(wanted):  # NaN is not equal to itself, either
-        raise UserError(f"{args.out} differs from {source.folder}: their logits are not equal. "
-                        f"Delete {args.out} and try again")
-    print("verify: all logits of 64 tokens are equal to the last bit, in float32")
+        raise UserError(f"{out} differs from {source.folder}: their logits are not equal. Delete "
+                        f"{out} and try again")
+    print(f"verify: all logits of {ids.shape[1]} tokens are equal to the last bit, in float32")
+
+
+def probe(config):
+    """Return up to 64 token ids, (1, T), that are spread over the vocabulary."""
+    T = min(64, config.context)
+    return torch.arange(T)[None] * 7 % config.vocab_size
 
 
 # ------------------------------------------------------------------------------------------ export
 
-def export(model, folder):
+def export(model, source, folder):
     """
-    Write model.safetensors and config.json for other software: in Hugging Face's layout if the
-    model has no recurrent block, otherwise in the released models' layout, with our code for
-    transformers. folder: a Path, which is created.
+    Write a model for other software: in Hugging Face's layout if it has no recurrent block,
+    otherwise in the released models' layout, with our code for transformers and a model card.
+    source: the folder of the checkpoint that it was made from. folder: a Path, which is created.
     """
     c = model.config
     config = to_raven(c) if c.n_core else to_hf(c)
@@ -727,77 +704,73 @@ def export(model, folder):
         out.update(zip(names, t.split(sizes)))
     folder.mkdir()
     save_file(out, folder / "model.safetensors", {"format": "pt"})
-    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # build() gives all this one
+    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # all have this one
     write_json(folder / "config.json", config | {"torch_dtype": dtype})
     if "auto_map" in config:
         shutil.copy(ASSETS / "modeling_loopgraft.py", folder)
+        write_card(c, source, folder)
 
 
-@torch.no_grad()
-def compare_export(model, folder):
+def write_card(config, source, folder):
     """
-    Load an export with transformers and compare its logits, in float32, with the model's. Converts
-    `model` to float32. Prints a note where the comparison is not possible.
-
-    Raises UserError if the logits differ: the two files that compute them, model.py and
-    modeling_loopgraft.py, must change together.
+    Write README.md from assets/model_card.md. It names the parent and its layers if surgery.py cut
+    the checkpoint `source`, or one that its training began with.
     """
-    if model.config.norm == "sandwich":
-        print("The export was not checked: that takes Huginn's own code, which is not part of "
-              "loopgraft.")
-        return
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        print("The export was not checked against the model. To have it checked, "
-              "`pip install transformers`.")
-        return
-    try:
-        theirs = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=True, dtype=torch.float32)
-    except Exception as e:  # of transformers, or of the code that it loads
-        raise UserError(f"transformers cannot load the export ({e!r:.300})")
-    idx = probe(model.config.vocab_size)[:, :model.config.context]
-    flags = {}
-    state = None
-    if model.config.n_core:
-        state = model.initial_state(1, idx.shape[1], 0)
-        flags = {"num_steps": 3, "initial_state": state}
-    wanted, _ = model.float()(idx, steps=3, state=state)
-    found = theirs(idx, **flags).logits
-    error = ((found - wanted).norm() / wanted.norm()).item()
-    if not error < 1e-3:  # NaN fails, too
-        raise UserError("transformers computes other logits from the export (relative error "
-                        f"{error:.2g}). What changes in model.py must also change in "
-                        "assets/modeling_loopgraft.py")
-    print("transformers computes the same logits from the export (relative error "
-          f"{error:.1g})")
+    surgery = find_surgery(source)
+    parent = surgery.get("base_model")
+    layers = surgery.get("layers")
+    origin = ""
+    if layers:
+        origin = (f"Prelude, recurrent block and coda are the layers {layers[0]}, {layers[1]} and "
+                  f"{layers[2]} of {parent or 'its parent'}.")
+    card = Template((ASSETS / "model_card.md").read_text()).substitute(
+        base_model=f"base_model: {parent}\n" if parent else "",
+        name=folder.name,
+        origin=origin,
+        mean_recurrence=config.mean_recurrence,
+    )
+    (folder / "README.md").write_text(card)
 
 
-def copy_text_files(source, folder, config):
+def find_surgery(folder):
     """
-    Copy the tokenizer's files and generation_config.json, with the BOS and EOS ids of `config` in
-    the latter.
+    Return what surgery.json says in a checkpoint, or in the one that its training began with; {} if
+    there is none.
     """
-    copy_tokenizer(source.folder, folder)
+    if Path(folder, "surgery.json").exists():
+        return read_json(Path(folder, "surgery.json"))
+    if Path(folder, "train.json").exists():
+        init_from = read_json(Path(folder, "train.json"))["config"]["init_from"]
+        if init_from and Path(init_from).exists():
+            return find_surgery(find_checkpoint(init_from))
+    return {}
+
+
+def copy_text_files(source, config, folder):
+    """
+    Copy the tokenizer's files and generation_config.json from the folder `source` into OUT, with
+    the BOS and EOS ids of `config` in the latter.
+    """
+    copy_tokenizer(source, folder)
     path = folder / "generation_config.json"
     if path.exists():
         generation = read_json(path)
         generation["bos_token_id"] = config.bos_token_id
         generation["eos_token_id"] = config.eos_token_id
-        if source.kind == "huginn_raven":  # Huginn's id, which means nothing to this tokenizer
-            generation.pop("pad_token_id", None)
+        if read_json(Path(source, "config.json"))["model_type"] == "huginn_raven":
+            generation.pop("pad_token_id", None)  # Huginn's, which means nothing to this tokenizer
         write_json(path, generation)
 
 
-def write_tokenizer_config(tokenizer, folder):
+def write_tokenizer_config(folder):
     """
-    Write tokenizer_config.json: the names of BOS and EOS, and the transformers class that reads the
-    tokenizer. For a tokenizer.json that is the class which follows the file to the letter and so
-    gives our ids; the classes for Llama and GPT-2 split spaces and digits in ways of their own. For
-    a tokenizer.model alone, Llama's class comes closest (assets/model_card.md says where it
-    differs).
+    Write the tokenizer_config.json of an export: the names of BOS and EOS, and the transformers
+    class that reads the tokenizer. For a tokenizer.json that is the class which follows the file to
+    the letter and so gives our ids; the classes for Llama and GPT-2 split spaces and digits in ways
+    of their own. For a tokenizer.model alone, Llama's class comes closest: it differs in leading
+    and repeated spaces, and in text after a control token.
     """
+    tokenizer = Tokenizer.load(folder)
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
     config.pop("auto_map", None)  # it names code that is not in OUT
@@ -814,91 +787,39 @@ def write_tokenizer_config(tokenizer, folder):
     write_json(path, config)
 
 
-# -------------------------------------------------------------------------------------- model card
-
-def write_card(folder, config, source):
+@torch.no_grad()
+def verify_export(out):
     """
-    Write a model card, README.md, from assets/model_card.md. It says what is known about the origin
-    of the model. It names data sets and files, but no paths of this machine.
+    Compare the logits that transformers computes from an export with ours, in float32. Raises
+    UserError if they differ: model.py and modeling_loopgraft.py must change together.
     """
-    template = Template((ASSETS / "model_card.md").read_text("utf-8"))
-    base, origin, prompt = describe_origin(Path(source.folder))
-    header = f"base_model: {base}\n" if base else ""
-    card = template.substitute(
-        header=header,
-        name=folder.name,
-        layers=f"({config.n_prelude},{config.n_core},{config.n_coda})",
-        mean_recurrence=config.mean_recurrence,
-        origin="".join(f"- {line}\n" for line in origin) or "- Not known to the exporter.\n",
-        prompt=json.dumps(prompt, ensure_ascii=False),
-    )
-    (folder / "README.md").write_text(card, "utf-8")
-
-
-def describe_origin(folder):
-    """
-    Return what is known about a checkpoint: the base model or None, a list of lines about how it
-    was made and how it scored, and an example prompt.
-    """
-    base = None
-    lines = []
-    prompt = "Once upon a time"
-    run = {}
-    if (folder / "train.json").exists():
-        run = read_json(folder / "train.json")
-    surgery = run.get("surgery")
-    if (folder / "surgery.json").exists():
-        surgery = read_json(folder / "surgery.json")
-    if surgery:
-        base = surgery["base_model"]
-        prelude, core, coda = surgery["layers"]
-        parent = base or "the parent"
-        lines.append(f"Layers of {parent}: prelude {prelude}, recurrent block {core}, coda {coda}.")
-    stages = run.get("stages", [])
-    if stages:  # a stage says how many updates were planned; this checkpoint may be an earlier one
-        stages[-1]["updates"] = run["update"]
-    for stage in stages:
-        lines.append(f"Trained for {stage['updates']:,} updates on {', '.join(stage['data'])}, "
-                     f"with mean_recurrence = {stage['mean_recurrence']}.")
-    if run:
-        data = Path(run["config"]["data"].split(",")[0].split(":")[0], "meta.json")
-        if data.exists():
-            prompt = read_json(data)["prompt"]
-    evaluated = [folder]
-    if folder.name.startswith("step_"):  # evaluations of a run are in the run's folder
-        evaluated.append(folder.parent)
-    for place in evaluated:
-        for path in sorted(place.glob("eval_*.json")):
-            lines += describe_scores(read_json(path))
-    return base, lines, prompt
-
-
-def describe_scores(summary):
-    """
-    Return a line for each task and metric of an evaluation, with its values over r. summary: the
-    content of an eval_*.json.
-    """
-    values = {}  # {title: ["0.95 at r = 4", ...]}
-    for row in summary["results"]:
-        title = f"{row.get('task', summary['task'])}, {row['metric']}"
-        values.setdefault(title, []).append(f"{row['value']:.3g} at r = {row['steps']}")
-    return [f"{title}: {'; '.join(over_r)}." for title, over_r in values.items()]
+    from transformers import AutoModelForCausalLM
+    ours = open_source(out).float()
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
+    ids = probe(ours.config)
+    state = ours.initial_state(*ids.shape, seed=0)
+    flags = {"num_steps": 3, "initial_state": state} if ours.config.n_core else {}
+    wanted, _ = ours(ids, steps=3, state=state)
+    found = theirs(ids, **flags).logits
+    error = ((found - wanted).norm() / wanted.norm()).item()
+    if not error < 1e-3:  # NaN fails, too
+        raise UserError(f"transformers computes other logits from {out} (relative error "
+                        f"{error:.2g}). What changes in model.py must also change in "
+                        "assets/modeling_loopgraft.py")
+    print(f"verify: transformers computes the same logits (relative error {error:.1g})")
 
 
 # ------------------------------------------------------------------------------------- the command
 
 def parse_args():
-    parser = Parser(usage="surgery.py SRC [OUT] [flags]", description=opening(__doc__, 3))
+    parser = Parser(usage="surgery.py SRC OUT [flags]", description=opening(__doc__, 3))
     what, how, output = parser.groups()
     add = what.add_argument
-    add("src", metavar="SRC", help="a checkpoint, or - for the shape of a preset, without weights")
-    add("out", metavar="OUT", nargs="?", type=Path, help="default: only print the sizes")
-    rule = what.add_mutually_exclusive_group().add_argument
-    rule("--preset", choices=presets(), metavar="NAME",
-         help=f"a known parent and a choice of its layers, one of {', '.join(presets())}")
-    rule("--shape", type=shape,
-         help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule; or 8 "
-              "with --feed_forward")
+    add("src", metavar="SRC", help="a folder, a run, a .gguf file, or a hub id")
+    add("out", metavar="OUT", type=Path, help="a new folder")
+    add("--shape", type=shape,
+        help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule; or 8 "
+             "with --feed_forward. If they add up to all layers, r = 1 is the parent")
     for part in PARTS:
         add(f"--{part}", type=layer_list, help="layers such as 0-3 or 0,2,5-7; '' for none")
     add("--feed_forward", action="store_true",
@@ -910,7 +831,7 @@ def parse_args():
     add("--adapter", choices=ADAPTERS,
         help="how the loop's state s and the prelude's output e are merged: linear (default), a "
              "matrix on both; or add, s + e")
-    add("--adapter_init", choices=["identity", "torch"], default="identity",
+    add("--adapter_init", choices=["identity", "torch"],
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; torch: the default of torch's Linear, as in the paper")
     add("--mean_recurrence", type=positive,
@@ -918,59 +839,54 @@ def parse_args():
     add = output.add_argument
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
     add("--verify", action="store_true",
-        help="check that OUT has exactly the logits of the layers of SRC that it keeps")
+        help="check that OUT has exactly the logits of the layers of SRC that it keeps, and that "
+             "transformers, if it is installed, computes them from an export")
     args = parser.parse_args()
-    if args.src == "-" and not args.preset:
-        parser.error("SRC - needs a --preset")
-    if not args.out and (args.verify or args.export):
-        parser.error("--verify and --export need an OUT")
-    if args.out and args.out.exists():
+    if args.out.exists():
         raise UserError(f"{args.out} exists already. Choose another OUT")
     return args
 
 
 def main():
     args = parse_args()
-    if args.src == "-":
-        config, _ = presets()[args.preset]
-        source = Source("", config, "llama", {}, tensor_names(config, "llama"))
+    source = open_source(args.src)
+    layers = None
+    model = source
+    if source.config.n_core:
+        for flag in (*PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"):
+            if getattr(args, flag):
+                raise UserError(f"--{flag}: SRC is already recurrent, so surgery leaves its layers "
+                                "and its adapter as they are")
     else:
-        source = open_source(args.src)
-    result = source
-    layers = choose_layers(args, source)
-    if layers:
+        layers = choose_layers(args, source.config.n_prelude)
         print("layers for prelude, core and coda:", *layers)
-        result = retrofit(source, layers, args.adapter or "linear", args.untie)
+        model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity",
+                         args.untie)
     if args.mean_recurrence:
-        config = replace(result.config, mean_recurrence=args.mean_recurrence)
-        result = replace(result, config=config)
-    print_sizes(source, result)
-    if not args.out:
-        return
-    if args.src == "-":  # a preset's shape, for train.py --dry_run
-        write_json(args.out / "config.json", {"model_type": "loopgraft", **vars(result.config)})
-        return
-    model = build(result, args.adapter_init)
+        model.config.mean_recurrence = args.mean_recurrence
+    for name, shown in (("SRC", source), ("OUT", model)):
+        sizes = shown.num_params()
+        parts = ", ".join(f"{part} {sizes[part]:,}" for part in ("embeddings", *PARTS, "adapter"))
+        print(f"{name} has {sizes['total']:,} parameters: {parts}")
     with write_atomically(args.out) as folder:
         if args.export:
-            export(model, folder)
+            export(model, source.folder, folder)
         else:
             model.save(folder)
-        copy_text_files(source, folder, result.config)
-        if args.export and source.tokenizer:
-            write_tokenizer_config(source.tokenizer, folder)
+        copy_text_files(source.folder, model.config, folder)
+        if args.export and has_tokenizer(folder):
+            write_tokenizer_config(folder)
         if layers and not args.export:
             base_model = None
             if not Path(args.src).exists():  # a hub id; a path would mean nothing to others
                 base_model, _, _ = args.src.partition("@")
             write_json(folder / "surgery.json", {"base_model": base_model, "layers": layers})
-        if (folder / "modeling_loopgraft.py").exists():  # exported with our code for transformers
-            write_card(folder, result.config, source)
-        if args.export:
-            compare_export(model, folder)
     print(f"wrote {args.out}")
     if args.verify:
-        verify(args, source, layers)
+        verify(source, layers, args.out)
+        # Huginn's own code, which an export of Huginn needs, is not part of loopgraft.
+        if args.export and find_spec("transformers") and model.config.norm != "sandwich":
+            verify_export(args.out)
 
 
 if __name__ == "__main__":

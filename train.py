@@ -51,8 +51,9 @@ from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli
                     write_json, yes_or_no)
 from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
-                   load_config, presets, retrofitted)
+                   load_config)
 from muon import MOMENTS, Optimizer, stacked_rows
+from surgery import presets, retrofitted
 
 MAX_SKIPS = 10  # updates in a row that may lack a finite gradient; one more ends the run
 

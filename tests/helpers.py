@@ -435,7 +435,7 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     shutil.copytree(checkpoint, folder / "trained" / "step_000002")
     (folder / "blank").write_text("\n")
     (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
-    for name in ("truncated", "missing", "mixed", "misshapen", "biased"):
+    for name in ("truncated", "missing", "misshapen", "biased"):
         shutil.copytree(llama, folder / name)
 
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
@@ -444,12 +444,10 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     save_file(tensors | bias, folder / "biased" / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "missing" / "model.safetensors")
-    save_file(tensors, folder / "mixed" / "model-2.safetensors")
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "misshapen" / "model.safetensors")
     config = common.read_json(llama / "config.json")
     for name, wrong in (
-        ("list", []),
         ("window", config | {"model_type": "mistral", "sliding_window": 8}),
         ("yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         ("qwen", config | {"model_type": "qwen3"}),
@@ -708,20 +706,20 @@ train.cli(train.main)
 # the first flag. {names} stand for folders and arguments, see the fixture `names` in test_all.py.
 MISTAKES = """
 surgery {llama} out:
-     -> --prelude; --preset tinyllama-4-8-4 -> 0-5; --shape 4,4,4 -> 0-5;
+     -> --prelude; --shape 4,4,4 -> 0-5; --shape 9,1,1 -> 0-5;
     --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
-    --prelude 0-3 --core 3-4 --coda 5 -> only once; --shape 4,8,4 -> a shape of 16 layers;
+    --prelude 0-3 --core 3-4 --coda 5 -> only once; --prelude 0 --core 1 -> --coda;
     --feed_forward --shape 0 -> --shape; --feed_forward --shape -2 -> --shape;
-    --shape 2,2,-1 -> --shape; --feed_forward --prelude= -> leave no layer;
+    --shape 2,2,-1 -> --shape; --feed_forward --prelude= -> layers [];
     --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
 surgery:
-    {llama} --feed_forward --verify -> need an OUT;
+    {m} out --adapter_init torch -> --adapter_init; {m} out --untie -> already recurrent;
     {llama} {m} --feed_forward -> exists already; {truncated} out --feed_forward -> damaged;
-    {missing} out --feed_forward -> layers.3.mlp.up_proj; {mixed} out --feed_forward -> two models;
+    {missing} out --feed_forward -> layers.3.mlp.up_proj;
     {misshapen} out --feed_forward -> not the model of its config.json;
     {other} out --export hf -> different model; {biased} out --feed_forward -> q_proj.bias' has no;
     {window} out --feed_forward -> sliding_window of 8;
-    {list} out --feed_forward -> is damaged; {yarn} out --feed_forward -> 'yarn' is not supported;
+    {yarn} out --feed_forward -> 'yarn' is not supported;
     {qwen} out --feed_forward -> q_norm.weight' is missing;
     {llama} {llama} --feed_forward -> exists already;
     ./lama out --feed_forward -> no such folder;
