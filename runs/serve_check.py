@@ -145,7 +145,7 @@ def main():
     if args.workers > 1:
         how += f", {args.workers} workers"
 
-    model = surgery.build(surgery.open_source(args.export)).float()
+    model = surgery.open_source(args.export).float()
     generator = torch.manual_seed(0)
     prompts = []
     for length in LENGTHS:
