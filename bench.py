@@ -1,17 +1,14 @@
 """
-Measure the speed of training and decoding, and draw results. A speed is the median of repeated runs
-after a warm-up, printed with the lowest and the highest.
+Measure the speed of training and decoding. A speed is the median of repeated runs after a warm-up,
+printed with the lowest and the highest.
 
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
     python bench.py decode --model out/tiny/task --draft_steps 0,2,4
-    python bench.py plot out/*/eval_test.json    # accuracy over r, a panel for each task
-    python bench.py plot out/fig4 out/fig5       # loss curves of runs, from their log.jsonl
-    python bench.py plot out/*/eval_*.json --table     # all scores, a line for each model and r
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
 weights: except with --draft_steps, speed does not depend on their values. The last line of output
-is JSON. runs/plot.py draws.
+is JSON.
 
 Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu). FLOPs
 follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
@@ -27,7 +24,6 @@ import torch
 from common import Parser, cli, find_gpu, natural, opening, positive, recurrences
 from model import Config, RecurrentLM
 from muon import MOMENTS, Optimizer
-from runs.plot import plot, plot_flags
 from sample import Decoder, describe
 
 TRAIN = """\
@@ -39,11 +35,6 @@ DECODE = """\
 Time the decoding of random prompts, at several numbers of recurrences. The last line is JSON.
 
     python bench.py decode --steps 1,8 --repeat 3"""
-PLOT = """\
-Draw result files of eval_gsm8k.py and eval_lm.py over r, or the losses of runs over their updates.
-Files with the same tasks share a panel.
-
-    python bench.py plot out/tiny/eval_*_test.json"""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -77,13 +68,7 @@ def main():
     flag("--draft_steps", type=recurrences, default="0", metavar="R,R",
          help="recurrences of a draft; 0 (default): none")
 
-    commands.add_parser("plot", parents=[plot_flags()], help="draw results, or losses of runs",
-                        usage="bench.py plot FILE ... [flags]", description=PLOT)
-    args = parser.parse_args()
-    if args.command == "plot":
-        plot(args)
-    else:
-        bench(args)
+    bench(parser.parse_args())
 
 
 # ------------------------------------------------------------------------------- measuring

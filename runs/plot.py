@@ -1,261 +1,226 @@
 """
-What `python bench.py plot` draws: results over r or FLOPs, and the losses of runs.
+Draw results of eval_gsm8k.py, or the losses of runs, and print what is drawn as tables. Files with
+the same task share a panel; scores are in %.
 
-A figure is a dict, drawn as one panel:
+    python runs/plot.py out/*/eval_test.json                 # over r
+    python runs/plot.py out/tiny/eval_*.json --x difficulty  # a curve for each model and r
+    python runs/plot.py out/fig4 out/fig5                    # losses over updates
 
-    title, x, y     texts: the title, and the labels of the axes
-    curves          {label: [(x, y, error), ...]}; error may be None, and a curve whose points have
-                    None for x is a horizontal line
-    x_log           optional: base of a logarithmic x axis
-    y_log           optional: whether the y axis is logarithmic
-    dashed          optional: labels of the curves that are dashed
-    line            optional: [x, label] of a vertical line
-    ticks           optional: ticks of the x axis
-
-A point with a fourth item, ENOUGH, is ringed. A result file with "figures", such as
-runs/study/lengths.py writes, is drawn as it is. One with "models", such as
-runs/released/models.json, holds a result for each model name.
+The picture needs matplotlib. A result file may hold several models, as runs/released/models.json
+does.
 """
 import json
 import math
-import shlex
 import sys
 from pathlib import Path
 
-from common import Parser, UserError, read_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import Parser, UserError, cli, opening, read_json
 from model import Config, RecurrentLM
 
 AXES = {
     "steps": "recurrences r at test time",
-    "token_flops": "FLOPs of a new token (the paper's rule)",
+    "difficulty": "difficulty of the question",
+    "parameters": "parameters of the layers that a token passes, at each pass",
     "update": "training updates",
-    "flops": "training FLOPs, as the paper counts them",
+    "flops": "training FLOPs",
 }
-LOG_BASE = {"steps": 2, "token_flops": 10}
-POINTS = 13   # at most this many points of a curve are printed; those of lengths.py have 13
+LOG_BASE = {"steps": 2, "parameters": 10}
+COLUMNS = 13  # at most this many points of a curve are printed
 MARKERS = 30  # at most this many points of a curve get a marker
-ENOUGH = "enough"
-RING = "enough: the smallest r\nwithin 2 standard errors\nof the best"
 
 
-def plot_flags():
-    """Return a Parser of the command's flags."""
-    parser = Parser(add_help=False)
+def main():
+    parser = Parser(description=opening(__doc__))
     flag = parser.add_argument
-    flag("results", nargs="+", help="result files, or folders of runs")
+    flag("results", nargs="+", metavar="FILE", help="result files, or folders of runs")
     flag("--x", choices=AXES, help="x axis; default: steps for results, update for runs")
     flag("--labels", metavar="NAME,NAME",
          help="comma-separated names, one per file; files with the same name share a curve")
-    flag("--table", action="store_true", help="print all scores in Markdown instead")
     flag("--out", metavar="FILE", help=".png or .svg; default: named after the first input")
-    return parser
-
-
-def plot(args):
-    """
-    Draw result files, the losses of runs, and the figures that a file brings; or print a table.
-    args: the values of plot_flags().
-    """
+    args = parser.parse_args()
     # A pattern such as out/fig3* also matches a picture that was drawn before.
     paths = [path for path in args.results if not path.endswith(".png")] or args.results
     labels = args.labels.split(",") if args.labels else paths
     if len(labels) != len(paths):
         raise UserError(f"--labels: {len(labels)} labels for {len(paths)} files")
     axis = args.x or ("update" if Path(paths[0]).is_dir() else "steps")
-    figures = []
-    curves_of = {}  # {(title, y label): {curve label: [point, ...]}}
+    curves_of = {}  # {(title, y): {label: [(x, y, error), ...]}}
     for label, path in zip(labels, paths):
         if Path(path).is_dir():
-            points = losses(label, path, axis)
+            found = losses(label, path, axis)
         else:
-            result = read_json(path)
-            figures += result.get("figures", [])
-            points = []
-            for model, of_model in result.get("models", {label: result}).items():
-                points += scores(model, of_model, axis)
-        for title, y, curve, *point in points:
+            found = scores(label, path, axis)
+        for title, y, curve, point in found:
             curves = curves_of.setdefault((title, y), {})
             curves.setdefault(curve, []).append(point)
-    if args.table:
-        print_markdown(curves_of)
-        return
+    if not curves_of:
+        raise UserError(f"{paths[0]} holds nothing to draw")
+    panels = []
     for (title, y), curves in curves_of.items():
-        figures.append({
+        panels.append({
             "title": title,
             "x": AXES[axis],
             "y": y,
             "x_log": LOG_BASE.get(axis),
-            "y_log": y == "loss",
             "curves": curves,
         })
-    if not figures:
-        raise UserError(f"{paths[0]} holds nothing to draw")
-    draw(figures, args.out or paths[0].rstrip("/").removesuffix(".json") + ".png")
+    for panel in panels:
+        print_table(panel)
+    draw(panels, args.out or paths[0].rstrip("/").removesuffix(".json") + ".png")
 
+
+# --------------------------------------------------------------------------------- reading
 
 def losses(label, folder, axis):
     """
     Yield the points of a run's training loss, and of its validation loss at each r, as (title of
-    the figure, y label, label of the curve, x, y, error).
+    the panel, label of its y axis, label of the curve, (x, y, error)).
     """
     if axis not in ("update", "flops"):
         raise UserError(f"--x {axis}: losses of a run are drawn over update or flops")
     with open(f"{folder}/log.jsonl") as f:
         for entry in map(json.loads, f):
-            x = position(entry, axis)
-            if "val" not in entry:
-                yield "", "loss", label, x, entry["loss"], None
+            x = entry[axis]
+            if "loss" in entry:
+                yield "", "loss", label, (x, entry["loss"], None)
             for r, loss in entry.get("val", {}).items():
                 depth = f" at r = {r}" if int(r) else ""
-                yield "", "loss", f"{label}, validation{depth}", x, loss, None
+                yield "", "loss", f"{label}, validation{depth}", (x, loss, None)
 
 
-def position(entry, axis):
+def scores(label, path, axis):
     """
-    Return the x of a log entry, or of a result, on an axis. For FLOPs that is paper_flops, by the
-    paper's counting, where an entry has it beside flops, which counts the r that were drawn.
+    Yield points as losses() does, for each row of a result file; each task and metric has a panel.
+    Over anything but r and parameters, each r is a curve. An ordinary model is a horizontal line
+    over r, and a model that train.py never trained is one over update or flops.
     """
-    if axis == "flops" and "paper_flops" in entry:
-        axis = "paper_flops"
-    return entry.get(axis)
+    content = read_json(path)
+    for name, result in content.get("models", {label: content}).items():
+        for row in result.get("results", []):
+            r = row["steps"]
+            config = Config(**result["config"])
+            title = row.get("task", result.get("task", ""))
+            y = row["metric"].replace("flexible", "accuracy")
+            curve = name
+            if config.n_core and axis not in ("steps", "parameters"):
+                curve += f", r = {r}"
+            if axis == "difficulty":
+                for difficulty, (score, *_) in row["by_difficulty"].items():
+                    yield title, y, curve, (float(difficulty), score, None)
+                continue
+            if axis == "steps":
+                x = r if config.n_core else None
+            elif axis == "parameters":
+                size = RecurrentLM.empty(config).num_params()
+                x = size["prelude"] + r * size.get("core", 0) + size.get("coda", 0)
+            else:
+                x = result.get("training", {}).get(axis)
+            yield title, y, curve, (x, row["value"], row.get("standard_error"))
 
 
-def scores(label, result, axis):
+# --------------------------------------------------------------------------------- tables
+
+def print_table(panel):
     """
-    Yield points as losses() does, for each row of a result file; each task and metric has a figure.
-    With --x update or flops each r is a curve. An ordinary model is a horizontal line over r, and a
-    model that train.py never trained is one over update or flops. The point of the smallest r that
-    is enough ends in ENOUGH.
+    Print a panel in Markdown: a row for each curve, and a column for each x, or for every second
+    or third if there are many. A horizontal line has its value in every column.
     """
-    rows = result.get("results", [])
-    if not rows:
-        return
-    config = Config(**result["config"])
-    model = RecurrentLM.empty(config)
-    enough = {(x["task"], x["metric"], x["steps"]) for x in result.get("enough", [])}
+    curves = panel["curves"]
+    xs = sorted({x for points in curves.values() for x, *_ in points if x is not None})
+    every = math.ceil(len(xs) / COLUMNS)
+    xs = xs[::-every][::-1] if xs else [None]  # the last one always
+    rows = [["", *("" if x is None else f"{x:g}" for x in xs)]]
+    for label, points in curves.items():
+        texts = {x: as_text(panel["y"], score, error) for x, score, error in points}
+        rows.append([label, *(texts.get(x, texts.get(None, "")) for x in xs)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * width for width in widths])
+    scores = f"{panel['title']} {panel['y']}".strip()
+    print(f"\n{scores} over {panel['x']}\n")
     for row in rows:
-        r = row["steps"]
-        positions = dict(result.get("training", {}))
-        positions["steps"] = r if config.n_core else None
-        # flops_per_token() is of training, 6 FLOPs per parameter. A forward pass takes 2.
-        positions["token_flops"] = model.flops_per_token((0, r)) // 3
-        curve = label
-        if config.n_core and axis in ("update", "flops"):
-            curve += f", r = {r}"
-        title = row.get("task", result.get("task", ""))
-        metric = row["metric"].replace("flexible", "accuracy")
-        x = position(positions, axis)
-        error = row.get("standard_error")
-        if (title, row["metric"], r) in enough:
-            yield title, metric, curve, x, row["value"], error, ENOUGH
-        else:
-            yield title, metric, curve, x, row["value"], error
+        print("|", " | ".join(text.ljust(width) for text, width in zip(row, widths)), "|")
 
 
-def print_markdown(curves_of):
+def as_text(y, value, error):
+    """A loss, or a score in %, as text: "49.4 ± 1.4"."""
+    if y == "loss":
+        return f"{value:.4f}"
+    text = f"{100 * value:.1f}"
+    return text if error is None else f"{text} ± {100 * error:.1f}"
+
+
+# --------------------------------------------------------------------------------- drawing
+
+def draw(panels, out):
     """
-    Print scores in %, as a table in Markdown: a row for each model and r, and a column for each
-    task and metric. curves_of: {(task, metric): {model: [(r, score, error), ...]}}.
-    """
-    rows = {}  # {(model, r): {(task, metric): text}}
-    for column, curves in curves_of.items():
-        for model, points in curves.items():
-            for r, score, error, *_ in points:
-                text = f"{100 * score:.1f}"
-                if error is not None:
-                    text += f" ± {100 * error:.1f}"
-                row = rows.setdefault((model, r or "-"), {})
-                row[column] = text
-    print("| model | r |", *(f"{task} {metric} |" for task, metric in curves_of))
-    print("|", "--- | " * (2 + len(curves_of)))
-    for (model, r), row in rows.items():
-        print(f"| {model} | {r} |", *(f"{row.get(column, '')} |" for column in curves_of))
+    Draw panels side by side. A panel is a dict:
 
+        title, x, y     texts: the title, and the labels of the axes
+        curves          {label: [(x, y, error), ...]}; error may be None, and a curve whose points
+                        have None for x is a horizontal line
+        x_log           optional: base of a logarithmic x axis
+        line            optional: (x, label) of a vertical line
+        ticks           optional: ticks of the x axis
 
-def draw(figures, out):
-    """
-    Print up to POINTS points of each curve, as x: y ± error, then draw the figures side by side.
     out: the path of the picture, a .png or .svg.
     """
-    for figure in figures:
-        print(f"{figure['title'] or figure['y']} over {figure['x']}")
-        for label, points in figure["curves"].items():
-            every = math.ceil(len(points) / POINTS)
-            shown = points[:-1:every] + points[-1:]  # the last one always
-            print(f"  {label:32s}", *map(describe_point, shown), sep="   ")
     try:
         from matplotlib import pyplot
     except ImportError:
-        print("No picture was drawn. To get one: pip install matplotlib, then python "
-              f"{shlex.join(sys.argv)}")
+        print("\nNo picture was drawn, because that needs matplotlib: pip install matplotlib")
         return
     pyplot.switch_backend("agg")
-    rows = math.ceil(len(figures) / 2)
-    columns = min(2, len(figures))
+    rows = math.ceil(len(panels) / 2)
+    columns = min(2, len(panels))
     picture = pyplot.figure(figsize=(7.2 * columns, 3.7 * rows), layout="constrained")
-    for i, figure in enumerate(figures, 1):
-        draw_panel(picture.add_subplot(rows, columns, i), figure)
+    for i, panel in enumerate(panels, 1):
+        draw_panel(picture.add_subplot(rows, columns, i), panel)
     picture.savefig(out)
-    print(f"wrote {out}")
+    print(f"\nwrote {out}")
 
 
-def describe_point(point):
-    """Return a point as text, such as "8: 0.9120 ± 0.0080 (enough)"."""
-    x, y, error, *marks = point
-    text = "-" if x is None else f"{x:g}"
-    text += f": {y:.4f}"
-    if error:
-        text += f" ± {error:.4f}"
-    for mark in marks:
-        text += f" ({mark})"
-    return text
-
-
-def draw_panel(panel, figure):
-    """Draw a figure on a panel, an Axes of matplotlib."""
-    lines = []
-    rings = []   # [(x, y), ...]
+def draw_panel(axes, panel):
+    """Draw a panel, see draw(), on an Axes of matplotlib."""
     colors = {}  # {run: color}; the validation loss of a run has the same one
-    for i, (label, points) in enumerate(figure["curves"].items()):
+    for i, (label, points) in enumerate(panel["curves"].items()):
         run, validation, _ = label.partition(", validation")
         style = {
             "label": label,
             "color": colors.setdefault(run, f"C{len(colors)}"),
-            "linestyle": "--" if validation or label in figure.get("dashed", ()) else "-",
+            "linestyle": "--" if validation else "-",
         }
-        known = [point for point in points if point[0] is not None]
-        if known:
-            lines.append(panel.errorbar(
-                [x for x, *_ in known],
-                [y for _, y, *_ in known],
-                [error or 0 for _, _, error, *_ in known],
-                # Hollow markers of different shapes keep curves apart that lie on each other.
-                marker="os^Dv*PX"[i % 8],
-                markerfacecolor="none",
-                markevery=math.ceil(len(known) / MARKERS),
-                **style,
-            ))
-            rings += [(x, y) for x, y, _, *marks in known if marks]
-        else:
-            _, level, *_ = points[0]
-            style["linestyle"] = "--"
-            lines.append(panel.axhline(level, **style))
-    if rings:
-        xs, ys = zip(*rings)
-        lines += panel.plot(xs, ys, "o", markersize=14, markerfacecolor="none", color="black",
-                            label=RING, clip_on=False)
-    if "line" in figure:
-        x, label = figure["line"]
-        lines.append(panel.axvline(x, color="gray", linestyle=":", label=label))
-    if "ticks" in figure:
-        panel.set_xticks(figure["ticks"])
-    panel.set(xlabel=figure["x"], ylabel=figure["y"], title=figure["title"])
-    if figure.get("x_log"):
-        panel.set_xscale("log", base=figure["x_log"])
-        panel.xaxis.set_major_formatter("{x:g}")
-    if figure.get("y_log"):
-        panel.set_yscale("log")
-    if figure["y"] == "accuracy":
-        panel.set_ylim(0, 1.03)
-    panel.grid(alpha=0.3)
-    panel.legend(handles=lines, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        points = [point for point in points if point[0] is not None] or points
+        xs, ys, errors = zip(*points)
+        if xs[0] is None:
+            axes.axhline(ys[0], **style | {"linestyle": "--"})
+            continue
+        axes.errorbar(
+            xs,
+            ys,
+            [error or 0 for error in errors],
+            # Hollow markers of different shapes keep curves apart that lie on each other.
+            marker="os^Dv*PX"[i % 8],
+            markerfacecolor="none",
+            markevery=math.ceil(len(points) / MARKERS),
+            **style,
+        )
+    if "line" in panel:
+        x, label = panel["line"]
+        axes.axvline(x, color="gray", linestyle=":", label=label)
+    if "ticks" in panel:
+        axes.set_xticks(panel["ticks"])
+    axes.set(xlabel=panel["x"], ylabel=panel["y"], title=panel["title"])
+    if panel.get("x_log"):
+        axes.set_xscale("log", base=panel["x_log"])
+        axes.xaxis.set_major_formatter("{x:g}")
+    if panel["y"] == "loss":
+        axes.set_yscale("log")
+    if panel["y"] == "accuracy":
+        axes.set_ylim(0, 1.03)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -98,14 +98,18 @@ stage "6. Evaluate all three" "40 s" \
 "Questions of up to 12 sentences, and of 18. No training question has more than 5."
 for model in task parent_tokens parent_flops; do score $model; done
 
-outcome="No training question has more than 5 sentences. Compare how far beyond that the looped
-model gets at each r, and how far its parent gets, whose depth is fixed. Pretraining also read
-worked stories of up to 11 sentences, but with every answer written out."
+outcome="Right answers in %, over the number of sentences. No training question has more than 5.
+Compare how far beyond that the looped model gets at each r, and how far its parent gets, whose
+depth is fixed. Pretraining also read worked stories of up to 11 sentences, but with every answer
+written out."
 if [[ $quick ]]; then
     outcome="Every stage works. The numbers below mean nothing: --quick is too short to learn."
 fi
 stage "What came out" "5 s" "$outcome"
-python runs/study/lengths.py $out
+python runs/plot.py $out/eval_{task,parent_tokens,parent_flops}_{test,test18}.json \
+    --x difficulty --out $out/lengths.png --labels \
+    "looped,looped,parent (equal tokens),parent (equal tokens),parent (equal FLOPs),parent (equal FLOPs)"
+echo
 echo "A question of 9 sentences at r = 1, 4 and 32. The right answer is 9:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
     "has 7 so gets 2 so times 2 so gets 1 so gets 3 so loses 4 so times 3 so loses 2 so loses 3 so"

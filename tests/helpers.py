@@ -30,7 +30,9 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend
 
 import common
 import data
@@ -582,6 +584,30 @@ def answer_as(hflm, r):
     return hflm
 
 
+def slow_attention(model):
+    """
+    Train and decode on a model's GPU. Returns the kernels that attention should not choose there,
+    and does: MATH stores the scores of all pairs, and cuDNN plans again for each new shape, of
+    which decoding has many.
+    """
+    attention = F.scaled_dot_product_attention
+    chosen = set()
+
+    def spy(q, k, v, mask=None, **flags):
+        choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, **flags)
+        chosen.add(SDPBackend(choice).name.removesuffix("_ATTENTION"))
+        return attention(q, k, v, mask, **flags)
+
+    idx = torch.ones(4, 128, dtype=torch.int64, device=model.head.weight.device)
+    with mock.patch.object(F, "scaled_dot_product_attention", spy):
+        _, loss = model(idx, idx, (0, 1))
+        loss.backward()
+        slow = chosen & {"MATH"}
+        chosen.clear()
+        list(Decoder(model).generate([[1, 2, 3]], 2, 1))
+        return slow | chosen & {"MATH", "CUDNN"}
+
+
 def random_prompts(*lengths):
     return [torch.randint(64, (n,)).tolist() for n in lengths]
 
@@ -767,8 +793,8 @@ bench decode:
     --draft_steps x; --repeat 0;
 bench train:
     --steps 4; --steps 4+0;
-bench plot:
-     -> results; none.json; {m}/config.json -> nothing to draw; {m} --x steps -> --x steps;
+runs/plot:
+     -> FILE; none.json; {m}/config.json -> nothing to draw; {m} --x steps -> --x steps;
     {m}/config.json {m} --labels a -> 1 labels for 2;
 """
 

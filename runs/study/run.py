@@ -1,566 +1,376 @@
 """
-Run the study: train the models of its items and measure them.
+The study: train looped models, their parents and variants of the recipe on five seeds, and write
+the tables and the picture of the pages from what they answer.
 
-    python runs/study/run.py                       all items
-    python runs/study/run.py parents curriculum    some items
-    python runs/study/run.py --quick               every training for 4 updates, too short to learn
+    python runs/study/run.py                    # all that results.jsonl lacks, then the tables
+    python runs/study/run.py --experiment rows --seed 20
+    python runs/study/run.py --tables           # only the tables and the picture
 
-PROTOCOL.md beside this file says what is compared, and how. Models go to out/study/TASK/SEED, and
-measurements to results/ITEM.json beside this file, with the commands that made each model. A model
-whose measurements are in that file is not trained again, unless its commands have changed. A model
-that several items need is trained once, and a training that was killed resumes.
+Models go to out/study/TASK/SEED. What a model answers is a line of results.jsonl beside this file;
+to repeat a measurement, delete its line. Commands for different seeds may run at the same time.
 """
-import bisect
 import datetime
 import json
+import math
 import os
 import re
-import shlex
+import statistics
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE)]
-import torch
+sys.path.insert(0, str(ROOT))
+from common import Parser, UserError, cli, opening, read_json, say
+from model import find_checkpoint
+from runs.plot import draw
 
-import report
-from common import Parser, UserError, cli, positive, read_json, say, write_atomically
-from data import Tokenizer
-from model import RecurrentLM, find_checkpoint
-from train import choose_trained, make_optimizer, read_settings, run_config, run_flops
-
-DESIGN = 4                      # of corpus, budgets and measures; a table never mixes two designs
-SEEDS = 20, 21, 22, 23, 24      # of all comparisons
-TUNING_SEED = 100               # of the trials that choose a learning rate
-STEPS = [1, 2, 4, 8, 16, 32]    # r at which every model is asked
-FAR = [32, 64, 128, 255, 256]   # r of models that are asked far beyond it
+SEEDS = 20, 21, 22, 23, 24
+RESULTS = HERE / "results.jsonl"
+PAGES = HERE / "README.md", ROOT / "README.md"
+STEPS = "1,2,4,8,16,32"   # r at which every model is asked
+FAR = ",64,128,256"       # and those that were trained with another mean of r
+ASKED = {"stories": range(6, 13), "s5": range(9, 13)}  # lengths of the outcome, at r = 32
+UNIT = {"stories": "sentences", "s5": "letters"}
 
 
 # ---------------------------------------------------------------------------- what is compared
 
 class Arm(NamedTuple):
-    """A way of training: config/tiny_task.toml with the settings of RECIPES, changed by `flags`."""
-    start: str = "heal"      # the model that it starts from, a key of STARTS
-    flags: dict = {}         # settings of train.py, such as {"backprop_depth": 8}
-    rates: tuple = (0.01,)   # learning rates; if there are several, trials choose one
-    budget: str = "flops"    # the recipe's "flops" or "tokens", or a "third" of its FLOPs
+    """A training on the task: config/tiny_task.toml with the settings of TASKS and these flags."""
+    lr: float               # the best of several on another seed, see trials.jsonl
+    start: str = "heal"     # the model that it starts from, a key of STARTS
+    updates: int = 0        # 0: as many as cost what the recipe costs
+    flags: str = ""         # of train.py
 
 
-class Item(NamedTuple):
-    """A question of the study."""
-    task: str             # "stories" or "s5"
-    arms: dict            # {label: Arm}; the others are compared with the first
-    far: bool = False     # whether to measure at each r of FAR, too
-
-
-AROUND = 0.005, 0.01, 0.02   # rates around the recipe's
-RECIPES = {
-    "stories": {"updates": 400, "batch_size": 64, "micro_batch": 64, "context": 39},
-    "s5": {"updates": 1700, "batch_size": 32, "micro_batch": 32, "context": 38},
+TASKS = {  # {task: flags of pretraining, of training on the task, and the updates of the recipe}
+    "stories": ("--updates=350 --context=50", "--batch_size=64 --micro_batch=64 --context=39", 400),
+    "s5": ("--updates=700 --context=40", "--batch_size=32 --micro_batch=32 --context=38", 1700),
 }
-HEALING = {"updates": 100, "batch_size": 64}  # config/tiny_heal.toml
-PRETRAINING = {
-    "stories": {"updates": 350, "context": 50},
-    "s5": {"updates": 700, "context": 40},
+STARTS = {  # {model: (the model before it, what is done, flags)}
+    "pretrain": ("", "pretrain", ""),
+    "deep_pretrain": ("", "pretrain", "--n_prelude=18"),  # as deep as the loop is at r = 8
+    "cut": ("pretrain", "surgery", "--shape=1,2,1"),
+    "heal": ("cut", "heal", ""),
+    "cut_torch": ("pretrain", "surgery", "--shape=1,2,1 --adapter_init=torch"),
+    "heal_torch": ("cut_torch", "heal", ""),
 }
-STARTS = {  # {name: (kind of command, the model before it, flags)}
-    "pretrain": ("pretrain", "", {}),
-    "deep_pretrain": ("pretrain", "", {"n_prelude": 18}),  # as deep as the loop is at r = 8
-    "cut": ("surgery", "pretrain", {}),
-    "heal": ("heal", "cut", {}),
-    "cut_torch": ("surgery", "pretrain", {"adapter_init": "torch"}),
-    "heal_torch": ("heal", "cut_torch", {}),
+LOOP = "the loop"
+EQUAL_TOKENS = "parent, equal tokens"
+EQUAL_FLOPS = "parent, equal FLOPs"
+DEEP = "untied parent of 18 layers, equal FLOPs"
+EXPERIMENTS = {  # {name: {label: Arm}}; the others are compared with the first
+    "stories": {
+        LOOP: Arm(0.01, updates=400),
+        EQUAL_TOKENS: Arm(0.01, "pretrain", updates=528),
+        EQUAL_FLOPS: Arm(0.005, "pretrain"),
+        DEEP: Arm(0.04, "deep_pretrain"),
+    },
+    "s5": {
+        LOOP: Arm(0.01, updates=1700),
+        EQUAL_TOKENS: Arm(0.02, "pretrain", updates=1911),
+        EQUAL_FLOPS: Arm(0.01, "pretrain"),
+        DEEP: Arm(0.02, "deep_pretrain"),
+    },
+    "mean_r": {
+        "mean r = 8": Arm(0.01, updates=400),
+        "mean r = 4": Arm(0.01, flags="--mean_recurrence=4"),
+        "mean r = 16": Arm(0.01, flags="--mean_recurrence=16"),
+        "mean r = 32": Arm(0.01, flags="--mean_recurrence=32"),
+    },
+    "curriculum": {
+        "linear, 50%": Arm(0.01, updates=400),
+        "none": Arm(0.01, flags="--curriculum=none"),
+        "linear, 25%": Arm(0.01, flags="--curriculum_warmup=0.25"),
+        "linear, 100%": Arm(0.01, flags="--curriculum_warmup=1"),
+        "1-sqrt, 75%": Arm(0.01, flags="--curriculum=1-sqrt --curriculum_warmup=0.75"),
+    },
+    "backprop": {
+        "k = 4": Arm(0.005, updates=400),
+        "k = 1": Arm(0.01, flags="--backprop_depth=1"),
+        "k = 2": Arm(0.02, flags="--backprop_depth=2"),
+        "k = 8": Arm(0.01, flags="--backprop_depth=8"),
+        "k = 4, adapter from torch's init": Arm(0.01, "heal_torch", updates=400),
+    },
+    "third": {  # the same for a third of the recipe's FLOPs
+        "k = 4": Arm(0.01, updates=99),
+        "k = 1": Arm(0.01, updates=138, flags="--backprop_depth=1"),
+        "k = 2": Arm(0.01, updates=120, flags="--backprop_depth=2"),
+        "k = 8": Arm(0.04, updates=82, flags="--backprop_depth=8"),
+        "k = 4, adapter from torch's init": Arm(0.02, "heal_torch", updates=99),
+    },
+    "rows": {
+        f"{n} rows, not healed": Arm(lr, "cut", flags=f"--batch_size={n} --micro_batch={n}")
+        for n, lr in ((64, 0.005), (16, 0.00125), (32, 0.0025), (128, 0.005))
+    },
+    "optimizer": {
+        "muon": Arm(0.005, updates=400),
+        "adamw": Arm(0.002, flags="--optimizer=adamw"),
+    },
+    "trained": {
+        "everything": Arm(0.005, updates=400),
+        "core and adapter": Arm(0.01, flags="--train=core|adapter"),
+    },
 }
-SIZES = {  # layers of the models that a start leads to
-    "pretrain": {"n_prelude": 6},
-    "deep_pretrain": {"n_prelude": 18},
-    "cut": {"n_prelude": 1, "n_core": 2, "n_coda": 1},
-    "heal": {"n_prelude": 1, "n_core": 2, "n_coda": 1},
-    "heal_torch": {"n_prelude": 1, "n_core": 2, "n_coda": 1},
-}
-PARENTS = {
-    "the loop": Arm(),
-    "parent, equal tokens": Arm("pretrain", rates=AROUND, budget="tokens"),
-    "parent, equal FLOPs": Arm("pretrain", rates=AROUND),
-    "untied parent of 18 layers, equal FLOPs": Arm("deep_pretrain", rates=AROUND),
-}
-
-
-def truncation(budget):
-    """The arms of the items about backprop depth and adapter, each at its best of three rates."""
-    arms = {"k = 4": Arm(rates=AROUND, budget=budget)}
-    for k in (1, 2, 8):
-        arms[f"k = {k}"] = Arm(flags={"backprop_depth": k}, rates=AROUND, budget=budget)
-    arms["k = 4, adapter from torch's init"] = Arm("heal_torch", rates=AROUND, budget=budget)
-    return arms
-
-
-ITEMS = {
-    "parents": Item("stories", PARENTS),
-    "recurrence": Item("stories", {
-        "mean r = 8": Arm(),
-        "mean r = 4": Arm(flags={"mean_recurrence": 4}),
-        "mean r = 16": Arm(flags={"mean_recurrence": 16}),
-        "mean r = 32": Arm(flags={"mean_recurrence": 32}),
-    }, far=True),
-    "curriculum": Item("stories", {
-        "linear, 50%": Arm(),
-        "none": Arm(flags={"curriculum": "none"}),
-        "linear, 25%": Arm(flags={"curriculum_warmup": 0.25}),
-        "linear, 100%": Arm(flags={"curriculum_warmup": 1}),
-        "1-sqrt, 75%": Arm(flags={"curriculum": "1-sqrt", "curriculum_warmup": 0.75}),
-    }),
-    "s5_parents": Item("s5", PARENTS),
-    "truncation_third": Item("stories", truncation("third")),
-    "truncation": Item("stories", truncation("flops")),
-    "rows": Item("stories", {
-        f"{rows} rows, not healed": Arm("cut", {"batch_size": rows, "micro_batch": rows}, AROUND)
-        for rows in (64, 16, 32, 128)
-    }),
-    "optimizer": Item("stories", {
-        "muon": Arm(rates=AROUND),
-        "adamw": Arm(flags={"optimizer": "adamw"}, rates=(0.001, 0.002, 0.004)),
-    }),
-    "parts": Item("stories", {
-        "everything": Arm(rates=AROUND),
-        "core and adapter": Arm(flags={"train": "core|adapter"}, rates=AROUND),
-    }),
-}
-
-
-# ---------------------------------------------------------------------------- budgets
-
-def newton_schulz_flops(settings, model):
-    """FLOPs of Muon's five Newton-Schulz steps in an update of a model (muon.py)."""
-    flops = 0
-    for piece in make_optimizer(settings, model, rank=0, world=1).pieces:
-        if piece.rule == "muon":
-            for rows in piece.splits:
-                small, large = sorted((rows, piece.weight.shape[1]))
-                flops += 5 * (4 * small**2 * large + 2 * small**3)
-    return flops
-
-
-def training_flops(settings):
-    """
-    All FLOPs that a training executes in products and attention: with the recurrences that it
-    draws, adapter, head and optimizer, and without validation.
-    """
-    model = RecurrentLM.empty(run_config(settings))
-    choose_trained(settings, model)
-    updates = settings.updates
-    if not model.config.n_core:  # all updates cost the same
-        settings = replace(settings, updates=1)
-    flops = run_flops(settings, model) / settings.updates
-    return updates * (flops + newton_schulz_flops(settings, model))
 
 
 # ---------------------------------------------------------------------------- trainings
 
-class Study:
-    """
-    The trainings and measurements of all items. quick: every training makes 4 updates, in a folder
-    of its own.
+class Training:
+    """The commands that make the models of a task and a seed, in out/study/TASK/SEED."""
 
-    The model of an arm takes several commands: pretraining, surgery, healing and the task. They are
-    passed around as [(folder, command), ...], in order, where a command is a list of words.
-    """
+    def __init__(self, task, seed):
+        self.task = task
+        self.seed = seed
+        self.corpus = f"out/study/{task}/data"
+        self.folder = Path(f"out/study/{task}/{seed}")
 
-    def __init__(self, quick=False):
-        self.quick = quick
-        self.folder = Path("out/study-quick" if quick else "out/study")
-        self.results = self.folder / "results" if quick else HERE / "results"
-        self.writing = threading.Lock()
-        self.locks = {}   # {folder: held while its model is made}
-        self.made = set()  # folders whose models are complete
-        # Training is faster in bfloat16 on an AMD EPYC, and slower on Intel processors without AMX
-        # (runs/README.md).
-        cpu = Path("/proc/cpuinfo").read_text()
-        slow = "GenuineIntel" in cpu and "amx_bf16" not in cpu
-        self.dtype = "bfloat16" if "bf16" in cpu and not slow else "float32"
+    def flags(self, kind, start):
+        """The flags of train.py for pretraining, healing or the task, from a model's folder."""
+        pretraining, training, _ = TASKS[self.task]
+        flags = [
+            f"--config=config/tiny_{kind}.toml",
+            f"--data={self.corpus}/{'task' if kind == 'task' else 'pretrain'}",
+            f"--init_from={start}",
+            f"--seed={self.seed}",
+            "--eval_every=100000",  # at the beginning and at the end only
+            "--dtype=bfloat16",
+        ]
+        if kind == "heal":
+            return [*flags, *pretraining.split()[1:]]  # its updates are the config's
+        return flags + (training if kind == "task" else pretraining).split()
 
-    def corpus(self, task):
-        """The folder of a task's data."""
-        return self.folder / task / "data"
+    def start(self, name):
+        """Make a model of STARTS, unless it is there. Returns its folder."""
+        before, kind, flags = STARTS[name]
+        source = self.start(before) if before else ""
+        folder = self.folder / name
+        if kind != "surgery":  # train.py resumes, or sees that it is done
+            execute("train.py", *self.flags(kind, source), *flags.split(), f"--out_dir={folder}")
+        elif not folder.exists():
+            execute("surgery.py", source, folder, *flags.split())
+        return folder
 
-    def make_corpus(self, task):
-        """Make a task's data, unless they are there."""
-        corpus = self.corpus(task)
-        rows = ["--rows=8000"] if self.quick else []
-        execute(corpus, ["runs/tiny_corpus.py", f"--out={corpus}", f"--task={task}", *rows])
-
-    def training(self, task, seed, kind, flags):
-        """
-        The flags of train.py for a stage of training. kind: "pretrain", "heal" or "task", which has
-        the settings of config/tiny_KIND.toml. flags: settings that override them.
-        """
-        settings = {
-            "config": f"config/tiny_{kind}.toml",
-            "data": self.corpus(task) / ("task" if kind == "task" else "pretrain"),
-            "seed": seed,
-        }
-        if kind == "task":
-            settings |= RECIPES[task]
-        else:
-            settings["context"] = PRETRAINING[task]["context"]
-        settings |= {
-            "eval_every": 100_000,  # at the beginning and at the end only
-            "eval_steps": 32,
-            "eval_rows": 512,
-        }
-        if kind == "pretrain":
-            settings["updates"] = PRETRAINING[task]["updates"]
-        settings |= flags
-        if self.quick:
-            settings |= {"updates": 4, "compile": "false"}
-        return [f"--{key}={value}" for key, value in settings.items()]
-
-    def cost(self, task, seed, kind, start, flags):
-        """training_flops() of a stage. The model that it starts from need not exist yet."""
-        flags = {**flags, **SIZES[start], "init_from": "", "out_dir": "unused"}
-        return training_flops(read_settings(self.training(task, seed, kind, flags)))
-
-    def spent(self, task, seed, arm, updates):
-        """Training FLOPs since surgery of an arm that makes `updates` updates, healing included."""
-        flops = self.cost(task, seed, "task", arm.start, {**arm.flags, "updates": updates})
-        if arm.start.startswith("heal"):
-            flops += self.cost(task, seed, "heal", "cut", {})
-        return flops
-
-    def updates(self, task, seed, arm):
-        """The number of updates that an arm's budget pays for."""
-        recipe = RECIPES[task]
-        if arm.budget == "tokens":
-            tokens_per_update = recipe["batch_size"] * recipe["context"]
-            tokens = recipe["updates"] * tokens_per_update
-            tokens += HEALING["updates"] * HEALING["batch_size"] * PRETRAINING[task]["context"]
-            return round(tokens / tokens_per_update)
-        budget = self.spent(task, seed, Arm(), recipe["updates"])
-        if arm.budget == "third":
-            budget /= 3
-
-        def spent(updates):
-            return self.spent(task, seed, arm, updates)
-
-        return bisect.bisect(range(1, 10_000), budget, key=spent)
-
-    def commands(self, task, seed, arm, rate):
-        """The commands that make an arm's model from the corpus, at a learning rate."""
-        steps = self.commands_of_start(task, seed, arm.start)
-        start, _ = steps[-1]
-        name = f"{arm.start}-{arm.budget}-lr{rate}"
-        for key, value in arm.flags.items():
-            name += f"-{key}{value}"
-        folder = self.folder / task / str(seed) / re.sub(r"[^\w.-]", "_", name)
-        flags = {**arm.flags, "lr": rate, "updates": self.updates(task, seed, arm)}
-        command = ["train.py", f"--init_from={start}", f"--out_dir={folder}",
-                   *self.training(task, seed, "task", flags)]
-        return [*steps, (folder, command)]
-
-    def commands_of_start(self, task, seed, start):
-        """The commands that make a model of STARTS."""
-        kind, before, flags = STARTS[start]
-        folder = self.folder / task / str(seed) / start
-        steps = []
-        source = ""
-        if before:
-            steps = self.commands_of_start(task, seed, before)
-            source, _ = steps[-1]
-        if kind == "surgery":
-            flags = [f"--{key}={value}" for key, value in flags.items()]
-            command = ["surgery.py", source, folder, "--shape=1,2,1", *flags]
-        else:
-            command = ["train.py", f"--init_from={source}", f"--out_dir={folder}",
-                       *self.training(task, seed, kind, flags)]
-        return [*steps, (folder, command)]
-
-    def make(self, folder, command):
-        """Run the command that makes a folder, once. train.py resumes, or sees that it is done."""
-        script = command[0]
-        with self.locks.setdefault(folder, threading.Lock()):
-            if folder in self.made:
-                return
-            if script == "train.py":
-                execute(folder, [*command, f"--dtype={self.dtype}"])
-            elif not folder.exists():
-                execute(folder, command)
-            self.made.add(folder)
-
-    # ------------------------------------------------------------------------ trials and runs
-
-    def trial(self, name, label, rate):
-        """
-        Train an arm of an item at a learning rate, on TUNING_SEED, unless the item's file has it.
-        Returns its validation as (accuracy, -loss), where higher is better.
-        """
-        item = ITEMS[name]
-        steps = self.commands(item.task, TUNING_SEED, item.arms[label], rate)
-        folder, command = steps[-1]
-        known = self.read(name, "trials").get((label, rate))
-        if known and known["command"] == as_text(command):
-            return known["accuracy"], -known["loss"]
-        for step in steps:
-            self.make(*step)
-        last_line = (folder / "log.jsonl").read_text().splitlines()[-1]
-        validation = json.loads(last_line)
-        (loss,) = validation["val"].values()
-        (accuracy,) = validation["accuracy"].values()
-        self.write(name, "trials", {
-            "arm": label,
-            "rate": rate,
-            "accuracy": accuracy,
-            "loss": loss,
-            "command": as_text(command),
-        })
-        return accuracy, -loss
-
-    def choose_rate(self, name, label):
-        """
-        Returns an arm's learning rate with the highest validation accuracy (of equals, with the
-        lowest loss). While the best rate is the smallest or the largest so far, tries half or
-        double of it, too.
-        """
-        rates = sorted(ITEMS[name].arms[label].rates)
-        if len(rates) == 1:
-            return rates[0]
-        with self.locks.setdefault((name, label), threading.Lock()):
-            scores = {rate: self.trial(name, label, rate) for rate in rates}
-            while True:
-                best = max(scores, key=scores.get)
-                if best == min(scores):
-                    further = best / 2
-                elif best == max(scores):
-                    further = 2 * best
-                else:
-                    return best
-                if self.quick:
-                    return best
-                scores[further] = self.trial(name, label, further)
-
-    def run(self, name, label, seed):
-        """
-        Train and measure the model of an arm and a seed, unless the item's file has it. Returns
-        what was done, in words.
-        """
-        began = time.time()
-        item = ITEMS[name]
-        arm = item.arms[label]
-        rate = self.choose_rate(name, label)
-        steps = self.commands(item.task, seed, arm, rate)
-        commands = [as_text(command) for _, command in steps]
-        known = self.read(name, "runs").get((label, seed))
-        if known and known["commands"] == commands:
-            return "already measured"
-        for step in steps:
-            self.make(*step)
-        folder, _ = steps[-1]
-        run = {"arm": label, "seed": seed, "rate": rate, "commands": commands}
-        run |= measure(folder, self.corpus(item.task))
-        run["flops"] = self.spent(item.task, seed, arm, run["updates"])
-        run["dtype"] = self.dtype
-        if item.far:
-            run["far"] = far(folder, self.corpus(item.task))
-        self.write(name, "runs", run)
-        return f"{time.time() - began:.0f} s"
-
-    # An item's file has two lists, "trials" and "runs", with a line for each entry.
-    KEYS = {"trials": ("arm", "rate"), "runs": ("arm", "seed")}
-
-    def read(self, name, part):
-        """
-        Read the "trials" or "runs" of an item's file, as {(arm, rate or seed): entry}. Entries of
-        another design do not count.
-        """
-        path = self.results / f"{name}.json"
-        found = read_json(path) if path.exists() else {}
-        if found.get("design") != DESIGN:
-            return {}
-        first, second = self.KEYS[part]
-        return {(entry[first], entry[second]): entry for entry in found[part]}
-
-    def write(self, name, part, entry):
-        """Add an entry to the "trials" or "runs" of an item's file."""
-        item = ITEMS[name]
-        head = {
-            "task": item.task,
-            "design": DESIGN,
-            "command": f"python runs/study/run.py {name}",
-            "arms": list(item.arms),
-        }
-        with self.writing:
-            text = json.dumps(head).removesuffix("}")
-            for list_name, (first, second) in self.KEYS.items():
-                entries = self.read(name, list_name)
-                if list_name == part:
-                    entries[entry[first], entry[second]] = entry
-                lines = [json.dumps(entries[key]) for key in sorted(entries)]
-                text += f', "{list_name}": [\n' + ",\n".join(lines) + "\n]"
-            self.results.mkdir(parents=True, exist_ok=True)
-            with write_atomically(self.results / f"{name}.json") as new:
-                new.write_text(text + "}\n")
+    def arm(self, name, label):
+        """Train an arm of an experiment, unless that is done. Returns the folder of the run."""
+        arm = EXPERIMENTS[name][label]
+        flags = [*self.flags("task", self.start(arm.start)), f"--lr={arm.lr}", *arm.flags.split()]
+        folder = self.folder / re.sub(r"\W+", "_", f"{name} {label}")
+        updates = arm.updates
+        if not updates:
+            recipe = f"--flops_of={self.arm(self.task, LOOP)}"
+            plan = execute("bench.py", "plan", *flags, f"--out_dir={folder}", recipe, "--quiet")
+            updates = plan.strip()
+        execute("train.py", *flags, f"--out_dir={folder}", f"--updates={updates}")
+        return folder
 
 
-def as_text(command):
-    """A command as one would type it."""
-    return shlex.join(["python", *map(str, command)])
-
-
-def execute(folder, command):
-    """
-    Run a Python command on one thread. Its output goes to FOLDER.log. Raises UserError, with the
-    last line of the output, if it fails.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log = Path(f"{folder}.log")
-    with open(log, "ab") as file:
-        command = [sys.executable, *map(str, command)]
-        threads = os.environ | {"OMP_NUM_THREADS": "1"}  # small matrices gain little from a second
-        done = subprocess.run(command, stdout=file, stderr=file, cwd=ROOT, env=threads)
+def execute(*command):
+    """Run a Python command on one thread. Returns its output. UserError if it fails."""
+    command = [sys.executable, *map(str, command)]
+    threads = os.environ | {"OMP_NUM_THREADS": "1"}  # small matrices gain little from a second
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=threads)
     if done.returncode:
-        raise UserError(f"{log}: {log.read_text().splitlines()[-1]}")
+        raise UserError(f"{' '.join(command)} ended with exit code {done.returncode}")
+    return done.stdout
 
 
-# ---------------------------------------------------------------------------- measures
-
-def measure(folder, corpus):
-    """What a model answers, the number of its updates, and its provenance()."""
-    progress = read_json(Path(find_checkpoint(folder), "train.json"))
-    right = answers(folder, read_questions(corpus), STEPS)
-    return {"updates": progress["update"], "right": right, **provenance()}
-
-
-def provenance():
-    """Commit, torch, processor and date of today's measurements."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
-    return {
-        "commit": commit,
-        "torch": torch.__version__,
-        "cpu": cpu and cpu[1],
+def measure(name, label, seed):
+    """Make the model of an arm and a seed, and add what it answers to results.jsonl."""
+    task = name if name in TASKS else "stories"
+    training = Training(task, seed)
+    execute("runs/tiny_corpus.py", f"--out={training.corpus}", f"--task={task}")
+    run = training.arm(name, label)
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT)
+    progress = read_json(Path(find_checkpoint(run), "train.json"))
+    entry = {
+        "experiment": name,
+        "arm": label,
+        "seed": seed,
+        "lr": EXPERIMENTS[name][label].lr,
+        "updates": progress["update"],
+        "flops": progress["flops"],
+        "commit": commit.strip(),
         "date": str(datetime.date.today()),
+        "right": answers(run, training.corpus, STEPS + FAR if name == "mean_r" else STEPS),
     }
+    with open(RESULTS, "a") as file:
+        print(json.dumps(entry), file=file)
 
 
-def read_questions(corpus):
-    """Read a corpus's tests as {length: [{"question": ..., "answer": ...}, ...]}."""
+def answers(run, corpus, steps):
+    """Ask a run the questions of a corpus. Returns {r: {length: share of right answers}}."""
     found = {}
-    for name in ("test.jsonl", "test18.jsonl"):
-        for line in (corpus / name).read_text().splitlines():
-            question = json.loads(line)
-            found.setdefault(question["difficulty"], []).append(question)
-    return dict(sorted(found.items()))
-
-
-@torch.no_grad()
-def trajectories(folder, questions, steps):
-    """
-    Yields (length, r, right, state): whether a model in float32 answers each question of a length
-    (B,) bool, and the state behind its answer (B, C). The answer is the likeliest token after the
-    question, as in eval_gsm8k.py --template plain. An ordinary model has one r, 0.
-    """
-    model = RecurrentLM.load(folder, dtype=torch.float32)
-    tokenizer = Tokenizer.load(model.folder)
-    for length, asked in questions.items():
-        idx = torch.tensor([tokenizer.encode(x["question"], bos=True) for x in asked])
-        answer = torch.tensor([tokenizer.encode(x["answer"])[-1] for x in asked])
-        state = model.initial_state(1, idx.shape[1], seed=0).expand(len(idx), -1, -1)
-        for r, s in model.trajectory(idx, steps if model.config.n_core else [0], state):
-            likeliest = model.finish(s)[:, -1].argmax(-1)
-            yield length, r, likeliest == answer, s[:, -1]
-
-
-def answers(folder, questions, steps):
-    """Returns {r: {length: share of right answers}}."""
-    found = {}
-    for length, r, right, _ in trajectories(folder, questions, steps):
-        found.setdefault(r, {})[length] = right.double().mean().item()
+    for test in ("test", "test18"):
+        out = f"{run}/{test}.json"
+        execute("eval_gsm8k.py", f"--model={run}", f"--data={corpus}/{test}.jsonl", f"--out={out}",
+                f"--steps={steps}", *"--template=plain --max_new_tokens=1 --batch_size=200".split())
+        for row in read_json(out)["results"]:
+            for length, (share, *_) in row["by_difficulty"].items():
+                found.setdefault(str(row["steps"]), {})[length] = share
     return found
 
 
-def far(folder, corpus):
+# ---------------------------------------------------------------------------- statistics
+
+def mean_se(values):
+    """The mean and the standard error of one value per seed."""
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def paired_t_test(differences):
     """
-    Ask the questions of 12 sentences far beyond the r of training. Returns {r: {12: share of right
-    answers}} for each r of FAR, and {"moved": {12: move}}, the median move of the state behind an
-    answer in the last recurrence, relative to its size.
+    The two-sided p-value of five paired differences, by Student's t with 4 degrees of freedom,
+    whose distribution has a closed form (Abramowitz and Stegun, 26.7.4).
     """
-    questions = {12: read_questions(corpus)[12]}
-    found = {"moved": {}}
-    before = None
-    for length, r, right, state in trajectories(folder, questions, FAR):
-        found.setdefault(r, {})[length] = right.double().mean().item()
-        if r == FAR[-1]:
-            move = (state - before).norm(dim=-1) / state.norm(dim=-1)
-            found["moved"][length] = move.median().item()
-        before = state
+    mean, error = mean_se(differences)
+    if error == 0:
+        return float(mean == 0)
+    angle = math.atan(abs(mean / error) / math.sqrt(4))
+    return 1 - math.sin(angle) * (1 + math.cos(angle) ** 2 / 2)
+
+
+# ---------------------------------------------------------------------------- tables and pictures
+
+def read_results():
+    """Read results.jsonl as {experiment: {label: [entry of each seed]}}."""
+    found = {name: {label: {} for label in arms} for name, arms in EXPERIMENTS.items()}
+    for entry in map(json.loads, RESULTS.read_text().splitlines()):
+        found[entry["experiment"]][entry["arm"]][entry["seed"]] = entry
+    for arms in found.values():
+        for label, by_seed in arms.items():
+            arms[label] = [by_seed[seed] for seed in SEEDS if seed in by_seed]
     return found
 
 
-# ---------------------------------------------------------------------------- the command
+def right(entry, lengths, r=32):
+    """The share of right answers at some lengths. An ordinary model has one depth for every r."""
+    at_depth = entry["right"].get("0") or entry["right"][str(r)]
+    return statistics.fmean(at_depth[str(length)] for length in lengths)
 
-def parse_args():
-    parser = Parser(description=__doc__)
-    flag = parser.add_argument
-    flag("items", nargs="*", metavar="ITEM", help=f"default: all, {', '.join(ITEMS)}")
-    flag("--quick", action="store_true", help="4 updates per training, to see that all of it works")
-    flag("--jobs", type=positive, default=2, help="trainings at a time, one thread each (2)")
-    args = parser.parse_args()
-    if unknown := set(args.items) - set(ITEMS):
-        parser.error(f"no such item: {', '.join(unknown)}")
-    return args
+
+def percent(values):
+    """One share per seed -> "98.7 ± 0.3", in %."""
+    mean, error = mean_se(values)
+    return f"{round(100 * mean, 1) + 0.0:.1f} ± {100 * error:.1f}"  # + 0.0: not -0.0
+
+
+def compare(arms, asked):
+    """
+    Compare arms with the first one, paired by seed. Returns {label: (difference, p)}, where p is
+    multiplied by the number of comparisons (Bonferroni's correction).
+    """
+    first, *others = arms.values()
+    found = {}
+    for label, entries in list(arms.items())[1:]:
+        pairs = zip(first, entries, strict=True)
+        differences = [right(b, asked) - right(a, asked) for a, b in pairs]
+        found[label] = percent(differences), min(1, len(others) * paired_t_test(differences))
+    return found
+
+
+def main_table(arms, task):
+    """The table of the loop, at three r, and its parents. Returns Markdown."""
+    asked = ASKED[task]
+    lengths = {"stories": [5, 6, 8, 10, 12, 18], "s5": [8, 9, 10, 12, 18]}[task]
+    outcome = f"{asked[0]} to {asked[-1]} {UNIT[task]}"
+    rows = [["", "updates", "TFLOPs", *map(str, lengths), outcome, "p"]]
+    compared = compare(arms, asked)
+    for label, entries in arms.items():
+        for r in (4, 8, 32) if label == LOOP else (32,):
+            difference, p = compared.get(label, ("", None))
+            rows.append([
+                f"{label}, r = {r}" if label == LOOP else label,
+                f"{statistics.fmean(entry['updates'] for entry in entries):,.0f}",
+                f"{statistics.fmean(entry['flops'] for entry in entries) / 1e12:.2f}",
+                *(percent([right(entry, [n], r) for entry in entries]) for n in lengths),
+                percent([right(entry, asked, r) for entry in entries]),
+                "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}",
+            ])
+    return markdown(rows)
+
+
+def varied_table(results):
+    """The table of all other experiments, an arm a row. Returns Markdown."""
+    rows = [["experiment", "arm", "learning rate", "updates", "6 to 12 sentences", "18 sentences",
+             "beside the first arm", "difference"]]
+    for name in list(EXPERIMENTS)[len(TASKS):]:
+        compared = compare(results[name], ASKED["stories"])
+        for label, entries in results[name].items():
+            difference, p = compared.get(label, ("", None))
+            verdict = "measurable" if p is not None and p < 0.05 else "not measurable"
+            rows.append([
+                name,
+                label,
+                f"{entries[0]['lr']:g}",
+                f"{statistics.fmean(entry['updates'] for entry in entries):,.0f}",
+                percent([right(entry, ASKED["stories"]) for entry in entries]),
+                percent([right(entry, [18]) for entry in entries]),
+                difference,
+                "" if p is None else f"{verdict} (p = {p:.2f})",
+            ])
+            name = ""  # once
+    return markdown(rows)
+
+
+def markdown(rows):
+    head, *others = ["| " + " | ".join(row) + " |\n" for row in rows]
+    return head + "|" + "---|" * len(rows[0]) + "\n" + "".join(others)
+
+
+def panel(arms, task):
+    """A task's panel of the picture, see runs/plot.py: the loop at several r, and its parents."""
+    lengths = [*range(1, 13), 18]
+    curves = {}
+    for label, entries in arms.items():
+        for r in (1, 2, 4, 8, 32) if label == LOOP else (32,):
+            curve = f"{label}, r = {r}" if label == LOOP else label
+            curves[curve] = [(n, *mean_se([right(entry, [n], r) for entry in entries]))
+                             for n in lengths]
+    line = (ASKED[task][0] - 1, "longest question\nin training")
+    return {"title": task, "x": f"{UNIT[task]} of the question", "y": "accuracy",
+            "curves": curves, "ticks": lengths[1::2] + [18], "line": line}
+
+
+def fill_tables(page):
+    """Write the tables that a page asks for between <!-- table: NAME --> and <!-- end -->."""
+    results = read_results()
+    tables = {task: main_table(results[task], task) for task in TASKS}
+    tables["varied"] = varied_table(results)
+
+    def fill(found):
+        return found[1] + tables[found[2]] + found[3]
+
+    wanted = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    page.write_text(wanted.sub(fill, page.read_text()))
+
+
+def publish():
+    """Write the tables of PAGES, and draw the picture."""
+    for page in PAGES:
+        fill_tables(page)
+    results = read_results()
+    draw([panel(results[task], task) for task in TASKS], ROOT / "assets/study.png")
 
 
 def main():
-    args = parse_args()
-    began = time.time()
-    torch.set_num_threads(1)
-    study = Study(args.quick)
-    names = args.items or list(ITEMS)
-    for task in {ITEMS[name].task for name in names}:
-        study.make_corpus(task)
-    failed = 0
-
-    def attempt(work, *arguments):
-        nonlocal failed
-        try:
-            done = work(*arguments)
-        except UserError as e:
-            failed += 1
-            done = f"error: {e}"
-        minutes = (time.time() - began) / 60
-        say(f"{minutes:.0f} min: {', '.join(map(str, arguments))}: {done}")
-
-    pool = ThreadPoolExecutor(args.jobs)
-
-    def submit_trials(name):
-        return [pool.submit(attempt, study.choose_rate, name, label)
-                for label in ITEMS[name].arms]
-
-    try:
-        # The trials of the next item are queued before the runs of this one, so that no core has to
-        # wait for a learning rate.
-        trials = submit_trials(names[0])
-        for name, next_name in zip(names, [*names[1:], None]):
-            next_trials = submit_trials(next_name) if next_name else []
-            wait(trials)
-            for seed in SEEDS:
-                for label in ITEMS[name].arms:
-                    pool.submit(attempt, study.run, name, label, seed)
-            trials = next_trials
-        pool.shutdown()
-    finally:  # after Ctrl-C, nothing new begins
-        pool.shutdown(cancel_futures=True)
-    if failed:
-        raise UserError(f"{failed} failed; the same command tries them again")
-    if not args.quick:
-        report.remake()
+    parser = Parser(description=opening(__doc__))
+    flag = parser.add_argument
+    flag("--experiment", choices=EXPERIMENTS, help="default: all")
+    flag("--seed", type=int, choices=SEEDS, help="default: all")
+    flag("--tables", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    for seed in [args.seed] if args.seed else SEEDS:
+        for name in [args.experiment] if args.experiment else EXPERIMENTS:
+            for label, entries in read_results()[name].items():
+                known = any(entry["seed"] == seed for entry in entries)
+                if not known and not args.tables:
+                    say(f"seed {seed}, {name}: {label}")
+                    measure(name, label, seed)
+    publish()
 
 
 if __name__ == "__main__":
