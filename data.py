@@ -16,8 +16,8 @@ vocabulary exceeds 65,536): documents, each [BOS] text EOS, one after another. T
 into rows of T tokens, wherever the documents begin and end, so nothing is padded. The target at
 each position is the next token. If only some tokens carry loss, the file is an int32 array (2, N)
 instead: token ids, and targets, which are already shifted, with -100 for no loss. `meta.json` lists
-the shards. Its "row" is null, or the only T that is allowed, for data that was written in rows of
-that length (runs/tiny_corpus.py). It is written last, so a folder that has one is complete.
+the shards. Its "row_length" is null, or the only T that is allowed, for data that was written in
+rows of that length (runs/tiny_corpus.py). It is written last, so a folder that has one is complete.
 
 Unusual: the loader has no state. A batch is a pure function of (seed, index, rank, world, B), where
 index counts micro-batches. So a run can resume from its step number alone, and 2 ranks see what 1
@@ -32,8 +32,6 @@ import json
 import math
 import os
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,11 +102,7 @@ class Tokenizer:
         except UserError:
             raise
         except Exception as e:  # the libraries raise nothing narrower
-            message = f"{path}: corrupt, or an unsupported kind of tokenizer ({e!r:.200})"
-            if path.suffix == ".model":
-                message += (". Llama 3's own tokenizer.model is not supported; replace it with "
-                            "Llama 3's tokenizer.json")
-            raise UserError(message)
+            raise UserError(f"{path}: corrupt, or an unsupported kind of tokenizer ({e!r:.200})")
         encode, decode, known, special, bos_id = found
         eos_id = find_eos(path, config, special)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
@@ -210,167 +204,46 @@ def read_sentencepiece(path, config):
 
 
 def read_tokenizer_json(path):
-    """
-    Read a tokenizer.json. Tokens that are whole words, as in the corpus of tiny.sh, and byte-level
-    BPE for which tiktoken gives the same ids (Llama 3, OLMo 2, Qwen) are read without the
-    tokenizers library; all other kinds need it.
-    """
+    """Read a tokenizer.json (Llama 3, Qwen, OLMo 2) with Hugging Face's tokenizers library."""
+    import tokenizers
+    model = tokenizers.Tokenizer.from_file(str(path))
+    model.encode_special_tokens = True  # as ordinary text
+    model.no_truncation()
+    model.no_padding()
+
+    def encode(text):
+        return model.encode(text, add_special_tokens=False).ids
+
+    def decode(ids):
+        return model.decode(ids, skip_special_tokens=False)
+
+    known = set(model.get_vocab().values())
     spec = read_json(path)
-    special = {}  # {name: id} of control tokens
-    in_text = {}  # {name: id} of added tokens that are recognized in any text
-    for token in spec["added_tokens"]:
-        names = special if token["special"] else in_text
-        names[token["content"]] = token["id"]
-    word_pattern = byte_level_pattern(spec)
-    if has_whole_words(spec):
-        encode, decode, known = whole_words(spec)
-    elif word_pattern:
-        encode, decode, known = byte_level(spec, word_pattern, special, in_text)
-    else:
-        encode, decode, known = tokenizers_library(path)
-    bos_id = leading_token(path, spec.get("post_processor"))
-    return encode, decode, known, special, bos_id
+    special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
+    return encode, decode, known, special, leading_token(path, spec)
 
 
-def leading_token(path, processor):
+def leading_token(path, spec):
     """
-    Find the id of the token that a tokenizer.json's post_processor puts before a text, or None. As
-    in transformers, tokenizer_config.json has no say in it. A token that it puts after the text is
+    Find the id of the token that a tokenizer.json (`spec`) puts before a text, or None. As in
+    transformers, tokenizer_config.json has no say in it. A token that it puts after the text is
     ignored, because a prompt is to be continued. Raises UserError if it puts several before.
     """
+    processor = spec.get("post_processor") or {}
     ids = []
-    match processor or {}:
-        case {"type": "TemplateProcessing", "single": template, "special_tokens": tokens}:
-            for piece in template:
-                if "Sequence" in piece:  # the text
-                    break
-                ids += tokens[piece["SpecialToken"]["id"]]["ids"]
-        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, i]}:
-            ids = [i]
-        case {"type": "Sequence", "processors": several}:
-            ids = [leading_token(path, one) for one in several]
-            ids = [i for i in ids if i is not None]
+    for step in processor.get("processors", [processor]):
+        for piece in step.get("single", []):
+            if "Sequence" in piece:  # the text
+                break
+            ids += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
     if len(ids) > 1:
         raise UserError(f"{path}: puts {len(ids)} tokens before a text; only one is supported")
     return ids[0] if ids else None
 
 
-def has_whole_words(spec):
-    """Whether the tokens of a tokenizer.json are whole words between blanks: see whole_words()."""
-    match spec:
-        case {"model": {"type": "WordLevel"}, "pre_tokenizer": {"type": "WhitespaceSplit"}}:
-            return spec.get("normalizer") is None
-    return False
-
-
-def whole_words(spec):
-    """Make encode_text, decode_ids and known, as Tokenizer has them, for whole words."""
-    vocab = spec["model"]["vocab"]  # {word: id}
-    words = {i: word for word, i in vocab.items()}
-
-    def encode(text):
-        return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
-
-    def decode(ids):
-        return " ".join(words[i] for i in ids)
-
-    return encode, decode, set(words)
-
-
-def byte_level_pattern(spec):
-    """
-    Find the regular expression by which a tokenizer.json splits text into words. Returns None
-    unless the rest of it is plain byte-level BPE of these words: see byte_level().
-    """
-    model = spec["model"]
-    match spec | {"normalizer": spec.get("normalizer")}:  # a missing normalizer means null
-        case {"model": {"type": "BPE"}, "normalizer": None | {"type": "NFC"},
-              "pre_tokenizer": {"pretokenizers": [
-                  {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-                  | {"pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True},
-                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}}:
-            pass
-        case _:
-            return None
-    for token in spec["added_tokens"]:
-        strips = token["lstrip"] or token["rstrip"]
-        if not token["special"] and (strips or token["single_word"] or token["normalized"]):
-            return None
-    for key in ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            return None
-    # tiktoken merges in the order of ids, so the merges must be listed in that order.
-    ids = model["vocab"]
-    merged = [ids["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
-    if merged != sorted(merged):
-        return None
-    # It also needs a token for each byte.
-    if sum(len(token) == 1 for token in ids) < 256:
-        return None
-    return pattern
-
-
 # Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
 # (from 0) as character 256 + n. BYTES[ord(character)] is the byte.
 BYTES = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
-
-# Text to encode at a time, because tiktoken's regex fails on a million blanks in a row. It ends
-# where a line begins, if possible, because a word begins there anyway.
-CHUNK = re.compile(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}")
-
-
-def byte_level(spec, word_pattern, special, in_text):
-    """
-    Make encode_text, decode_ids and known, as Tokenizer has them, for byte-level BPE, with
-    tiktoken. word_pattern: what byte_level_pattern() found. special, in_text: {name: id} of control
-    tokens, and of added tokens that are recognized in any text.
-    """
-    import tiktoken
-    added = special | in_text
-    tokens = {bytes(BYTES[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
-              if text not in added}
-    coder = tiktoken.Encoding("", pat_str=word_pattern, mergeable_ranks=tokens,
-                              special_tokens=added)
-    longest_first = sorted(map(re.escape, in_text), key=len, reverse=True)
-    added_name = re.compile(f"({'|'.join(longest_first)})")
-
-    def encode(text):
-        ids = []
-        segments = added_name.split(text) if in_text else [text]
-        for segment in segments:
-            if segment in in_text:
-                ids.append(in_text[segment])
-                continue
-            if spec.get("normalizer"):
-                segment = unicodedata.normalize("NFC", segment)
-            for chunk in CHUNK.findall(segment):
-                ids += coder.encode_ordinary(chunk)
-        return ids
-
-    return encode, coder.decode, {*tokens.values(), *added.values()}
-
-
-def tokenizers_library(path):
-    """
-    Make encode_text, decode_ids and known, as Tokenizer has them, for a tokenizer.json of any kind,
-    with Hugging Face's tokenizers library. Raises UserError if that is not installed.
-    """
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(f"{path}: this kind of tokenizer needs `pip install tokenizers`")
-    coder = tokenizers.Tokenizer.from_file(str(path))
-    coder.encode_special_tokens = True  # as ordinary text
-    coder.no_truncation()
-    coder.no_padding()
-
-    def encode(text):
-        return coder.encode(text, add_special_tokens=False).ids
-
-    def decode(ids):
-        return coder.decode(ids, skip_special_tokens=False)
-
-    return encode, decode, set(coder.get_vocab().values())
 
 
 def legible_tokens(folder):
@@ -453,20 +326,6 @@ def read_text(path):
                         f"{e.reason}). Convert the file, for example with iconv")
 
 
-def groups(records):
-    """Yield lists of records, of about 4 MB each, which are tokenized together."""
-    group = []
-    size = 0
-    for record in records:
-        group.append(record)
-        size += len(str(record))
-        if size > 2**22:
-            yield group
-            group = []
-            size = 0
-    yield group
-
-
 def column_value(record, column):
     """
     Look up a column of a record. "a.b" is column b of the dict in column a, or None if that is
@@ -501,8 +360,8 @@ def as_text(value):
 def read_column(record, column):
     """
     Read a column of text, a number, ids or a chat. Returns [(role, text or ids), ...]: a pair for
-    each message of a chat, otherwise one pair, whose role is "". If a message consists of parts,
-    only its text parts count.
+    each message of a chat, with its role in lower case, otherwise one pair, whose role is "". If a
+    message consists of parts, only its text parts count.
     """
     value = as_text(column_value(record, column))
     if isinstance(value, str) or isinstance(value[0], int):
@@ -512,7 +371,8 @@ def read_column(record, column):
         content = message["content"] or ""
         if isinstance(content, list):
             content = "".join(part["text"] for part in content if part["type"] == "text")
-        messages.append((message.get("role"), content))
+        role = str(message.get("role")).lower()
+        messages.append((role, content))
     return messages
 
 
@@ -564,22 +424,18 @@ def document(tokenizer, record, args):
     return tokens
 
 
-def num_arrays(args):
-    """1 if shards hold ids alone; 2 if also targets, because some tokens carry no loss."""
-    return 2 if args.prompt or args.loss != "all" else 1
-
-
 def tokenize(tokenizer, args, record):
     """
-    Turn a record into a document. Returns ("kept", array (1 or 2, N)), ("dropped", None), or
-    ("bad", the reason).
+    Turn a record into a document: token ids, (1, N), and a second row of targets if some tokens
+    carry no loss. Returns ("kept", the document), ("dropped", None), or ("bad", the reason).
     """
+    num_rows = 2 if args.prompt or args.loss != "all" else 1
     try:
         if isinstance(record, bytes):
             record = json.loads(record)
         if any(is_dropped(record, rule) for rule in args.drop):
             return "dropped", None
-        return "kept", document(tokenizer, record, args)[:num_arrays(args)].copy()
+        return "kept", document(tokenizer, record, args)[:num_rows].copy()
     except Exception as e:  # not JSON, or a column is missing or of another kind
         return "bad", f"{record!r:.80} ({e!r:.300})"
 
@@ -611,36 +467,34 @@ def cut_validation(documents, share):
     return np.split(tokens, [tokens.shape[1] - held_out], axis=1)
 
 
-def write_shards(args, progress, documents):
-    """Write the next shard for training, the next one for validation, and the progress so far."""
-    number = len(progress["shards"]["train"])
-    dtype = np.uint16 if progress["vocab_size"] <= 65536 else np.uint32
+def write_shards(args, meta, documents):
+    """Write the next shard for training and the next one for validation, and list them in meta."""
+    number = len(meta["shards"]["train"])
+    dtype = np.uint16 if meta["vocab_size"] <= 65536 else np.uint32
     for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
         if len(tokens) == 1:  # ids alone
             tokens = tokens[0].astype(dtype)
         if tokens.size:
             name = f"{split}_{number:06d}.npy"
             entry = write_shard(args.out, name, tokens.copy())
-            progress["shards"][split].append(entry)
+            meta["shards"][split].append(entry)
             print(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
-    write_json(f"{args.out}/progress.json", progress)
+    write_json(f"{args.out}/progress.json", meta)
 
 
-def pack(args, tokenizer, progress):
+def pack(args, tokenizer, meta):
     """
-    Tokenize the records that are not done yet, and write each shard when it is full. Threads are
+    Tokenize the records that are in no shard yet, and write each shard when it is full. Threads are
     enough for that, because the tokenizer libraries release the GIL.
     """
-    counts = Counter(progress["counts"])
-    progress["counts"] = counts
+    counts = meta["counts"]
     records = itertools.chain.from_iterable(map(read_records, args.input))
-    records = itertools.islice(records, counts.total(), None)  # the rest is already in shards
+    records = itertools.islice(records, sum(counts.values()), None)
     documents = []
     size = 0  # tokens in the documents
-    example = None  # of a bad record
     work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
-        for group in groups(records):
+        while group := list(itertools.islice(records, 1000)):
             for kind, found in pool.map(work, group):
                 counts[kind] += 1
                 if kind == "bad":
@@ -648,48 +502,34 @@ def pack(args, tokenizer, progress):
                 elif kind == "kept":
                     documents.append(found)
                     size += found.shape[1]
-                    progress["longest"] = max(progress["longest"], found.shape[1])
+                    meta["longest"] = max(meta["longest"], found.shape[1])
                 if size >= args.shard_tokens:
-                    write_shards(args, progress, documents)
+                    write_shards(args, meta, documents)
                     documents.clear()
                     size = 0
-            if counts["bad"] > args.max_bad * counts.total():
-                raise UserError(f"{args.out}: {counts['bad']} of {counts.total()} records so far "
-                                f"are bad, more than --max_bad={args.max_bad} allows. Check the "
-                                f"file, and the flags that name columns. One of them: {example}")
+            total = sum(counts.values())
+            if counts["bad"] > args.max_bad * total:
+                raise UserError(f"{args.out}: {counts['bad']} of {total} records so far are bad, "
+                                f"more than --max_bad={args.max_bad} allows. Check the file, and "
+                                f"the flags that name columns. One of them: {example}")
     if documents:
-        write_shards(args, progress, documents)
-    if not progress["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left to train on. Records: {dict(counts)}. Check "
+        write_shards(args, meta, documents)
+    if not meta["shards"]["train"]:
+        raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
                         "--field and --drop")
-
-
-def new_progress(tokenizer, arguments):
-    """The initial content of progress.json, which is renamed to meta.json at the end."""
-    return {
-        "arguments": arguments,
-        "counts": {},     # {"kept", "dropped" or "bad": number of records}
-        "longest": 0,     # tokens in the longest document
-        "shards": {"train": [], "val": []},
-        "row": None,      # any T is allowed
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "prompt": "The",  # sample.py's default for a model that is trained on this
-    }
 
 
 def prepare(args):
     """
     Turn the records of files into a data set. args: the command's flags.
 
-    After a kill, the same command resumes at the next shard and writes the same bytes. It reads the
-    earlier records again, but does not tokenize them. Raises UserError if the output was begun with
-    other flags, if too many records are bad, or if no text is left.
+    After a kill, the same command keeps the shards that are complete, and ends with the same bytes.
+    It reads the records of those shards again, but does not tokenize them. Raises UserError if the
+    output was begun with other flags, if too many records are bad, or if no text is left.
     """
     for rule in args.drop:
         if not rule.partition("=")[2]:
             raise UserError(f"--drop {rule}: must be COLUMN=TEXT")
-    out = Path(args.out)
     saved = checkpoints(args.tokenizer)
     if saved:  # the folder of a run, whose checkpoints all have the same tokenizer
         args.tokenizer = str(saved[-1])
@@ -697,41 +537,47 @@ def prepare(args):
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
                         "Name it as eos_token in tokenizer_config.json")
-    arguments = vars(args) | {
-        "input": [[os.path.basename(path), digest(path)] for path in args.input],
-        "tokenizer": tokenizer.fingerprint,
-        # These two may change on resume.
-        "out": None,
-        "max_bad": None,
+    meta = {
+        "arguments": vars(args) | {
+            "input": [[os.path.basename(path), digest(path)] for path in args.input],
+            "tokenizer": tokenizer.fingerprint,
+            # These two may change on resume.
+            "out": None,
+            "max_bad": None,
+        },
+        "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
+        "longest": 0,        # tokens in the longest document
+        "shards": {"train": [], "val": []},
+        "row_length": None,  # any T is allowed
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "prompt": "The",     # sample.py's default for a model that is trained on this
     }
-    unfinished = out / "progress.json"
-    meta = out / "meta.json"
-    if meta.exists() or unfinished.exists():
-        progress = read_json(meta if meta.exists() else unfinished)
-        check_settings(out, progress.get("arguments", {}), arguments, "Choose another --out")
-    else:
-        progress = new_progress(tokenizer, arguments)
-        left_by_kill = {out / ".lock", *out.glob("*.tmp-*")}
-        if {*out.glob("*")} - left_by_kill:
-            raise UserError(f"{out}: contains other files. Choose another --out")
-    if meta.exists():
-        print(f"{out} is already complete")
-        return
+    out = Path(args.out)
+    finished = out / "meta.json"
+    unfinished = out / "progress.json"  # becomes meta.json at the end
     with locked(out):
-        try:
-            write_json(unfinished, progress)
-            pack(args, tokenizer, progress)
-        except BaseException:
-            if not progress["shards"]["train"]:  # nothing that the next try could use
-                unfinished.unlink(missing_ok=True)
-                (out / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # if it holds other files, it stays
-                    out.rmdir()
-            raise
+        earlier = finished if finished.exists() else unfinished
+        if earlier.exists():
+            found = read_json(earlier)
+            if found["shards"]["train"]:  # otherwise there is nothing to keep
+                check_settings(out, found["arguments"], meta["arguments"], "Choose another --out")
+                meta = found
+        elif set(os.listdir(out)) - {".lock"}:
+            raise UserError(f"{out}: contains other files. Choose another --out")
+        if finished.exists():
+            print(f"{out} is already complete")
+            return
+        write_json(unfinished, meta)
+        pack(args, tokenizer, meta)
         copy_tokenizer(args.tokenizer, out)
-        unfinished.rename(meta)
-    print(f"{out}: complete. Records: {dict(progress['counts'])}. The longest document has "
-          f"{progress['longest']:,} tokens")
+        unfinished.rename(finished)
+    print(f"{out}: complete. Records: {meta['counts']}. The longest document has "
+          f"{meta['longest']:,} tokens")
+    train, val = (sum(count for _, count, _ in shards) for shards in meta["shards"].values())
+    if val > max(0.2, args.val) * (train + val):
+        print(f"warning: {val / (train + val):.0%} of the tokens are for validation, because the "
+              "last documents are long. Name other files last in --input, or split long ones")
 
 
 # ------------------------------------------------------------------------------------- the loader
@@ -756,7 +602,7 @@ class Shards:
         self.shards = []  # (ids, targets) of each, memory-mapped
         self.starts = []  # the first row of each
         self.num_rows = 0
-        row_length = self.meta["row"]
+        row_length = self.meta["row_length"]
         if row_length not in (None, T):
             raise UserError(f"{folder}: its rows have {row_length} tokens, not {T}. Use "
                             f"--context={row_length}")
@@ -808,6 +654,8 @@ class Dataset:
         turns = []         # (place in the round, source k, its i-th sample of the round)
         for k, source in enumerate(data.split(",")):
             folder, _, weight = source.partition(":")
+            if folder in self.folders:
+                raise UserError(f"--data: {folder} is named twice. Give it one weight instead")
             if not re.fullmatch(r"([1-9]\d*)?", weight):
                 raise UserError(f"--data: {source}: the weight must be a whole number, 1 or more")
             weight = int(weight or 1)

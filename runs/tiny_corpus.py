@@ -217,9 +217,9 @@ def tiny(out, task="stories", seed=0, rows=50_000):
         for kind, splits in sets.items():
             shards = {split: [write_rows(new / kind, split, ids, made)]
                       for split, made in splits.items()}
-            row = shards["val"][0][1] // VAL_ROWS  # tokens per row
-            meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row=row, shards=shards,
-                        arguments=arguments, prompt=task.prompt)
+            row_length = shards["val"][0][1] // VAL_ROWS  # in tokens
+            meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row_length=row_length,
+                        shards=shards, arguments=arguments, prompt=task.prompt)
             write_json(new / kind / "meta.json", meta)
             write_json(new / kind / "tokenizer.json", make_tokenizer(ids))
         for name, n, lengths in (("test.jsonl", 100, range(1, SENTENCES + 1)),

@@ -468,8 +468,7 @@ QWEN = (
 def write_bpe(kind):
     """
     Write the tokenizer.json of a small byte-level BPE. kind: "qwen" or "smollm2", like those
-    models'; "prefix", as smollm2 with a blank before each text; "merges", as qwen, but with its
-    merges in reverse order.
+    models'; "prefix", as smollm2 with a blank before each text.
     """
     import tokenizers
 
@@ -490,11 +489,7 @@ def write_bpe(kind):
     for name in ("<thi", "<think>"):  # one begins with the other; the longest match wins
         bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False)])
 
-    spec = json.loads(bpe.to_str())
-    if kind == "merges":
-        spec["model"]["merges"].reverse()
-
-    common.write_json("tokenizer.json", spec)
+    bpe.save("tokenizer.json")
 
 
 # The parameters that optimizers are tested with, some of each kind.
@@ -768,7 +763,7 @@ train {run}:
     --n_head=5; --wandb -> pip install; --lr=x; --curriculum=cubic -> linear;
     --config=none.toml -> none.toml; --data=none -> none;
     --data={corpus}/test.jsonl -> not a finished data set; --data={corpus}/task:0 -> weight;
-    --data={corpus}/task:1.5 -> weight; --context=30; --init_from={foreign} -> tokenizer;
+    --data={corpus}/task:1.5 -> weight; --data={corpus}/task:1,{corpus}/task:1 -> named twice; --context=30; --init_from={foreign} -> tokenizer;
     --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
     --out_dir -> expected one argument; --train -> expected one argument;
     --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
