@@ -108,7 +108,7 @@ class Tokenizer:
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
         return Tokenizer(encode, decode, known, special, bos_id, eos_id, fingerprint)
 
-    @property
+    @functools.cached_property
     def vocab_size(self):
         """The highest id + 1."""
         return max(self.known) + 1
@@ -396,32 +396,30 @@ def document(tokenizer, record, args):
         pieces = [("\n".join(text for text, _ in pieces), True)]
     if args.prompt:
         pieces = [(as_text(column_value(record, args.prompt)), False), *pieces]
-    arrays = []
+    ids = []
+    labels = []
     for content, has_loss in pieces:
-        ids = content
+        added = content
         if isinstance(content, str):
             text = ROLES.sub("", content) if args.strip_roles else content
             text = text.strip() if has_loss else text
             if not text:
                 continue
-            is_first = not arrays
-            ids = tokenizer.encode(text if is_first else "\n" + text, bos=is_first)
+            is_first = not ids
+            added = tokenizer.encode(text if is_first else "\n" + text, bos=is_first)
             if has_loss:
-                ids = [*ids, tokenizer.eos_id]
-        array = np.tile(np.array(ids, np.int32), (2, 1))
-        if array.min() < 0 or array.max() >= tokenizer.vocab_size:
-            raise ValueError(f"ids from {array.min()} to {array.max()}, but the tokenizer's are 0 "
-                             f"to {tokenizer.vocab_size - 1}")
-        if not has_loss:
-            array[1] = IGNORE
-        arrays.append(array)
-    if not arrays:
+                added.append(tokenizer.eos_id)
+        ids += added
+        labels += added if has_loss else [IGNORE] * len(added)
+    targets = [*labels[1:], IGNORE]  # the target is the next token
+    if not ids:
         return np.empty((2, 0), np.int32)
-    tokens = np.concatenate(arrays, axis=1)
-    tokens[1] = np.append(tokens[1, 1:], IGNORE)  # the target is the next token
-    if tokens[1].max() < 0:
+    if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
+        raise ValueError(f"ids from {min(ids)} to {max(ids)}, but the tokenizer's are 0 to "
+                         f"{tokenizer.vocab_size - 1}")
+    if max(targets) < 0:
         raise ValueError("no token carries loss")
-    return tokens
+    return np.array([ids, targets], np.int32)
 
 
 def tokenize(tokenizer, args, record):
