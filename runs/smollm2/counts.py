@@ -74,7 +74,7 @@ def main():
         write_json(folder / "meta.json", {
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
-            "row": ROW,
+            "row_length": ROW,
             "shards": shards,
             "prompt": " Tom has 7. So: Tom loses 4. So: Tom triples it. So:",
         })
