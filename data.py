@@ -218,27 +218,16 @@ def read_tokenizer_json(path):
         return model.decode(ids, skip_special_tokens=False)
 
     known = set(model.get_vocab().values())
-    spec = read_json(path)
-    special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
-    return encode, decode, known, special, leading_token(path, spec)
-
-
-def leading_token(path, spec):
-    """
-    Find the id of the token that a tokenizer.json (`spec`) puts before a text, or None. As in
-    transformers, tokenizer_config.json has no say in it. A token that it puts after the text is
-    ignored, because a prompt is to be continued. Raises UserError if it puts several before.
-    """
-    processor = spec.get("post_processor") or {}
-    ids = []
-    for step in processor.get("processors", [processor]):
-        for piece in step.get("single", []):
-            if "Sequence" in piece:  # the text
-                break
-            ids += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-    if len(ids) > 1:
-        raise UserError(f"{path}: puts {len(ids)} tokens before a text; only one is supported")
-    return ids[0] if ids else None
+    added = read_json(path)["added_tokens"]
+    special = {token["content"]: token["id"] for token in added if token["special"]}
+    # What the file puts before a text. As in transformers, tokenizer_config.json has no say in it.
+    # A token that the file puts after a text is ignored, because a prompt is to be continued.
+    whole = model.encode("a").ids
+    leading = whole[:whole.index(encode("a")[0])]
+    if len(leading) > 1:
+        raise UserError(f"{path}: puts {len(leading)} tokens before a text; only one is supported")
+    bos_id = leading[0] if leading else None
+    return encode, decode, known, special, bos_id
 
 
 # Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
