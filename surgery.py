@@ -25,11 +25,9 @@ the released models, with a model card and the code that lets transformers load 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
 
-The file is in this order: reading (config.json, tensor names, where files come from, a model of any
-layout), choosing layers, the retrofit, export, the command. To support a parent of another
-architecture, add its model_type to DEFAULTS, its config.json to from_hf() and to_hf(), and its
-tensors to HF_BLOCK and HF_NORMS here, its layers to model.py and to assets/modeling_loopgraft.py,
-and its sizes to assets/parents.toml.
+The file is in this order: config.json, tensor names, download, .gguf, reading, choosing layers, the
+retrofit, export, the command. To support a parent of another architecture, begin with DEFAULTS;
+README.md lists the other places.
 """
 import atexit
 import functools
@@ -55,7 +53,7 @@ PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
 
 
-# ----------------------------------------------------------------------------- reading config.json
+# ------------------------------------------------------------------------------------- config.json
 
 # The architectures in Hugging Face layout that we support, each with the values that transformers
 # uses where config.json lacks a key.

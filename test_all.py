@@ -489,6 +489,33 @@ def test_defaults_are_those_of_transformers(kind):
     assert (config.bos_token_id, config.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model_type": "gemma"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"type": "linear", "factor": 4.0}},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"use_sliding_window": True},
+        {"quantization_config": {"bits": 4}},
+        {"model_type": "mistral", "sliding_window": 8},
+        {"model_type": "huginn_raven", "injection_type": "gate"},
+    ],
+)
+def test_what_we_cannot_compute_is_refused(wrong):
+    """A config.json that asks for a layer that we do not have is refused, and the value named."""
+    config = read_json(ORACLE / "hf_llama/config.json")
+    common.write_json("config.json", config | wrong)
+    with pytest.raises(UserError, match="is not supported") as e:
+        surgery.read_config(".", [])
+    value = [*wrong.values()][-1]
+    if isinstance(value, dict) and "factor" in value:
+        value = [*value.values()][0]
+    assert str(value) in str(e.value)
+
+
 def test_surgery_keeps_the_layers_in_a_row():
     """With the identity adapter, r = 1 gives transformers' logits of the kept layers in a row."""
     for name, flags, kept in (
@@ -498,6 +525,22 @@ def test_surgery_keeps_the_layers_in_a_row():
         model = convert(ORACLE / name, name, *flags.split())
         x = expected(name)
         assert far(model(x["input_ids"], steps=1)[0], x[f"logits.layers_{kept}"]) < 1e-5
+
+
+def test_weights_are_never_rounded():
+    """OUT has the dtype of SRC, or if SRC has several, the smallest that holds all of them."""
+    shutil.copytree(ORACLE / "hf_llama", "hf")
+    tensors = weights("hf", "model")
+    flags = "--shape", "1,2,1"
+    call("surgery", "hf", "bfloat16", *flags)
+    assert {t.dtype for t in weights("bfloat16").values()} == {torch.bfloat16}
+
+    fine = torch.randn(32)
+    save_file(tensors | {"model.norm.weight": fine}, "hf/model.safetensors")
+    call("surgery", "hf", "float32", *flags)
+    found = weights("float32")
+    assert {t.dtype for t in found.values()} == {torch.float32}
+    assert found["norm_f.weight"].equal(fine)
 
 
 # The keys of config.json that the paper's code reads.
@@ -528,7 +571,7 @@ def test_export_is_the_inverse_of_import(name):
         assert ours["num_hidden_layers"] == 4 + 3 * theirs["mean_recurrence"]
 
 
-def test_text_files_follow_the_model(llama, corpus):
+def test_text_files_follow_the_model(llama, corpus, speaker):
     """
     EOS ids, the chat template and sampling defaults reach an export, and secrets do not. In the
     paper's files, Huginn's ids are replaced by those of the tokenizer.
@@ -556,20 +599,21 @@ def test_text_files_follow_the_model(llama, corpus):
     assert "auto_map" not in said
     assert said["eos_token"] == "</s>"
 
-    shutil.copytree(ORACLE / "raven_llama", "released")
+    small(vocab_size=512).save("recurrent")
+    data.copy_tokenizer(speaker, "recurrent")
+    call("surgery", "recurrent", "released", "--export", "hf")
     huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
+    del huginn["norm"]  # which only our exports have
     common.write_json("released/config.json", huginn)
-    data.copy_tokenizer(corpus / "task", "released")
     common.write_json(
         "released/generation_config.json",
         {"eos_token_id": 65505, "pad_token_id": 65509, "top_k": 20},
     )
     call("surgery", "released", "ours")
     config = load_config("ours")
-    assert (config.bos_token_id, config.eos_token_id) == (None, 1)
-
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
     said = read_json("ours/generation_config.json")
-    assert said == {"bos_token_id": None, "eos_token_id": 1, "top_k": 20}
+    assert said == {"bos_token_id": 1, "eos_token_id": 2, "top_k": 20}
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -590,6 +634,7 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
 
     monkeypatch.setattr(RecurrentLM, "save", save_wrong)
     assert "differs" in refusal("surgery", llama, "wrong", *flags)
+    assert "differs" in refusal("surgery", "torch", "again", "--verify")
 
 
 def test_flags_of_the_loop(llama):
@@ -704,8 +749,12 @@ def test_layer_choice(llama, corpus):
     assert re.findall(r"(?m)^ +(\d)  0\.\d{6} kept", said) == ["0", "2", "4", "5"]
     assert read_json("out/surgery.json")["layers"] == [[0], [2, 4], [5]]
 
-    call("runs/block_influence", "idle", "parent", "--shape", 4, "--feed_forward", *text)
+    flags = "--feed_forward", "--window", 10
+    said_10 = call("runs/block_influence", "idle", "parent", "--shape", 4, *flags, *text)
     assert load_config("parent").n_prelude == 4
+    values, values_10 = (re.findall(r"  (0\.\d{6})", table) for table in (said, said_10))
+    assert len(values) == len(values_10) == 6
+    assert values != values_10
 
 
 def test_whole_files_or_none(llama):
@@ -3977,7 +4026,7 @@ def check_export(folder, **changes):
             p.data += 0.2 * torch.randn(p.shape)
 
     model.save(f"{folder}-m")
-    call("surgery", f"{folder}-m", folder, "--export", "hf")
+    call("surgery", f"{folder}-m", folder, "--export", "hf", "--verify")
     load = functools.partial(tf.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
     theirs = load(folder)
     ids = torch.randint(1, 50, (2, 12))

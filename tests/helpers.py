@@ -437,7 +437,7 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     shutil.copytree(checkpoint, folder / "trained" / "step_000002")
     (folder / "blank").write_text("\n")
     (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
-    for name in ("truncated", "missing", "misshapen", "biased"):
+    for name in ("truncated", "missing", "misshapen", "biased", "qwen"):
         shutil.copytree(llama, folder / name)
 
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
@@ -449,13 +449,7 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "misshapen" / "model.safetensors")
     config = common.read_json(llama / "config.json")
-    for name, wrong in (
-        ("window", config | {"model_type": "mistral", "sliding_window": 8}),
-        ("yarn", config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-        ("qwen", config | {"model_type": "qwen3"}),
-    ):
-        shutil.copytree(llama, folder / name)
-        common.write_json(folder / name / "config.json", wrong)
+    common.write_json(folder / "qwen" / "config.json", config | {"model_type": "qwen3"})
 
 
 # How Qwen's tokenizer splits text into words.
@@ -739,8 +733,6 @@ surgery:
     {missing} out --feed_forward -> layers.3.mlp.up_proj;
     {misshapen} out --feed_forward -> not the model of its config.json;
     {other} out --export hf -> different model; {biased} out --feed_forward -> q_proj.bias' has no;
-    {window} out --feed_forward -> sliding_window of 8;
-    {yarn} out --feed_forward -> 'yarn' is not supported;
     {qwen} out --feed_forward -> q_norm.weight' is missing;
     {llama} {llama} --feed_forward -> exists already;
     ./lama out --feed_forward -> no such folder;
