@@ -627,10 +627,10 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
     save_whole = RecurrentLM.save
 
     def save_wrong(model, folder):
-        weight = model.coda[0].attn.proj.weight
-        weight.data = weight.data.clone()  # the parent's stays as it is
-        weight.data[3, 4] += 1e-3
         save_whole(model, folder)
+        tensors = weights(folder)
+        tensors["coda.0.attn.proj.weight"][3, 4] += 1e-3
+        save_file(tensors, folder / "model.safetensors")
 
     monkeypatch.setattr(RecurrentLM, "save", save_wrong)
     assert "differs" in refusal("surgery", llama, "wrong", *flags)
