@@ -752,7 +752,7 @@ def test_layer_choice(llama, corpus):
     flags = "--feed_forward", "--window", 10
     said_10 = call("runs/block_influence", "idle", "parent", "--shape", 4, *flags, *text)
     assert load_config("parent").n_prelude == 4
-    values, values_10 = (re.findall(r"  (0\.\d{6})", table) for table in (said, said_10))
+    values, values_10 = (re.findall(r"  -?(0\.\d{6})", table) for table in (said, said_10))
     assert len(values) == len(values_10) == 6
     assert values != values_10
 
