@@ -30,8 +30,7 @@ from runs.plot import draw
 SEEDS = 20, 21, 22, 23, 24
 RESULTS = HERE / "results.jsonl"
 PAGES = HERE / "README.md", ROOT / "README.md"
-STEPS = "1,2,4,8,16,32"   # r at which every model is asked
-FAR = ",64,128,256"       # and those that were trained with another mean of r
+STEPS = "1,2,4,8,16,32,64,128,256"  # r at which a model is asked
 ASKED = {"stories": range(6, 13), "s5": range(9, 13)}  # lengths of the outcome, at r = 32
 UNIT = {"stories": "sentences", "s5": "letters"}
 
@@ -46,9 +45,9 @@ class Arm(NamedTuple):
     flags: str = ""         # of train.py
 
 
-TASKS = {  # {task: flags of pretraining, of training on the task, and the updates of the recipe}
-    "stories": ("--updates=350 --context=50", "--batch_size=64 --micro_batch=64 --context=39", 400),
-    "s5": ("--updates=700 --context=40", "--batch_size=32 --micro_batch=32 --context=38", 1700),
+TASKS = {  # {task: (flags of pretraining, flags of training on the task)}
+    "stories": ("--updates=350 --context=50", "--batch_size=64 --micro_batch=64 --context=39"),
+    "s5": ("--updates=700 --context=40", "--batch_size=32 --micro_batch=32 --context=38"),
 }
 STARTS = {  # {model: (the model before it, what is done, flags)}
     "pretrain": ("", "pretrain", ""),
@@ -130,7 +129,7 @@ class Training:
 
     def flags(self, kind, start):
         """The flags of train.py for pretraining, healing or the task, from a model's folder."""
-        pretraining, training, _ = TASKS[self.task]
+        pretraining, training = TASKS[self.task]
         flags = [
             f"--config=config/tiny_{kind}.toml",
             f"--data={self.corpus}/{'task' if kind == 'task' else 'pretrain'}",
@@ -179,13 +178,21 @@ def execute(*command):
 
 
 def measure(name, label, seed):
-    """Make the model of an arm and a seed, and add what it answers to results.jsonl."""
+    """Make the model of an arm and a seed, and write what it answers to results.jsonl."""
     task = name if name in TASKS else "stories"
     training = Training(task, seed)
     execute("runs/tiny_corpus.py", f"--out={training.corpus}", f"--task={task}")
     run = training.arm(name, label)
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT)
     progress = read_json(Path(find_checkpoint(run), "train.json"))
+    right = {}  # {r: {length: share of right answers}}
+    for test in ("test", "test18"):
+        out = f"{run}/{test}.json"
+        execute("eval_gsm8k.py", f"--model={run}", f"--data={training.corpus}/{test}.jsonl",
+                f"--steps={STEPS}", f"--out={out}", "--template=plain", "--max_new_tokens=1")
+        for row in read_json(out)["results"]:
+            for length, (share, *_) in row["by_difficulty"].items():
+                right.setdefault(row["steps"], {})[length] = share
     entry = {
         "experiment": name,
         "arm": label,
@@ -195,23 +202,10 @@ def measure(name, label, seed):
         "flops": progress["flops"],
         "commit": commit.strip(),
         "date": str(datetime.date.today()),
-        "right": answers(run, training.corpus, STEPS + FAR if name == "mean_r" else STEPS),
+        "right": right,
     }
     with open(RESULTS, "a") as file:
         print(json.dumps(entry), file=file)
-
-
-def answers(run, corpus, steps):
-    """Ask a run the questions of a corpus. Returns {r: {length: share of right answers}}."""
-    found = {}
-    for test in ("test", "test18"):
-        out = f"{run}/{test}.json"
-        execute("eval_gsm8k.py", f"--model={run}", f"--data={corpus}/{test}.jsonl", f"--out={out}",
-                f"--steps={steps}", *"--template=plain --max_new_tokens=1 --batch_size=200".split())
-        for row in read_json(out)["results"]:
-            for length, (share, *_) in row["by_difficulty"].items():
-                found.setdefault(str(row["steps"]), {})[length] = share
-    return found
 
 
 # ---------------------------------------------------------------------------- statistics
@@ -328,31 +322,24 @@ def panel(arms, task):
     for label, entries in arms.items():
         for r in (1, 2, 4, 8, 32) if label == LOOP else (32,):
             curve = f"{label}, r = {r}" if label == LOOP else label
-            curves[curve] = [(n, *mean_se([right(entry, [n], r) for entry in entries]))
-                             for n in lengths]
-    line = (ASKED[task][0] - 1, "longest question\nin training")
+            curves[curve] = [(n, *mean_se([right(x, [n], r) for x in entries])) for n in lengths]
     return {"title": task, "x": f"{UNIT[task]} of the question", "y": "accuracy",
-            "curves": curves, "ticks": lengths[1::2] + [18], "line": line}
+            "curves": curves, "ticks": [2, 4, 6, 8, 10, 12, 18],
+            "line": (ASKED[task][0] - 1, "longest question\nin training")}
 
 
-def fill_tables(page):
-    """Write the tables that a page asks for between <!-- table: NAME --> and <!-- end -->."""
+def publish(pages=PAGES):
+    """
+    Write the tables that pages ask for between <!-- table: NAME --> and <!-- end -->, and draw the
+    picture.
+    """
     results = read_results()
     tables = {task: main_table(results[task], task) for task in TASKS}
     tables["varied"] = varied_table(results)
-
-    def fill(found):
-        return found[1] + tables[found[2]] + found[3]
-
-    wanted = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    page.write_text(wanted.sub(fill, page.read_text()))
-
-
-def publish():
-    """Write the tables of PAGES, and draw the picture."""
-    for page in PAGES:
-        fill_tables(page)
-    results = read_results()
+    wanted = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    for page in pages:
+        text = wanted.sub(lambda found: found[1] + tables[found[2]], page.read_text())
+        page.write_text(text)
     draw([panel(results[task], task) for task in TASKS], ROOT / "assets/study.png")
 
 
