@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -165,7 +164,6 @@ def fake_tensors(gpu):
     torch.cuda.get_device_name = returns("none")
     torch.cuda.synchronize = returns(None)
     torch.cuda.max_memory_allocated = returns(0)
-    torch.cuda.get_device_properties = returns(SimpleNamespace(total_memory=8e10))
     torch.cuda.set_device = torch.accelerator.set_device_index
     torch.cuda.current_device = torch.accelerator.current_device_index
     torch.cuda.make_graphed_callables = gpu.record
