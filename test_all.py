@@ -3798,6 +3798,7 @@ def test_study_trains_what_is_missing(corpus, monkeypatch):
     assert len(missing) == 1
     Path("results.jsonl").write_text("\n".join(line for line in lines if line not in missing) + "\n")
     monkeypatch.setattr(study, "RESULTS", Path("results.jsonl"))
+    monkeypatch.setattr(study, "STEPS", "1,2")
     commands = []
 
     def execute(script, *args):
@@ -3828,8 +3829,8 @@ def test_study_trains_what_is_missing(corpus, monkeypatch):
     assert (settings.lr, settings.seed) == (0.01, 22)
     *_, added = map(json.loads, Path("results.jsonl").read_text().splitlines())
     assert (added["arm"], added["seed"], added["updates"]) == ("1-sqrt, 75%", 22, 477)
-    assert added["right"].keys() == set(study.STEPS.split(","))
-    assert added["right"]["32"].keys() == {*map(str, range(1, 13)), "18"}
+    assert added["right"].keys() == {"1", "2"}
+    assert added["right"]["2"].keys() == {*map(str, range(1, 13)), "18"}
 
 
 def test_interactive(checkpoint, monkeypatch, capfd):
