@@ -21,7 +21,7 @@ import time
 
 import torch
 
-from common import Parser, cli, find_gpu, natural, opening, positive, recurrences
+from common import Parser, cli, find_gpu, natural, opening, positive, recurrences, several
 from model import Config, RecurrentLM
 from muon import MOMENTS, Optimizer
 from sample import Decoder, describe
@@ -65,7 +65,7 @@ def main():
     flag("--batch_size", type=positive, default=1, metavar="N", help="prompts at once (1)")
     flag("--prompt", type=positive, default=32, metavar="N", help="tokens per prompt (32)")
     flag("--tokens", type=positive, default=64, metavar="N", help="new tokens per row (64)")
-    flag("--draft_steps", type=recurrences, default="0", metavar="R,R",
+    flag("--draft_steps", type=several(natural), default="0", metavar="R,R",
          help="recurrences of a draft; 0 (default): none")
 
     bench(parser.parse_args())
@@ -203,20 +203,20 @@ def bench_decode(model, args):
     Time the decoding of random prompts for each r and draft_steps: new tokens per second over all
     rows, prefill included. Yields a row for each.
 
-    accepted: the share of the new tokens that were right drafts (not the share of right drafts).
+    accepted: the share of the new tokens that were accepted drafts.
     """
     decoder = Decoder(model, not args.no_compile)
     torch.manual_seed(0)
     idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
     for r in args.steps:
         for draft_steps in args.draft_steps:
-            drafts = []  # whether each token was a draft
+            drafts = []  # whether each token was an accepted draft
 
             def run():
                 drafts.clear()
                 tokens = decoder.generate(idx.tolist(), args.tokens, r, draft_steps=draft_steps)
-                for _, _, drafted in tokens:
-                    drafts.append(drafted)
+                for _, _, accepted in tokens:
+                    drafts.append(accepted)
 
             first, seconds = time_runs(run, args.repeat)
             row = {"r": r, "draft_steps": draft_steps}

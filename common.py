@@ -34,10 +34,8 @@ class UserError(Exception):
 
 def cli(main):
     """
-    Run a script's main() and exit with the code that it returns.
-
-    A UserError or an OSError is printed as one line on stderr, with exit code 1. Ctrl-C exits with
-    code 130. Any other exception is a bug and keeps its traceback.
+    Run a script's main(). A UserError or an OSError ends it with one line on stderr; any other
+    exception is a bug and keeps its traceback.
     """
     # A data set keeps all of its shards open, which may be more than the usual limit of 1,024.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,10 +67,7 @@ def find_gpu():
 # ------------------------------------------------------------------------------- command lines
 
 class Parser(argparse.ArgumentParser):
-    """
-    The command line of a script. Errors in it raise UserError instead of exiting, and abbreviated
-    flags are not accepted.
-    """
+    """The command line of a script: errors in it are UserErrors, and no flag is abbreviated."""
 
     def __init__(self, **options):
         super().__init__(
@@ -86,10 +81,7 @@ class Parser(argparse.ArgumentParser):
         return [self.add_argument_group(title) for title in ("what", "how", "output")]
 
     def error(self, message):
-        """
-        Raise UserError. argparse calls this with its message; for an unknown flag, the nearest
-        known one is added.
-        """
+        """Called by argparse. Raises UserError, which names the known flag nearest to a typo."""
         known = self._option_string_actions  # {flag: ...}; argparse has no public list
         for flag in re.findall(r"--[\w-]+", message):
             if flag not in known:
@@ -98,35 +90,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word, words):
-    """
-    Return " (did you mean X?)", where X is the one of `words` closest to `word`, or "" if none is
-    close.
-    """
+    """Return " (did you mean X?)" with the closest of `words`, or "" if none is close."""
     near = difflib.get_close_matches(str(word), map(str, words), 1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def opening(doc, paragraphs=2):
-    """
-    Return the first paragraphs of a script's docstring, which say what it does and give examples,
-    for its --help.
-    """
+    """Return the first paragraphs of a script's docstring, for its --help."""
     return "\n\n".join(doc.strip("\n").split("\n\n")[:paragraphs])
 
 
 def between(lowest, highest=math.inf, kind=int):
-    """
-    Return the type of a flag that takes a number from `lowest` to `highest`, both included.
-    kind: int or float.
-    """
-    wanted = f"between {lowest} and {highest}"
-    if highest == math.inf:
-        wanted = f"{lowest} or more"
-
+    """Return the type of a flag that takes a number from `lowest` to `highest`, both included."""
     def number(text):
         value = kind(text)
         if not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be from {lowest} to {highest}, not {text}")
         return value
     return number
 
@@ -140,18 +119,23 @@ random_seed = between(0, 2**31 - 1)
 
 
 def yes_or_no(text):
-    """The type of a flag that takes "true" or "false", in upper or lower case. Returns a bool."""
+    """The type of a flag that takes "true" or "false", in upper or lower case."""
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"must be true or false, not {text}")
     return text.lower() == "true"
 
 
-def recurrences(text):
+def several(kind):
     """
-    The type of --steps: "32,1,4", or "[32, 1, 4]" as a list in a TOML file arrives, becomes
-    [1, 4, 32], without duplicates.
+    Return the type of a flag that takes several numbers: "32,1,4", or "[32, 1, 4]" as a list in a
+    TOML file arrives, becomes [1, 4, 32], without duplicates.
     """
-    return sorted({natural(part) for part in text.strip("[]").split(",")})
+    def numbers(text):
+        return sorted({kind(part) for part in text.strip("[]").split(",")})
+    return numbers
+
+
+recurrences = several(positive)  # the type of --steps
 
 
 # --------------------------------------------------------------------------------------- files
@@ -162,12 +146,12 @@ def write_atomically(path):
     Write a file or a folder completely or not at all: `with write_atomically(path) as new: ...`
 
     Yields a Path inside a temporary folder beside `path`, where the caller creates the file or the
-    folder. It is then flushed to disk and renamed to `path`. On an error, `path` keeps its previous
-    version, and an OSError, such as a full disk, becomes a UserError that names `path`.
+    folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk,
+    `path` keeps its previous version.
 
-    A killed process leaves the temporary folder, `path`.tmp-*, behind; in data sets and runs,
-    locked() removes it. One gap remains: replacing an existing folder takes two renames, and a kill
-    between them leaves nothing at `path`.
+    A killed process leaves the temporary folder, `path`.tmp-*, behind; locked() removes it. One gap
+    remains: replacing an existing folder takes two renames, and a kill between them leaves nothing
+    at `path`.
     """
     target = Path(path).resolve()
     try:
@@ -204,9 +188,8 @@ UNFINISHED = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta|recipe)\.
 def locked(folder):
     """
     Create a folder if necessary, lock it, and remove what a killed process left unfinished in it.
-
     Returns an open file; closing it releases the lock. Raises UserError if another process holds
-    the lock. On a file system without locks, this prints a warning and removes nothing.
+    the lock.
     """
     os.makedirs(folder, exist_ok=True)
     file = open(f"{folder}/.lock", "w")
@@ -252,11 +235,9 @@ def digest(path):
 
 def check_settings(path, earlier, settings, way_out):
     """
-    Raise UserError if an output was created with other settings than this command's.
-
-    path: the output, for the message. earlier, settings: {name: value} of the output and of this
-    command; names that only `earlier` has are ignored. way_out: the last sentence of the message,
-    which says what to do instead.
+    Raise UserError if an output was created with other settings than this command's. earlier,
+    settings: {name: value} of the output and of this command. way_out: the last sentence of the
+    message, which says what to do instead.
     """
     for key, value in settings.items():
         if earlier.get(key) != value:

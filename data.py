@@ -235,40 +235,6 @@ def read_tokenizer_json(path):
 BYTES = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
 
 
-def legible_tokens(folder):
-    """
-    Write out the tokens of a folder's tokenizer for people to read. Returns {id: text}. In a text,
-    a space is "▁", and unprintable characters are escaped, such as "\\n", or "\\xe6" for a byte
-    that is only a part of a character.
-    """
-    path = tokenizer_file(folder)
-    if path.suffix == ".model":
-        import sentencepiece
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        pieces = {}  # {id: text, or bytes}
-        for i in range(model.vocab_size()):
-            piece = model.id_to_piece(i)
-            pieces[i] = bytes([int(piece[3:5], 16)]) if model.is_byte(i) else piece  # "<0xE6>"
-    else:
-        spec = read_json(path)
-        vocab = spec["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram: [piece, score], in the order of ids
-            vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-        pieces = {i: piece for piece, i in vocab.items()}
-        if '"ByteLevel"' in json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]):
-            for i, piece in pieces.items():
-                with contextlib.suppress(IndexError):  # an added token, which is plain text
-                    pieces[i] = bytes(BYTES[ord(c)] for c in piece)
-        pieces |= {token["id"]: token["content"] for token in spec["added_tokens"]}
-    texts = {}
-    for i, piece in pieces.items():
-        if isinstance(piece, bytes):
-            piece = piece.decode(errors="backslashreplace")
-        escaped = (c if c.isprintable() else ascii(c)[1:-1] for c in piece.replace(" ", "▁"))
-        texts[i] = "".join(escaped)
-    return texts
-
-
 # ---------------------------------------------------------------------------------------- prepare
 # A record is what the input files consist of: a line of .jsonl, a row of a .parquet file, or a
 # whole text file. It becomes one document.

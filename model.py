@@ -488,6 +488,7 @@ class RecurrentLM(nn.Module):
         if steps is None:
             steps = self.config.mean_recurrence
         if isinstance(steps, int):
+            assert steps >= 0, f"steps = {steps}"
             k = min(steps, self.config.backprop_depth)
             return steps - k, k
         return steps

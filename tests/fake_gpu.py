@@ -221,7 +221,7 @@ def run_training(gpu, found, corpus):
 
 def run_decoding(gpu, found):
     """Run every way of decoding, eager and recorded. Both must wait alike."""
-    sample.COLUMNS = 8
+    sample.CHUNK = 8
     llm = small(1, n_core=1, context=64).to("cuda", torch.bfloat16)
     ways = {"plain": {}, "sampled": {"temperature": 0.8}, "drafted": {"draft_steps": 1}}
 

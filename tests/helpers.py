@@ -540,7 +540,7 @@ def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
 def generate_rows(decoder, prompts, limits, steps=None, **options):
     """
     Decode a batch in which row i ends after limits[i] tokens. Returns the tokens of each row, and a
-    set that tells whether any token was a draft (True) and any was none (False).
+    set that tells whether any token was an accepted draft (True) and any was not (False).
     """
     rows = [[] for _ in prompts]
     kinds = set()
@@ -548,9 +548,9 @@ def generate_rows(decoder, prompts, limits, steps=None, **options):
     def ends(row, token):
         return len(rows[row]) == limits[row]
 
-    for row, token, drafted in decoder.generate(prompts, max(limits), steps, ends, **options):
+    for row, token, accepted in decoder.generate(prompts, max(limits), steps, ends, **options):
         rows[row].append(token)
-        kinds.add(drafted)
+        kinds.add(accepted)
     return rows, kinds
 
 
@@ -768,9 +768,8 @@ sample --prompt 3:
     --model {m}m -> did you mean {m}?; --model {exported} -> surgery.py {exported} OUT;
     --model {llama} -> --feed_forward;
 sample --prompt 3 --model {m}:
-    --top_k=x; --temperature=-1; --seed=-1; --tokens=0;
-    --device=cuda:99 -> --device cuda:99;
-    --steps=-1; --draft_steps=x; --picture a.png -> is a picture of --trace;
+    --top_k=x; --temperature=-1; --seed=-1; --tokens=0; --steps=0; --draft_steps=x;
+    --top_k=5 -> --top_k needs a --temperature;
 eval_gsm8k {ask}:
     --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
     --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
