@@ -24,7 +24,6 @@ index counts micro-batches. So a run can resume from its step number alone, and 
 rank with twice the batch size sees.
 """
 import bisect
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -228,11 +227,6 @@ def read_tokenizer_json(path):
         raise UserError(f"{path}: puts {len(leading)} tokens before a text; only one is supported")
     bos_id = leading[0] if leading else None
     return encode, decode, known, special, bos_id
-
-
-# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
-# (from 0) as character 256 + n. BYTES[ord(character)] is the byte.
-BYTES = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
 
 
 # ---------------------------------------------------------------------------------------- prepare
