@@ -1804,7 +1804,7 @@ def test_sampling_follows_its_settings():
 def test_samples_follow_the_flags(corpus):
     """
     sample.py gives equal texts for equal seeds, and different texts for different seeds even
-    without noise in the state. --temperature, --top_k and --draft_steps reach the decoder.
+    without noise in the state. --top_k reaches the decoder, too.
     """
     save(small(context=40, state_std=0), "m", corpus)
     ask = "sample", "--model=m", "--prompt=has 1", "--tokens=20"
@@ -1832,17 +1832,21 @@ def test_sampling_is_in_float32(monkeypatch):
     assert set(seen) == {torch.float32}
 
 
+def take_turns(decoder, prompts, n, **way):
+    """Decode each prompt by a generator of its own, one token of each in turn (r = 3)."""
+    generators = [decoder.generate([prompt], n, 3, **way) for prompt in prompts]
+    rounds = zip(*generators, strict=True)
+    return [[token for _, token, _ in events] for events in zip(*rounds)]
+
+
 @pytest.mark.parametrize("way", [{}, {"draft_steps": 1}, {"temperature": 0.8}])
-def test_two_texts_at_once(way):
+def test_two_texts_take_turns(way):
     """Two generators of one Decoder that take turns give the tokens of each alone."""
     model = decode_model()
-    prompts = random_prompts(3, 3)  # of one size, which would share a cache
-    decoder = Decoder(model)
-    generators = [decoder.generate([prompt], 20, 3, **way) for prompt in prompts]
-    turns = list(zip(*generators, strict=True))
-    for i, prompt in enumerate(prompts):
-        tokens = [turn[i][1] for turn in turns]
-        assert tokens == decode(model, [prompt], 20, steps=3, **way)[0].tolist()
+    prompts = random_prompts(3, 3)
+    texts = take_turns(Decoder(model), prompts, 20, **way)
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text == decode(model, [prompt], 20, steps=3, **way)[0].tolist()
 
 
 def test_no_recurrences_below_zero():
@@ -4524,8 +4528,9 @@ def test_right_device_and_no_hidden_waits(simulation):
 
 def test_a_recorded_step_gives_the_same_text(monkeypatch):
     """
-    A step is recorded once for 256 columns, then replayed, also for a next batch of the same size.
-    The mock replays as CUDA does: with copied inputs, one output tensor, and the recorded cache.
+    A step is recorded once for 256 positions, then replayed, also for a next batch of the same
+    size, but not for two at once. The mock replays as CUDA does: with copied inputs, one output
+    tensor, and the recorded cache.
     """
     model = decode_model(context=600)
     decoder = Decoder(model)
@@ -4556,7 +4561,7 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         ([9], [40], 0, 1),
         ([7], [40], 0, 1),  # the same size
         ([7], [40], 1, 2),  # another seed, so another cache
-        ([250], [20], 1, 4),  # more than 256 columns
+        ([250], [20], 1, 4),  # more than 256 positions
         ([3, 5], [20, 10], 1, 6),  # once for 2 rows, once for the one that goes on
         ([5, 3], [20, 10], 1, 8),
     ):
@@ -4565,3 +4570,8 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         for prompt, row in zip(prompts, rows, strict=True):
             assert row == decode(model, [prompt], len(row), steps=3, seed=seed)[0].tolist()
         assert recorded == recorded_so_far
+
+    prompts = random_prompts(7, 7)
+    decode_one = [decode(model, [prompt], 20, steps=3)[0].tolist() for prompt in prompts]
+    take_turns(decoder, prompts[:1], 20)  # leaves its cache and graph to one of the next two
+    assert take_turns(decoder, prompts, 20) == decode_one
