@@ -91,9 +91,8 @@ class KVCache:
 
     length: of the longest text in tokens. seed: of the noise s_0.
 
-    slots: a list of [keys, values] in the order in which a pass meets the blocks: the layers of the
-    prelude, those of the core once per recurrence, those of the coda. Each tensor is (rows,
-    capacity, n_kv_head, head_dim).
+    slots: the layers of the prelude, those of the core for each recurrence, and those of the coda:
+    a list of lists of [keys, values], each (rows, capacity, n_kv_head, head_dim).
     """
 
     def __init__(self, model, r, rows, length, seed):
@@ -103,7 +102,6 @@ class KVCache:
         # CHUNK. CHUNK more than that, because a view of the whole cache would be contiguous, and
         # torch.compile would compile again for it.
         capacity = length + DRAFTS + 2 * CHUNK
-        self.config = c
         self.r = r
         self.length = length
         self.made_for = r, rows, length, seed
@@ -115,8 +113,9 @@ class KVCache:
         # Zeros and not empty(): what is masked is multiplied by 0, and 0 times NaN would be NaN.
         shape = rows, capacity, c.n_kv_head, c.head_dim
         self.slots = []
-        for _ in range(c.n_prelude + r * c.n_core + c.n_coda):
-            self.slots.append([weight.new_zeros(shape), weight.new_zeros(shape)])
+        for count in (c.n_prelude, *[c.n_core] * r, c.n_coda):
+            layers = [[weight.new_zeros(shape), weight.new_zeros(shape)] for _ in range(count)]
+            self.slots.append(layers)
         self.views = {}
         self.graph = None   # of a step with this cache, see Decoder.step()
         self.graph_end = 0  # the graph serves positions below this
@@ -129,12 +128,15 @@ class KVCache:
         """
         if length not in self.views:
             # Kept, because slicing for each recurrence and layer would take time for every token.
-            self.views[length] = [(k[:, :length], v[:, :length]) for k, v in self.slots]
+            self.views[length] = []
+            for layers in self.slots:
+                views = [(k[:, :length], v[:, :length]) for k, v in layers]
+                self.views[length].append(views)
         write = self.row, positions
-        caches = (LayerCache(k, v, write) for k, v in self.views[length])
-        prelude = list(itertools.islice(caches, self.config.n_prelude))
-        core = [list(itertools.islice(caches, self.config.n_core)) for _ in range(self.r)]
-        coda = list(caches)
+        caches = []
+        for layers in self.views[length]:
+            caches.append([LayerCache(k, v, write) for k, v in layers])
+        prelude, *core, coda = caches
         return prelude, core, coda
 
     def keep(self, rows):
@@ -143,8 +145,8 @@ class KVCache:
         self.graph = None
         self.views = {}
         self.row = self.row[:len(rows)]
-        for slot in self.slots:
-            slot[:] = [t[rows] for t in slot]
+        for layer in itertools.chain(*self.slots):
+            layer[:] = [t[rows] for t in layer]
 
 
 # ------------------------------------------------------------------------------- one pass over it
@@ -383,10 +385,14 @@ class Decoder:
         """
         T = max(map(len, prompts))
         device = cache.index.device
-        # What the cache holds of the padding is overwritten before any token sees it.
-        padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
-        tokens = torch.tensor(padded, device=device)
-        position = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        rows = []
+        for prompt in prompts:
+            # What the cache holds of this padding is overwritten before any token sees it.
+            padding = [0] * (T - len(prompt))
+            rows.append(prompt + padding)
+        tokens = torch.tensor(rows, device=device)
+        last = [len(prompt) - 1 for prompt in prompts]
+        position = torch.tensor(last, device=device)
         eager = contextlib.nullcontext()
         if self.compiled:  # large products gain little from compiling, which takes a minute
             eager = torch.compiler.set_stance("force_eager")
@@ -397,7 +403,8 @@ class Decoder:
                 at = Pass(self.model, cache, positions, end)
                 _, s = at.begin(tokens[:, start:end], cache.r)
                 at.run_coda(s)  # fills the coda's slots
-        return tokens.gather(1, position[:, None])[:, 0], position
+        token = tokens.gather(1, position[:, None])
+        return token[:, 0], position
 
     def step(self, cache, token, position, end):
         """
@@ -435,7 +442,8 @@ class Decoder:
             token = pick(logits, batch.options, batch.rng)
             batch.advance(token, 1)
             batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
-            yield [(row, value, False) for row, value in zip(batch.rows, token.tolist())]
+            values = token.tolist()
+            yield [(row, value, False) for row, value in zip(batch.rows, values)]
 
     def draft_rounds(self, batch):
         """

@@ -4544,7 +4544,7 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         cache, *_ = step.args
 
         def addresses():
-            return [t.data_ptr() for slot in cache.slots for t in slot]
+            return [t.data_ptr() for layers in cache.slots for layer in layers for t in layer]
 
         recorded_addresses = addresses()
 
