@@ -21,7 +21,7 @@ from model import Config, RecurrentLM
 AXES = {
     "steps": "recurrences r at test time",
     "difficulty": "difficulty of the question",
-    "parameters": "parameters of the layers that a token passes, at each pass",
+    "parameters": "layer parameters that a token passes through, counting every pass",
     "update": "training updates",
     "flops": "training FLOPs",
 }
