@@ -452,40 +452,6 @@ def write_bad_folders(folder, llama, checkpoint, corpus):
     common.write_json(folder / "qwen" / "config.json", config | {"model_type": "qwen3"})
 
 
-# How Qwen's tokenizer splits text into words.
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def write_bpe(kind):
-    """
-    Write the tokenizer.json of a small byte-level BPE. kind: "qwen" or "smollm2", like those
-    models'; "prefix", as smollm2 with a blank before each text.
-    """
-    import tokenizers
-
-    words = tokenizers.pre_tokenizers
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    digits = kind in ("smollm2", "prefix")
-    first = words.Digits(True) if digits else words.Split(tokenizers.Regex(QWEN), "isolated")
-    last = words.ByteLevel(kind == "prefix", use_regex=digits)
-    bpe.pre_tokenizer = words.Sequence([first, last])
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    if kind == "qwen":
-        bpe.normalizer = tokenizers.normalizers.NFC()
-
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=last.alphabet(), special_tokens=["<s>"]
-    )
-    bpe.train([str(ROOT / "README.md")], trainer)
-    for name in ("<thi", "<think>"):  # one begins with the other; the longest match wins
-        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False)])
-
-    bpe.save("tokenizer.json")
-
-
 # The parameters that optimizers are tested with, some of each kind.
 QKV = "prelude.0.attn.qkv.weight"
 SHAPES = {
