@@ -606,28 +606,6 @@ def optimizer_rank(rank, world, folder):
     dist.destroy_process_group()
 
 
-def solve_stories(story, _):
-    """The answers after each sentence of a story (a list of words), computed independently."""
-    answers = []
-    number = 0
-    for verb, x in zip(story[::2], map(int, story[1::2])):
-        results = {"has": x, "gets": number + x, "loses": number - x, "times": number * x}
-        number = results[verb] % 10
-        answers.append(str(number))
-    return answers
-
-
-def solve_s5(story, known):
-    """The products after each factor of a story, by permutation matrices. known: of each factor."""
-    answers = []
-    product = np.eye(5)
-    for factor in story:
-        permutation = [int(i) - 1 for i in known[factor]]
-        product = np.eye(5)[permutation] @ product
-        answers.append("".join(str(row.argmax() + 1) for row in product))
-    return answers
-
-
 # Texts on which tokenizers go wrong: blanks, Unicode, control characters, names of control tokens.
 HARD = [
     "",
