@@ -439,6 +439,7 @@ def pack(args, tokenizer, meta):
     records = itertools.islice(records, sum(counts.values()), None)
     documents = []
     size = 0  # tokens in the documents
+    example = None  # of a bad record
     work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(records, 1000)):
