@@ -1,7 +1,8 @@
 """
-Measure the speed of training and decoding. A speed is the median of repeated runs after a warm-up,
-printed with the lowest and the highest.
+Say what a training run will cost, and measure the speed of training and decoding. A speed is the
+median of repeated runs after a warm-up, printed with the lowest and the highest.
 
+    python bench.py plan --config=config/fig4.toml --gpus=8     # what a run will cost
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
     python bench.py decode --model out/tiny/task --draft_steps 0,2,4
@@ -10,22 +11,41 @@ Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4
 weights: except with --draft_steps, speed does not depend on their values. The last line of output
 is JSON.
 
-Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu). FLOPs
-follow the paper's rule everywhere: 6 per parameter and token where gradients flow and 2 where they
-do not, of the layers alone. The adapter, the head and attention are not counted, so the device
-computes a little more than mfu says.
+Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu): those
+that it executes in matrix products and attention, as the logs of train.py count them.
 """
+import bisect
+import functools
 import json
 import statistics
+import sys
 import time
+from dataclasses import replace
 
 import torch
 
-from common import Parser, cli, find_gpu, natural, opening, positive, recurrences, several
-from model import Config, RecurrentLM
+from common import (WORLD, Parser, UserError, cli, find_gpu, natural, opening, positive, read_json,
+                    recurrences, say, several)
+from data import Dataset, check_tokenizer, read_mixture
+from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS, Optimizer
 from sample import Decoder, describe
+from surgery import presets, retrofitted
+from train import (choose_trained, describe_run, draws_of, largest_depth, make_config,
+                   make_optimizer, read_settings, spent_before, update_flops)
 
+# {GPU: (FLOP/s that we expect in bfloat16, memory in GB)}. The speeds are not measured; they are
+# 61, 61 and 43% of the peak.
+GPUS = {"RTX 4090": (1.0e14, 24), "A100": (1.9e14, 80), "H100": (4.2e14, 80)}
+CPU_SHARE = 0.5  # what training reaches of the speed of one large product on a CPU
+
+PLAN = """\
+Say what a run of train.py will cost: tokens, FLOPs, hours and memory (estimates), and each data
+set's share of the labels. Takes the flags of train.py. Neither weights nor data need to be there.
+
+    python bench.py plan --config=config/evening.toml --preset=tinyllama-4-8-4
+    python bench.py plan --config=mine.toml --init_from=PARENT --flops_of=out/mine
+                                        the number of updates that costs as much as the run out/mine"""
 TRAIN = """\
 Time updates of a model, with their share of the FLOPs that the device reaches in large matrix
 products (mfu). The last line is JSON.
@@ -68,7 +88,193 @@ def main():
     flag("--draft_steps", type=several(natural), default="0", metavar="R,R",
          help="recurrences of a draft; 0 (default): none")
 
-    bench(parser.parse_args())
+    flag = commands.add_parser(
+        "plan", help="say what a training run will cost", usage="bench.py plan [flags]",
+        description=PLAN).add_argument
+    flag("--gpus", type=positive, default=WORLD, metavar="N", help="number of GPUs (1)")
+    flag("--preset", choices=presets(), metavar="NAME",
+         help="plan for this retrofit, which need not be made yet, instead of --init_from")
+    flag("--flops_of", metavar="RUN", help="make as many updates as it takes to spend the FLOPs "
+         "that RUN, and the runs before it, have spent since the parent")
+    flag("--quiet", action="store_true", help="print the number of updates alone")
+
+    args, settings = parser.parse_known_args()
+    if args.command == "plan":
+        plan(args, read_settings(settings, args.gpus))
+    elif settings:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    else:
+        bench(args)
+
+
+# ------------------------------------------------------------------------------- planning
+
+def plan(args, settings):
+    """Print what a run of train.py with these settings will cost."""
+    folder = None
+    source = None
+    if args.preset:
+        source = retrofitted(*presets()[args.preset])
+    elif settings.init_from:
+        try:
+            folder = find_checkpoint(settings.init_from)
+        except UserError as e:
+            raise UserError(f"{e}. To plan for a model that is not there, add --preset NAME")
+        source = load_config(folder)
+    config = make_config(settings, source)
+    model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
+    choose_trained(settings, model)
+    if args.flops_of:
+        settings.updates = affordable_updates(settings, model, folder, args.flops_of)
+    if args.quiet:
+        print(settings.updates)
+        return
+    describe_run(settings, model)
+    plan_data(settings, config, folder)
+
+    flops = run_flops(settings, model)
+    by_paper = over_draws(settings, model, lambda steps: paper_flops(model, steps))
+    by_paper *= settings.batch_size * settings.context
+    print(f"FLOPs: {flops:.4g} in matrix products and attention. The paper's rule counts "
+          f"{by_paper:.4g}: for each token, 6 per parameter of a layer, or 2 without gradient")
+    gigabytes = memory(settings, model, args.gpus)
+    needed = sum(gigabytes.values())
+    each = ", ".join(f"{what} {size:.1f}" for what, size in gigabytes.items())
+    print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each})")
+    for name, (speed, size) in GPUS.items():
+        fits = f"{size} GB each"
+        if needed > size - 2:  # CUDA and fragmentation take 2 GB
+            fits = f"DOES NOT FIT into {size} GB"
+        hours = duration(flops / (args.gpus * speed))
+        print(f"time: {hours} on {args.gpus} {name}, {fits} (an estimate)")
+    if not find_gpu():
+        speed = CPU_SHARE * matmul_speed(getattr(torch, settings.dtype), repeat=1)
+        print(f"time: {duration(flops / speed)} on this CPU (an estimate)")
+
+
+def plan_data(settings, config, folder):
+    """
+    Print how often a run reads its data, and each data set's share of the labels, or what the data
+    lacks. folder: the checkpoint that the run starts from, or None.
+    """
+    try:
+        folders = [data_folder for data_folder, _ in read_mixture(settings.data)]
+        check_tokenizer(config, folder or folders[0], *folders)
+        Dataset(settings.data, "val", settings.context)
+        train_set = Dataset(settings.data, "train", settings.context)
+    except UserError as e:
+        print(f"data: not ready: {e}")
+        return
+    epochs = settings.updates * settings.batch_size / train_set.num_rows
+    print(f"data: {epochs:.3g} epochs of {settings.data}")
+    if epochs >= 10:
+        print("warning: from about ten epochs on, a model memorizes rows. Use fewer --updates, or "
+              "more data")
+    if len(folders) > 1:
+        shares = ", ".join(f"{x:.0%} {name}" for name, x in train_set.label_shares().items())
+        print(f"share of the labels, and so of the loss: {shares}. (The weights in --data count "
+              "rows.)")
+
+
+def over_draws(settings, model, cost):
+    """Add up, over the updates of a run, the mean of cost((n, k)) over their draws of r."""
+    cost = functools.cache(cost)
+    if not model.config.n_core:  # all updates of an ordinary model cost the same
+        return settings.updates * cost((0, 0))
+    total = 0
+    for update in range(settings.updates):
+        total += statistics.fmean(map(cost, draws_of(settings, update)))
+    return total
+
+
+def run_flops(settings, model):
+    """Return the FLOPs that a whole run executes, with its own draws of r, without validation."""
+    optimizer = make_optimizer(settings, model, rank=0, world=1)
+
+    def cost(steps):
+        return update_flops(settings, model, optimizer, [steps])
+    return over_draws(settings, model, cost)
+
+
+def paper_flops(model, steps):
+    """
+    Return training FLOPs per token by the paper's rule: for each use of a parameter of a layer 6 if
+    it carries gradient, and 2 if it does not. Each of the n + k recurrences uses the core once.
+    """
+    n, k = steps
+    size = model.num_params()
+    trained = model.num_params(trained=True)
+    forward = size["body"] + (n + k - 1) * size["core"]  # the body has the core once
+    backward = trained["body"] + (k - 1) * trained["core"]
+    return 2 * forward + 4 * backward
+
+
+def affordable_updates(settings, model, folder, run):
+    """
+    Return the number of updates, rounded to the nearest, after which a run has spent as many FLOPs
+    as the run `run`. Both count what earlier runs have spent; see spent_before() in train.py.
+
+    folder: the checkpoint that the run starts from, or None. Raises UserError if not even one
+    update is left for it.
+    """
+    other = read_json(f"{find_checkpoint(run)}/train.json")
+    planned = other["config"]["updates"]
+    if other["update"] < planned:
+        say(f"warning: {run} is unfinished: {other['update']} of {planned} updates",
+            file=sys.stderr)
+    budget = other["flops"]
+    if folder and not settings.reinit:
+        budget -= spent_before(folder)["flops"]
+
+    def cost(updates):
+        return run_flops(replace(settings, updates=updates), model)
+
+    if budget < cost(1):
+        raise UserError(f"--flops_of={run}: leaves {budget:.4g} FLOPs for this run, but one update "
+                        f"takes {cost(1):.4g}")
+    too_many = 1
+    while cost(too_many) <= budget:
+        too_many *= 2
+    most = bisect.bisect(range(too_many), budget, key=cost) - 1  # the most within the budget
+    return min(most, most + 1, key=lambda count: abs(cost(count) - budget))
+
+
+def memory(settings, model, gpus):
+    """Return what each GPU holds during training: {what: GB}."""
+    optimizer = make_optimizer(settings, model, rank=0, world=gpus)
+    weights = sum(p.nbytes for p in model.parameters())
+    gradients = optimizer.sums.nbytes  # sums in float32, and below the gradients in settings.dtype
+    gradients += optimizer.sums.numel() * model.embed.weight.element_size()
+    states = [*optimizer.moments.values()]
+    if settings.dtype != "float32":  # otherwise the weights are their own masters
+        states += optimizer.masters.values()
+
+    # Bytes per layer and token that a compiled forward pass keeps for the backward pass, counted
+    # on small models in bfloat16.
+    c = model.config
+    layer = 14 * c.n_embd + 6 * (c.n_ffn + (c.n_head + c.n_kv_head) * c.head_dim)
+    if settings.dtype == "float32":
+        layer *= 2
+    loops = 1 if settings.recompute else largest_depth(settings)
+    layers = c.n_prelude + c.n_core * loops + c.n_coda
+    activations = settings.micro_batch * settings.context * layer * layers
+    if settings.compile:
+        activations *= settings.activation_budget
+    return {
+        "weights": weights / 1e9,
+        "gradients": gradients / 1e9,
+        "optimizer": sum(t.nbytes for t in states) / 1e9,
+        "activations": activations / 1e9,
+    }
+
+
+def duration(seconds):
+    """Return a number of seconds as text: 1000 -> "about 17 minutes"."""
+    if seconds < 60:
+        return "less than a minute"
+    if seconds < 3600:
+        return f"about {seconds / 60:.0f} minutes"
+    return f"about {seconds / 3600:,.1f} hours"
 
 
 # ------------------------------------------------------------------------------- measuring
@@ -91,11 +297,7 @@ def bench(args):
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
     model.to(dtype)
-    n = 8192 if DEVICE == "cuda" else 2048
-    a = torch.randn(n, n, device=DEVICE, dtype=dtype)
-    b = torch.randn(n, n, device=DEVICE, dtype=dtype)
-    _, seconds = time_runs(lambda: a @ b, args.repeat)
-    peak = 2 * n**3 / statistics.median(seconds)
+    peak = matmul_speed(dtype, args.repeat)
     result = {
         "device": describe(model)[0],
         "threads": torch.get_num_threads(),
@@ -107,8 +309,7 @@ def bench(args):
     run = bench_train if args.command == "train" else bench_decode
     for row in run(model, args):
         if args.command == "train":
-            flops = model.flops_per_token((row["n"], row["k"]))
-            row["mfu"] = row["tokens_per_s"] * flops / peak
+            row["mfu"] = row["flops_per_s"] / peak
         if DEVICE == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         for key, value in row.items():
@@ -116,6 +317,15 @@ def bench(args):
         print(flush=True)
         result["rows"].append(row)
     print(json.dumps(result))
+
+
+def matmul_speed(dtype, repeat):
+    """Return the FLOP/s of a large square matrix product, the median of `repeat` products."""
+    n = 8192 if DEVICE == "cuda" else 2048
+    a = torch.randn(n, n, device=DEVICE, dtype=dtype)
+    b = torch.randn(n, n, device=DEVICE, dtype=dtype)
+    _, seconds = time_runs(lambda: a @ b, repeat)
+    return 2 * n**3 / statistics.median(seconds)
 
 
 def clock():
@@ -184,6 +394,9 @@ def bench_train(model, args):
         row = {"n": n, "k": k} | speeds(idx.numel(), first, seconds)
         _, *after_warm_up = optimizer_seconds
         row["update_s"] = statistics.median(after_warm_up)
+        flops = model.flops_per_token((n, k), args.context, training=True)
+        flops = idx.numel() * flops + optimizer.flops()
+        row["flops_per_s"] = flops / statistics.median(seconds)
         yield row
 
 

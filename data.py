@@ -530,6 +530,26 @@ def prepare(args):
 
 # ------------------------------------------------------------------------------------- the loader
 
+def read_mixture(data):
+    """
+    Parse --data, such as "A:1,B:1,C:2". Returns [(folder, weight), ...]. Raises UserError if one of
+    them is not a finished data set, or is named twice.
+    """
+    mixture = []
+    for source in data.split(","):
+        folder, _, weight = source.partition(":")
+        if folder in dict(mixture):
+            raise UserError(f"--data: {folder} is named twice. Give it one weight instead")
+        if not re.fullmatch(r"([1-9]\d*)?", weight):
+            raise UserError(f"--data: {source}: the weight must be a whole number, 1 or more")
+        if not os.path.exists(f"{folder}/meta.json"):
+            raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
+                            "`python data.py prepare`, or the one of runs/tiny.sh with "
+                            "`python runs/tiny_corpus.py --out out/tiny/data`")
+        mixture.append((folder, int(weight or 1)))
+    return mixture
+
+
 class Shards:
     """
     The rows of T tokens of a data set's split, "train" or "val".
@@ -540,13 +560,8 @@ class Shards:
     """
 
     def __init__(self, folder, split, T):
-        path = f"{folder}/meta.json"
-        if not os.path.exists(path):
-            raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
-                            "`python data.py prepare`, or the one of runs/tiny.sh with "
-                            "`python runs/tiny_corpus.py --out out/tiny/data`")
         self.T = T
-        self.meta = read_json(path)
+        self.meta = read_json(f"{folder}/meta.json")
         self.shards = []  # (ids, targets) of each, memory-mapped
         self.starts = []  # the first row of each
         self.num_rows = 0
@@ -600,13 +615,7 @@ class Dataset:
         self.folders = []
         self.sources = []  # (Shards, weight)
         turns = []         # (place in the round, source k, its i-th sample of the round)
-        for k, source in enumerate(data.split(",")):
-            folder, _, weight = source.partition(":")
-            if folder in self.folders:
-                raise UserError(f"--data: {folder} is named twice. Give it one weight instead")
-            if not re.fullmatch(r"([1-9]\d*)?", weight):
-                raise UserError(f"--data: {source}: the weight must be a whole number, 1 or more")
-            weight = int(weight or 1)
+        for k, (folder, weight) in enumerate(read_mixture(data)):
             self.folders.append(folder)
             self.sources.append((Shards(folder, split, T), weight))
             turns += [((i + 0.5) / weight, k, i) for i in range(weight)]

@@ -527,7 +527,7 @@ def smallest_enough(model, task, metric, scores):
         "best": best,
         "difference": difference,
         "standard_error": error,
-        "flops": model.flops_per_token((0, r)) / model.flops_per_token((0, best)),
+        "flops": model.flops_per_token(r) / model.flops_per_token(best),
     }]
 
 
@@ -592,7 +592,7 @@ def write_result(path, script, model, task, results, seconds, tokens, **more):
         device=device,
         dtype=dtype,
         torch=torch.__version__,
-        training={key: training.get(key) for key in ("update", "flops", "paper_flops")},
+        training={key: training.get(key) for key in ("update", "flops")},
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         **more,

@@ -570,18 +570,52 @@ class RecurrentLM(nn.Module):
             n["body"] += n["norm_f"]
         return n
 
-    def flops_per_token(self, steps=None):
+    def flops_per_token(self, steps, T=1, training=False, recompute=False):
         """
-        Training FLOPs per token by the paper's rule: for each use of a parameter of the "body" (see
-        num_params()) 6 if it carries gradient, and 2 if it does not. Each recurrence uses the core
-        once. steps: as for forward().
+        Count the FLOPs per token of a forward pass over rows of T tokens, in matrix products and
+        attention; with training=True also those of the backward pass.
+
+        steps: r or (n, k), as for forward(). recompute: as for forward(). A compiled model with an
+        --activation_budget below 1 computes a little more again than this count says.
         """
         n, k = self.split_steps(steps)
-        size = self.num_params()
-        trained = self.num_params(trained=True)
-        forward = size["body"] + (n + k - 1) * size["core"]  # the body has the core once
-        backward = trained["body"] + (k - 1) * trained["core"]
-        return 2 * forward + 4 * backward
+        c = self.config
+        matrices = Counter()  # {part: numbers in its matrices}
+        trained = Counter()   # those of them that need a gradient
+        learning = set()      # parts with a parameter that needs one
+        for name, p in self.named_parameters():
+            part, *_ = name.split(".")
+            part = {"adapter": "core", "norm_f": "coda"}.get(part, part)
+            if p.dim() == 2:
+                matrices[part] += p.numel()
+                trained[part] += p.numel() * p.requires_grad
+            if p.requires_grad:
+                learning.add(part)
+        # Attention has two products over pairs of tokens, 4 T FLOPs per channel, of which a causal
+        # kernel computes half. Its backward pass has five, as it computes the scores again.
+        attention = 2 * T * c.n_head * c.head_dim
+
+        flops = 0
+        reached = "embed" in learning  # the gradient flows back to the first part that learns
+        for part, layers, uses, uses_with_gradient in (
+            ("prelude", c.n_prelude, 1, 1),
+            ("core", c.n_core, n + k, k),
+            ("coda", c.n_coda, 1, 1),
+        ):
+            forward = 2 * matrices[part] + layers * attention
+            flops += uses * forward
+            reached = reached or part in learning
+            if training and reached:
+                backward = 2 * (matrices[part] + trained[part]) + 5 * layers * attention // 2
+                if recompute and part == "core":
+                    backward += forward
+                flops += uses_with_gradient * backward
+
+        head = self.head.weight
+        flops += 2 * head.numel()
+        if training:  # the backward pass computes the logits again
+            flops += 2 * head.numel() * (1 + reached + head.requires_grad)
+        return flops
 
     @torch.no_grad()
     def init_weights(self, seed):

@@ -69,6 +69,12 @@ def newton_schulz(G):
     return X.mT if tall else X
 
 
+def newton_schulz_flops(rows, cols):
+    """FLOPs of newton_schulz() for a matrix (rows, cols)."""
+    small, large = sorted((rows, cols))
+    return 5 * (4 * small**2 * large + 2 * small**3)
+
+
 def muon_(w, g, m, lr, weight_decay):
     """
     Apply one update of the official Muon, in place. w, g, m: float32 weights, gradient and momentum
@@ -277,6 +283,15 @@ class Optimizer:
     def moments(self):
         """{name.moment: tensor} of the rows that this rank owns."""
         return {key: t for piece in self.own for key, t in piece.moments.items()}
+
+    def flops(self):
+        """FLOPs of Newton-Schulz in one update, over all ranks; AdamW's are negligible."""
+        total = 0
+        for piece in self.pieces:
+            if piece.rule == "muon":
+                cols = piece.weight.shape[1]
+                total += sum(newton_schulz_flops(rows, cols) for rows in piece.splits)
+        return total
 
     @torch.no_grad()
     def accumulate(self):

@@ -6,10 +6,9 @@ resumes a run that was stopped.
     python train.py --config=config/tiny.toml                              run one process
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         run four processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      override settings
-    python train.py --config=config/fig4.toml --dry_run                    estimate time and memory
     python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     validate only
-    python train.py --config=mine.toml --init_from=PARENT --flops_of=out/mine --out_dir=NEW
-                                                      train a baseline for as many FLOPs as out/mine
+
+`python bench.py plan --config=config/fig4.toml` says beforehand what a run will cost.
 
 Unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed distribution
 whose mean follows a curriculum, and only the last k carry gradient. All randomness (rows,
@@ -17,13 +16,11 @@ recurrences, initial states) is a function of (seed, update), so a killed run re
 command. On a CPU, with the same number of processes, the result is bit-identical to that of a run
 that was never killed; otherwise it is equal up to rounding.
 
-Read this file from top to bottom: the settings, the run, then the functions that it calls.
+Read this file from top to bottom: the settings, the schedules, the training, then how it begins.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
-import bisect
 import contextlib
-import functools
 import json
 import math
 import os
@@ -36,7 +33,6 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -49,21 +45,20 @@ from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli
                     find_gpu, fraction, locked, nan_to_null, natural, non_negative, opening,
                     positive, random_seed, read_json, recurrences, say, write_atomically,
                     write_json, yes_or_no)
-from data import Dataset, check_tokenizer, read_tokenizer_files, write_tokenizer
+from data import (Dataset, check_tokenizer, read_mixture, read_tokenizer_files,
+                  write_tokenizer)
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config)
 from muon import MOMENTS, Optimizer, stacked_rows
-from surgery import presets, retrofitted
 
 MAX_SKIPS = 10  # updates in a row that may lack a finite gradient; one more ends the run
 
-# How the sampler's mean rises from 1 to R during the curriculum's warm-up. Each curriculum has two
-# functions: from the fraction of the warm-up that is done to the fraction of R, and its inverse,
-# with which the paper's figures count FLOPs.
+# How the sampler's mean rises from 1 to R during the curriculum's warm-up: functions from the
+# fraction of the warm-up that is done to the fraction of R.
 CURRICULA = {
-    "linear": (lambda done: done, lambda share: share),
-    "1-sqrt": (lambda done: 1 - math.sqrt(1 - done), lambda share: 1 - (1 - share) ** 2),
-    "none": (lambda done: 1.0, lambda share: 0.0),
+    "linear": lambda done: done,
+    "1-sqrt": lambda done: 1 - math.sqrt(1 - done),
+    "none": lambda done: 1.0,
 }
 
 
@@ -144,54 +139,30 @@ class Settings(Recipe):
     """Settings that cannot change the result beyond rounding, so they may change on resume."""
     config: str = setting("", "a TOML file of settings, which flags override", str)
     out_dir: str = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl", str)
-    flops_of: str = setting("", "a run: make as many updates as it takes to spend the same FLOPs. "
-                            "Overrides the TOML file's updates; cannot be combined with --updates",
-                            str)
     data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2", str)
     micro_batch: int = setting(8, "rows per forward pass on a device; a larger batch accumulates "
                                "gradients", positive)
-    eval_every: int = setting(1000, "updates between validations; there is also one at the start "
-                              "and one at the end", positive)
-    eval_rows: int = setting(1024, "validation rows", positive)
-    eval_steps: list[int] = setting((1, 2, 4, 8, 16, 32), "recurrences to validate at", recurrences)
-    save_every: int = setting(500, "updates between checkpoints; there is also one at the end",
-                              positive)
-    keep: int = setting(2, "checkpoints to keep", positive)
-    log_every: int = setting(1, "updates between lines of the log", positive)
-    wandb: bool = setting(False, "also log to Weights & Biases", yes_or_no)
     compile: bool = setting(True, "use torch.compile", yes_or_no)
     activation_budget: float = setting(1.0, "fraction of the activations that a compiled model "
                                        "keeps for the backward pass, 0.3 to 1; less saves memory "
                                        "and costs time", between(0.3, 1, float))
     recompute: bool = setting(False, "recompute every recurrence in the backward pass, which needs "
                               "the least memory", yes_or_no)
-    dry_run: bool = setting(False, "print the run's FLOPs, time and memory (estimates), and exit",
-                            yes_or_no)
-    gpus: int = setting(WORLD, "number of GPUs that --dry_run assumes", positive)
-
-
-GROUPS = {  # the sections of --help
-    "what": "config init_from data out_dir flops_of seed",
-    "the shape of random weights": "reinit n_embd n_head n_kv_head n_ffn n_prelude n_core n_coda "
-                                   "embed_scale",
-    "how long": "updates batch_size context draws",
-    "recurrence": "mean_recurrence recurrence_sampler curriculum curriculum_warmup "
-                  "backprop_depth backprop_warmup",
-    "optimizer": "train optimizer lr adam_lr weight_decay clip warmup cooldown",
-    "speed and memory": "micro_batch dtype compile activation_budget recompute",
-    "output": "eval_every eval_rows eval_steps save_every keep log_every wandb",
-    "planning": "dry_run gpus",
-}
+    eval_every: int = setting(1000, "updates between validations; there is also one at the start "
+                              "and one at the end", positive)
+    eval_rows: int = setting(1024, "validation rows", positive)
+    eval_recurrences: list[int] = setting((1, 2, 4, 8, 16, 32), "recurrences to validate at",
+                                          recurrences)
+    save_every: int = setting(500, "updates between checkpoints; there is also one at the end",
+                              positive)
+    keep: int = setting(2, "checkpoints to keep", positive)
+    log_every: int = setting(1, "updates between lines of the log", positive)
+    wandb: bool = setting(False, "also log to Weights & Biases", yes_or_no)
 
 
 def settings_parser():
     """Return the command line's parser, which has a flag for each field of Settings."""
     parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
-    group_of = {}
-    for title, names in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names.split():
-            group_of[name] = group
     metavars = {str: "NAME", int: "N", float: "X"}
     for item in fields(Settings):
         kind = item.metadata["kind"]
@@ -207,32 +178,30 @@ def settings_parser():
         if kind is yes_or_no:  # --key alone means true
             option["nargs"] = "?"
             option["const"] = "true"
-        group_of[item.name].add_argument(f"--{item.name}", **option)
+        parser.add_argument(f"--{item.name}", **option)
     return parser
 
 
-def read_settings(argv):
+def read_settings(argv, world=1):
     """
     Read the Settings from --config=FILE.toml (flat keys), overridden by --key=value.
 
-    A yes-or-no --key without a value is true. micro_batch is lowered to a rank's rows per update if
-    it exceeds them. Raises UserError for an invalid setting, and for settings that contradict each
-    other.
+    world: the number of ranks. micro_batch is lowered to a rank's rows per update if it exceeds
+    them. Raises UserError for an invalid setting, or an update that does not divide into draws and
+    micro-batches.
     """
     parser = settings_parser()
     config = parser.parse_known_args(argv)[0].config
-    updates_given = any(word.split("=")[0] == "--updates" for word in argv)
     if config:
         argv = read_toml(config) + argv
     settings = Settings(**vars(parser.parse_args(argv)))
-    if settings.flops_of and updates_given:
-        raise UserError(f"--updates={settings.updates}: --flops_of={settings.flops_of} decides the "
-                        "number of updates, so give one of the two")
     if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
-    world = settings.gpus if settings.dry_run else WORLD
     settings.micro_batch = min(settings.micro_batch, math.ceil(settings.batch_size / world))
-    check_consistency(settings, world)
+    if settings.batch_size % (settings.micro_batch * world * settings.draws):
+        raise UserError(f"--batch_size={settings.batch_size}: must be a multiple of the number of "
+                        f"processes ({world}) times --micro_batch={settings.micro_batch} times "
+                        f"--draws={settings.draws}")
     return settings
 
 
@@ -251,514 +220,6 @@ def read_toml(path):
     return [f"--{name}={value}" for name, value in values.items()]
 
 
-def check_consistency(settings, world):
-    """
-    Raise UserError if the run would overwrite init_from, if an update on `world` ranks does not
-    divide into draws and micro-batches, or if the width does not divide into heads.
-    """
-    init_from = settings.init_from
-    out_dir = settings.out_dir
-    if init_from and os.path.realpath(init_from) == os.path.realpath(out_dir):
-        raise UserError(f"--out_dir={out_dir}: is --init_from, which must not be overwritten. "
-                        "Choose another folder")
-    if settings.batch_size % (settings.micro_batch * world * settings.draws):
-        raise UserError(f"--batch_size={settings.batch_size}: must be a multiple of the number of "
-                        f"processes ({world}) times --micro_batch={settings.micro_batch} times "
-                        f"--draws={settings.draws}")
-    width = settings.n_embd
-    heads = settings.n_head
-    kv_heads = settings.n_kv_head
-    if width % (2 * heads) or heads % kv_heads:
-        raise UserError(f"--n_embd={width}, --n_head={heads}, --n_kv_head={kv_heads}: n_embd / "
-                        "n_head must be an even number, and n_head a multiple of n_kv_head")
-
-
-# ---------------------------------------------------------------------------------------- the run
-
-def main():
-    settings = read_settings(sys.argv[1:])
-    if settings.flops_of:
-        settings.updates = affordable_updates(settings)
-    if settings.dry_run:
-        return dry_run(settings)
-    device, store = start_processes()
-    try:
-        code = train(settings, device, store)
-        if WORLD > 1:
-            # torchrun kills the other ranks when one exits, and rank 0 may still be saving.
-            dist.barrier()
-            dist.destroy_process_group()
-    except RuntimeError as e:
-        if "gloo" in str(e) or isinstance(e, dist.DistError):
-            raise UserError(f"rank {RANK} lost contact with another rank ({e!s:.120}). The "
-                            "cause is in that rank's output")
-        raise
-    return code
-
-
-def start_processes():
-    """
-    Join the other ranks, if there are any. Returns this rank's device, and a key-value store that
-    all ranks share.
-    """
-    device = "cpu"
-    gpu = None  # the device, if it is a GPU, for NCCL
-    if find_gpu():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        gpu = torch.device(device)
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
-    if WORLD == 1:
-        return device, dist.HashStore()
-    one_node = os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD)
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and not one_node and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
-        raise UserError("--max-restarts on several nodes needs "
-                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun")
-    store = next(dist.rendezvous("env://"))[0]
-    if one_node:
-        # All attempts on one node share torchrun's store, which still holds the addresses of
-        # processes that died, so each attempt gets a key prefix of its own. Several nodes may count
-        # their restarts differently; there, each attempt needs a store of its own (see above).
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
-                            timeout=timedelta(hours=1))  # another rank may compile or save
-    return device, store
-
-
-def train(settings, device, store):
-    """Run the training. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
-    dataset = Dataset(settings.data, "train", settings.context)
-    val_sets = validation_sets(settings)
-    progress, folder = find_progress(settings, dataset)
-    model, weights = make_model(settings, dataset, folder, device)
-    # Read now, since --init_from may be gone when the first checkpoint is written.
-    tokenizer_files = read_tokenizer_files(model.folder or dataset.folders[0])
-    begin_progress(settings, model, progress)
-    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
-    if folder:
-        load_moments(optimizer, folder, progress["update"] - progress["skipped"])
-    plan(settings, model)
-    print_label_shares(dataset)
-    check_ranks(progress, model)
-    start = progress["update"]
-    if start > 0 and start == settings.updates:
-        say(f"{settings.out_dir} is already complete")
-        return 0
-    if settings.wandb and RANK == 0:
-        start_wandb(settings)
-    # No files are written before this point.
-    lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
-    with lock, fast_attention(settings, device):
-        warm_up(settings, model, dataset)
-        if start == 0:
-            if RANK == 0:
-                write_json(f"{settings.out_dir}/recipe.json", progress["recipe"])
-            log(settings, progress, validate(settings, model, val_sets))
-        catch_signals(store)
-        run_began = time.time()
-        for update in range(start, settings.updates):
-            update_began = time.time()
-            draws = draws_of(settings, update)
-            totals = add_gradients(settings, model, optimizer, dataset, update, draws, store)
-            total_norm = optimizer.reduce()
-            # The only wait for the device in an update.
-            losses, labels, stops, total_norm = torch.stack((*totals, total_norm)).tolist()
-            if stops:  # at least one rank left this update early, so it is dropped
-                if update > start:
-                    save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
-                say(f"stopped by a signal after update {update}. Run the same command to resume")
-                return 128 + signal.SIGTERM
-            lr_factor = lr_scale(settings, update)
-            norm = optimizer.step(total_norm, max(labels, 1), lr_factor)
-            count_update(settings, model, progress, draws, norm)
-            done = update + 1
-            last = done == settings.updates
-            if last or not math.isfinite(norm) or done % settings.log_every == 0:
-                loss = losses / labels if labels else math.nan
-                speed = settings.batch_size * settings.context / (time.time() - update_began)
-                pace = (time.time() - run_began) / (done - start)
-                report(settings, progress, model, loss, norm, draws, lr_factor, speed, pace)
-            if last or done % settings.eval_every == 0:
-                log(settings, progress, validate(settings, model, val_sets))
-            if last or done % settings.save_every == 0:
-                save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
-    say(f"done: {settings.out_dir}")
-    return 0
-
-
-def add_gradients(settings, model, optimizer, dataset, update, draws, store):
-    """
-    Run the forward and backward passes of an update, and add up its gradients in the optimizer.
-
-    draws: [(n, k), ...], each for an equal share of the rows. Returns three float64 scalars on the
-    device, each summed over all ranks: the losses, the number of labels, and the number of ranks
-    that left early because they were asked to stop.
-    """
-    B = settings.micro_batch
-    accumulate = settings.batch_size // (WORLD * B)
-    totals = torch.zeros(3, dtype=torch.float64, device=model.embed.weight.device)
-    losses, labels, stops = totals
-    for micro_step in range(accumulate):
-        if store.check(["stop"]):
-            stops += 1
-            break
-        index = update * accumulate + micro_step
-        batch = dataset.batch(settings.seed, index, RANK, WORLD, B)
-        steps = draws[micro_step * len(draws) // accumulate]
-        loss = run_batch(settings, model, batch, steps)
-        loss.backward()
-        optimizer.accumulate()
-        losses += loss.detach()
-        labels += int((batch[1] != IGNORE).sum())
-    if WORLD > 1:
-        dist.all_reduce(totals)
-    return losses, labels, stops
-
-
-def run_batch(settings, model, batch, steps):
-    """Return the summed loss of a loader's batch at steps = (n, k)."""
-    idx, targets, state = to_inputs(model, batch, settings.seed)
-    _, loss = model(idx, targets, steps, state, reduction="sum", recompute=settings.recompute)
-    return loss
-
-
-def to_inputs(model, batch, seed):
-    """
-    Return a loader's batch as the model's inputs, on its device: idx and targets (B, T), and s_0
-    (B, T, C), which is None for an ordinary model.
-    """
-    idx, targets, numbers = batch
-    device = model.embed.weight.device
-    state = None
-    if model.config.n_core:
-        state = model.initial_state(*idx.shape, seed, int(numbers[0]))
-    if device.type == "cuda":  # copies from pinned memory do not wait for the GPU
-        idx = idx.pin_memory()
-        targets = targets.pin_memory()
-    return idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), state
-
-
-def count_update(settings, model, progress, draws, norm):
-    """
-    Add an update to `progress`. norm: of its gradient; if that is not finite, the update was
-    skipped. Raises UserError if more than MAX_SKIPS updates in a row were skipped.
-    """
-    tokens = settings.batch_size * settings.context
-    steps = paper_steps(settings, progress["update"])
-    progress["paper_flops"] += tokens * model.flops_per_token(steps)
-    progress["update"] += 1
-    progress["tokens"] += tokens
-    progress["flops"] += tokens * sum(map(model.flops_per_token, draws)) // len(draws)
-    if math.isfinite(norm):
-        progress["skips"] = 0
-        return
-    progress["skipped"] += 1
-    progress["skips"] += 1
-    if progress["skips"] > MAX_SKIPS:
-        raise UserError(f"the last {progress['skips']} updates had no finite gradient. Lower --lr "
-                        f"(now {settings.lr}), or check the data")
-
-
-def report(settings, progress, model, loss, norm, draws, lr_factor, speed, pace):
-    """
-    Print and log an update; the n and k in the log are means over its draws. loss: per label, NaN
-    if there are no labels. norm: of the mean gradient. speed: tokens per second in this update.
-    pace: seconds per update since this process started.
-    """
-    n, k = (mean(depths) for depths in zip(*draws))
-    done = progress["update"]
-    minutes_left = pace * (settings.updates - done) / 60
-    depth = f"n {n:g} k {k:g}  " if model.config.n_core else ""
-    loss_text = "no labels" if math.isnan(loss) else f"loss {loss:.4f}"
-    say(f"update {done:5d}/{settings.updates}  {loss_text}  {depth}norm {norm:.2f}  "
-        f"{speed:,.0f} tokens/s  {minutes_left:.1f} min left at this pace")
-    log(settings, progress, {"loss": loss, "norm": norm, "n": n, "k": k,
-                             "lr": settings.lr * lr_factor, "tokens_per_s": round(speed)})
-
-
-# --------------------------------------------------------------------------------- the beginning
-
-def find_progress(settings, dataset):
-    """
-    Find where to begin. Returns `progress`, a dict that every checkpoint keeps in train.json, and
-    the folder of the newest checkpoint; for a new run, a fresh dict and None.
-
-    Raises UserError if out_dir was created with another recipe.
-    """
-    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
-    recipe["digest of the data"] = dataset.fingerprint()
-    saved = checkpoints(settings.out_dir)
-    recipe_file = Path(settings.out_dir, "recipe.json")
-    if saved:
-        folder = saved[-1]
-        progress = read_json(folder / "train.json")
-        check_settings(settings.out_dir, progress["recipe"], recipe,
-                       "To continue with other settings, use --init_from=OLD --out_dir=NEW")
-        return progress, folder
-    if recipe_file.exists():  # a log without a checkpoint; this run would overwrite it
-        check_settings(settings.out_dir, read_json(recipe_file), recipe,
-                       "Choose another --out_dir, or delete this one, which has a log but no "
-                       "checkpoint")
-    return {
-        "update": 0,
-        "skipped": 0,  # updates without a finite gradient, in the whole run
-        "skips": 0,    # those of them in a row, up to now
-        "tokens": 0,
-        "flops": 0,
-        "paper_flops": 0,
-        "log_bytes": 0,
-        "recipe": recipe,
-    }, None
-
-
-def begin_progress(settings, model, progress):
-    """
-    For a new run, record its past in `progress`: the tokens and FLOPs since surgery that went into
-    init_from, and, for the model card of an export, the surgery and the stages of training, of
-    which this run is the last.
-    """
-    if progress["update"]:
-        return
-    earlier = read_run(model.folder) if model.folder else {}
-    progress |= carried_over(earlier, model.config)
-    progress["surgery"] = earlier.get("surgery")
-    if model.folder and Path(model.folder, "surgery.json").exists():
-        progress["surgery"] = read_json(f"{model.folder}/surgery.json")
-    stage = {
-        "data": [Path(part.partition(":")[0]).name for part in settings.data.split(",")],
-        "updates": settings.updates,
-        "mean_recurrence": settings.mean_recurrence,
-    }
-    progress["stages"] = [*earlier.get("stages", []), stage]
-
-
-def read_run(folder):
-    """Return the train.json of a checkpoint, or {} if it does not come from training."""
-    path = Path(folder, "train.json")
-    return read_json(path) if path.exists() else {}
-
-
-def carried_over(earlier, config):
-    """
-    Return the totals {"tokens": ..., "flops": ..., "paper_flops": ...} with which a run of this
-    Config begins. earlier: the train.json of what it starts from. Totals count from surgery on, so
-    an ordinary model that was pretrained here from random weights begins at zero, which is {}.
-    """
-    if earlier and (config.n_core or earlier["config"]["init_from"]):
-        return {key: earlier[key] for key in ("tokens", "flops", "paper_flops")}
-    return {}
-
-
-def run_config(settings, folder=None):
-    """
-    Build the Config of a run: from its own checkpoint `folder`, or else from init_from, or else
-    from the settings and the data's vocabulary. mean_recurrence and backprop_depth always come from
-    the settings, and the context is the longer of the two.
-    """
-    folder = folder or settings.init_from
-    if folder:
-        config = parent_config(settings, folder)
-        if settings.context > config.context:
-            say(f"warning: --context={settings.context} is beyond the {config.context} tokens that "
-                f"{folder} was made for; the model has to learn the later positions")
-    else:
-        meta = Dataset(settings.data, "val", settings.context).sources[0][0].meta
-        config = Config(
-            vocab_size=meta["vocab_size"],
-            n_embd=settings.n_embd,
-            n_head=settings.n_head,
-            n_kv_head=settings.n_kv_head,
-            n_ffn=settings.n_ffn,
-            n_prelude=settings.n_prelude,
-            n_core=settings.n_core,
-            n_coda=settings.n_coda,
-            eos_token_id=meta["eos_id"],
-        )
-    random_weights = settings.reinit or not folder
-    return replace(
-        config,
-        embed_scale=settings.embed_scale if random_weights else config.embed_scale,
-        mean_recurrence=settings.mean_recurrence,
-        backprop_depth=settings.backprop_depth or settings.mean_recurrence,
-        context=max(config.context, settings.context),
-    )
-
-
-def parent_config(settings, folder):
-    """
-    Return the Config of a checkpoint or run.
-
-    In a dry run the folder need not exist yet. The Config is then guessed: from a name that begins
-    with a preset's, from the name of a known parent, or from another file beside --config whose
-    out_dir it is.
-    """
-    if not settings.dry_run or Path(folder).exists():
-        return load_config(find_checkpoint(folder))
-    name = Path(folder).name
-    for preset, (parent, sizes) in presets().items():
-        if name == preset or name.startswith(f"{preset}-"):
-            size = 2 * RecurrentLM.empty(parent).num_params()["total"] / 1e9
-            say(f"--init_from={folder}: is not there yet; assuming --preset {preset}, whose parent "
-                f"is a {size:.1f} GB download in bfloat16")
-            return retrofitted(parent, sizes)
-        parent_name = preset.rsplit("-", 3)[0]  # "tinyllama-4-8-4" -> "tinyllama"
-        if name in (parent_name, f"{parent_name}-untied"):
-            say(f"--init_from={folder}: is not there yet; assuming all layers of {parent_name}")
-            return replace(parent, tie_embeddings=name == parent_name and parent.tie_embeddings)
-    if settings.config:
-        for path in sorted(Path(settings.config).parent.glob("*.toml")):
-            values = tomllib.loads(path.read_text())
-            if values.get("out_dir") == folder and values.get("init_from"):
-                # The run of this file will make the folder, from its own init_from.
-                return parent_config(settings, values["init_from"])
-    return load_config(find_checkpoint(folder))  # raises UserError, which says what is missing
-
-
-def make_model(settings, dataset, folder, device):
-    """
-    Make the model of a run, on the device and in settings.dtype: from its own checkpoint `folder`,
-    or else from init_from, or else with random weights. Checks that its tokenizer is the data's.
-
-    Returns the model, and its exact weights as {name: tensor} on the CPU. Those of a checkpoint are
-    memory-mapped.
-    """
-    config = run_config(settings, folder)
-    if not settings.reinit:
-        folder = folder or settings.init_from
-    if folder:
-        model, weights = RecurrentLM.open_mapped(find_checkpoint(folder), config)
-    else:
-        model = RecurrentLM(config)
-        model.init_weights(settings.seed)
-        weights = {name: p.data for name, p in model.named_parameters()}
-    model.to(device, getattr(torch, settings.dtype))
-    say(f"data: {settings.data}, {dataset.num_rows:,} rows; {settings.dtype} on {device}; "
-        f"from {folder or 'random weights'}")
-    check_tokenizer(config, model.folder or dataset.folders[0], *dataset.folders)
-    choose_trained(settings, model)
-    return model, weights
-
-
-def print_label_shares(dataset):
-    """For a mixture, print how much each data set contributes to the loss."""
-    if len(dataset.folders) < 2:
-        return
-    shares = [f"{share:.0%} {folder}" for folder, share in dataset.label_shares().items()]
-    say(f"share of the labels, and so of the loss: {', '.join(shares)}. (The weights in --data "
-        "count rows.)")
-
-
-def choose_trained(settings, model):
-    """
-    Turn off the gradients of all parameters that --train does not name. Raises UserError if one of
-    its words matches no parameter.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    words = settings.train.split("|") if settings.train else []
-    for word in words:
-        if not word or not any(word in name for name in names):
-            raise UserError(f"--train={settings.train}: {word!r} matches none of the parameter "
-                            f"names, which look like {names[-2]}")
-    for name, p in model.named_parameters():
-        p.requires_grad = not words or any(word in name for word in words)
-
-
-def make_optimizer(settings, model, rank, world, weights=None):
-    """Return the Optimizer of the parameters that are trained."""
-    return Optimizer(
-        ((name, p) for name, p in model.named_parameters() if p.requires_grad),
-        lr=settings.lr,
-        adam_lr=settings.adam_lr,
-        weight_decay=settings.weight_decay,
-        clip=settings.clip or math.inf,
-        rule=settings.optimizer,
-        weights=weights,
-        stacked={} if model.config.n_core else stacked_rows(model),
-        rank=rank,
-        world=world,
-    )
-
-
-def load_moments(optimizer, folder, updates):
-    """
-    Load the optimizer's moments from the run's checkpoint `folder`, for which the optimizer made
-    `updates` updates. Raises UserError if they are corrupt.
-    """
-    path = folder / "optimizer.safetensors"
-    try:
-        optimizer.load(load_file(path), updates)  # memory-mapped: a rank reads only what it owns
-    except (SafetensorError, KeyError) as e:
-        raise UserError(f"{path}: corrupt ({e!r:.80}). If you delete this checkpoint, the run "
-                        "resumes from an older one")
-
-
-def check_ranks(progress, model):
-    """Raise UserError if ranks differ in settings, data, weights or progress."""
-    if WORLD == 1:
-        return
-    checksum = sum(p.detach().view(torch.int16).sum() for p in model.parameters()).item()
-    mine = {**progress["recipe"], "update": progress["update"], "weights": f"{checksum:x}"}
-    starts = [None] * WORLD
-    dist.all_gather_object(starts, mine)
-    for key, value in starts[0].items():
-        if mine[key] != value:
-            raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}. All "
-                            "ranks need the same settings and the same files")
-
-
-def fast_attention(settings, device):
-    """
-    Return a context in which attention is fast. On a CPU and for short rows, the backward pass of
-    SDPA's fused kernel takes twice as long as that of the plain one, so those use the plain one.
-    """
-    if device == "cpu" and settings.context <= 128:
-        return sdpa_kernel(SDPBackend.MATH)
-    return contextlib.nullcontext()
-
-
-def catch_signals(store):
-    """
-    Make SIGTERM, Ctrl-C and a closed terminal set the key "stop" in the store, at which all ranks
-    stop.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda *_: store.set("stop", ""))
-
-
-def warm_up(settings, model, dataset):
-    """
-    Compile the model, and run one forward and backward pass at the run's largest k. Compiling, and
-    running out of memory, thus happen now, and not hours later when the curriculum has risen.
-    Prints the peak memory of a GPU. The gradients are discarded.
-    """
-    say("warm-up: one pass at the full depth")
-    if settings.compile:
-        functorch_config.activation_memory_budget = settings.activation_budget
-        try:
-            model.compile_parts()
-            say(f"warm-up: {COMPILING}")
-        except UserError as e:
-            say(f"warning: {e}. Continuing without torch.compile")
-    began = time.time()
-    batch = dataset.batch(0, 0, 0, 1, settings.micro_batch)
-    k = largest_depth(settings)
-    try:
-        loss = run_batch(settings, model, batch, (1, k))
-        say(f"warm-up: {time.time() - began:.0f} s for the forward pass; now the backward pass")
-        loss.backward()
-    except torch.OutOfMemoryError:
-        raise UserError(f"out of memory with --micro_batch={len(batch[0])} at k = {k}. Lower "
-                        "--micro_batch or --context, or try --activation_budget=0.5, then "
-                        "--recompute")
-    say(f"warm-up: {time.time() - began:.0f} s in all")
-    model.zero_grad()
-    if model.embed.weight.is_cuda:
-        peak = torch.cuda.max_memory_allocated()
-        say(f"warm-up: peak memory {peak / 1e9:.2f} GB")
-
-
 # ------------------------------------------------------------ schedules: functions of the update
 
 def num_updates(settings, share):
@@ -767,15 +228,12 @@ def num_updates(settings, share):
 
 
 def scheduled_mean(settings, update):
-    """
-    Return the sampler's mean at an update, which rises from 1 to R. (Except with a fixed r, the
-    sampler adds 1 to it; see draw_steps().)
-    """
+    """Return the mean that the sampler is given at an update, which rises from 1 to R."""
     R = settings.mean_recurrence
     warmup = num_updates(settings, settings.curriculum_warmup)
     if update >= warmup:
         return R
-    rise, _ = CURRICULA[settings.curriculum]
+    rise = CURRICULA[settings.curriculum]
     return max(1, math.ceil(R * rise(update / warmup)))
 
 
@@ -848,385 +306,192 @@ def lr_scale(settings, update):
     return 0.001 + 0.999 * scale
 
 
-# ------------------------------------------------------------------------------------- the budget
+# ----------------------------------------------------------------------------------- the training
 
-def paper_steps(settings, update):
+def train(settings, device):
+    """Run the training. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
+    # ---- The beginning, which is the newest checkpoint if there is one.
+    saved = checkpoints(settings.out_dir)
+    resumed = saved[-1] if saved else None
+    model, weights = make_model(settings, resumed, device)
+    train_set = Dataset(settings.data, "train", settings.context)
+    val_set = Dataset(settings.data, "val", settings.context)
+    # Read now, since --init_from may be gone when the first checkpoint is written.
+    tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
+    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
+    progress = {
+        "update": 0,
+        "skipped": 0,  # updates without a finite gradient
+        "tokens": 0,
+        "flops": 0,
+        "log_bytes": 0,
+    }
+    if resumed:
+        progress = read_json(resumed / "train.json")
+        load_moments(optimizer, resumed, progress["update"] - progress["skipped"])
+    elif model.folder:
+        progress |= spent_before(model.folder)
+    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
+    recipe["digest of the data"] = train_set.fingerprint()
+    check_recipe(settings, recipe)
+    check_ranks(recipe, model, progress)
+    say(f"data: {settings.data}, {train_set.num_rows:,} rows; {settings.dtype} on {device}; "
+        f"from {model.folder or 'random weights'}")
+    describe_run(settings, model)
+    start = progress["update"]
+    if start > 0 and start == settings.updates:
+        say(f"{settings.out_dir} is already complete")
+        return 0
+
+    # ---- No files are written before this point.
+    lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
+    with lock, fast_attention(settings, device):
+        warm_up(settings, model, train_set)
+        if start == 0:
+            if RANK == 0:
+                write_json(f"{settings.out_dir}/recipe.json", recipe)
+            log(settings, progress, validate(settings, model, val_set))
+        signals = catch_signals()
+        skips = 0  # updates in a row without a finite gradient
+        B = settings.micro_batch
+        num_micro_batches = settings.batch_size // (B * WORLD)  # of each rank in an update
+        tokens = settings.batch_size * settings.context         # of all ranks in an update
+        run_began = time.time()
+        for update in range(start, settings.updates):
+            update_began = time.time()
+
+            # ---- Gradients: each micro-batch runs n recurrences without and k with gradient.
+            draws = draws_of(settings, update)
+            totals = torch.zeros(3, dtype=torch.float64, device=device)
+            losses, labels, stops = totals
+            for i in range(num_micro_batches):
+                if signals:
+                    stops += 1
+                    break
+                number = update * num_micro_batches + i
+                batch = train_set.batch(settings.seed, number, RANK, WORLD, B)
+                idx, targets, state = to_inputs(model, batch, settings.seed)
+                n, k = draws[i * len(draws) // num_micro_batches]
+                _, loss = model(idx, targets, (n, k), state, "sum", settings.recompute)
+                loss.backward()
+                optimizer.accumulate()
+                losses += loss.detach()
+                labels += count_labels(batch)
+            if WORLD > 1:
+                dist.all_reduce(totals)
+            total_norm = optimizer.reduce()
+            # The only wait for the device in an update.
+            losses, labels, stops, total_norm = torch.stack((*totals, total_norm)).tolist()
+            if stops:  # at least one rank left this update early, so it is dropped
+                if update > start:
+                    save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
+                say(f"stopped by a signal after update {update}. Run the same command to resume")
+                return 128 + signal.SIGTERM
+
+            # ---- The step.
+            lr_factor = lr_scale(settings, update)
+            norm = optimizer.step(total_norm, max(labels, 1), lr_factor)
+            skips = 0 if math.isfinite(norm) else skips + 1
+            if skips > MAX_SKIPS:
+                raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "
+                                f"{settings.lr}), or check the data")
+            done = update + 1
+            progress["update"] = done
+            progress["skipped"] += skips > 0
+            progress["tokens"] += tokens
+            progress["flops"] += update_flops(settings, model, optimizer, draws)
+
+            # ---- The log, validation and checkpoints.
+            last = done == settings.updates
+            if last or skips or done % settings.log_every == 0:
+                loss = losses / labels if labels else math.nan
+                n, k = (mean(depths) for depths in zip(*draws))
+                now = time.time()
+                minutes_left = (now - run_began) / (done - start) * (settings.updates - done) / 60
+                tokens_per_s = round(tokens / (now - update_began))
+                say(f"update {done:5d}/{settings.updates}  "
+                    + (f"loss {loss:.4f}  " if labels else "no labels  ")
+                    + (f"n {n:g} k {k:g}  " if model.config.n_core else "")
+                    + f"norm {norm:.2f}  {tokens_per_s:,} tokens/s  "
+                    f"{minutes_left:.1f} min left at this pace")
+                log(settings, progress, {"loss": loss, "norm": norm, "n": n, "k": k,
+                                         "lr": settings.lr * lr_factor,
+                                         "tokens_per_s": tokens_per_s})
+            if last or done % settings.eval_every == 0:
+                log(settings, progress, validate(settings, model, val_set))
+            if last or done % settings.save_every == 0:
+                save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
+    say(f"done: {settings.out_dir}")
+    return 0
+
+
+def to_inputs(model, batch, seed):
     """
-    Return (n, k) of an update as the paper's figures count it: r is the scheduled mean, without the
-    1 that the sampler adds. It rises where the curriculum's inverse says, rounded as in the paper's
-    code, which is at most one update away from where scheduled_mean() rises.
+    Return a batch of a Dataset as the model's inputs, on its device: idx and targets (B, T), and
+    s_0 (B, T, C), which is None for an ordinary model.
     """
-    R = settings.mean_recurrence
-    W = int(settings.curriculum_warmup * settings.updates)
-    _, inverse = CURRICULA[settings.curriculum]
-    edges = [int(inverse(r / R) * W) for r in range(1, R)]
-    r = 1 + bisect.bisect_right(edges, update)
-    k = min(r, scheduled_depth(settings, update))
-    return r - k, k
+    idx, targets, numbers = batch
+    device = model.embed.weight.device
+    state = None
+    if model.config.n_core:
+        state = model.initial_state(*idx.shape, seed, int(numbers[0]))
+    if device.type == "cuda":  # copies from pinned memory do not wait for the GPU
+        idx = idx.pin_memory()
+        targets = targets.pin_memory()
+    return idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), state
 
 
-def paper_flops(settings, model, updates):
-    """Return the training FLOPs of `updates` updates as the paper's figures count them."""
-    flops_per_token = functools.cache(model.flops_per_token)
-    flops = sum(flops_per_token(paper_steps(settings, update)) for update in range(updates))
-    return flops * settings.batch_size * settings.context
+def count_labels(batch):
+    """Return how many targets of a batch carry loss. The batch is on the CPU, so nothing waits."""
+    _, targets, _ = batch
+    return int((targets != IGNORE).sum())
 
 
-class BudgetEffect(NamedTuple):
-    """What --activation_budget does to a compiled part of the model."""
-    kept: float       # bytes that it keeps, as a fraction of those at a budget of 1
-    products: float   # fraction of the forward pass's matrix products that the backward repeats
-    attention: float  # the same for attention
-
-
-# The largest values that `runs/activations.py count` finds for models of 6 and 8 layers
-# (runs/README.md).
-BUDGETS = {
-    0.3: BudgetEffect(0.34, 0.36, 1),
-    0.5: BudgetEffect(0.55, 0.07, 1),
-    0.7: BudgetEffect(0.63, 0, 1),
-    1.0: BudgetEffect(1, 0, 0),
-}
-
-
-def budget_effect(settings):
-    """
-    Return the BudgetEffect of a run's --activation_budget, rounded up to the next one in BUDGETS.
-    """
-    if not settings.compile:
-        return BUDGETS[1.0]
-    return BUDGETS[min(budget for budget in BUDGETS if budget >= settings.activation_budget)]
-
-
-def executed_flops(settings, model, steps):
-    """
-    Return the FLOPs per token that a micro-batch at steps = (n, k) executes in matrix products and
-    attention. The paper's rule leaves out attention, the head, the adapter and what is computed
-    twice.
-    """
-    n, k = steps
-    c = model.config
-    effect = budget_effect(settings)
-    size = model.num_params()
-    trained = model.num_params(trained=True)
-    # A layer has two products over all pairs of tokens: 4 T FLOPs per channel, of which a causal
-    # kernel computes half.
-    attention = 2 * settings.context * c.n_head * c.head_dim
-
-    def forward(layers, *parts):
-        return 2 * sum(size[part] for part in parts) + layers * attention
-
-    def backward(layers, *parts):  # towards inputs and weights; attention computes its scores again
-        weights = 2 * sum(trained[part] for part in parts)
-        repeated = effect.products * forward(0, *parts) + effect.attention * layers * attention
-        return forward(0, *parts) + weights + 2.5 * layers * attention + repeated
-
-    head = 2 * model.head.weight.numel()
-    loop = forward(c.n_core, "core", "adapter")
-    flops = forward(c.n_prelude, "prelude") + (n + k) * loop + forward(c.n_coda, "coda")
-    flops += 2 * head  # the backward pass computes the logits again
-    # The backward pass reaches a part if that part, or one before it, is trained.
-    reached = model.embed.weight.requires_grad or trained["prelude"]
-    if reached:
-        flops += backward(c.n_prelude, "prelude")
-    reached = reached or trained["core"] or trained["adapter"]
-    if reached:
-        flops += k * backward(c.n_core, "core", "adapter")
-        if settings.recompute:
-            flops += k * loop
-    reached = reached or trained["coda"] or trained["norm_f"]
-    if reached:
-        flops += backward(c.n_coda, "coda") + head
-    if model.head.weight.requires_grad:
-        flops += head
-    return flops
-
-
-def drawn_flops(settings, flops_per_token):
-    """
-    Add up, over the updates of a run, the mean FLOPs per token of their draws. flops_per_token: a
-    function of (n, k).
-    """
-    flops = 0
-    for update in range(settings.updates):
-        flops += sum(map(flops_per_token, draws_of(settings, update))) / settings.draws
-    return flops
-
-
-def run_flops(settings, model):
-    """Return the FLOPs that the whole run executes, with its own draws of r, without validation."""
-    flops_per_token = functools.cache(lambda steps: executed_flops(settings, model, steps))
-    flops = drawn_flops(settings, flops_per_token)
-    return flops * settings.batch_size * settings.context
-
-
-def affordable_updates(settings):
-    """
-    Return the number of updates, rounded to the nearest, after which this run has spent as many
-    FLOPs as the run --flops_of. Both count what earlier runs have spent since surgery.
-
-    Raises UserError if that run has counted no FLOPs, or too few for one update.
-    """
-    other = read_run(find_checkpoint(settings.flops_of))
-    if not other.get("flops"):
-        raise UserError(f"--flops_of={settings.flops_of}: has no train.json that counts FLOPs. "
-                        "Name a run of train.py")
-    if os.path.realpath(settings.flops_of) == os.path.realpath(settings.out_dir):
-        raise UserError(f"--flops_of={settings.flops_of}: is --out_dir. Name another run")
-    config = run_config(settings)
-    model = RecurrentLM.empty(config)
-    choose_trained(settings, model)
-    budget = other["flops"]
-    if settings.init_from and not settings.reinit:
-        earlier = read_run(find_checkpoint(settings.init_from))
-        budget -= carried_over(earlier, config).get("flops", 0)
+def update_flops(settings, model, optimizer, draws):
+    """Return the FLOPs of an update with these draws, on all ranks, Newton-Schulz included."""
+    per_token = [
+        model.flops_per_token(steps, settings.context, training=True, recompute=settings.recompute)
+        for steps in draws
+    ]
     tokens = settings.batch_size * settings.context
-    flops_per_token = functools.cache(model.flops_per_token)
-
-    def cost(updates):
-        if not config.n_core:  # all updates of an ordinary model cost the same
-            return updates * tokens * flops_per_token()
-        trial = replace(settings, updates=updates)  # the curriculum depends on their number
-        return drawn_flops(trial, flops_per_token) * tokens
-
-    if budget < cost(1):
-        raise UserError(f"--flops_of={settings.flops_of}: leaves {budget:.4g} FLOPs for this run, "
-                        f"but one update takes {cost(1):.4g}")
-    updates = nearest_count(cost, budget)
-    say(f"--flops_of={settings.flops_of}: {other['flops']:.4g} FLOPs since surgery, of which "
-        f"{budget:.4g} are left for this run, so it makes {updates:,} updates")
-    return updates
-
-
-def nearest_count(cost, budget):
-    """
-    Return the number of updates whose cost is nearest to `budget`. cost: a function of the number
-    that rises with it; one update must not cost more than the budget.
-    """
-    too_many = 1
-    while cost(too_many) <= budget:
-        too_many *= 2
-    most = bisect.bisect(range(too_many), budget, key=cost) - 1  # the most within the budget
-    return min(most, most + 1, key=lambda count: abs(cost(count) - budget))
-
-
-# {GPU: (FLOP/s that we expect in bfloat16, memory in GB)}. The speeds are not measured; they are
-# 61, 61 and 43% of the peak.
-GPUS = {"RTX 4090": (1.0e14, 24), "A100": (1.9e14, 80), "H100": (4.2e14, 80)}
-
-
-def plan(settings, model):
-    """Print the run's shape, budget and schedules. Returns its FLOPs as the paper counts them."""
-    c = model.config
-    updates = settings.updates
-    rows = updates * settings.batch_size
-    parts = ", ".join(f"{part} {n:,}" for part, n in model.num_params().items() if n)
-    say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; parameters: "
-        f"{parts}, trained {model.num_params(trained=True)['total']:,}")
-    flops = paper_flops(settings, model, updates)
-    say(f"budget: {updates:,} updates of {settings.batch_size:,} rows, "
-        f"{rows * settings.context:.4g} tokens, {flops:.4g} training FLOPs as the paper counts "
-        "them")
-    if c.n_core:
-        extra = 0 if settings.recurrence_sampler == "fixed" else 1  # see draw_steps()
-        highest = settings.mean_recurrence + extra
-        warmup = num_updates(settings, settings.curriculum_warmup)
-        rise = f"{1 + extra} to {highest} over {warmup:,} updates"
-        if settings.curriculum == "none":
-            rise = f"{highest} throughout"
-        if extra:
-            rise += " (the sampler adds 1 to --mean_recurrence)"
-        say(f"mean of r: {rise}; gradients through at most the last "
-            f"{largest_depth(settings)}")
-    say(f"learning rate: {settings.lr:g} ({settings.optimizer}), linear warm-up over "
-        f"{num_updates(settings, settings.warmup):,} updates, cosine cooldown over the last "
-        f"{num_updates(settings, settings.cooldown):,}")
-    return flops
-
-
-def dry_run(settings):
-    """
-    Print what a run would cost. This needs no weights, and no data unless the vocabulary has to
-    come from it (random weights without init_from). The init_from of a preset or a known parent
-    need not exist.
-    """
-    c = run_config(settings)
-    model = RecurrentLM.empty(c).to(getattr(torch, settings.dtype))
-    choose_trained(settings, model)
-    flops = plan(settings, model)
-    executed = run_flops(settings, model)
-    say(f"executed: {executed / max(flops, 1):.2f} times as many FLOPs, because the paper "
-        "counts the scheduled r instead of the draws, and leaves out attention, the head, the "
-        "adapter and what is computed twice")
-    plan_data(settings)
-    alone = make_optimizer(settings, model, 0, 1)
-    gathered = sum(t.nbytes for t in [*alone.masters.values(), *alone.moments.values()])
-    say(f"checkpoints: rank 0 gathers {gathered / 1e9:.1f} GB of masters and moments in host "
-        "memory")
-    held = max(memory_held(settings, model, rank) for rank in range(settings.gpus)) / 1e9
-    kept = activation_bytes(settings, model) / 1e9
-    memory = held + kept
-    for name, (speed, size) in GPUS.items():
-        seconds = executed / (settings.gpus * speed)
-        fits = f"{size} GB each"
-        if memory > size - 2:  # 2 GB for the CUDA context and fragmentation
-            fits = f"DOES NOT FIT into {size} GB"
-        say(f"time: {duration(seconds)} on {settings.gpus} {name}, {fits} (an estimate)")
-    say(f"memory: about {memory:.1f} GB on each of {settings.gpus} GPUs: {held:.1f} for "
-        f"weights, gradients and optimizer, {kept:.1f} for the activations of "
-        f"--micro_batch={settings.micro_batch} if compiled")
-
-
-def duration(seconds):
-    """Return a number of seconds as text: 1000 -> "about 17 minutes"."""
-    if seconds < 60:
-        return "less than a minute"
-    if seconds < 3600:
-        return f"about {seconds / 60:,.0f} minutes"
-    return f"about {seconds / 3600:,.1f} hours"
-
-
-def plan_data(settings):
-    """
-    Print how much data a run reads. Says so if the data is not there, and warns if the run passes
-    over it ten times or more.
-    """
-    rows = settings.updates * settings.batch_size
-    size = 2 * rows * settings.context / 1e9  # most vocabularies fit into 2 bytes
-    say(f"data: {rows:,} rows of {settings.context} tokens, {size:.2g} GB of ids (twice that if "
-        "the vocabulary exceeds 65,536)")
-    try:
-        available = Dataset(settings.data, "train", settings.context).num_rows
-        validation_sets(settings)
-    except UserError as e:
-        say(f"data: not ready: {e}")
-        return
-    epochs = rows / available
-    say(f"data: {epochs:.3g} epochs of {settings.data}")
-    if epochs >= 10:
-        say("warning: from about ten epochs on, a model memorizes rows. Use fewer --updates, or "
-            "more data")
-
-
-def activation_bytes(settings, model):
-    """
-    Return the bytes of activations that a compiled forward pass of a micro-batch keeps for the
-    backward pass.
-    """
-    c = model.config
-    # Bytes per layer and token, counted on small models in bfloat16.
-    layer = 14 * c.n_embd + 6 * (c.n_ffn + (c.n_head + c.n_kv_head) * c.head_dim)
-    if settings.dtype == "float32":
-        layer *= 2
-    prelude = c.n_prelude * any(p.requires_grad for p in model.prelude.parameters())
-    loops = 1 if settings.recompute else largest_depth(settings)
-    layers = prelude + c.n_core * loops + c.n_coda
-    return settings.micro_batch * settings.context * layer * budget_effect(settings).kept * layers
-
-
-def memory_held(settings, model, rank):
-    """
-    Return the bytes that a rank of --gpus keeps: weights, gradients, their float32 sums, masters
-    and moments.
-    """
-    optimizer = make_optimizer(settings, model, rank, settings.gpus)
-    kept = [*model.parameters(), *optimizer.moments.values()]
-    if settings.dtype != "float32":  # otherwise the weights are their own masters
-        kept += optimizer.masters.values()
-    gradients = optimizer.sums.numel() * model.embed.weight.element_size()
-    return sum(t.nbytes for t in kept) + optimizer.sums.nbytes + gradients
-
-
-# ------------------------------------------------------------------------- validation and the log
-
-def validation_sets(settings):
-    """
-    Return [(Dataset, number of rows), ...]: --eval_rows, divided among the folders of --data by
-    their weights. A folder with fewer validation rows gives all that it has.
-    """
-    mixture = Dataset(settings.data, "val", settings.context)
-    total = sum(weight for _, weight in mixture.sources)
-    sets = []
-    for folder, (_, weight) in zip(mixture.folders, mixture.sources):
-        alone = Dataset(folder, "val", settings.context)
-        rows = math.ceil(settings.eval_rows * weight / total)
-        sets.append((alone, min(rows, alone.num_rows)))
-    return sets
+    return tokens * sum(per_token) // len(draws) + optimizer.flops()
 
 
 @torch.no_grad()
-def score_rows(settings, model, dataset, rows, steps):
+def validate(settings, model, val_set):
     """
-    Score the first `rows` rows of a Dataset, in its shuffled order, at each r of `steps`.
-
-    Returns a tensor (3, len(steps)) float64, summed over all ranks: the losses, the number of
-    labels that the model finds most likely, and the number of labels.
+    Validate on the first --eval_rows rows, or on all if there are fewer. Returns an entry for the
+    log: "val" {r: mean loss of a label} and "accuracy" {r: fraction of the labels that the model
+    finds most likely}, for each r of --eval_recurrences.
     """
+    steps = settings.eval_recurrences if model.config.n_core else [0]
+    rows = min(settings.eval_rows, val_set.num_rows)
     B = settings.micro_batch
     rope = model.rope(settings.context)
     totals = torch.zeros(3, len(steps), dtype=torch.float64, device=rope[0].device)
     losses, right, labels = totals
     for i in range(math.ceil(rows / (B * WORLD))):
-        batch = dataset.batch(0, i, RANK, WORLD, B)
+        batch = val_set.batch(0, i, RANK, WORLD, B)
         _, targets, numbers = batch
         targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
+        labels += count_labels(batch)
         idx, targets, state = to_inputs(model, batch, 0)
-        targets = targets.flatten()
-        labels += (targets != IGNORE).sum()
         for j, (_, s) in enumerate(model.trajectory(idx, steps, state, rope)):
-            x = model.run_coda(s, rope).flatten(0, 1)
-            loss, hit = model.token_scores(x, targets)
+            x = model.run_coda(s, rope)
+            loss, hit = model.token_scores(x.flatten(0, 1), targets.flatten())
             losses[j] += loss.double().sum()
             right[j] += hit.sum()
     if WORLD > 1:
         dist.all_reduce(totals)
-    return totals
-
-
-def validate(settings, model, val_sets):
-    """
-    Validate on all sets. val_sets: what validation_sets() returns.
-
-    Returns an entry for the log: "val" {r: mean loss} and "accuracy" {r: fraction of the labels
-    that the model finds most likely}, for each r of eval_steps. With several data sets there is
-    also "val_by_source", with the losses, rows and labels of each.
-    """
-    steps = settings.eval_steps if model.config.n_core else [0]
-
-    def by_r(sums, labels):
-        return dict(zip(steps, (sums / labels).tolist()))
-
-    overall = 0
-    sources = {}
-    for dataset, rows in val_sets:
-        totals = score_rows(settings, model, dataset, rows, steps)
-        losses, _, labels = totals
-        count = labels[0].long().item()
-        name = dataset.folders[0]
-        if not count:
-            raise UserError(f"{name}: none of the {rows} validation rows has a label, so there is "
-                            "no loss to measure. Raise --eval_rows, or create the data set again")
-        sources[name] = {"val": by_r(losses, labels), "rows": rows, "labels": count}
-        say(f"validation on {rows:,} rows of {name}, {count:,} labels: loss "
-            + ", ".join(f"{x:.4f} at r = {r}" for r, x in sources[name]["val"].items()))
-        overall = overall + totals
-    losses, right, labels = overall
-    entry = {"val": by_r(losses, labels), "accuracy": by_r(right, labels)}
-    if len(val_sets) > 1:
-        entry["val_by_source"] = sources
-    return entry
-
-
-def start_wandb(settings):
-    """Start logging to Weights & Biases. Raises UserError if that fails."""
-    try:
-        import wandb
-        wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings))
-    except ImportError:
-        raise UserError("--wandb: needs `pip install wandb`")
-    except Exception as e:  # no key, no network
-        reason = " ".join(str(e).split())  # in one line
-        raise UserError(f"--wandb: {reason:.300}. Run `wandb login`, or leave out --wandb")
+    count = labels[0].long().item()
+    if not count:
+        raise UserError(f"{settings.data}: none of the {rows} validation rows has a label, so there "
+                        "is no loss to measure. Raise --eval_rows, or create the data set again")
+    val = dict(zip(steps, (losses / labels).tolist()))
+    accuracy = dict(zip(steps, (right / labels).tolist()))
+    say(f"validation on {rows:,} rows, {count:,} labels: loss "
+        + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
+    return {"val": val, "accuracy": accuracy}
 
 
 def log(settings, progress, entry):
@@ -1236,18 +501,17 @@ def log(settings, progress, entry):
     """
     if RANK > 0:
         return
-    entry |= {key: progress[key] for key in ("update", "tokens", "flops", "paper_flops")}
-    entry = nan_to_null(entry)
+    entry = nan_to_null(entry | {key: progress[key] for key in ("update", "tokens", "flops")})
     with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
         size = min(f.tell(), progress["log_bytes"])
         f.truncate(size)
         progress["log_bytes"] = size + f.write(json.dumps(entry).encode() + b"\n")
     if settings.wandb:
         import wandb
+        if not wandb.run:
+            wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings))
         wandb.log(entry, step=entry["update"])
 
-
-# ----------------------------------------------------------------------------------- checkpoints
 
 def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress):
     """
@@ -1268,6 +532,279 @@ def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progre
         write_json(folder / "train.json", progress | {"config": vars(settings)})
     for path in checkpoints(settings.out_dir)[:-settings.keep]:
         shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
+
+
+def catch_signals():
+    """
+    Return a list to which SIGTERM, Ctrl-C and a closed terminal add their number, instead of ending
+    the process. All ranks stop at the end of the update in which one of them received a signal; a
+    rank that did leaves out the rest of the update.
+    """
+    received = []
+
+    def receive(number, frame):
+        if RANK == 0 and not received:
+            # Not print(), which this signal may have interrupted.
+            os.write(2, b"stopping: this update is dropped, and the last one is saved\n")
+        received.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, receive)
+    return received
+
+
+# ---------------------------------------------------------------------------------- how it begins
+
+def make_config(settings, source=None):
+    """
+    Return the Config of a run. source: the Config of the checkpoint that it starts from, or None
+    for random weights, whose Config follows from the settings and the data's vocabulary.
+    """
+    random_weights = settings.reinit or not source
+    if not source:
+        folder, _ = read_mixture(settings.data)[0]
+        meta = read_json(f"{folder}/meta.json")
+        source = Config(
+            vocab_size=meta["vocab_size"],
+            n_embd=settings.n_embd,
+            n_head=settings.n_head,
+            n_kv_head=settings.n_kv_head,
+            n_ffn=settings.n_ffn,
+            n_prelude=settings.n_prelude,
+            n_core=settings.n_core,
+            n_coda=settings.n_coda,
+            eos_token_id=meta["eos_id"],
+        )
+    return replace(
+        source,
+        embed_scale=settings.embed_scale if random_weights else source.embed_scale,
+        mean_recurrence=settings.mean_recurrence,
+        backprop_depth=settings.backprop_depth or settings.mean_recurrence,
+        context=max(source.context, settings.context),
+    )
+
+
+def make_model(settings, resumed, device):
+    """
+    Make the model of a run, on the device and in settings.dtype: from its own checkpoint `resumed`,
+    or else from init_from, or else with random weights. Checks that its tokenizer is the data's.
+
+    Returns the model, and its exact weights as {name: tensor} on the CPU. Those of a checkpoint are
+    memory-mapped.
+    """
+    source = None
+    folder = resumed or settings.init_from
+    if folder:
+        folder = find_checkpoint(folder)
+        source = load_config(folder)
+        if settings.context > source.context:
+            say(f"warning: --context={settings.context} is beyond the {source.context} tokens that "
+                f"{folder} was made for; the model has to learn the later positions")
+    config = make_config(settings, source)
+    if folder and (resumed or not settings.reinit):
+        model, weights = RecurrentLM.open_mapped(folder, config)
+    else:
+        model = RecurrentLM(config)
+        model.init_weights(settings.seed)
+        weights = {name: p.data for name, p in model.named_parameters()}
+    model.to(device, getattr(torch, settings.dtype))
+    data_folders = [data_folder for data_folder, _ in read_mixture(settings.data)]
+    check_tokenizer(config, model.folder or data_folders[0], *data_folders)
+    choose_trained(settings, model)
+    return model, weights
+
+
+def choose_trained(settings, model):
+    """
+    Turn off the gradients of all parameters that --train does not name. Raises UserError if one of
+    its words matches no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    words = settings.train.split("|") if settings.train else []
+    for word in words:
+        if not word or not any(word in name for name in names):
+            raise UserError(f"--train={settings.train}: {word!r} matches none of the parameter "
+                            f"names, which look like {names[-2]}")
+    for name, p in model.named_parameters():
+        p.requires_grad = not words or any(word in name for word in words)
+
+
+def make_optimizer(settings, model, rank, world, weights=None):
+    """Return the Optimizer of the parameters that are trained."""
+    return Optimizer(
+        ((name, p) for name, p in model.named_parameters() if p.requires_grad),
+        lr=settings.lr,
+        adam_lr=settings.adam_lr,
+        weight_decay=settings.weight_decay,
+        clip=settings.clip or math.inf,
+        rule=settings.optimizer,
+        weights=weights,
+        stacked={} if model.config.n_core else stacked_rows(model),
+        rank=rank,
+        world=world,
+    )
+
+
+def load_moments(optimizer, folder, updates):
+    """
+    Load the optimizer's moments from the run's checkpoint `folder`, for which the optimizer made
+    `updates` updates. Raises UserError if they are corrupt.
+    """
+    path = folder / "optimizer.safetensors"
+    try:
+        optimizer.load(load_file(path), updates)  # memory-mapped: a rank reads only what it owns
+    except (SafetensorError, KeyError) as e:
+        raise UserError(f"{path}: corrupt ({e!r:.80}). If you delete this checkpoint, the run "
+                        "resumes from an older one")
+
+
+def spent_before(folder):
+    """
+    Return {"tokens": ..., "flops": ...} that earlier runs have spent on the checkpoint `folder`
+    since the parent. A parent is a checkpoint that train.py did not make, such as one of
+    surgery.py, or the end of a run without --init_from, which was pretraining.
+    """
+    path = Path(folder, "train.json")
+    if path.exists():
+        earlier = read_json(path)
+        if earlier["config"]["init_from"]:
+            return {key: earlier[key] for key in ("tokens", "flops")}
+    return {"tokens": 0, "flops": 0}
+
+
+def check_recipe(settings, recipe):
+    """Raise UserError if out_dir was created with another recipe."""
+    path = Path(settings.out_dir, "recipe.json")
+    if path.exists():
+        check_settings(settings.out_dir, read_json(path), recipe,
+                       "To continue with other settings, use --init_from=OLD --out_dir=NEW")
+
+
+def check_ranks(recipe, model, progress):
+    """Raise UserError if ranks differ in settings, data, weights or progress."""
+    if WORLD == 1:
+        return
+    checksum = sum(p.detach().view(torch.int16).sum() for p in model.parameters()).item()
+    mine = {**recipe, "update": progress["update"], "weights": f"{checksum:x}"}
+    starts = [None] * WORLD
+    dist.all_gather_object(starts, mine)
+    for key, value in starts[0].items():
+        if mine[key] != value:
+            raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}. All "
+                            "ranks need the same settings and the same files")
+
+
+def describe_run(settings, model):
+    """Print what the settings mean: the model, the updates, and the schedules."""
+    c = model.config
+    parts = ", ".join(f"{part} {n:,}" for part, n in model.num_params().items() if n)
+    say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; parameters: "
+        f"{parts}, trained {model.num_params(trained=True)['total']:,}")
+    updates = settings.updates
+    tokens = updates * settings.batch_size * settings.context
+    say(f"run: {updates:,} updates of {settings.batch_size:,} rows of {settings.context:,} tokens, "
+        f"{tokens:.4g} tokens in all")
+    if c.n_core:
+        extra = 0 if settings.recurrence_sampler == "fixed" else 1  # see draw_steps()
+        first = scheduled_mean(settings, 0) + extra
+        last = settings.mean_recurrence + extra
+        rise = f"{last} throughout"
+        if first < last:
+            warmup = num_updates(settings, settings.curriculum_warmup)
+            rise = f"{first} to {last} over {warmup:,} updates"
+        say(f"mean of r: {rise}; gradients through at most the last {largest_depth(settings)}")
+    say(f"learning rate: {settings.lr:g} ({settings.optimizer}), linear warm-up over "
+        f"{num_updates(settings, settings.warmup):,} updates, cosine cooldown over the last "
+        f"{num_updates(settings, settings.cooldown):,}")
+
+
+def fast_attention(settings, device):
+    """
+    Return a context in which attention is fast. On a CPU and for short rows, the backward pass of
+    SDPA's fused kernel takes twice as long as that of the plain one, so those use the plain one.
+    """
+    if device == "cpu" and settings.context <= 128:
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
+
+
+def warm_up(settings, model, train_set):
+    """
+    Compile the model, and run one forward and backward pass at the run's largest k. Compiling, and
+    running out of memory, thus happen now, and not hours later when the curriculum has risen.
+    Prints the peak memory of a GPU. The gradients are discarded.
+    """
+    announcement = "warm-up: one pass at the full depth"
+    if settings.compile:
+        functorch_config.activation_memory_budget = settings.activation_budget
+        try:
+            model.compile_parts()
+            announcement += f"; {COMPILING}"
+        except UserError as e:
+            say(f"warning: {e}. Continuing without torch.compile")
+    say(announcement)
+    began = time.time()
+    batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
+    idx, targets, state = to_inputs(model, batch, settings.seed)
+    k = largest_depth(settings)
+    try:
+        _, loss = model(idx, targets, (1, k), state, "sum", settings.recompute)
+        say(f"warm-up: {time.time() - began:.0f} s for the forward pass; now the backward pass")
+        loss.backward()
+    except torch.OutOfMemoryError:
+        raise UserError(f"out of memory with --micro_batch={settings.micro_batch} at k = {k}. Lower "
+                        "--micro_batch or --context, or try --activation_budget=0.5, then "
+                        "--recompute")
+    model.zero_grad()
+    memory = ""
+    if model.embed.weight.is_cuda:
+        memory = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+    say(f"warm-up: {time.time() - began:.0f} s in all{memory}")
+
+
+def start_processes():
+    """Join the other ranks, if there are any. Returns this rank's device."""
+    device = "cpu"
+    gpu = None  # the device, if it is a GPU, for NCCL
+    if find_gpu():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        gpu = torch.device(device)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if WORLD == 1:
+        return device
+    one_node = os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD)
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and not one_node and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        raise UserError("--max-restarts on several nodes needs "
+                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun")
+    store = next(dist.rendezvous("env://"))[0]
+    if one_node:
+        # All attempts on one node share torchrun's store, which still holds the addresses of
+        # processes that died, so each attempt gets a key prefix of its own. Several nodes may count
+        # their restarts differently; there, each attempt needs a store of its own (see above).
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
+                            timeout=timedelta(hours=1))  # another rank may compile or save
+    return device
+
+
+def main():
+    settings = read_settings(sys.argv[1:], WORLD)
+    device = start_processes()
+    try:
+        code = train(settings, device)
+        if WORLD > 1:
+            # torchrun kills the other ranks when one exits, and rank 0 may still be saving.
+            dist.barrier()
+            dist.destroy_process_group()
+    except RuntimeError as e:
+        if "gloo" in str(e) or isinstance(e, dist.DistError):
+            raise UserError(f"rank {RANK} lost contact with another rank ({e!s:.120}). The "
+                            "cause is in that rank's output")
+        raise
+    return code
 
 
 if __name__ == "__main__":

@@ -92,7 +92,9 @@ from model import find_checkpoint
 run = json.load(open(find_checkpoint('$out/task') + '/train.json'))
 print(round(run['tokens'] / run['config']['batch_size'] / run['config']['context']))")
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --updates=$updates
-train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --flops_of=$out/task
+updates=$(python bench.py plan --config=config/tiny_parent.toml --data=$out/data/task \
+    --init_from=$out/pretrain --flops_of=$out/task --quiet)
+train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --updates=$updates
 
 stage "6. Evaluate all three" "40 s" \
 "Questions of up to 12 sentences, and of 18. No training question has more than 5."

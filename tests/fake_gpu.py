@@ -188,12 +188,12 @@ def run_training(gpu, found, corpus):
         """Returns the collectives that a rank called, and how many messages it sent or received."""
         train.RANK = rank
         train.WORLD = world
-        train.dist = muon.dist = mock.MagicMock(HashStore=dist.HashStore)
+        train.dist = muon.dist = mock.MagicMock()
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
         train.dist.all_gather_object = lambda objects, mine: objects.__setitem__(0, mine)
         flags = ("--updates=2 --batch_size=8 --context=39 --n_prelude=1 --n_core=1 --n_coda=1 "
                  "--eval_rows=8 --mean_recurrence=2 --backprop_depth=1 --curriculum=none "
-                 "--eval_steps=1 --recurrence_sampler=fixed --compile=false")
+                 "--eval_recurrences=1 --recurrence_sampler=fixed --compile=false")
         call("train", f"--data={corpus}/task", f"--out_dir={rank}of{world}",
              f"--optimizer={optimizer}", *flags.split())
         collectives = []

@@ -631,7 +631,7 @@ HARD = [
 # A run of 12 updates that takes a second.
 RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=50 --batch_size=16
     --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
-    --eval_every=6 --eval_rows=27 --eval_steps=1,4 --compile=false --lr=0.01 --adam_lr=0.003
+    --eval_every=6 --eval_rows=27 --eval_recurrences=1,4 --compile=false --lr=0.01 --adam_lr=0.003
     --dtype=float32 --keep=1""".split()
 
 
@@ -696,16 +696,14 @@ data prepare --tokenizer {m} --out out:
     --input {m}/config.json -> config.json: is not; --input {latin} -> line 2 is not UTF-8;
 train {run}:
     --uptades=3 -> did you mean --updates?; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
-    --n_head=5; --wandb -> pip install; --lr=x; --curriculum=cubic -> linear;
+    --lr=x; --curriculum=cubic -> linear;
     --config=none.toml -> none.toml; --data=none -> none;
     --data={corpus}/test.jsonl -> not a finished data set; --data={corpus}/task:0 -> weight;
     --data={corpus}/task:1.5 -> weight; --data={corpus}/task:1,{corpus}/task:1 -> named twice; --context=30; --init_from={foreign} -> tokenizer;
-    --init_from=none -> no such folder; --init_from=x --out_dir=./x -> is --init_from;
+    --init_from=none -> no such folder;
     --out_dir -> expected one argument; --train -> expected one argument;
     --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
     --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
-    --flops_of=none -> no such folder; --flops_of={m} -> has no train.json;
-    --updates=3 --flops_of={m} -> give one of the two;
     --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
 sample --prompt 3:
     --model none -> no such folder; --model {other} -> different model;
@@ -719,6 +717,8 @@ eval_gsm8k {ask}:
     --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
     --max_new_tokens=3 --out=x.json --seed=-1 -> --seed; --seed=2e13; --seed=20000000000000;
     --out {other} -> is a folder;
+bench plan {run}:
+    --flops_of=none -> no such folder; --flops_of={m} -> train.json; --init_from=none -> --preset;
 bench decode:
     --draft_steps x; --repeat 0;
 bench train:
