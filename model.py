@@ -582,21 +582,17 @@ class RecurrentLM(nn.Module):
         c = self.config
         matrices = Counter()  # {part: numbers in its matrices}
         trained = Counter()   # those of them that need a gradient
-        learning = set()      # parts with a parameter that needs one
         for name, p in self.named_parameters():
-            part, *_ = name.split(".")
-            part = {"adapter": "core", "norm_f": "coda"}.get(part, part)
             if p.dim() == 2:
+                part, *_ = name.replace("adapter", "core").split(".")
                 matrices[part] += p.numel()
                 trained[part] += p.numel() * p.requires_grad
-            if p.requires_grad:
-                learning.add(part)
         # Attention has two products over pairs of tokens, 4 T FLOPs per channel, of which a causal
         # kernel computes half. Its backward pass has five, as it computes the scores again.
         attention = 2 * T * c.n_head * c.head_dim
 
         flops = 0
-        reached = "embed" in learning  # the gradient flows back to the first part that learns
+        reached = trained["embed"] > 0  # the gradient flows back to the first part that is trained
         for part, layers, uses, uses_with_gradient in (
             ("prelude", c.n_prelude, 1, 1),
             ("core", c.n_core, n + k, k),
@@ -604,7 +600,7 @@ class RecurrentLM(nn.Module):
         ):
             forward = 2 * matrices[part] + layers * attention
             flops += uses * forward
-            reached = reached or part in learning
+            reached = reached or trained[part] > 0
             if training and reached:
                 backward = 2 * (matrices[part] + trained[part]) + 5 * layers * attention // 2
                 if recompute and part == "core":

@@ -37,7 +37,6 @@ from statistics import mean
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -328,12 +327,16 @@ def train(settings, device):
     }
     if resumed:
         progress = read_json(resumed / "train.json")
-        load_moments(optimizer, resumed, progress["update"] - progress["skipped"])
+        moments = load_file(resumed / "optimizer.safetensors")  # memory-mapped
+        optimizer.load(moments, progress["update"] - progress["skipped"])
     elif model.folder:
         progress |= spent_before(model.folder)
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = train_set.fingerprint()
-    check_recipe(settings, recipe)
+    recipe_file = Path(settings.out_dir, "recipe.json")
+    if recipe_file.exists():
+        check_settings(settings.out_dir, read_json(recipe_file), recipe,
+                       "To continue with other settings, use --init_from=OLD --out_dir=NEW")
     check_ranks(recipe, model, progress)
     say(f"data: {settings.data}, {train_set.num_rows:,} rows; {settings.dtype} on {device}; "
         f"from {model.folder or 'random weights'}")
@@ -347,9 +350,9 @@ def train(settings, device):
     lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
     with lock, fast_attention(settings, device):
         warm_up(settings, model, train_set)
+        if RANK == 0:
+            write_json(recipe_file, recipe)
         if start == 0:
-            if RANK == 0:
-                write_json(f"{settings.out_dir}/recipe.json", recipe)
             log(settings, progress, validate(settings, model, val_set))
         signals = catch_signals()
         skips = 0  # updates in a row without a finite gradient
@@ -405,18 +408,21 @@ def train(settings, device):
             last = done == settings.updates
             if last or skips or done % settings.log_every == 0:
                 loss = losses / labels if labels else math.nan
-                n, k = (mean(depths) for depths in zip(*draws))
-                now = time.time()
-                minutes_left = (now - run_began) / (done - start) * (settings.updates - done) / 60
-                tokens_per_s = round(tokens / (now - update_began))
-                say(f"update {done:5d}/{settings.updates}  "
-                    + (f"loss {loss:.4f}  " if labels else "no labels  ")
-                    + (f"n {n:g} k {k:g}  " if model.config.n_core else "")
-                    + f"norm {norm:.2f}  {tokens_per_s:,} tokens/s  "
-                    f"{minutes_left:.1f} min left at this pace")
-                log(settings, progress, {"loss": loss, "norm": norm, "n": n, "k": k,
-                                         "lr": settings.lr * lr_factor,
-                                         "tokens_per_s": tokens_per_s})
+                mean_n, mean_k = (mean(depths) for depths in zip(*draws))
+                tokens_per_s = round(tokens / (time.time() - update_began))
+                seconds = (time.time() - run_began) / (done - start)  # of an update
+                minutes_left = seconds * (settings.updates - done) / 60
+                depth = f"n {mean_n:g} k {mean_k:g}  " if model.config.n_core else ""
+                say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}norm {norm:.2f}  "
+                    f"{tokens_per_s:,} tokens/s  {minutes_left:.1f} min left at this pace")
+                log(settings, progress, {
+                    "loss": loss,
+                    "norm": norm,
+                    "n": mean_n,
+                    "k": mean_k,
+                    "lr": settings.lr * lr_factor,
+                    "tokens_per_s": tokens_per_s,
+                })
             if last or done % settings.eval_every == 0:
                 log(settings, progress, validate(settings, model, val_set))
             if last or done % settings.save_every == 0:
@@ -646,19 +652,6 @@ def make_optimizer(settings, model, rank, world, weights=None):
     )
 
 
-def load_moments(optimizer, folder, updates):
-    """
-    Load the optimizer's moments from the run's checkpoint `folder`, for which the optimizer made
-    `updates` updates. Raises UserError if they are corrupt.
-    """
-    path = folder / "optimizer.safetensors"
-    try:
-        optimizer.load(load_file(path), updates)  # memory-mapped: a rank reads only what it owns
-    except (SafetensorError, KeyError) as e:
-        raise UserError(f"{path}: corrupt ({e!r:.80}). If you delete this checkpoint, the run "
-                        "resumes from an older one")
-
-
 def spent_before(folder):
     """
     Return {"tokens": ..., "flops": ...} that earlier runs have spent on the checkpoint `folder`
@@ -671,14 +664,6 @@ def spent_before(folder):
         if earlier["config"]["init_from"]:
             return {key: earlier[key] for key in ("tokens", "flops")}
     return {"tokens": 0, "flops": 0}
-
-
-def check_recipe(settings, recipe):
-    """Raise UserError if out_dir was created with another recipe."""
-    path = Path(settings.out_dir, "recipe.json")
-    if path.exists():
-        check_settings(settings.out_dir, read_json(path), recipe,
-                       "To continue with other settings, use --init_from=OLD --out_dir=NEW")
 
 
 def check_ranks(recipe, model, progress):
