@@ -45,7 +45,7 @@ set's share of the labels. Takes the flags of train.py. Neither weights nor data
 
     python bench.py plan --config=config/evening.toml --preset=tinyllama-4-8-4
     python bench.py plan --config=mine.toml --init_from=PARENT --flops_of=out/mine
-                                        the number of updates that costs as much as the run out/mine"""
+                                        as many updates as cost what the run out/mine has cost"""
 TRAIN = """\
 Time updates of a model, with their share of the FLOPs that the device reaches in large matrix
 products (mfu). The last line is JSON.

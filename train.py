@@ -40,12 +40,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, did_you_mean,
-                    find_gpu, fraction, locked, nan_to_null, natural, non_negative, opening,
-                    positive, random_seed, read_json, recurrences, say, write_atomically,
-                    write_json, yes_or_no)
-from data import (Dataset, check_tokenizer, read_mixture, read_tokenizer_files,
-                  write_tokenizer)
+from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, find_gpu,
+                    fraction, locked, nan_to_null, natural, non_negative, opening, positive,
+                    random_seed, read_json, recurrences, say, write_atomically, write_json,
+                    yes_or_no)
+from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config)
 from muon import MOMENTS, Optimizer, stacked_rows
@@ -162,7 +161,6 @@ class Settings(Recipe):
 def settings_parser():
     """Return the command line's parser, which has a flag for each field of Settings."""
     parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
-    metavars = {str: "NAME", int: "N", float: "X"}
     for item in fields(Settings):
         kind = item.metadata["kind"]
         default = item.default
@@ -173,7 +171,7 @@ def settings_parser():
             option["choices"] = kind
         else:
             option["type"] = kind
-            option["metavar"] = metavars.get(type(item.default), "VALUE")
+            option["metavar"] = "X"
         if kind is yes_or_no:  # --key alone means true
             option["nargs"] = "?"
             option["const"] = "true"
@@ -192,7 +190,8 @@ def read_settings(argv, world=1):
     parser = settings_parser()
     config = parser.parse_known_args(argv)[0].config
     if config:
-        argv = read_toml(config) + argv
+        values = tomllib.loads(Path(config).read_text())
+        argv = [f"--{name}={value}" for name, value in values.items()] + argv
     settings = Settings(**vars(parser.parse_args(argv)))
     if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
@@ -202,21 +201,6 @@ def read_settings(argv, world=1):
                         f"processes ({world}) times --micro_batch={settings.micro_batch} times "
                         f"--draws={settings.draws}")
     return settings
-
-
-def read_toml(path):
-    """
-    Return the settings in a TOML file as flags. Raises UserError for a setting that does not exist.
-    """
-    try:
-        values = tomllib.loads(Path(path).read_text())
-    except ValueError as e:
-        raise UserError(f"{path}: {e}")
-    known = [item.name for item in fields(Settings)]
-    for name in values:
-        if name not in known:
-            raise UserError(f"{path}: unknown setting {name!r}{did_you_mean(name, known)}")
-    return [f"--{name}={value}" for name, value in values.items()]
 
 
 # ------------------------------------------------------------ schedules: functions of the update
@@ -348,7 +332,11 @@ def train(settings, device):
 
     # ---- No files are written before this point.
     lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
-    with lock, fast_attention(settings, device):
+    attention = contextlib.nullcontext()
+    if device == "cpu" and settings.context <= 128:
+        # For short rows, the backward pass of SDPA's fused kernel takes twice as long.
+        attention = sdpa_kernel(SDPBackend.MATH)
+    with lock, attention:
         warm_up(settings, model, train_set)
         if RANK == 0:
             write_json(recipe_file, recipe)
@@ -379,7 +367,7 @@ def train(settings, device):
                 loss.backward()
                 optimizer.accumulate()
                 losses += loss.detach()
-                labels += count_labels(batch)
+                labels += int((batch[1] != IGNORE).sum())  # on the CPU, so nothing waits
             if WORLD > 1:
                 dist.all_reduce(totals)
             total_norm = optimizer.reduce()
@@ -413,8 +401,9 @@ def train(settings, device):
                 seconds = (time.time() - run_began) / (done - start)  # of an update
                 minutes_left = seconds * (settings.updates - done) / 60
                 depth = f"n {mean_n:g} k {mean_k:g}  " if model.config.n_core else ""
-                say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}norm {norm:.2f}  "
-                    f"{tokens_per_s:,} tokens/s  {minutes_left:.1f} min left at this pace")
+                say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}"
+                    f"norm {norm:.2f}  {tokens_per_s:,} tokens/s  "
+                    f"{minutes_left:.1f} min left at this pace")
                 log(settings, progress, {
                     "loss": loss,
                     "norm": norm,
@@ -447,12 +436,6 @@ def to_inputs(model, batch, seed):
     return idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), state
 
 
-def count_labels(batch):
-    """Return how many targets of a batch carry loss. The batch is on the CPU, so nothing waits."""
-    _, targets, _ = batch
-    return int((targets != IGNORE).sum())
-
-
 def update_flops(settings, model, optimizer, draws):
     """Return the FLOPs of an update with these draws, on all ranks, Newton-Schulz included."""
     per_token = [
@@ -480,7 +463,7 @@ def validate(settings, model, val_set):
         batch = val_set.batch(0, i, RANK, WORLD, B)
         _, targets, numbers = batch
         targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
-        labels += count_labels(batch)
+        labels += int((targets != IGNORE).sum())
         idx, targets, state = to_inputs(model, batch, 0)
         for j, (_, s) in enumerate(model.trajectory(idx, steps, state, rope)):
             x = model.run_coda(s, rope)
@@ -491,8 +474,9 @@ def validate(settings, model, val_set):
         dist.all_reduce(totals)
     count = labels[0].long().item()
     if not count:
-        raise UserError(f"{settings.data}: none of the {rows} validation rows has a label, so there "
-                        "is no loss to measure. Raise --eval_rows, or create the data set again")
+        raise UserError(f"{settings.data}: none of the {rows} validation rows has a label, so "
+                        "there is no loss to measure. Raise --eval_rows, or create the data set "
+                        "again")
     val = dict(zip(steps, (losses / labels).tolist()))
     accuracy = dict(zip(steps, (right / labels).tolist()))
     say(f"validation on {rows:,} rows, {count:,} labels: loss "
@@ -699,19 +683,6 @@ def describe_run(settings, model):
             warmup = num_updates(settings, settings.curriculum_warmup)
             rise = f"{first} to {last} over {warmup:,} updates"
         say(f"mean of r: {rise}; gradients through at most the last {largest_depth(settings)}")
-    say(f"learning rate: {settings.lr:g} ({settings.optimizer}), linear warm-up over "
-        f"{num_updates(settings, settings.warmup):,} updates, cosine cooldown over the last "
-        f"{num_updates(settings, settings.cooldown):,}")
-
-
-def fast_attention(settings, device):
-    """
-    Return a context in which attention is fast. On a CPU and for short rows, the backward pass of
-    SDPA's fused kernel takes twice as long as that of the plain one, so those use the plain one.
-    """
-    if device == "cpu" and settings.context <= 128:
-        return sdpa_kernel(SDPBackend.MATH)
-    return contextlib.nullcontext()
 
 
 def warm_up(settings, model, train_set):
@@ -738,8 +709,8 @@ def warm_up(settings, model, train_set):
         say(f"warm-up: {time.time() - began:.0f} s for the forward pass; now the backward pass")
         loss.backward()
     except torch.OutOfMemoryError:
-        raise UserError(f"out of memory with --micro_batch={settings.micro_batch} at k = {k}. Lower "
-                        "--micro_batch or --context, or try --activation_budget=0.5, then "
+        raise UserError(f"out of memory with --micro_batch={settings.micro_batch} at k = {k}. "
+                        "Lower --micro_batch or --context, or try --activation_budget=0.5, then "
                         "--recompute")
     model.zero_grad()
     memory = ""

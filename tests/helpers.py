@@ -699,7 +699,8 @@ train {run}:
     --lr=x; --curriculum=cubic -> linear;
     --config=none.toml -> none.toml; --data=none -> none;
     --data={corpus}/test.jsonl -> not a finished data set; --data={corpus}/task:0 -> weight;
-    --data={corpus}/task:1.5 -> weight; --data={corpus}/task:1,{corpus}/task:1 -> named twice; --context=30; --init_from={foreign} -> tokenizer;
+    --data={corpus}/task:1.5 -> weight; --data={corpus}/task:1,{corpus}/task:1 -> named twice;
+    --context=30; --init_from={foreign} -> tokenizer;
     --init_from=none -> no such folder;
     --out_dir -> expected one argument; --train -> expected one argument;
     --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
