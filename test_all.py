@@ -2147,7 +2147,7 @@ def test_plan_of_a_retrofit(corpus):
         for words in wanted:
             assert words in said, said
 
-    assert "out/fig4: no such folder" in refusal(*plan)
+    assert "no such folder" in refusal(*plan)
 
 
 def test_plan_of_the_data(corpus, base):
