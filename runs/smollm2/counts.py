@@ -7,8 +7,9 @@ tokens of a real model.
 In `Tom has 7, loses 4, gets 2,` each comma asks for the count so far: 7, 3 and 5, always one digit.
 The answers are targets only and not part of the text. A training row holds three stories, of 3, 4
 and 5 steps in random order. In a validation row only the last 3 answers of a story of 8 steps
-count. OUT is a data set for train.py, and test.jsonl in it has 100 questions of each length from 1
-to 12 steps.
+count. OUT is a data set for train.py. In it, test.jsonl has 100 questions of each length from 1 to
+12 steps for eval_gsm8k.py, and stories.jsonl 400 other stories of 12 steps for score.py, which
+looks at every step of each.
 """
 import json
 import sys
@@ -39,23 +40,33 @@ def tell(rng, length):
     return steps, answers
 
 
+def encode_story(tokenizer, steps, answers):
+    """Return ids and targets, two lists: the answer is the target of a step's last token."""
+    ids = []
+    targets = []
+    for step, answer in zip(steps, answers):
+        tokens = tokenizer.encode(step)
+        ids += tokens
+        targets += [IGNORE] * (len(tokens) - 1) + tokenizer.encode(answer)
+    return ids, targets
+
+
 def make_row(rng, tokenizer, lengths, first=1):
     """
     Return ids and targets (2, ROW) of stories of these lengths, padded with EOS. Answers to steps
     before number `first` are no targets.
     """
-    ids = []
-    targets = []
+    row = []
+    row_targets = []
     for length in lengths:
-        for number, (step, answer) in enumerate(zip(*tell(rng, length)), 1):
-            tokens = tokenizer.encode(step)
-            [digit] = tokenizer.encode(answer)
-            ids += tokens
-            targets += [IGNORE] * (len(tokens) - 1) + [digit if number >= first else IGNORE]
-        ids.append(tokenizer.eos_id)
-        targets.append(IGNORE)
-    padding = ROW - len(ids)
-    return ids + [tokenizer.eos_id] * padding, targets + [IGNORE] * padding
+        ids, targets = encode_story(tokenizer, *tell(rng, length))
+        asked = [i for i, target in enumerate(targets) if target != IGNORE]
+        for i in asked[:first - 1]:
+            targets[i] = IGNORE
+        row += [*ids, tokenizer.eos_id]
+        row_targets += [*targets, IGNORE]
+    padding = ROW - len(row)
+    return row + [tokenizer.eos_id] * padding, row_targets + [IGNORE] * padding
 
 
 def main():
@@ -93,6 +104,10 @@ def main():
                         "difficulty": length,
                     }
                     print(json.dumps(question), file=file)
+        with open(folder / "stories.jsonl", "w") as file:
+            for _ in range(400):
+                steps, answers = tell(rng, 12)
+                print(json.dumps({"steps": steps, "answers": answers}), file=file)
 
 
 if __name__ == "__main__":

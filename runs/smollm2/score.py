@@ -4,38 +4,60 @@ how far the state still moves.
 
     python runs/smollm2/score.py --model out/smollm2/loop --data out/smollm2/test.jsonl --out FILE
 
-For each question it takes the loss (NLL) of the answer's tokens after the question, as train.py
-does with `data.py prepare --prompt question --field answer`. The move of recurrence i is the norm
-of s_i - s_(i-1) divided by the norm of s_i, a mean over all tokens of the first 16 questions.
+Each line of the data is a question with its answer, whose tokens are scored as train.py does after
+`data.py prepare --prompt question --field answer`, or a story of counts.py, in which the answer to
+each step is scored. The move of recurrence i is the norm of s_i - s_(i-1) divided by the norm of
+s_i, a mean over all tokens of the first 16 lines.
 """
 import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import Parser, cli, opening, recurrences, write_json
 from data import Tokenizer, document
 from model import IGNORE, RecurrentLM
+from runs.smollm2.counts import encode_story
 
 MOVES = 64  # recurrences over which the state is followed
 
 
+def read_documents(path, tokenizer):
+    """Return the lines of a file of questions or of stories as arrays (2, T): ids and targets."""
+    how = Namespace(field="answer", prompt="question", loss="all", strip_roles=False)
+    documents = []
+    for line in open(path):
+        record = json.loads(line)
+        if "steps" in record:
+            tokens = np.array(encode_story(tokenizer, record["steps"], record["answers"]))
+        else:
+            tokens = document(tokenizer, record, how)
+        documents.append(tokens)
+    return documents
+
+
 @torch.no_grad()
-def answer_losses(model, documents, steps):
-    """Return {r: [sum of the losses of each document's labels]}."""
+def score_answers(model, documents, steps):
+    """
+    Return {r: [sum of the losses of each document's labels]}, and {r: [[1 for each label that is
+    the most likely token, 0 for the others], ...]}.
+    """
     losses = {r: [] for r in steps}
+    right = {r: [] for r in steps}
     for tokens in documents:
         idx, targets = torch.from_numpy(tokens).long()[:, None]
         rope = model.rope(idx.shape[1])
         state = model.initial_state(1, idx.shape[1], 0) if model.core else None
         for r, s in model.trajectory(idx, steps, state, rope):
             x = model.run_coda(s, rope).flatten(0, 1)
-            scores, _ = model.token_scores(x, targets.flatten())
+            scores, hits = model.token_scores(x, targets.flatten())
             losses[r].append(scores.double().sum().item())
-    return losses
+            right[r].append(hits[targets.flatten() != IGNORE].int().tolist())
+    return losses, right
 
 
 @torch.no_grad()
@@ -63,16 +85,19 @@ def main():
     args = parser.parse_args()
     model = RecurrentLM.load(args.model, dtype=torch.bfloat16)
     tokenizer = Tokenizer.load(model.folder)
-    how = Namespace(field="answer", prompt="question", loss="all", strip_roles=False)
-    records = [json.loads(line) for line in open(args.data)]
-    documents = [document(tokenizer, record, how) for record in records]
+    documents = read_documents(args.data, tokenizer)
     steps = args.steps if model.core else [0]
-    losses = answer_losses(model, documents, steps)
+    losses, right = score_answers(model, documents, steps)
     labels = [int((targets != IGNORE).sum()) for _, targets in documents]
+    found = {"model": args.model, "labels": labels, "losses": losses}
     for r in steps:
         print(f"r = {r}: {sum(losses[r]) / sum(labels):.4f} nats per token")
+    if len(set(labels)) == 1:  # stories, all of 12 steps
+        found["right"] = {r: np.mean(right[r], axis=0).tolist() for r in steps}
+        for r in steps:
+            print(f"r = {r}: right after each step:", *(f"{x:.0%}" for x in found["right"][r]))
     moves = state_moves(model, documents[:16]) if model.core else None
-    write_json(args.out, {"model": args.model, "labels": labels, "losses": losses, "moves": moves})
+    write_json(args.out, found | {"moves": moves})
 
 
 if __name__ == "__main__":

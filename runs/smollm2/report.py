@@ -1,0 +1,157 @@
+"""
+Collect the outcomes of runs/smollm2/run.sh in results.json, and print the tables and draw the
+picture of README.md from it.
+
+    python runs/smollm2/report.py --collect out/smollm2     after the runs: write results.json
+    python runs/smollm2/report.py                           tables; matplotlib draws smollm2.png
+"""
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+from common import Parser, cli, opening, read_json, write_json
+
+SEEDS = 0, 1, 2
+LENGTHS = {"3 to 5": range(3, 6), "6 to 8": range(6, 9), "9 to 12": range(9, 13)}
+DEPTHS = 1, 2, 4, 8, 16
+
+
+# --------------------------------------------------------------------------------------- collect
+
+def collect(out):
+    """Read the runs under `out` and write results.json."""
+    found = {"counts": {}, "language": {}, "accuracy": {}}
+    for arm in ("loop", "parent"):
+        for seed in SEEDS:
+            counts = Path(out, f"counts-{arm}-{seed}")
+            language = Path(out, f"language-{arm}-{seed}")
+            answers = read_json(counts / "eval_test.json")
+            right = {str(x["steps"]): x["by_difficulty"] for x in answers["results"]}
+            found["counts"][f"{arm} {seed}"] = about(counts) | {"right": right}
+            scores = read_json(language / "score.json")
+            losses = {r: [round(x, 3) for x in sums] for r, sums in scores["losses"].items()}
+            found["language"][f"{arm} {seed}"] = about(language) | {
+                "labels": scores["labels"],
+                "losses": losses,
+                "moves": scores["moves"],
+            }
+    write_json(HERE / "results.json", found)
+
+
+def about(run):
+    """Return the command's settings that matter, and the cost, of the run in a folder."""
+    newest = max(run.glob("step_*"))
+    made = read_json(newest / "train.json")
+    kept = {key: made[key] for key in ("update", "tokens", "flops")}
+    kept["recipe"] = {key: made["recipe"][key] for key in ("lr", "seed", "batch_size", "context")}
+    return kept
+
+
+# ---------------------------------------------------------------------------------------- tables
+
+def mean_and_error(values):
+    """Return "12.3 ± 0.4": the mean over seeds and its standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.fmean(values):.1f} ± {error:.1f}"
+
+
+def right_answers(run, r, lengths):
+    """Return the percentage of right answers to the questions of these lengths at r."""
+    shares = [run["right"][str(r)][str(length)][0] for length in lengths]
+    return 100 * statistics.fmean(shares)
+
+
+def print_counts(found):
+    """Print right answers by number of steps: one row for each r of the loop, and the parent."""
+    print("| | " + " | ".join(f"{name} steps" for name in LENGTHS) + " |")
+    print("| --- " * (1 + len(LENGTHS)) + "|")
+    rows = [(f"loop, r = {r}", "loop", r) for r in DEPTHS]
+    rows.append(("parent, equal FLOPs", "parent", 0))
+    for title, arm, r in rows:
+        cells = []
+        for lengths in LENGTHS.values():
+            values = [right_answers(found[f"{arm} {seed}"], r, lengths) for seed in SEEDS]
+            cells.append(mean_and_error(values))
+        print(f"| {title} | {' | '.join(cells)} |")
+
+
+def difference(run, r, other, other_r):
+    """
+    Return how much lower the loss per token of one run is than that of another on the same
+    problems, and the standard error, in thousandths of a nat.
+    """
+    labels = run["labels"]
+    pairs = zip(other["losses"][str(other_r)], run["losses"][str(r)], strict=True)
+    gains = [theirs - ours for theirs, ours in pairs]
+    mean = sum(gains) / sum(labels)
+    rest = [gain - mean * count for gain, count in zip(gains, labels)]
+    error = math.sqrt(len(rest)) * statistics.stdev(rest) / sum(labels)
+    return f"{1000 * mean:+.1f} ± {1000 * error:.1f}"
+
+
+def print_language(found):
+    """Print the loss per token over r, and its differences to r = 1 and to the parent."""
+    print("| seed | r | NLL | gain over its r = 1, mnat | gain over the parent, mnat |")
+    print("| --- " * 5 + "|")
+    for seed in SEEDS:
+        loop = found[f"loop {seed}"]
+        parent = found[f"parent {seed}"]
+        tokens = sum(loop["labels"])
+        for r in loop["losses"]:
+            nll = sum(loop["losses"][r]) / tokens
+            over_one = difference(loop, r, loop, 1)
+            over_parent = difference(loop, r, parent, 0)
+            print(f"| {seed} | {r} | {nll:.4f} | {over_one} | {over_parent} |")
+        print(f"| {seed} | parent | {sum(parent['losses']['0']) / tokens:.4f} | | |")
+
+
+def draw(found):
+    """Draw right answers by number of steps, and NLL over r, as smollm2.png."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
+    counts = found["counts"]
+    steps = range(1, 13)
+    for arm, r in [*(("loop", r) for r in (1, 2, 4, 8)), ("parent", 0)]:
+        runs = [counts[f"{arm} {seed}"] for seed in SEEDS]
+        means = [statistics.fmean(right_answers(run, r, [n]) for run in runs) for n in steps]
+        left.plot(steps, means, "k--" if arm == "parent" else "-", label=f"r = {r}" if r else arm)
+    left.axvspan(3, 5, alpha=0.1, label="trained")
+    left.set(xlabel="steps of the question", ylabel="right answers, %", ylim=(0, 103))
+    left.legend(fontsize=8)
+    language = found["language"]
+    for seed in SEEDS:
+        loop = language[f"loop {seed}"]
+        tokens = sum(loop["labels"])
+        right.plot(DEPTHS, [sum(loop["losses"][str(r)]) / tokens for r in DEPTHS], "o-",
+                   label=f"loop, seed {seed}")
+        nll = sum(language[f"parent {seed}"]["losses"]["0"]) / tokens
+        right.axhline(nll, ls="--", c="k", lw=1, label="parent" if seed == 0 else None)
+    right.set(xscale="log", xticks=DEPTHS, xlabel="r", ylabel="NLL per token of GSM8K's solutions")
+    right.set_xticks(DEPTHS, DEPTHS)
+    right.minorticks_off()
+    right.legend(fontsize=8)
+    figure.savefig(ROOT / "assets" / "smollm2.png", dpi=110)
+
+
+def main():
+    parser = Parser(description=opening(__doc__))
+    parser.add_argument("--collect", metavar="FOLDER", help="the runs to read")
+    args = parser.parse_args()
+    if args.collect:
+        collect(args.collect)
+    found = read_json(HERE / "results.json")
+    print_counts(found["counts"])
+    print()
+    print_language(found["language"])
+    draw(found)
+
+
+if __name__ == "__main__":
+    cli(main)
