@@ -431,17 +431,17 @@ class RecurrentLM(nn.Module):
         return loss
 
     @torch.no_grad()
-    def trajectory(self, idx, steps, state=None, rope=None, mask=None):
+    def trajectory(self, idx, steps, state=None, rope=None):
         """
         Run once, up to the largest r of `steps`, such as [1, 2, 4, 8], and yield (r, state
         (B, T, C)) for each of them in rising order. finish(state) gives forward()'s logits at that
-        r. rope, mask: for rows that pack several texts (eval_lm.py).
+        r. rope: what rope() returns, if it is there already.
         """
         rope = rope or self.rope(idx.shape[1])
-        e, s = self.begin(idx, state, rope, mask)
+        e, s = self.begin(idx, state, rope)
         done = 0
         for r in sorted(steps):
-            s = self.recur(s, e, rope, r - done, mask)
+            s = self.recur(s, e, rope, r - done)
             yield r, s
             done = r
 

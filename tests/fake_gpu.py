@@ -6,13 +6,11 @@ though this machine has none. They reject an operation on two devices, and x[mas
 the device would know. MockGPU rejects what else a real GPU would, and counts how often the host
 waits for it.
 """
-import functools
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from unittest import mock
 
 import numpy as np
@@ -31,7 +29,7 @@ import muon
 import sample
 import train
 from model import RecurrentLM
-from helpers import ROOT, call, slow_attention, small, write_task
+from helpers import ROOT, call, slow_attention, small
 
 # A build of torch for CPUs needs this for tensors on "cuda": a current device, and generators.
 DRIVER = """
@@ -294,11 +292,6 @@ def run_scripts(corpus, folder):
             "--batch_size=8 --out_dir=losses --compile=false"):
         call(*command.split())
     torch.cuda.set_device(0)
-    if find_spec("lm_eval"):
-        import eval_lm
-        eval_lm.TaskManager = functools.partial(eval_lm.TaskManager, include_defaults=False)
-        for task in ("choice", "answer"):
-            call("eval_lm", "--model", folder, "--steps=1,2", *write_task(task))
 
 
 def simulate(corpus, folder):

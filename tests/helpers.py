@@ -1,7 +1,7 @@
 """
 Helpers of test_all.py: scripts that run in this process or in processes that can be killed, a full
-disk, a mock of the Hugging Face hub, commands from comments, tasks for lm-evaluation-harness, and
-random models. Also small references for the optimizer and the corpus.
+disk, a mock of the Hugging Face hub, commands from comments, and random models. Also small
+references for the optimizer and the corpus.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ import threading
 import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -265,78 +264,6 @@ def recipe(path):
         yield launch + words if words[0].startswith("--") else words
 
 
-# Tasks of lm-evaluation-harness.
-TASKS = {
-    "choice": dict(
-        output_type="multiple_choice",
-        doc_to_text="{{query}}",
-        doc_to_target="gold",
-        doc_to_choice="choices",
-        num_fewshot=1,
-        fewshot_split="test",
-        metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
-    ),
-    "text": dict(
-        output_type="loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="{{query}} {{query * (9 if gold == 0 else 1)}}",
-        metric_list=[{"metric": "byte_perplexity"}],
-    ),
-    "answer": dict(
-        output_type="generate_until",
-        doc_to_text="{{query}}",
-        doc_to_target="{{choices[gold]}}",
-        metric_list=[{"metric": "exact_match"}],
-        generation_kwargs=dict(until=["\n", "."], max_gen_toks=16),
-    ),
-    "math": dict(
-        include="minerva_math/minerva_math500.yaml",
-        dataset_name=None,
-        tag=None,
-        generation_kwargs=dict(until=["Problem:"], max_gen_toks=16, do_sample=False),
-    ),
-    "gsm8k": dict(
-        include="gsm8k/gsm8k-cot-zeroshot.yaml",
-        dataset_name=None,
-        training_split=None,
-        fewshot_split=None,
-        num_fewshot=0,
-        generation_kwargs=dict(until=eval_gsm8k.STOPS, max_gen_toks=32, do_sample=False),
-    ),
-}
-
-
-def write_task(name):
-    """Write a task for the harness, of 8 GSM8K questions. Returns the flags for eval_lm.py."""
-    shots = common.read_json(ROOT / "tests/oracle/gsm8k_prompt.json")["8"].split("\n\n")[:8]
-    with open("rows.jsonl", "w") as f:
-        for i, shot in enumerate(shots):
-            question, answer = shot.removeprefix("Q: ").split("\nA: ")
-            number = answer.removesuffix(".").split()[-1]
-            row = {
-                "query": question,
-                "choices": answer.split(". "),
-                "gold": i % 2,
-                "question": question,
-                "answer": f"#### {number}",
-                "problem": question,
-                "solution": f"\\boxed{{{number}}}",
-            }
-            f.write(json.dumps(row) + "\n")
-
-    task = TASKS[name] | dict(
-        task=f"local_{name}",
-        test_split="test",
-        dataset_path="json",
-        dataset_kwargs=dict(data_files={"test": "rows.jsonl"}, cache_dir="cache"),
-    )
-    if "include" in task:  # a task of the harness, with these questions instead of its own
-        task["include"] = str(Path(find_spec("lm_eval").origin).parent / "tasks" / task["include"])
-
-    common.write_json("task.yaml", task)  # JSON is YAML, too
-    return "--tasks", f"local_{name}", "--include_path", os.getcwd(), "--out", f"{name}.json"
-
-
 # Models and tensors.
 def small(seed=0, **changes):
     """A random model that is cheap to run."""
@@ -532,13 +459,6 @@ def first_rows(dataset, count, seed=0):
     return idx, targets
 
 
-def answer_as(hflm, r):
-    """Prepare the harness's own HFLM for eval_lm.evaluate(), as a model that has only this r."""
-    hflm.steps = [r]
-    hflm.at = lambda _: hflm
-    return hflm
-
-
 def slow_attention(model):
     """
     Train and decode on a model's GPU. Returns the kernels that attention should not choose there,
@@ -717,7 +637,7 @@ eval_gsm8k {ask}:
     --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
     --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
     --max_new_tokens=3 --out=x.json --seed=-1 -> --seed; --seed=2e13; --seed=20000000000000;
-    --out {other} -> is a folder;
+    --out {other} -> must end in .json; --shots=8 -> invalid choice;
 bench plan {run}:
     --flops_of=none -> no such folder; --flops_of={m} -> train.json; --init_from=none -> --preset;
 bench decode:
