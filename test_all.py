@@ -3226,11 +3226,9 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     assert "4 prompts lose their beginning" in capfd.readouterr().err
     assert read_json("a.json")["cut_prompts"] == 4
 
-    question = rows[chosen[3]]["question"]
-    room = len(encode(question)) - 1
+    room = len(encode(rows[0]["question"])) - 1
     said = refusal(*ask, "--template=plain", f"--max_new_tokens={40 - room}", "--out=b.json")
-    assert f"question {chosen[3] + 1} of " in said
-    assert f"has {room + 1} tokens" in said
+    assert f"test.jsonl has {room + 1} tokens" in said
 
 
 def test_a_bad_question_is_named_by_its_line():
@@ -3355,7 +3353,7 @@ def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
 
     rows = []
     for i, answer in enumerate([4, 6, 4, 6] * 20):
-        rows.append({"question": "has 1 " * (1 + i // 4), "answer": answer})
+        rows.append({"question": "has 1 " * (1 + i // 8), "answer": answer})
     for i in (0, 2):
         rows[i]["answer"] = 6  # so r = 6 is ahead by 4 of 80 questions
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -3415,21 +3413,20 @@ ASKED = [
         ("--steps=3", {}),
         ("--steps=1", {"steps": 1}),
         ("--seed=5", {"seed": 5}),
-        ("--dtype=bfloat16", {"dtype": "bfloat16"}),
-        ("--max_new_tokens=7", {"max_new_tokens": 7}),
+        ("--max_new_tokens=9", {"max_new_tokens": 9}),
         ("--shots=0", {"shots": 0}),
         ("--template=plain", {"template": "plain"}),
     ],
 )
 def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
     """
-    An answer is what a Decoder generates after BOS and the prompt, with the r, seed, dtype and
-    length of the flags, and each flag changes it.
+    An answer is what a Decoder generates after BOS and the prompt, with the r, seed and length of
+    the flags, and each flag changes it.
     """
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
 
-    def decode(steps=3, seed=0, dtype="float32", max_new_tokens=12, shots=1, template="cot"):
-        model, tokenizer = sample.load_model(looped, "cpu", dtype)
+    def decode(steps=3, seed=0, max_new_tokens=12, shots=1, template="cot"):
+        model, tokenizer = sample.load_model(looped, "cpu", "float32")
         prompt = make_prompt(ASKED[0]["question"], template, shots)
         ids = [1, *tokenizer.encode(prompt)]
         events = Decoder(model).generate([ids], max_new_tokens, steps, seed=seed)
@@ -3443,21 +3440,23 @@ def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
 
 
 def test_evaluation_decodes_as_asked(looped, monkeypatch):
-    """--draft_steps and --compile reach the decoder, and only the paper's prompt has stops."""
+    """The flags reach the decoder. Only the paper's prompt has stops, and float32 is the default."""
     compiled = []
     monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
     used = []
 
     def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
-        used.append((stops, options["draft_steps"], decoder.compiled))
+        dtype = decoder.model.embed.weight.dtype
+        used.append((stops, options["draft_steps"], decoder.compiled, dtype))
         return ["4"]
 
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
     ask = "eval_gsm8k", "--model", looped, "--data=asked.jsonl", "--steps=3"
     call(*ask, "--out=a.json")
-    call(*ask, "--out=b.json", "--template=plain", "--draft_steps=1", "--compile")
-    assert used == [(STOPS, 0, False), ((), 1, True)]
+    flags = "--template=plain", "--draft_steps=1", "--compile", "--dtype=bfloat16"
+    call(*ask, "--out=b.json", *flags)
+    assert used == [(STOPS, 0, False, torch.float32), ((), 1, True, torch.bfloat16)]
     assert len(compiled) == 1
 
 
@@ -3488,7 +3487,8 @@ def test_the_harness_scores_an_export(looped):
         flags = f"pretrained=hf,trust_remote_code=True,mean_recurrence={r}"
         lm = HFLM.create_from_arg_string(flags, {"device": "cpu"})
         ((likelihood, _),) = lm.loglikelihood(to_score)
-        log_p = model(torch.tensor([ids]), steps=r)[0][0].log_softmax(-1)
+        s0 = model.initial_state(1, len(ids), 0)
+        log_p = model(torch.tensor([ids]), steps=r, state=s0)[0][0].log_softmax(-1)
         wanted = sum(log_p[i - 1, ids[i]].item() for i in range(start, len(ids)))
         assert likelihood == pytest.approx(wanted, abs=1e-4)
 
