@@ -42,24 +42,25 @@ MOMENTS = {  # what each rule keeps beside the master weights
     "adamw*": ["exp_avg", "exp_avg_sq"],
 }
 
+# On a CPU without bfloat16 arithmetic, torch's bfloat16 products take three times as long as those
+# in float32 (runs/README.md). There, Newton-Schulz multiplies in float32 and rounds each result.
+CPU_PRODUCTS = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
 
 def newton_schulz(G):
     """
     Push all singular values of G (rows, cols) towards 1, in bfloat16. The coefficients of the
     quintic maximise its slope at zero. Singular values end roughly between 0.7 and 1.2, which is
-    enough.
-
-    On a CPU the products are computed in float32, and each result is rounded to bfloat16: many CPUs
-    have no bfloat16 arithmetic, and torch's bfloat16 products then take three times as long
-    (runs/README.md). Returns (rows, cols): bfloat16 on a GPU, float32 on a CPU.
+    enough. Returns (rows, cols).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
+    products = torch.bfloat16 if G.is_cuda else CPU_PRODUCTS
     tall = G.size(0) > G.size(1)
     X = (G.mT if tall else G).bfloat16()  # so that the Gram matrix X X^T is the small one
     X = X / (X.norm() + 1e-7)
 
     def rounded(x):
-        return x.bfloat16() if G.is_cuda else x.bfloat16().float()
+        return x.bfloat16().to(products)
 
     X = rounded(X)
     for _ in range(5):
