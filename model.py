@@ -418,6 +418,10 @@ class RecurrentLM(nn.Module):
     def finish(self, s, rope=None):
         """Last state (B, T, C) -> logits (B, T, V) float32."""
         x = self.run_coda(s, rope or self.rope(s.shape[1]))
+        return self.logits(x)
+
+    def logits(self, x):
+        """The output (..., C) of run_coda() -> logits (..., V) float32."""
         return self.head(x).float()
 
     def loss(self, s, targets, rope, reduction="mean"):
@@ -469,7 +473,7 @@ class RecurrentLM(nn.Module):
     def score_chunk(self, x, targets):
         """token_scores() of one chunk. The backward pass computes its logits again."""
         def score(x, targets):
-            logits = self.head(x).float()
+            logits = self.logits(x)
             losses = F.cross_entropy(logits, targets, reduction="none")
             if torch.is_grad_enabled():
                 return losses, None
@@ -533,9 +537,10 @@ class RecurrentLM(nn.Module):
 
     def compile_parts(self, **how):
         """
-        Compile the three parts and the scoring of logits with torch.compile, in place. One graph of
-        the core serves all recurrences. how: arguments of torch.compile. Raises UserError if this
-        machine cannot compile.
+        Compile three graphs with torch.compile: one of the core, which runs r times; one of a
+        layer, which all layers of prelude and coda share, so that a deep model compiles as quickly
+        as a small one; and one of the head. how: arguments of torch.compile. Raises UserError if
+        this machine cannot compile.
         """
         try:  # something small first, to see whether compiling works at all
             torch.compile(torch.sin)(self.norm_f.weight.data)
@@ -544,7 +549,10 @@ class RecurrentLM(nn.Module):
         # Decoding needs more graphs than the default limit: for one row, a few rows and many, and
         # for each view of the cache.
         torch._dynamo.config.recompile_limit = 32
-        for part in ("run_prelude", "run_core", "run_coda", "score_chunk"):
+        layer = torch.compile(Block.forward, **how)
+        for block in [*self.prelude, *self.coda]:
+            block.forward = functools.partial(layer, block)
+        for part in ("run_core", "logits", "score_chunk"):
             setattr(self, part, torch.compile(getattr(self, part), **how))
 
     # ------------------------------------------------------------------ counting, initialising

@@ -188,7 +188,7 @@ class Pass:
         return self.model.run_coda(s, self.rope, self.mask, self.coda)
 
     def logits(self, s):
-        return self.model.head(self.run_coda(s)).float()
+        return self.model.logits(self.run_coda(s))
 
 
 # -------------------------------------------------------------------------------- choosing tokens
