@@ -12,7 +12,8 @@ lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32
 tokens. "flexible" scores the last number of the output, "strict" the one after "The answer is".
 For other tasks, run the harness itself on an export (README.md has the command).
 
-Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. Each line of
+Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. (To fetch
+its training set: python -c "import eval_gsm8k; eval_gsm8k.fetch_gsm8k('train')".) Each line of
 --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the
 number of sentences, accuracy is broken down by it.
 

@@ -3241,7 +3241,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     downloaded once and verified.
     """
     body = (corpus / "test.jsonl").read_bytes()
-    hub = start_hub({"test.jsonl": body})
+    hub = start_hub({"test.jsonl": body, "train.jsonl": b"others"})
     monkeypatch.setattr(eval_gsm8k, "SOURCE", hub.url)
     ask = "eval_gsm8k", "--model", checkpoint, "--limit", 4, "--steps=1", "--out=a.json"
     assert "is not GSM8K" in refusal(*ask)
@@ -3263,7 +3263,9 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     encode = Tokenizer.load(checkpoint).encode
     room = 40 - 30  # the context without the new tokens
     assert asked == [encode(make_prompt(rows[i]["question"]))[-room:] for i in chosen]
-    assert hub.requests == ["test.jsonl"]
+    with pytest.raises(UserError, match="train.jsonl is not GSM8K"):
+        eval_gsm8k.fetch_gsm8k("train")
+    assert hub.requests == ["test.jsonl", "train.jsonl"]
     assert "4 prompts lose their beginning" in capfd.readouterr().err
     assert read_json("a.json")["cut_prompts"] == 4
 
