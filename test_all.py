@@ -3393,43 +3393,25 @@ def test_which_r_is_enough():
 
 def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
     """Below its table, eval_gsm8k.py names the r that is enough, if it was asked for several r."""
-
-    rows = []
-    for i, answer in enumerate([4, 6, 4, 6] * 20):
-        rows.append({"question": "has 1 " * (1 + i // 8), "answer": answer})
-    for i in (0, 2):
-        rows[i]["answer"] = 6  # so r = 6 is ahead by 4 of 80 questions
+    rows = [{"question": "has 1", "answer": answer} for answer in [4] * 38 + [6] * 42]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    answer_with(lambda r: [f" {r}"] * 32, monkeypatch)
-    ask = "eval_gsm8k", "--data=asked.jsonl", "--template=plain", "--max_new_tokens=1"
+    answer_with(lambda r: [f" {r}"] * 80, monkeypatch)
+    ask = "eval_gsm8k --data=asked.jsonl --template=plain --max_new_tokens=1 --batch_size=80".split()
     said = call(*ask, "--model", checkpoint, "--steps=1,4,6", "--out=a.json", "--task=my")
-    right = {r: [row["answer"] == r for row in rows] for r in (4, 6)}
-    behind = np.mean(right[6]) - np.mean(right[4])
-    error = bootstrap(right[6], right[4])
-    model = RecurrentLM.load(checkpoint)
-    share = model.flops_per_token((0, 4)) / model.flops_per_token((0, 6))
-    found = re.search(
-        r"my, accuracy: r = 4 is enough: (.+) ± (.+) points below r = 6, "
-        r"at (\d+)% of its FLOPs per token\n",
-        said,
+    flops = RecurrentLM.load(checkpoint).flops_per_token
+    sentence = (
+        "my, accuracy: r = 4 is enough: 5.0 ± 11.2 points below r = 6, "
+        f"at {flops(4) / flops(6):.0%} of its FLOPs per token\n"
     )
-    assert found, said
-    assert float(found[1]) == pytest.approx(100 * behind, abs=0.06)
-    assert float(found[2]) == pytest.approx(100 * error, rel=0.05)
-    assert int(found[3]) == round(100 * share)
-    assert said.index("accuracy  ") < found.start()
-
+    assert sentence in said
     (enough,) = read_json("a.json")["enough"]
     assert (enough["steps"], enough["best"], enough["task"]) == (4, 6, "my")
 
-    said = call(*ask, "--model", checkpoint, "--steps", "6", "--out", "b.json")
-    assert "r = " not in said
-    assert read_json("b.json")["enough"] == []
-
     save(small(n_core=0, context=400), "parent", corpus)
-    said = call(*ask, "--model", "parent", "--steps", "1,4", "--out", "c.json")
-    assert "enough" not in said
-    assert read_json("c.json")["enough"] == []
+    for i, flags in enumerate((["--model", checkpoint, "--steps=6"], ["--model", "parent"])):
+        said = call(*ask, *flags, f"--out={i}.json")
+        assert "enough" not in said
+        assert read_json(f"{i}.json")["enough"] == []
 
 
 @pytest.fixture(scope="session")
