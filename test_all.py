@@ -2914,10 +2914,10 @@ def test_a_log_is_not_overwritten(base, unbroken):
     assert contents("run") == before
 
 
-def test_a_mixture_is_validated_in_its_shares(base, corpus):
+def test_a_mixture_is_validated_by_source(base, corpus):
     """
-    The validation loss of a mixture is the mean over all labels of rows in its shares, as many as
-    --eval_rows or as there are. plan prints each source's share of the labels.
+    Each source of a mixture is validated on --eval_rows rows, or on all that it has; the loss and
+    accuracy of the mixture are the mean over all labels. plan prints each source's share of them.
     """
     large = f"{corpus}/pretrain"
     Path("small").mkdir()
@@ -2930,17 +2930,25 @@ def test_a_mixture_is_validated_in_its_shares(base, corpus):
     meta["shards"]["train"] = [data.write_shard("small/set", "train_000000.npy", tokens)]
     common.write_json("small/set/meta.json", meta)
     mixture = f"--data={large}:2,small/set:1"
-    said = call("train", *base, mixture, "--updates=0", "--out_dir=run")
-    assert "validation on 15 rows" in said, "the smaller set has 5"
+    call("train", *base, mixture, "--updates=0", "--out_dir=run")
 
     _, _, model = start_of_run([*base, "--out_dir=run"])
-    idx, targets = first_rows(Dataset(f"{large}:2,small/set:1", "val", 50), 15)
-    state = model.initial_state(15, 50, 0)
-    _, loss = model(idx, targets, 4, state)
-    assert logged("run", "val")[0]["4"] == pytest.approx(loss.item(), abs=1e-5)
-    logits, _ = model(idx, None, 4, state)
-    right = (logits.argmax(-1) == targets).sum() / (targets >= 0).sum()
-    assert logged("run", "accuracy")[0]["4"] == pytest.approx(right.item())
+    losses = 0
+    right = 0
+    labels = 0
+    for folder, rows in ((large, 27), ("small/set", 5)):
+        idx, targets = first_rows(Dataset(folder, "val", 50), rows)
+        state = model.initial_state(rows, 50, 0)
+        _, loss = model(idx, targets, 4, state)
+        found = logged("run", "val_by_source")[0][folder]["4"]
+        assert found == pytest.approx(loss.item(), abs=1e-5)
+        logits, _ = model(idx, None, 4, state)
+        right += (logits.argmax(-1) == targets).sum().item()
+        count = (targets >= 0).sum().item()
+        losses += count * found
+        labels += count
+    assert logged("run", "val")[0]["4"] == pytest.approx(losses / labels)
+    assert logged("run", "accuracy")[0]["4"] == pytest.approx(right / labels)
 
     shares = {}
     for folder, weight in ((large, 2), ("small/set", 1)):

@@ -148,7 +148,7 @@ class Settings(Recipe):
                               "the least memory", yes_or_no)
     eval_every: int = setting(1000, "updates between validations; there is also one at the start "
                               "and one at the end", positive)
-    eval_rows: int = setting(1024, "validation rows", positive)
+    eval_rows: int = setting(1024, "validation rows of each data set, at most", positive)
     eval_recurrences: list[int] = setting((1, 2, 4, 8, 16, 32), "recurrences to validate at",
                                           recurrences)
     save_every: int = setting(500, "updates between checkpoints; there is also one at the end",
@@ -298,7 +298,7 @@ def train(settings, device):
     resumed = saved[-1] if saved else None
     model, weights = make_model(settings, resumed, device)
     train_set = Dataset(settings.data, "train", settings.context)
-    val_set = Dataset(settings.data, "val", settings.context)
+    val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
     # Read now, since --init_from may be gone when the first checkpoint is written.
     tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
@@ -341,7 +341,7 @@ def train(settings, device):
         if RANK == 0:
             write_json(recipe_file, recipe)
         if start == 0:
-            log(settings, progress, validate(settings, model, val_set))
+            log(settings, progress, validate(settings, model, val_sets))
         signals = catch_signals()
         skips = 0  # updates in a row without a finite gradient
         B = settings.micro_batch
@@ -359,8 +359,8 @@ def train(settings, device):
                 if signals:
                     stops += 1
                     break
-                number = update * num_micro_batches + i
-                batch = train_set.batch(settings.seed, number, RANK, WORLD, B)
+                index = update * num_micro_batches + i
+                batch = train_set.batch(settings.seed, index, RANK, WORLD, B)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
                 _, loss = model(idx, targets, (n, k), state, "sum", settings.recompute)
@@ -413,7 +413,7 @@ def train(settings, device):
                     "tokens_per_s": tokens_per_s,
                 })
             if last or done % settings.eval_every == 0:
-                log(settings, progress, validate(settings, model, val_set))
+                log(settings, progress, validate(settings, model, val_sets))
             if last or done % settings.save_every == 0:
                 save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
     say(f"done: {settings.out_dir}")
@@ -447,41 +447,53 @@ def update_flops(settings, model, optimizer, draws):
 
 
 @torch.no_grad()
-def validate(settings, model, val_set):
+def validate(settings, model, val_sets):
     """
-    Validate on the first --eval_rows rows, or on all if there are fewer. Returns an entry for the
-    log: "val" {r: mean loss of a label} and "accuracy" {r: fraction of the labels that the model
-    finds most likely}, for each r of --eval_recurrences.
+    Validate on the first --eval_rows rows of each data set, or on all that it has. Returns an entry
+    for the log: "val" {r: mean loss of a label} and "accuracy" {r: fraction of the labels that the
+    model finds most likely}, over all data sets, for each r of --eval_recurrences; and for a
+    mixture "val_by_source" {folder: {r: mean loss of a label}}.
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
-    rows = min(settings.eval_rows, val_set.num_rows)
     B = settings.micro_batch
     rope = model.rope(settings.context)
-    totals = torch.zeros(3, len(steps), dtype=torch.float64, device=rope[0].device)
-    losses, right, labels = totals
-    for i in range(math.ceil(rows / (B * WORLD))):
-        batch = val_set.batch(0, i, RANK, WORLD, B)
-        _, targets, numbers = batch
-        targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
-        labels += int((targets != IGNORE).sum())
-        idx, targets, state = to_inputs(model, batch, 0)
-        for j, (_, s) in enumerate(model.trajectory(idx, steps, state, rope)):
-            x = model.run_coda(s, rope)
-            loss, hit = model.token_scores(x.flatten(0, 1), targets.flatten())
-            losses[j] += loss.double().sum()
-            right[j] += hit.sum()
-    if WORLD > 1:
-        dist.all_reduce(totals)
-    count = labels[0].long().item()
-    if not count:
-        raise UserError(f"{settings.data}: none of the {rows} validation rows has a label, so "
-                        "there is no loss to measure. Raise --eval_rows, or create the data set "
-                        "again")
-    val = dict(zip(steps, (losses / labels).tolist()))
-    accuracy = dict(zip(steps, (right / labels).tolist()))
-    say(f"validation on {rows:,} rows, {count:,} labels: loss "
-        + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
-    return {"val": val, "accuracy": accuracy}
+    overall = 0
+    by_source = {}
+    for val_set in val_sets:
+        (folder,) = val_set.folders
+        rows = min(settings.eval_rows, val_set.num_rows)
+        totals = torch.zeros(3, len(steps), dtype=torch.float64, device=rope[0].device)
+        losses, right, labels = totals
+        for i in range(math.ceil(rows / (B * WORLD))):
+            batch = val_set.batch(0, i, RANK, WORLD, B)
+            _, targets, numbers = batch
+            targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
+            labels += int((targets != IGNORE).sum())
+            idx, targets, state = to_inputs(model, batch, 0)
+            for j, (_, s) in enumerate(model.trajectory(idx, steps, state, rope)):
+                x = model.run_coda(s, rope)
+                loss, hit = model.token_scores(x.flatten(0, 1), targets.flatten())
+                losses[j] += loss.double().sum()
+                right[j] += hit.sum()
+        if WORLD > 1:
+            dist.all_reduce(totals)
+        count = labels[0].long().item()
+        if not count:
+            raise UserError(f"{folder}: none of the {rows} validation rows has a label, so there "
+                            "is no loss to measure. Raise --eval_rows, or create the data set "
+                            "again")
+        by_source[folder] = dict(zip(steps, (losses / labels).tolist()))
+        say(f"validation on {rows:,} rows of {folder}, {count:,} labels: loss "
+            + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in by_source[folder].items()))
+        overall = overall + totals
+    losses, right, labels = overall
+    entry = {
+        "val": dict(zip(steps, (losses / labels).tolist())),
+        "accuracy": dict(zip(steps, (right / labels).tolist())),
+    }
+    if len(val_sets) > 1:
+        entry["val_by_source"] = by_source
+    return entry
 
 
 def log(settings, progress, entry):
