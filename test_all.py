@@ -43,29 +43,20 @@ if not GPU:  # hide any GPU
 import torch
 import torch.nn.functional as F
 import torch._functorch.config as functorch_config
-import torch.nn.utils.parametrize as parametrize
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import data
 import eval_gsm8k
-import muon
 import sample
 import surgery
 import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
 from eval_gsm8k import METRICS, STOPS, cut, make_prompt, same_answer
-from model import (
-    ADAPTERS,
-    STATE_STD,
-    RecurrentLM,
-    find_checkpoint,
-    load_config,
-    run_blocks,
-)
-from muon import MOMENTS, Optimizer
+from model import ADAPTERS, STATE_STD, RecurrentLM, find_checkpoint, load_config, run_blocks
+from muon import Optimizer
 from runs import tiny_corpus
 from runs.block_influence import block_influence
 from runs.study import run as study
@@ -76,52 +67,12 @@ from train import Settings
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE / "tests"))
-from helpers import (
-    DIES,
-    HARD,
-    NODE,
-    QKV,
-    RUN,
-    answers_of,
-    call,
-    checkpoints,
-    contents,
-    convert,
-    decode,
-    decode_model,
-    documents,
-    exit_codes,
-    expected,
-    far,
-    finish,
-    first_rows,
-    full_disk,
-    generate_rows,
-    kill,
-    launch,
-    logged,
-    mistakes,
-    noise,
-    optimizer_rank,
-    outcome,
-    parameters,
-    random_prompts,
-    recipe,
-    refusal,
-    run_shell_script,
-    same,
-    same_end,
-    save,
-    slow_attention,
-    small,
-    start_hub,
-    step_with,
-    typed,
-    unwrap,
-    wait_until,
-    weights,
-    write_bad_folders,
-)
+from helpers import (HARD, QKV, RUN, answers_of, call, checkpoints, contents, convert, decode,
+                     decode_model, documents, exit_codes, expected, far, finish, first_rows,
+                     full_disk, generate_rows, kill, launch, logged, noise, optimizer_rank, outcome,
+                     parameters, random_prompts, recipe, refusal, same, same_end, save,
+                     slow_attention, small, start_hub, step_with, typed, unwrap, wait_until,
+                     weights)
 
 ORACLE = HERE / "tests" / "oracle"
 TINYLLAMA, _ = presets()["tinyllama-4-8-4"]
@@ -256,14 +207,11 @@ def test_recurrence_is_the_papers_code(name):
 
 
 def test_bfloat16_is_nearer_than_autocast():
-    """
-    Gradients of a bfloat16 model at (24, 8) are closer to float32's than those of the paper's
-    autocast, and summing them over the recurrences in float32 would change little.
-    """
+    """Gradients of a bfloat16 model at (24, 8) are closer to float32's than autocast's."""
     torch.manual_seed(0)
     idx = torch.randint(1000, (4, 65))
     grads = {}
-    for way in ("float32", "bfloat16", "float32 sums", "autocast"):
+    for way in ("float32", "bfloat16", "autocast"):
         model = small(
             vocab_size=1000,
             n_embd=256,
@@ -277,11 +225,6 @@ def test_bfloat16_is_nearer_than_autocast():
         trained = [*model.parameters()]
         if way == "bfloat16":
             model.bfloat16()
-        if way == "float32 sums":  # each use of a weight has its own bfloat16 copy
-            cast = torch.nn.Module()
-            cast.forward = torch.Tensor.bfloat16
-            for module in [m for m in model.modules() if "weight" in m._parameters]:
-                parametrize.register_parametrization(module, "weight", cast, unsafe=True)
         if way == "autocast":  # there, the residual stream of core and coda is bfloat16, too
             model.run_core = lambda s, e, *place: run_blocks(
                 model.core, model.adapter(torch.cat((s, e), -1)), *place
@@ -293,10 +236,7 @@ def test_bfloat16_is_nearer_than_autocast():
 
     exact = grads.pop("float32")
     off = {way: ((grad - exact).norm() / exact.norm()).item() for way, grad in grads.items()}
-    for way, error in off.items():
-        print(f"{way}: off by {error:.2%}")
     assert off["bfloat16"] < 0.9 * off["autocast"]
-    assert abs(off["bfloat16"] - off["float32 sums"]) < 0.1 * off["bfloat16"]
 
 
 def test_values_are_copied_for_rocm(monkeypatch):
@@ -1342,10 +1282,11 @@ def test_validation_has_whole_documents(corpus, n, flags, count_val):
 
 def test_validation_of_one_long_text(corpus):
     """A single document is split by tokens: its last 1% is for validation."""
-    Path("a.txt").write_text("has 1 " * 500)
+    Path("a.txt").write_text("\ufeffhas 1 " + "has 1 " * 499)
     call("data", *prepare(corpus, "a.txt", "out"))
     rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
     assert (len(rest), len(val)) == (991, 10)
+    assert Tokenizer.load("out").decode(rest[:2].tolist()) == "has 1", "without the byte order mark"
 
 
 @pytest.mark.parametrize("n", [0, 50])
@@ -1984,32 +1925,18 @@ def test_schedules_are_the_papers():
     s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
     assert [train.lr_scale(s, u) for u in range(4)] == pytest.approx([0.001, 0.334, 0.667, 1])
 
-    for x in oracle["sampler"]["cases"]:
+    for x, draws in itertools.product(oracle["sampler"]["cases"], (1, 4)):
         s = Settings(
             mean_recurrence=x["mean_recurrence"],
             backprop_depth=x["backprop_depth"],
             curriculum="none",
+            draws=draws,
         )
-        draws = [list(train.draw_steps(s, 0, i)) for i in range(1, 65)]
-        assert draws == x["exact_data_step_1_to_64"]
-        s.seed = 1
-        assert draws != [list(train.draw_steps(s, 0, i)) for i in range(1, 65)]
-
-
-def test_every_draw_is_taken_once():
-    """With several draws per update, all draws together are the paper's sequence, in order."""
-    for x in read_json(ORACLE / "curriculum.json")["sampler"]["cases"]:
-        for draws in (1, 4):
-            s = Settings(
-                mean_recurrence=x["mean_recurrence"],
-                curriculum="none",
-                draws=draws,
-                backprop_depth=x["backprop_depth"],
-            )
-            found = []
-            for update in range(64 // draws):
-                found += [list(pair) for pair in train.draws_of(s, update)]
-            assert found == x["exact_data_step_1_to_64"]
+        for seed in (0, 1):
+            s.seed = seed
+            pairs = [train.draws_of(s, update) for update in range(64 // draws)]
+            found = [list(pair) for pair in itertools.chain(*pairs)]
+            assert (found == x["exact_data_step_1_to_64"]) == (seed == 0)
 
 
 def test_flops_are_the_papers():
@@ -2097,20 +2024,6 @@ HUB = {
     "meta-llama/Llama-3.2-1B": LLAMA,
     "allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B": OLMO2,
 }
-
-
-def test_launch_table_fits_the_configs():
-    """The table of launches in runs/README.md agrees with batch size and draws of each config."""
-    page = (HERE / "runs/README.md").read_text()
-    table = re.findall(r"^\| ([\w, ]+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.M)
-    assert len(table) == 4
-    rows_per_node = 4 * 8  # GPUs, and rows of a micro-batch
-    for names, nodes, micro_batches, on_one_node in table:
-        for name in names.split(", "):
-            settings = train.read_settings([f"--config={HERE}/config/{name}.toml"])
-            assert settings.batch_size == rows_per_node * int(nodes) * int(micro_batches), name
-            assert settings.batch_size == rows_per_node * int(on_one_node), name
-            assert settings.draws in (1, int(micro_batches)), name
 
 
 def test_recipes_are_valid(corpus, monkeypatch):
@@ -2261,6 +2174,20 @@ def test_training_learns(taught):
     assert losses[80]["4"] < chance / 2 < chance < losses[0]["4"]
 
 
+# train.py, in which rank 1 kills itself while update 6 is saved. %r: the attempt of torchrun in
+# which it does so, "0", or None without torchrun.
+DIES = """
+import importlib, os, muon, train
+def gather(self, whole=muon.Optimizer.gather):
+    if self.updates == 6 and (self.rank, os.environ.get("TORCHELASTIC_RESTART_COUNT")) == (1, %r):
+        os.kill(os.getpid(), 9)
+    return whole(self)
+muon.Optimizer.gather = gather
+importlib.reload(train)  # reads the RANK of this process
+train.cli(train.main)
+"""
+
+
 def test_killed_ranks_end_alike(base):
     """
     If a rank dies while saving, the others exit with a one-line error. Runs of 2 ranks that were
@@ -2296,46 +2223,38 @@ def test_killed_ranks_end_alike(base):
     assert same_end("two", "restarted")
 
 
-def nodes_launch():
-    """
-    The multi-node launch of runs/README.md, changed to two nodes with one process each: the
-    environment variables as a dict, and torchrun's flags as a list.
-    """
-    page = unwrap(HERE / "runs/README.md")
-    (line,) = re.findall(r"\n(\S.*--nnodes(?s:.*?)) train.py", page)
-    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
-    for old, new in (
-        ("--nnodes=N", "--nnodes=2"),
-        ("node=4", "node=1"),
-        ("HOST:29500", f"127.0.0.1:{port}"),
-    ):
-        assert old in line
-        line = line.replace(old, new)
-
-    variables, flags = line.split("torchrun")
-    env = dict(item.split("=") for item in variables.split())
-    return env, flags.split()
+# train.py on each of two nodes. The one with LOST in its environment dies in its first attempt,
+# before it has met the other.
+NODE = """
+import os, train
+if "LOST" in os.environ and not os.path.exists("lost"):
+    open("lost", "w").close()
+    os.kill(os.getpid(), 9)
+train.cli(train.main)
+"""
 
 
 def test_a_lost_process_of_several_nodes(base, unbroken, monkeypatch):
     """
-    Two nodes, launched as runs/README.md says, restart together after one of them has lost its
-    process. Without the variable that this takes, train.py refuses to start.
+    Two nodes restart together after one of them has lost its process. Without the environment
+    variable that this takes, train.py refuses to start.
     """
-    env, flags = nodes_launch()
+    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+    flags = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d"
     with monkeypatch.context() as patch:
         patch.setattr(train, "WORLD", 2)
         for name, value in (("LOCAL_WORLD_SIZE", "1"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
             patch.setenv(name, value)
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in refusal("train", *base, "--out_dir=run")
 
+    env = os.environ | variable
+
     Path("node.py").write_text(NODE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags.split()]
+    torchrun.append(f"--rdzv_endpoint=127.0.0.1:{port}")
     command = [*torchrun, "node.py", *base, "--out_dir=run"]
-    nodes = [
-        subprocess.Popen(command, env=os.environ | env),
-        subprocess.Popen(command, env=os.environ | env | {"LOST": "1"}),
-    ]
+    nodes = [subprocess.Popen(command, env=env), subprocess.Popen(command, env=env | {"LOST": "1"})]
     try:
         assert [node.wait(timeout=300) for node in nodes] == [0, 0]
     finally:
@@ -2381,37 +2300,8 @@ def test_recompute(base, unbroken):
     assert saved_numbers(recompute=True) < saved_numbers(recompute=False) / 3
 
 
-def saved_bytes(model, T):
-    """
-    Run a compiled recurrence of T tokens forward and backward. Returns the bytes that it saves for
-    the backward pass, and the gradient of the core's weights as one tensor.
-    """
-    torch.compiler.reset()
-    e = torch.randn(1, T, model.config.n_embd, generator=torch.Generator().manual_seed(0))
-    inputs = {t.untyped_storage().data_ptr() for t in (e, *model.rope(T), *model.parameters())}
-    saved = {}  # {address: bytes}, as two tensors may share their memory
-
-    def keep(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in inputs:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    core = torch.compile(model.run_core, backend="aot_eager_decomp_partition")
-    model.zero_grad()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        s = core(e.requires_grad_(), e, model.rope(T))
-
-    s.sum().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.core.parameters()])
-    return sum(saved.values()), gradient
-
-
 def test_activation_budget(base, monkeypatch):
-    """
-    --activation_budget is set before the model is compiled. A smaller one saves fewer activations
-    and gives nearly the same gradient.
-    """
+    """--activation_budget is set before the model is compiled."""
     budgets = []
 
     def compile_parts(model, **how):
@@ -2422,17 +2312,6 @@ def test_activation_budget(base, monkeypatch):
         call("train", *base, "--compile", "--activation_budget=0.5", "--updates=1", "--out_dir=run")
     assert budgets == [0.5]
     assert "--activation_budget" in refusal("train", *base, "--activation_budget=0.2")
-
-    model = small(n_embd=128, n_kv_head=1, n_ffn=352, n_core=6).bfloat16()
-    found = {}
-    for budget in (1.0, 0.5, 0.3):
-        with functorch_config.patch(activation_memory_budget=budget):
-            found[budget] = saved_bytes(model, 256)
-
-    most, exact = found[1.0]
-    for budget, (kept, gradient) in found.items():
-        assert kept <= min(1, budget + 0.1) * most, budget
-        assert far(gradient, exact) <= 0.01 * exact.abs().max()
 
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
@@ -2662,18 +2541,6 @@ def test_updates_that_are_not_finite(base, monkeypatch):
     assert checkpoints("bad") == ["step_000006"]
 
 
-@pytest.mark.parametrize("rule", MOMENTS)
-def test_ordinary_models_train_on_ranks(rule, base):
-    """With each optimizer, two updates of an ordinary model are the same on 1 and on 2 ranks."""
-    shape = "--n_prelude=2", "--n_core=0", "--n_coda=0"
-    base = [*base, *shape, f"--optimizer={rule}", "--updates=2", "--warmup=0", "--lr=0.001"]
-    for world in (1, 2):
-        finish("train.py", *base, f"--out_dir={world}", world=world)
-    one, two = (weights(f"{world}/step_000002", "model") for world in (1, 2))
-    for name, t in one.items():
-        assert far(t, two[name]) < 2e-5, name
-
-
 @pytest.mark.parametrize("n_core", [0, 1])
 def test_muon_updates_the_papers_matrices(n_core, base):
     """
@@ -2726,7 +2593,10 @@ def torch_adamw(s, model):
 
 
 def test_updates_are_torchs(base):
-    """Six updates with two draws each, warm-up and cooldown follow torch's AdamW step by step."""
+    """
+    Six updates with two draws each, warm-up and cooldown follow torch's AdamW step by step, and the
+    log has the mean loss of a label. --clip=0 turns clipping off.
+    """
     flags = "--optimizer=adamw --updates=6 --draws=2 --warmup=0.4 --seed=3 --cooldown=0.5"
     flags += " --micro_batch=8 --clip=0.5 --out_dir=run"
     flags = [*base, *flags.split()]
@@ -2737,12 +2607,15 @@ def test_updates_are_torchs(base):
         idx, targets, numbers = dataset.batch(s.seed, update, rank=0, world=1, B=16)
         state = model.initial_state(16, 50, s.seed, int(numbers[0]))
         labels = (targets != -100).sum()
+        total = 0
         for half in (0, 1):
             rows = slice(8 * half, 8 * half + 8)
             draw = 1 + 2 * update + half  # counted from 1 over the whole run
             steps = train.draw_steps(s, update, draw)
             loss = model(idx[rows], targets[rows], steps, state[rows], "sum")[1]
             (loss / labels).backward()
+            total += loss.item()
+        assert logged("run", "loss")[update + 1] == pytest.approx(total / labels.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
         lr = s.lr * train.lr_scale(s, update)
         assert logged("run", "lr")[update + 1] == lr
@@ -2752,6 +2625,10 @@ def test_updates_are_torchs(base):
 
     for name, t in load_file("run/step_000006/model.safetensors").items():
         assert far(t, model.get_parameter(name)) < 1e-3 * s.lr, name
+
+    for clip in ("0", "1e9"):
+        call("train", *flags, "--updates=1", f"--clip={clip}", f"--out_dir={clip}")
+    assert same_end("0", "1e9")
 
 
 # A value of each setting that is not that of TINY. Some need other flags to matter.
@@ -2833,30 +2710,6 @@ def test_log_and_checkpoint_agree(base, corpus):
 
     for r, loss in logged("two", "val")[0].items():
         assert loss == pytest.approx(logs[3][r], abs=1e-6)
-
-
-def test_an_update_is_torchs(base):
-    """One update is torch's AdamW where clipping makes eps matter. --clip=0 turns clipping off."""
-    flags = "--optimizer=adamw --updates=1 --clip=1e-5 --seed=3 --warmup=0 --cooldown=0"
-    flags = [*base, *flags.split(), "--out_dir=run"]
-    call("train", *flags)
-    s, dataset, model = start_of_run(flags)
-    peer = torch_adamw(s, model)
-    peer.param_groups[0]["lr"] = s.lr * train.lr_scale(s, 0)
-    idx, targets = first_rows(dataset, 16, s.seed)
-    (steps,) = train.draws_of(s, 0)
-    _, loss = model(idx, targets, steps, model.initial_state(16, 50, s.seed))
-    assert logged("run", "loss")[1] == pytest.approx(loss.item()), "the mean of the labels"
-    assert (targets < 0).any()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-    peer.step()
-    for name, t in load_file("run/step_000001/model.safetensors").items():
-        assert far(t, model.get_parameter(name)) < 1e-3 * s.lr, name
-
-    for clip in ("0", "1e9"):
-        call("train", *flags, f"--clip={clip}", f"--out_dir={clip}")
-    assert same_end("0", "1e9")
 
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
@@ -2991,16 +2844,6 @@ def test_context_beyond_the_models_own(base, corpus):
         assert ("beyond the 40 tokens" in said) == (name == "short")
         assert load_config(f"run-{name}/step_000001").context == context
     assert load_config("run-long/step_000001").embed_scale == 2, "--embed_scale is for new weights"
-
-
-def test_compiling_is_announced(base, checkpoint, monkeypatch, capfd):
-    """train.py and sample.py say how long compiling may take."""
-    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: None)
-    said = call("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
-    assert "2 to 4 minutes on a GPU" in said
-    assert re.search("warm-up: [0-9]+ s for the forward pass; now the backward pass\n", said)
-    call("sample", "--model", checkpoint, "--prompt=has", "--steps=1", "--tokens=1", "--compile")
-    assert "2 to 4 minutes on a GPU" in capfd.readouterr().err
 
 
 def test_ranks_start_alike(base, unbroken):
@@ -3650,25 +3493,94 @@ def test_plot_losses_of_a_run(unbroken):
 
 
 # --------------------------------------------------------------------------------------- mistakes
+# Commands that end in one line, and words of that line. {names}: see the fixture.
+MISTAKES = [
+    ("surgery {llama} out", "--prelude"),
+    ("surgery {llama} out --shape 4,4,4", "0-5"),
+    ("surgery {llama} out --shape 4", "--feed_forward"),
+    ("surgery {llama} out --prelude 0-3 --core 3-4 --coda 5", "only once"),
+    ("surgery {llama} {m} --feed_forward", "exists already"),
+    ("surgery {m} out --untie", "already recurrent"),
+    ("surgery {m} out --adapter_init torch", "--adapter_init"),
+    ("surgery ./lama out --feed_forward", "no such folder"),
+    ("surgery {truncated} out --feed_forward", "damaged"),
+    ("surgery {missing} out --feed_forward", "layers.3.mlp.up_proj"),
+    ("surgery {misshapen} out --feed_forward", "not the model of its config.json"),
+    ("surgery {biased} out --feed_forward", "q_proj.bias' has no"),
+    ("surgery {qwen} out --feed_forward", "q_norm.weight' is missing"),
+    ("surgery {other} out --export hf", "different model"),
+    ("runs/tiny_corpus --out {m}", "meta.json"),
+    ("data prepare --input {latin} {prepare}", "line 2 is not UTF-8"),
+    ("data prepare --input web/*.parquet {prepare}", "web/*.parquet"),
+    ("data prepare --input {m}/config.json {prepare}", "config.json: is not"),
+    ("data prepare --input {questions} --tokenizer gpt2 --out out", "tokenizer.json"),
+    ("data prepare --input {questions} --tokenizer {m} --out {m}", "other files"),
+    ("data prepare --input {questions} {prepare} --drop question", "COLUMN=TEXT"),
+    ("data prepare --input {questions} {prepare} --field question --drop question=has", "no text is left"),
+    ("train {run} --uptades=3", "did you mean --updates?"),
+    ("train {run} --lr=x", "--lr"),
+    ("train {run} --curriculum=cubic", "linear"),
+    ("train {run} --draws=3", "--draws"),
+    ("train {run} --context=30", "--context"),
+    ("train {run} --train=norm|", "'' matches none"),
+    ("train {run} --config=none.toml", "none.toml"),
+    ("train {run} --data={questions}", "not a finished data set"),
+    ("train {run} --data={corpus}/task:1.5", "weight"),
+    ("train {run} --data={corpus}/task,{corpus}/task:2", "named twice"),
+    ("train {run} --init_from=none", "no such folder"),
+    ("train {run} --init_from={foreign}", "tokenizer"),
+    ("bench plan {run} --flops_of={m}", "train.json"),
+    ("bench plan {run} --init_from=none", "--preset"),
+    ("sample --prompt 3 --model none", "no such folder"),
+    ("sample --prompt 3 --model {m}m", "did you mean {m}?"),
+    ("sample --prompt 3 --model {other}", "different model"),
+    ("sample --prompt 3 --model {exported}", "surgery.py {exported} OUT"),
+    ("sample --prompt 3 --model {llama}", "--feed_forward"),
+    ("sample --prompt 3 --model {m} --steps=0", "--steps"),
+    ("sample --prompt 3 --model {m} --top_k=5", "--top_k needs a --temperature"),
+    ("eval_gsm8k {ask} --data none.jsonl", "No such file"),
+    ("eval_gsm8k {ask} --data {m}/config.json", "not a JSON object"),
+    ("eval_gsm8k {ask} --max_new_tokens 4096", "context of 40"),
+    ("eval_gsm8k {ask} --out {other}", "must end in .json"),
+    ("runs/plot {m}/config.json", "nothing to draw"),
+]
+
+
 @pytest.fixture(scope="session")
 def names(corpus, llama, checkpoint, tmp_path_factory):
-    """{name: value} for the braces in MISTAKES: good and bad folders, and arguments used often."""
+    """{name: value} for the braces in MISTAKES: good folders, and others with one thing wrong."""
     folder = tmp_path_factory.mktemp("mistakes")
-    write_bad_folders(folder, llama, checkpoint, corpus)
+    save(small(vocab_size=16), folder / "other", corpus)
+    small().save(folder / "foreign")
+    (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
+    (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
     call("surgery", checkpoint, folder / "exported", "--export", "hf")
-    run = f"--data={corpus}/task --context=39 --out_dir=out"
-    ask = f"--model {checkpoint} --data {corpus}/test.jsonl --shots 0"
+    for name in ("truncated", "missing", "misshapen", "biased", "qwen"):
+        shutil.copytree(llama, folder / name)
+    os.truncate(folder / "truncated" / "model.safetensors", 100_000)
+    tensors = weights(llama)
+    for name, changes in (
+        ("biased", {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}),
+        ("misshapen", {"model.layers.3.mlp.up_proj.weight": torch.ones(2, 2)}),
+    ):
+        save_file(tensors | changes, folder / name / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "missing" / "model.safetensors")
+    qwen = read_json(llama / "config.json") | {"model_type": "qwen3"}
+    common.write_json(folder / "qwen" / "config.json", qwen)
     return {
         "corpus": corpus,
         "llama": llama,
         "m": checkpoint,
-        "run": run,
-        "ask": ask,
+        "prepare": f"--tokenizer={checkpoint} --out=out",
+        "run": f"--data={corpus}/task --context=39 --out_dir=out",
+        "ask": f"--model {checkpoint} --data {corpus}/test.jsonl --shots 0",
+        "questions": corpus / "test.jsonl",
         **{path.stem: path for path in folder.iterdir()},
     }
 
 
-@pytest.mark.parametrize("command, words", list(mistakes()))
+@pytest.mark.parametrize("command, words", MISTAKES)
 def test_mistakes_end_in_one_line(command, words, names):
     """Each mistake is reported in one line that contains these words, and no result is written."""
     assert words.format(**names) in refusal(*command.format(**names).split())
@@ -3676,6 +3588,35 @@ def test_mistakes_end_in_one_line(command, words, names):
 
 
 # ------------------------------------------------------------------------- the paper in miniature
+def run_shell_script(command):
+    """
+    Run a shell script of the current folder. Returns its exit code. Its `python` is a stub that
+    sends each command to this process, which saves half a minute of importing torch.
+    """
+    read_commands, write_commands = os.pipe()
+    read_outputs, write_outputs = os.pipe()
+    Path("python").write_text(f"""#!/bin/bash
+if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
+printf '%s\\t' "$@" >&{write_commands}
+echo >&{write_commands}
+read -r size <&{read_outputs}
+head -c "$size" <&{read_outputs}
+""")
+    os.chmod("python", 0o755)
+    env = os.environ | {"PATH": f"{os.getcwd()}:{os.environ['PATH']}"}
+    pipes = write_commands, read_outputs
+    process = subprocess.Popen(command.split(), env=env, pass_fds=pipes)
+    os.close(write_commands)  # so that the loop ends when the script does
+    with open(read_commands) as commands, open(write_outputs, "wb", 0) as outputs:
+        for line in commands:
+            script, *args = line.split("\t")[:-1]
+            output = call(script.removesuffix(".py"), *args).encode()
+            outputs.write(b"%d\n%s" % (len(output), output))
+
+    os.close(read_outputs)
+    return process.wait()
+
+
 def test_tiny_run_end_to_end(capfd):
     """`bash runs/tiny.sh --quick --seed 5` runs every stage, in a folder of its own."""
     for name in ("runs", "config"):

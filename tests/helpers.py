@@ -1,7 +1,7 @@
 """
 Helpers of test_all.py: scripts that run in this process or in processes that can be killed, a full
-disk, a mock of the Hugging Face hub, commands from comments, and random models. Also small
-references for the optimizer and the corpus.
+disk, a mock of the Hugging Face hub, commands from comments, random models, and tensors for the
+optimizers.
 """
 
 import contextlib
@@ -9,14 +9,11 @@ import importlib
 import io
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import re
 import resource
 import runpy
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,7 +31,7 @@ from torch.nn.attention import SDPBackend
 
 import common
 import data
-import eval_gsm8k  # also imports, before forking, what the scripts below need
+import eval_gsm8k  # and train: before forking, which saves their import in each process
 import train
 from model import Config, RecurrentLM
 from muon import Optimizer
@@ -78,35 +74,6 @@ def refusal(script, *args):
     line, _ = outcome(script, *args)
     assert isinstance(line, str) and "\n" not in line, line
     return line
-
-
-def run_shell_script(command):
-    """
-    Run a shell script of the current folder. Returns its exit code. Its `python` is a stub that
-    sends each command to this process, which saves half a minute of importing torch.
-    """
-    read_commands, write_commands = os.pipe()
-    read_outputs, write_outputs = os.pipe()
-    Path("python").write_text(f"""#!/bin/bash
-if [[ $1 == -c ]]; then exec {sys.executable} "$@"; fi
-printf '%s\\t' "$@" >&{write_commands}
-echo >&{write_commands}
-read -r size <&{read_outputs}
-head -c "$size" <&{read_outputs}
-""")
-    os.chmod("python", 0o755)
-    env = os.environ | {"PATH": f"{os.getcwd()}:{os.environ['PATH']}"}
-    pipes = write_commands, read_outputs
-    process = subprocess.Popen(command.split(), env=env, pass_fds=pipes)
-    os.close(write_commands)  # so that the loop ends when the script does
-    with open(read_commands) as commands, open(write_outputs, "wb", 0) as outputs:
-        for line in commands:
-            script, *args = line.split("\t")[:-1]
-            output = call(script.removesuffix(".py"), *args).encode()
-            outputs.write(b"%d\n%s" % (len(output), output))
-
-    os.close(read_outputs)
-    return process.wait()
 
 
 # Processes are forked from a server that has imported torch, which saves seconds for each.
@@ -353,32 +320,6 @@ def documents(n):
             print(json.dumps(row), file=f)
 
 
-def write_bad_folders(folder, llama, checkpoint, corpus):
-    """Write models and files that scripts must refuse, each named after what is wrong with it."""
-    save(small(vocab_size=16), folder / "other", corpus)
-    model = small()
-    model.embed.weight.data.fill_(math.nan)
-    save(model, folder / "nan", corpus)
-    small().save(folder / "foreign")
-    (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
-    shutil.copytree(checkpoint, folder / "trained" / "step_000002")
-    (folder / "blank").write_text("\n")
-    (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
-    for name in ("truncated", "missing", "misshapen", "biased", "qwen"):
-        shutil.copytree(llama, folder / name)
-
-    os.truncate(folder / "truncated" / "model.safetensors", 100_000)
-    tensors = weights(llama)
-    bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
-    save_file(tensors | bias, folder / "biased" / "model.safetensors")
-    del tensors["model.layers.3.mlp.up_proj.weight"]
-    save_file(tensors, folder / "missing" / "model.safetensors")
-    tensors["model.layers.3.mlp.up_proj.weight"] = torch.ones(2, 2)
-    save_file(tensors, folder / "misshapen" / "model.safetensors")
-    config = common.read_json(llama / "config.json")
-    common.write_json(folder / "qwen" / "config.json", config | {"model_type": "qwen3"})
-
-
 # The parameters that optimizers are tested with, some of each kind.
 QKV = "prelude.0.attn.qkv.weight"
 SHAPES = {
@@ -553,110 +494,3 @@ RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=50
     --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
     --eval_every=6 --eval_rows=27 --eval_recurrences=1,4 --compile=false --lr=0.01 --adam_lr=0.003
     --dtype=float32 --keep=1""".split()
-
-
-# train.py, in which rank 1 kills itself while update 6 is saved. %r: the attempt of torchrun in
-# which it does so, "0", or None without torchrun.
-DIES = """
-import importlib, os, muon, train
-def gather(self, whole=muon.Optimizer.gather):
-    if self.updates == 6 and (self.rank, os.environ.get("TORCHELASTIC_RESTART_COUNT")) == (1, %r):
-        os.kill(os.getpid(), 9)
-    return whole(self)
-muon.Optimizer.gather = gather
-importlib.reload(train)  # reads the RANK of this process
-train.cli(train.main)
-"""
-
-
-# train.py on each of two nodes. The one with LOST in its environment dies in its first attempt,
-# before it has met the other.
-NODE = """
-import os, train
-if "LOST" in os.environ and not os.path.exists("lost"):
-    open("lost", "w").close()
-    os.kill(os.getpid(), 9)
-train.cli(train.main)
-"""
-
-
-# SCRIPT ARGUMENTS: and then mistakes, each ending in a semicolon. `FLAGS -> WORDS` means that the
-# command with these flags must fail with a message that contains WORDS. Without an arrow, WORDS is
-# the first flag. {names} stand for folders and arguments, see the fixture `names` in test_all.py.
-MISTAKES = """
-surgery {llama} out:
-     -> --prelude; --shape 4,4,4 -> 0-5; --shape 9,1,1 -> 0-5;
-    --shape 4 -> --feed_forward; --prelude 0 --core 1-x --coda 3 -> --core;
-    --prelude 0-3 --core 3-4 --coda 5 -> only once; --prelude 0 --core 1 -> --coda;
-    --feed_forward --shape 0 -> --shape; --feed_forward --shape -2 -> --shape;
-    --shape 2,2,-1 -> --shape; --feed_forward --prelude= -> layers [];
-    --feed_forward --prelude 3-9 -> 0-5; --feed_forward --mean_recurrence 0 -> --mean_recurrence;
-surgery:
-    {m} out --adapter_init torch -> --adapter_init; {m} out --untie -> already recurrent;
-    {llama} {m} --feed_forward -> exists already; {truncated} out --feed_forward -> damaged;
-    {missing} out --feed_forward -> layers.3.mlp.up_proj;
-    {misshapen} out --feed_forward -> not the model of its config.json;
-    {other} out --export hf -> different model; {biased} out --feed_forward -> q_proj.bias' has no;
-    {qwen} out --feed_forward -> q_norm.weight' is missing;
-    {llama} {llama} --feed_forward -> exists already;
-    ./lama out --feed_forward -> no such folder;
-runs/block_influence {llama} out:
-    --shape 1,2,1 --text {blank} -> has no text; --text {blank} -> --shape;
-    --shape 1,x,1 --text {blank} -> --shape; --shape 4,8,4 --text {corpus}/test.jsonl -> 16 layers;
-runs/tiny_corpus:
-    --out {m} -> meta.json; --out out --rows 0 -> --rows;
-data:
-    prepare --input {corpus}/test.jsonl --tokenizer {m} --out {m} -> --out;
-    prepare --input {corpus}/test.jsonl --tokenizer gpt2 --out out -> tokenizer.json;
-    prepare --input {corpus}/test.jsonl --tokenizer {m} --out {corpus} -> other files;
-data prepare --tokenizer {m} --out out:
-    --input {corpus}/test.jsonl --field question --drop question -> COLUMN=TEXT;
-    --input {corpus}/test.jsonl --field question --drop question=has -> no text is left;
-    --input none.txt -> none.txt; --input web/*.parquet -> web/*.parquet;
-    --input {m}/config.json -> config.json: is not; --input {latin} -> line 2 is not UTF-8;
-train {run}:
-    --uptades=3 -> did you mean --updates?; --steps 4; --seed=-1; --warmup=1.5; --draws=3;
-    --lr=x; --curriculum=cubic -> linear;
-    --config=none.toml -> none.toml; --data=none -> none;
-    --data={corpus}/test.jsonl -> not a finished data set; --data={corpus}/task:0 -> weight;
-    --data={corpus}/task:1.5 -> weight; --data={corpus}/task:1,{corpus}/task:1 -> named twice;
-    --context=30; --init_from={foreign} -> tokenizer;
-    --init_from=none -> no such folder;
-    --out_dir -> expected one argument; --train -> expected one argument;
-    --updates=-1; --batch_size=0; --micro_batch=0; --draws=0;
-    --context=0; --mean_recurrence=0; --eval_every=0; --eval_rows=0; --save_every=0;
-    --log_every=0; --keep=0; --train=cores; --train=norm| -> '' matches none;
-sample --prompt 3:
-    --model none -> no such folder; --model {other} -> different model;
-    --model {m}m -> did you mean {m}?; --model {exported} -> surgery.py {exported} OUT;
-    --model {llama} -> --feed_forward;
-sample --prompt 3 --model {m}:
-    --top_k=x; --temperature=-1; --seed=-1; --tokens=0; --steps=0; --draft_steps=x;
-    --top_k=5 -> --top_k needs a --temperature;
-eval_gsm8k {ask}:
-    --data none.jsonl -> No such file; --data {m}/config.json -> not a JSON object; --steps 1,-2;
-    --max_new_tokens 4096 -> context of 40; --limit 0; --batch_size x;
-    --max_new_tokens=3 --out=x.json --seed=-1 -> --seed; --seed=2e13; --seed=20000000000000;
-    --out {other} -> must end in .json; --shots=8 -> invalid choice;
-bench plan {run}:
-    --flops_of=none -> no such folder; --flops_of={m} -> train.json; --init_from=none -> --preset;
-bench decode:
-    --draft_steps x; --repeat 0;
-bench train:
-    --steps 4; --steps 4+0;
-runs/plot:
-     -> FILE; none.json; {m}/config.json -> nothing to draw; {m} --x steps -> --x steps;
-    {m}/config.json {m} --labels a -> 1 labels for 2;
-"""
-
-
-def mistakes():
-    """Yield (command, words that its error message must contain) for each mistake in MISTAKES."""
-    for line in MISTAKES.strip().splitlines():
-        if not line.startswith(" "):
-            command = line.removesuffix(":")
-        for mistake in line.split(";")[:-1]:
-            flags, _, words = (part.strip() for part in mistake.partition("->"))
-            if not words:
-                words, *_ = re.split("[ =]", flags)
-            yield f"{command} {flags}", words
