@@ -49,6 +49,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import common
 import data
 import eval_gsm8k
+import muon
 import sample
 import surgery
 import train
