@@ -227,12 +227,10 @@ def reference_text(answer):
 
 def reference_number(answer):
     """
-    Return the number that a reference answer is, alone or after one equals sign, or None. A number
-    at the end of other words does not count: it may be a part of a date or of a room's name.
+    Return the number that a reference answer is, alone or after its only equals sign, or None. A
+    number at the end of other words does not count: it may be part of a date or of a room's name.
     """
-    text = reference_text(answer)
-    if text.count("=") == 1:
-        text = text.partition("=")[2].strip()
+    text = reference_text(answer).split("=", 1)[-1].strip()
     return to_number(text) if NUMBER.fullmatch(text) else None
 
 

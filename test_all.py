@@ -2970,7 +2970,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     """
     With --template plain, eval_gsm8k.py says how answers are compared, and scores equal text as
     right. Difficulties are listed in order, and 10 is the same as "10". The paper's template
-    refuses a file without numbers. The summary is named after --data.
+    refuses a file without numbers. The summary is named after --data, and says what training cost.
     """
     rows = [
         {"question": "has", "answer": "so gets", "difficulty": "easy"},
@@ -2980,12 +2980,15 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     ]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shutil.copytree(checkpoint, "m")
+    common.write_json("m/train.json", {"update": 9, "flops": 10**9, "config": {}})
     answer_with(lambda r: ["so gets", "7", "gets", "gets"], monkeypatch)
     ask = "eval_gsm8k", "--model=m", "--data=asked.jsonl", "--max_new_tokens=4", "--steps=1"
     call(*ask, "--template=plain", "--task=riddles")
     assert "as numbers in 1 of these questions, as text in the other 3" in capfd.readouterr().err
 
-    (result,) = read_json("m/eval_asked.json")["results"]
+    summary = read_json("m/eval_asked.json")
+    assert summary["training"] == {"update": 9, "flops": 10**9}
+    (result,) = summary["results"]
     assert result["metric"] == "accuracy"
     assert result["value"] == 0.75
     assert result["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
