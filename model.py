@@ -43,7 +43,7 @@ IGNORE = -100                      # a target that carries no loss, as in torch
 LOGITS_AT_ONCE = 1 << 26           # the most logits to hold at a time: 256 MB in float32
 NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
 ADAPTERS = "linear", "add"         # how state and prelude output are joined: see run_core()
-COMPILING = "compiling takes about a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)"
+COMPILING = "compiling takes half a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)"
 
 
 @dataclass
@@ -354,45 +354,28 @@ class RecurrentLM(nn.Module):
 
     # The parts. Decoding (sample.py) passes a mask, and a cache for each block.
 
-    def embed_idx(self, idx):
-        """Token ids (B, T) -> (B, T, C) float32."""
-        # Not compiled: on a CPU, the compiled backward pass of an embedding adds in no fixed order,
-        # so a resumed run would end with different bits.
-        return self.embed(idx).float() * self.config.embed_scale
-
-    def run_prelude(self, x, rope, mask=None, caches=None):
-        """Embeddings (B, T, C) -> the prelude's output e (B, T, C)."""
-        return run_blocks(self.prelude, x, rope, mask, caches)
-
-    def run_core(self, s, e, rope, mask=None, caches=None):
-        """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
-        match self.config.adapter:
-            case "linear":
-                x = torch.cat((s, e), -1)
-                x = self.adapter(x).type_as(e)
-            case "add":
-                x = s + e
-            case unknown:
-                raise UserError(f"run_core() does not say how adapter = {unknown} joins s and e")
-        return run_blocks(self.core, x, rope, mask, caches)
-
-    def run_coda(self, x, rope, mask=None, caches=None):
-        """Last state (B, T, C) -> the head's input (B, T, C)."""
-        if self.config.norm == "sandwich":
-            x = self.norm_f(x)  # Huginn has its final norm before the coda, too
-        return self.norm_f(run_blocks(self.coda, x, rope, mask, caches))
-
     def begin(self, idx, state, rope, mask=None, caches=None):
         """
         Run the prelude on token ids (B, T). Returns its output e and s_0, both (B, T, C). s_0 is
         `state`, or random if that is None. An ordinary model has no state: it returns e twice.
         """
-        e = self.run_prelude(self.embed_idx(idx), rope, mask, caches)
+        # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed order,
+        # so a resumed run would end with different bits.
+        x = self.embed(idx).float() * self.config.embed_scale
+        e = run_blocks(self.prelude, x, rope, mask, caches)
         if not self.core:
             return e, e
         if state is None:
             state = self.initial_state(*idx.shape)
         return e, state.type_as(e)
+
+    def run_core(self, s, e, rope, mask=None, caches=None):
+        """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
+        if self.config.adapter == "linear":
+            x = self.adapter(torch.cat((s, e), -1)).type_as(e)
+        elif self.config.adapter == "add":
+            x = s + e
+        return run_blocks(self.core, x, rope, mask, caches)
 
     def recur(self, s, e, rope, count, mask=None, caches=None, recompute=False):
         """
@@ -414,6 +397,12 @@ class RecurrentLM(nn.Module):
                 cache = caches[i] if caches else None
                 s = self.run_core(s, e, rope, mask, cache)
         return s
+
+    def run_coda(self, x, rope, mask=None, caches=None):
+        """Last state (B, T, C) -> the head's input (B, T, C)."""
+        if self.config.norm == "sandwich":
+            x = self.norm_f(x)  # Huginn has its final norm before the coda, too
+        return self.norm_f(run_blocks(self.coda, x, rope, mask, caches))
 
     def finish(self, s, rope=None):
         """Last state (B, T, C) -> logits (B, T, V) float32."""
@@ -704,12 +693,8 @@ class RecurrentLM(nn.Module):
 
 def checkpoints(folder):
     """The step_N checkpoints in a run's folder, as Paths, oldest first."""
-    found = {}
-    for path in Path(folder).glob("step_*/"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal():
-            found[int(number)] = path
-    return [found[number] for number in sorted(found)]
+    found = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def find_checkpoint(folder):
@@ -722,8 +707,7 @@ def find_checkpoint(folder):
     if not Path(folder, "config.json").exists():
         siblings = Path(folder).parent.glob("*/")
         raise UserError(f"{folder}: no such folder, or it has no config.json or step_* checkpoint"
-                        f"{did_you_mean(folder, siblings)}. config/ lists the commands that make "
-                        "models")
+                        f"{did_you_mean(folder, siblings)}")
     return folder
 
 
@@ -737,10 +721,5 @@ def load_config(folder):
             return Config(**raw)
     except (ValueError, TypeError, AttributeError) as e:
         raise UserError(f"{path}: corrupt, or written by another version of loopgraft ({e})")
-    if kind == "huginn_raven":
-        raise UserError(f"{folder}: is an export, or a released recurrent model. Use the "
-                        "checkpoint that it was made from, or convert it with `python surgery.py "
-                        f"{folder} OUT`")
-    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first with "
-                    f"`python surgery.py {folder} OUT --feed_forward`, which keeps all layers, or "
-                    "with --shape for a recurrent model")
+    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: `python "
+                    f"surgery.py {folder} OUT`, with --shape unless it is recurrent already")

@@ -70,12 +70,6 @@ def newton_schulz(G):
     return X.mT if tall else X
 
 
-def newton_schulz_flops(rows, cols):
-    """FLOPs of newton_schulz() for a matrix (rows, cols)."""
-    small, large = sorted((rows, cols))
-    return 5 * (4 * small**2 * large + 2 * small**3)
-
-
 def muon_(w, g, m, lr, weight_decay):
     """
     Apply one update of the official Muon, in place. w, g, m: float32 weights, gradient and momentum
@@ -89,14 +83,14 @@ def muon_(w, g, m, lr, weight_decay):
     w.add_(update, alpha=-lr * scale)
 
 
-def adamw_(weights, grads, m, v, t, lr, weight_decay, eps):
+def adamw_(w, g, m, v, t, lr, weight_decay, eps):
     """
-    Apply AdamW's update number t (the first is 1), in place, with torch's fused kernel. weights,
-    grads, m, v: sequences of float32 tensors, the last two being the moments.
+    Apply AdamW's update number t (the first is 1), in place, to a float32 tensor w with gradient g
+    and moments m and v, with torch's fused kernel.
     """
-    step = torch.full((), float(t), device=weights[0].device)
+    step = torch.full((), float(t), device=w.device)
     torch._fused_adamw_(
-        weights, grads, m, v, [], [step] * len(weights),
+        [w], [g], [m], [v], [], [step],
         lr=lr,
         beta1=BETA1,
         beta2=BETA2,
@@ -140,11 +134,6 @@ def stacked_rows(model):
         rows[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
         rows[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
     return rows
-
-
-def clip_factor(norm, clip):
-    """The factor by which torch's clip_grad_norm_ scales a gradient with this norm."""
-    return min(1.0, clip / (norm + 1e-6))
 
 
 @dataclass
@@ -290,8 +279,9 @@ class Optimizer:
         total = 0
         for piece in self.pieces:
             if piece.rule == "muon":
-                cols = piece.weight.shape[1]
-                total += sum(newton_schulz_flops(rows, cols) for rows in piece.splits)
+                for rows in piece.splits:
+                    small, large = sorted((rows, piece.weight.shape[1]))
+                    total += 5 * (4 * small**2 * large + 2 * small**3)
         return total
 
     @torch.no_grad()
@@ -339,12 +329,13 @@ class Optimizer:
         """
         norm = total_norm / labels
         if not math.isfinite(norm):
-            self.discard_gradients()
+            self.sums.zero_()
             return norm
         self.updates += 1
-        self.slices[self.rank].mul_(clip_factor(norm, self.clip) / labels)
+        clipping = min(1.0, self.clip / (norm + 1e-6))  # as torch's clip_grad_norm_ does
+        self.slices[self.rank].mul_(clipping / labels)
         lr = self.lr * lr_factor
-        adamw = []
+        adam_lr = self.adam_lr * lr_factor
         for piece in self.own:
             for tensors in piece.matrices():
                 if piece.rule == "muon":
@@ -352,13 +343,9 @@ class Optimizer:
                 elif piece.rule == "adamw*":
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
                 elif piece.rule == "adamw":
-                    adamw.append(tensors)
+                    adamw_(*tensors, self.updates, adam_lr, self.weight_decay, self.eps)
                 else:
                     raise ValueError(f"step() does not say how the rule {piece.rule} updates")
-        if adamw:  # one kernel for all of them
-            weights, grads, m, v = zip(*adamw)
-            adam_lr = self.adam_lr * lr_factor
-            adamw_(weights, grads, m, v, self.updates, adam_lr, self.weight_decay, self.eps)
         for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:
@@ -367,12 +354,8 @@ class Optimizer:
                 pending.append(dist.broadcast(piece.weight, piece.owner, async_op=True))
             for work in pending:
                 work.wait()
-        self.discard_gradients()
-        return norm
-
-    def discard_gradients(self):
-        """Zero the sums of this update's gradients."""
         self.sums.zero_()
+        return norm
 
     # A checkpoint holds whole tensors by name, so a run can resume on any number of ranks.
 

@@ -31,7 +31,7 @@ def block_influence(model, idx):
     influence = torch.zeros(len(model.prelude), dtype=torch.float64)
     rope = model.rope(idx.shape[1])
     for row in idx:
-        x = model.embed_idx(row[None])
+        x = model.embed(row[None]).float() * model.config.embed_scale
         for i, block in enumerate(model.prelude):
             y = block(x, rope)
             cosine = F.cosine_similarity(x.double(), y.double(), dim=-1)  # (1, T)
