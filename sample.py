@@ -22,7 +22,6 @@ Read from top to bottom: the cache, one pass over it, choosing tokens, the two l
 --trace, the command. The model's text goes to stdout, everything else to stderr.
 """
 import contextlib
-import copy
 import functools
 import gc
 import itertools
@@ -788,10 +787,10 @@ def interact(decoder, tokenizer, args, parser):
                 name, *value = line[1:].split() or [""]
                 if name not in CHANGEABLE:
                     raise UserError(f"/{name}: /NAME VALUE sets one of {', '.join(CHANGEABLE)}")
-                args = parser.parse_args([f"--{name}", *value], copy.copy(args))
+                args = parser.parse_args([f"--{name}", *value], args)
             elif line:
                 respond(decoder, tokenizer, args, line)
-        except UserError as e:  # a mistake does not end the session, and changes nothing
+        except UserError as e:  # a mistake does not end the session
             tell(e)
 
 

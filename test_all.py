@@ -3793,8 +3793,8 @@ def test_study_trains_what_is_missing(corpus, monkeypatch):
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """
-    --interactive continues each line. /NAME VALUE sets a flag, a mistake in it changes nothing and
-    does not end the session, and unknown words are named.
+    --interactive continues each line. /NAME VALUE sets a flag, a mistake does not end the session,
+    and unknown words are named.
     """
     lines = (
         b"has 1",
