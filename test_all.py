@@ -2027,6 +2027,15 @@ HUB = {
 }
 
 
+def test_flags_override_the_config():
+    """A TOML file gives settings of each type, and flags override it wherever they stand."""
+    values = 'data = "a=b"', 'out_dir = "run"', "lr = 1", "compile = false", "updates = 7"
+    Path("my.toml").write_text("\n".join([*values, "eval_recurrences = [8, 1]"]))
+    s = train.read_settings(["--updates=9", "--config=my.toml", "--draws=2"])
+    assert (s.data, s.lr, s.compile, s.eval_recurrences) == ("a=b", 1.0, False, [1, 8])
+    assert (s.updates, s.draws) == (9, 2)
+
+
 def test_recipes_are_valid(corpus, monkeypatch):
     """Every config is valid, and so is every command in its comments that needs no weights."""
 
