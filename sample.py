@@ -594,27 +594,27 @@ def trace(model, tokenizer, args, prompt):
         raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.context}")
     tokens, probabilities, of_chosen = next_tokens(model, ids, steps, args.seed)
     names = [token_text(tokenizer, token) for token in ids]
-    lines = [t for t, name in enumerate(names) if args.only in (None, name.strip())]
-    names = [names[t] for t in lines]
+    shown = [t for t, name in enumerate(names) if args.only in (None, name.strip())]
+    names = [names[t] for t in shown]
 
     columns = [["", *names, "settled"]]
     for i, r in enumerate(steps):
         column = [f"  r = {r}" if c.n_core else "  next"]
-        for t in lines:
+        for t in shown:
             changed = i > 0 and tokens[i, t] != tokens[i - 1, t]
             star = "*" if changed else " "
             text = token_text(tokenizer, tokens[i, t].item())
             column.append(f"{star} {probabilities[i, t]:4.0%} {text}")
-        agrees = tokens[i:, lines] == tokens[-1, lines]
+        agrees = tokens[i:, shown] == tokens[-1, shown]
         settled = agrees.all(0).sum()
-        column.append(f"  {settled} of {len(lines)}")
+        column.append(f"  {settled} of {len(shown)}")
         columns.append(column)
     widths = [max(map(len, column)) for column in columns]
     for row in zip(*columns):
         cells = [cell.ljust(width) for cell, width in zip(row, widths)]
         print(" ".join(cells).rstrip())
     if args.picture:
-        draw_trace(args.picture, names, steps, of_chosen[:, lines])
+        draw_trace(args.picture, names, steps, of_chosen[:, shown])
 
 
 def draw_trace(path, names, steps, of_chosen):

@@ -1732,19 +1732,19 @@ def test_drafts_give_up_and_wait_for_others(monkeypatch):
     """
     model = decode_model()
     rounds = 0
-    right = 0
+    accepted = 0
 
-    def accept(p, q, drafts, rng):  # row 0 has `right` right drafts, the others have none
+    def accept(p, q, drafts, rng):  # in row 0 alone
         nonlocal rounds
         rounds += 1
-        return torch.tensor([right, 0, 0]), drafts[:, 0]
+        return torch.tensor([accepted, 0, 0]), drafts[:, 0]
 
     def first_ends(row, token):
         return row == 0
 
     monkeypatch.setattr(sample, "CHUNK", 1)
     monkeypatch.setattr(sample, "accept", accept)
-    for right, few_rounds in ((0, True), (12, False)):
+    for accepted, few_rounds in ((0, True), (12, False)):
         rounds = 0
         list(Decoder(model).generate([[1], [2], [3]], 40, 3, first_ends, draft_steps=1))
         assert (rounds < 9) == few_rounds
