@@ -542,6 +542,12 @@ def test_export_is_the_inverse_of_import(name):
         assert ours["num_hidden_layers"] == 4 + 3 * theirs["mean_recurrence"]
 
 
+def test_scaled_embeddings_of_an_ordinary_model_stay_here():
+    """Hugging Face's layout has no scale of embeddings, so such a model is not exported."""
+    small(n_core=0, n_coda=0, embed_scale=2.0).save("m")
+    assert "embed_scale = 2.0" in refusal("surgery", "m", "out", "--export", "hf")
+
+
 def test_text_files_follow_the_model(llama, corpus, speaker):
     """
     EOS ids, the chat template and sampling defaults reach an export, and secrets do not. In the
