@@ -4005,7 +4005,7 @@ def check_export(folder, **changes):
         assert sum(noise.equal(row) for row in (*first, *second, *drawn[:1])) == 1
     theirs.eval()
 
-    for r in (0, 3, 32):
+    for r in (None, 0, 3, 32):  # None: the model's own r
         out = theirs(ids, num_steps=r, initial_state=state)
         assert far(out.logits, model(ids, steps=r, state=state)[0]) < 1e-4
 
