@@ -25,11 +25,11 @@ The r that is enough is the smallest whose accuracy is within two standard error
 by the differences between answers to the same question. An ordinary model has no r and gets one
 row. Answers depend a little on --seed, since s_0 is noise.
 
-Each batch appends its answers to OUT.jsonl (--out with an l), one line per question and r. The
+Each batch appends its answers to a .jsonl file beside the summary, one line per question and r. Its
 first line holds the settings, and digests of the weights and the questions. The same command
 resumes an evaluation that was killed, on any number of processes, even if the files have moved.
-More --steps or a larger --limit extend an existing file. To start over, delete OUT.jsonl. The
-summary, --out, is written last.
+More --steps or a larger --limit extend an existing file. To start over, delete it. The summary is
+written last.
 """
 import json
 import math
@@ -398,7 +398,9 @@ def summarise(questions, answers, steps, metrics):
     """Return and print a result for each r and metric, with the accuracy at each difficulty."""
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
-    print(f"\n{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  ", *(f"{x:>4}" for x in levels))
+    more = ", and on the right for each difficulty" if levels else ""
+    print(f"\nhow many of n answers are right, with the standard error{more}")
+    print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  ", *(f"{x:>4}" for x in levels))
     results = []
     for r in steps:
         for metric in metrics:
@@ -458,8 +460,8 @@ def find_enough(model, scores):
 
 def parse_args():
     p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__),
-               epilog="Answers are appended to OUT.jsonl as they come, and the same command "
-                      "resumes from there.")
+               epilog="Answers are appended to a .jsonl file beside the summary as they come, and "
+                      "the same command resumes from there.")
     what, how, output = p.groups()
     flag = what.add_argument
     flag("--model", required=True, help="checkpoint or run folder")
