@@ -539,13 +539,11 @@ def layer_list(text):
 def shape(text):
     """
     Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). For a model without a recurrent
-    block, '8' -> (8, 0, 0). Raises ValueError for anything else, and if there are no layers.
+    block, '8' -> (8, 0, 0). Raises ValueError for anything else.
     """
     if "," not in text:
         text += ",0,0"
     n_prelude, n_core, n_coda = map(natural, text.split(","))
-    if n_prelude + n_core + n_coda == 0:
-        raise ValueError
     return n_prelude, n_core, n_coda
 
 
