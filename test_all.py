@@ -1361,6 +1361,15 @@ def test_loader_is_a_pure_function(corpus):
     assert rows[: shards.num_rows] != rows[shards.num_rows :]
 
 
+def test_every_token_of_a_row_has_a_target(corpus):
+    """The last token of a shard of ids alone is only a target."""
+    Path("a.txt").write_text("has " * 98)
+    call("data", *prepare(corpus, "a.txt", "out", "--val=0"))  # 98 words and EOS
+    assert Dataset("out", "train", 98).num_rows == 1
+    with pytest.raises(UserError, match="too few train tokens for one row of 99"):
+        Dataset("out", "train", 99)
+
+
 def test_mixture_follows_its_weights(corpus):
     """A mixture has exact shares, evenly spread, and reads the samples of each set in order."""
     for name in "abc":
