@@ -3281,7 +3281,8 @@ def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
     rows = [{"question": "has 1", "answer": answer} for answer in [4] * 38 + [6] * 42]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     answer_with(lambda r: [f" {r}"] * 80, monkeypatch)
-    ask = "eval_gsm8k --data=asked.jsonl --template=plain --max_new_tokens=1 --batch_size=80".split()
+    ask = "eval_gsm8k", "--data=asked.jsonl", "--template=plain", "--max_new_tokens=1"
+    ask += ("--batch_size=80",)
     said = call(*ask, "--model", checkpoint, "--steps=1,4,6", "--out=a.json", "--task=my")
     flops = RecurrentLM.load(checkpoint).flops_per_token
     sentence = (
@@ -3350,7 +3351,7 @@ def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
 
 
 def test_evaluation_decodes_as_asked(looped, monkeypatch):
-    """The flags reach the decoder. Only the paper's prompt has stops, and float32 is the default."""
+    """The flags reach the decoder. Only the paper's prompt has stops. The default is float32."""
     compiled = []
     monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
     used = []
@@ -3550,7 +3551,7 @@ MISTAKES = [
     ("data prepare --input {questions} --tokenizer gpt2 --out out", "tokenizer.json"),
     ("data prepare --input {questions} --tokenizer {m} --out {m}", "other files"),
     ("data prepare --input {questions} {prepare} --drop question", "COLUMN=TEXT"),
-    ("data prepare --input {questions} {prepare} --field question --drop question=has", "no text is left"),
+    ("data prepare --input {questions} {prepare} --field answer --drop question=so", "is left"),
     ("train {run} --uptades=3", "did you mean --updates?"),
     ("train {run} --lr=x", "--lr"),
     ("train {run} --curriculum=cubic", "linear"),
