@@ -5,7 +5,6 @@ picture of README.md from it.
     python runs/smollm2/report.py --collect out/smollm2     after the runs: write results.json
     python runs/smollm2/report.py                           tables; matplotlib draws smollm2.png
 """
-import json
 import math
 import statistics
 import sys
@@ -15,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 from common import Parser, cli, opening, read_json, write_json
+from model import find_checkpoint
 
 SEEDS = 0, 1, 2
 LENGTHS = {"3 to 5": range(3, 6), "6 to 8": range(6, 9), "9 to 12": range(9, 13)}
@@ -25,31 +25,23 @@ DEPTHS = 1, 2, 4, 8, 16
 
 def collect(out):
     """Read the runs under `out` and write results.json."""
-    found = {"counts": {}, "language": {}, "accuracy": {}}
-    for arm in ("loop", "parent"):
-        for seed in SEEDS:
-            counts = Path(out, f"counts-{arm}-{seed}")
-            language = Path(out, f"language-{arm}-{seed}")
-            answers = read_json(counts / "eval_test.json")
-            right = {str(x["steps"]): x["by_difficulty"] for x in answers["results"]}
-            found["counts"][f"{arm} {seed}"] = about(counts) | {"right": right}
-            scores = read_json(language / "score.json")
-            losses = {r: [round(x, 3) for x in sums] for r, sums in scores["losses"].items()}
-            found["language"][f"{arm} {seed}"] = about(language) | {
-                "labels": scores["labels"],
-                "losses": losses,
-                "moves": scores["moves"],
-            }
+    found = {}
+    for task in ("counts", "language"):
+        found[task] = {}
+        for arm in ("loop", "parent"):
+            for seed in SEEDS:
+                run = Path(out, f"{task}-{arm}-{seed}")
+                scores = read_json(run / "score.json")
+                losses = {r: [round(x, 2) for x in sums] for r, sums in scores["losses"].items()}
+                made = read_json(Path(find_checkpoint(run), "train.json"))
+                found[task][f"{arm} {seed}"] = scores | {
+                    "losses": losses,
+                    "moves": scores["moves"] and [round(x, 5) for x in scores["moves"]],
+                    "update": made["update"],
+                    "flops": made["flops"],
+                    "lr": made["config"]["lr"],
+                }
     write_json(HERE / "results.json", found)
-
-
-def about(run):
-    """Return the command's settings that matter, and the cost, of the run in a folder."""
-    newest = max(run.glob("step_*"))
-    made = read_json(newest / "train.json")
-    kept = {key: made[key] for key in ("update", "tokens", "flops")}
-    kept["recipe"] = {key: made["recipe"][key] for key in ("lr", "seed", "batch_size", "context")}
-    return kept
 
 
 # ---------------------------------------------------------------------------------------- tables
@@ -62,7 +54,7 @@ def mean_and_error(values):
 
 def right_answers(run, r, lengths):
     """Return the percentage of right answers to the questions of these lengths at r."""
-    shares = [run["right"][str(r)][str(length)][0] for length in lengths]
+    shares = [run["right"][str(r)][length - 1] for length in lengths]
     return 100 * statistics.fmean(shares)
 
 

@@ -2,12 +2,11 @@
 # The experiment of runs/smollm2/README.md, one run after another on one core: about 3 hours. The
 # same command resumes it.
 #
-#   bash runs/smollm2/run.sh GSM8K PROBLEMS
+#   bash runs/smollm2/run.sh GSM8K
 #
-# GSM8K: a folder with train.jsonl and test.jsonl of github.com/openai/grade-school-math. PROBLEMS: a
-# folder with svamp.jsonl and asdiv.jsonl, each line {"question": ..., "answer": ...}.
+# GSM8K: a folder with train.jsonl and test.jsonl of github.com/openai/grade-school-math.
 set -euo pipefail
-gsm8k=$(realpath "$1") problems=$(realpath "$2")
+gsm8k=$(realpath "$1")
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 out=out/smollm2
@@ -24,18 +23,26 @@ python data.py prepare --input $out/train.jsonl --prompt question --field answer
     --tokenizer $out/keep --out $out/gsm8k
 [[ -e $out/counts ]] || python runs/smollm2/counts.py --tokenizer $out/keep --out $out/counts
 
-language="--data=$out/gsm8k --context=256 --batch_size=8 --updates=40"
+language="--data=$out/gsm8k --context=256 --batch_size=8 --updates=24"
+as_many_flops() {  # as_many_flops RUN FLAGS: updates of the parent that cost what RUN has cost
+    python bench.py plan --config=config/smollm2.toml --init_from=$out/parent --quiet \
+        --flops_of="$1" "${@:2}"
+}
 for seed in 0 1 2; do
     train="python train.py --config=config/smollm2.toml --seed=$seed"
-    $train --out_dir=$out/counts-loop-$seed
-    $train --out_dir=$out/counts-parent-$seed --init_from=$out/parent --updates=COUNTS_UPDATES
-    $train --out_dir=$out/language-loop-$seed $language
-    $train --out_dir=$out/language-parent-$seed $language --init_from=$out/parent \
-        --updates=LANGUAGE_UPDATES
+    for task in counts language; do
+        flags=''
+        if [[ $task == language ]]; then flags=$language; fi
+        loop=$out/$task-loop-$seed parent=$out/$task-parent-$seed
+        $train $flags --out_dir=$loop
+        updates=$(as_many_flops $loop $flags --out_dir=$parent)
+        $train $flags --out_dir=$parent --init_from=$out/parent --updates=$updates
+    done
 done
-for arm in loop-{0,1,2} parent-{0,1,2}; do
-    python eval_gsm8k.py --model $out/counts-$arm --data $out/counts/test.jsonl --template plain \
-        --max_new_tokens 1 --steps 1,2,4,8,16 --batch_size 100
+for arm in {loop,parent}-{0,1,2}; do
+    python runs/smollm2/score.py --model $out/counts-$arm --data $out/counts/stories.jsonl \
+        --out $out/counts-$arm/score.json
     python runs/smollm2/score.py --model $out/language-$arm --data $out/test.jsonl \
         --out $out/language-$arm/score.json
 done
+python runs/smollm2/report.py --collect $out
