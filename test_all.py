@@ -2970,6 +2970,7 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
         ("\u22123", "3", False),
         ("3,12", "312", False),
         ("3,12", "3", False),
+        ("3,12", "12", False),
         ("3,12", "3,12", True),
         ("1,2345", "12345", False),
         ("1,234,567", "1234567", True),
