@@ -303,6 +303,17 @@ def test_roundings_of_a_bfloat16_model():
     assert far(losses, torch.nn.functional.cross_entropy(logits, targets, reduction="none")) < 1e-6
 
 
+def test_a_checkpoint_loads_without_rounding():
+    """load() takes the smallest dtype that represents every stored weight, or the one it is told."""
+    model = small().bfloat16()
+    model.save("m")
+    for dtype, wanted in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        assert {p.dtype for p in RecurrentLM.load("m", dtype=dtype).parameters()} == {wanted}
+    model.norm_f.float()  # as in a run that trained only the norm
+    model.save("m")
+    assert {p.dtype for p in RecurrentLM.load("m").parameters()} == {torch.float32}
+
+
 def test_initial_state():
     """
     s_0 has the paper's truncated normal distribution, without correlations, and each value depends
