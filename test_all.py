@@ -2140,7 +2140,7 @@ def test_plan_of_a_retrofit(corpus):
         ),
         (
             [preset, "--train=core|adapter", "--micro_batch=1", "--recompute"],
-            ("trained 360,742,912", "on 1 RTX 4090, 24 GB each"),
+            ("trained 360,742,912", "activations 1.2", "on 1 RTX 4090, 24 GB each"),
         ),
         ([preset, "--gpus=8"], ("optimizer 0.9", "about 23.9 hours on 8 H100, 80 GB each")),
         ([preset, "--dtype=float32", "--recurrence_sampler=fixed"], ("activations 50.0", "1 to 4")),
