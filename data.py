@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -203,30 +204,140 @@ def read_sentencepiece(path, config):
 
 
 def read_tokenizer_json(path):
-    """Read a tokenizer.json (Llama 3, Qwen, OLMo 2) with Hugging Face's tokenizers library."""
-    import tokenizers
-    model = tokenizers.Tokenizer.from_file(str(path))
-    model.encode_special_tokens = True  # as ordinary text
-    model.no_truncation()
-    model.no_padding()
+    """
+    Read a tokenizer.json. Whole words, as in the corpus of tiny.sh, and byte-level BPE that suits
+    tiktoken (Llama 3, OLMo 2, Qwen) are read without the tokenizers library, which is slower.
+    """
+    spec = read_json(path)
+    special = {}  # {name: id} of control tokens
+    in_text = {}  # {name: id} of added tokens that are recognized in any text
+    for token in spec["added_tokens"]:
+        names = special if token["special"] else in_text
+        names[token["content"]] = token["id"]
+    match spec:
+        case {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+              "pre_tokenizer": {"type": "WhitespaceSplit"}} if not spec.get("normalizer"):
+            encode, decode, known = whole_words(vocab)
+        case {"model": {"type": "BPE"}, "normalizer": None | {"type": "NFC"},
+              "pre_tokenizer": {"pretokenizers": [
+                  {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+                  | {"pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True},
+                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}
+              } if suits_tiktoken(spec):
+            encode, decode, known = byte_level(spec, pattern, special, in_text)
+        case _:
+            encode, decode, known = tokenizers_library(path)
+    return encode, decode, known, special, leading_token(path, spec)
+
+
+def leading_token(path, spec):
+    """
+    Find the id of the token that a tokenizer.json puts before a text, or None. As in transformers,
+    tokenizer_config.json has no say in it. A token that the file puts after a text is ignored,
+    because a prompt is to be continued. Raises UserError if it puts several before.
+    """
+    ids = []
+    processor = spec.get("post_processor") or {}
+    for step in processor.get("processors", [processor]):
+        for piece in step.get("single", []):
+            if "Sequence" in piece:  # the text
+                break
+            name = piece["SpecialToken"]["id"]
+            ids += step["special_tokens"][name]["ids"]
+    if len(ids) > 1:
+        raise UserError(f"{path}: puts {len(ids)} tokens before a text; only one is supported")
+    return ids[0] if ids else None
+
+
+# These three return encode_text, decode_ids and known: see Tokenizer.
+
+def whole_words(vocab):
+    """Tokens that are words between blanks. vocab: {word: id}."""
+    words = {i: word for word, i in vocab.items()}
 
     def encode(text):
-        return model.encode(text, add_special_tokens=False).ids
+        return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
 
     def decode(ids):
-        return model.decode(ids, skip_special_tokens=False)
+        return " ".join(words[i] for i in ids)
 
-    known = set(model.get_vocab().values())
-    added = read_json(path)["added_tokens"]
-    special = {token["content"]: token["id"] for token in added if token["special"]}
-    # What the file puts before a text. As in transformers, tokenizer_config.json has no say in it.
-    # A token that the file puts after a text is ignored, because a prompt is to be continued.
-    whole = model.encode("a").ids
-    leading = whole[:whole.index(encode("a")[0])]
-    if len(leading) > 1:
-        raise UserError(f"{path}: puts {len(leading)} tokens before a text; only one is supported")
-    bos_id = leading[0] if leading else None
-    return encode, decode, known, special, bos_id
+    return encode, decode, set(words)
+
+
+# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
+# (from 0) as character 256 + n. BYTES[ord(character)] is the byte.
+BYTES = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
+
+# Text to encode at a time, because tiktoken's regex fails on a million blanks in a row. It ends
+# where a line begins, if possible, because a word begins there anyway.
+CHUNK = re.compile(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}")
+
+
+def suits_tiktoken(spec):
+    """
+    Whether tiktoken gives the ids of a byte-level BPE. It needs a token for each byte, and merges
+    in the order of ids. byte_level() itself needs added tokens that are recognized as they are.
+    """
+    ids = spec["model"]["vocab"]
+    merges = spec["model"]["merges"]  # each "a b" or [a, b]
+    merged = [ids["".join(pair).replace(" ", "")] for pair in merges]
+    num_bytes = sum(len(token) == 1 for token in ids)
+    unusual = any(token[option] for token in spec["added_tokens"] if not token["special"]
+                  for option in ("lstrip", "rstrip", "single_word", "normalized"))
+    return num_bytes >= 256 and merged == sorted(merged) and not unusual
+
+
+def byte_level(spec, word_pattern, special, in_text):
+    """
+    Byte-level BPE, with tiktoken. word_pattern: the regular expression that splits text into words.
+    special, in_text: {name: id} of control tokens, and of those that are recognized in any text.
+    """
+    import tiktoken
+    added = special | in_text
+    tokens = {bytes(BYTES[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
+              if text not in added}
+    coder = tiktoken.Encoding("", pat_str=word_pattern, mergeable_ranks=tokens,
+                              special_tokens=added)
+    longest_first = sorted(map(re.escape, in_text), key=len, reverse=True)
+    added_name = re.compile(f"({'|'.join(longest_first)})")
+
+    def encode(text):
+        ids = []
+        segments = added_name.split(text) if in_text else [text]
+        for segment in segments:
+            if segment in in_text:
+                ids.append(in_text[segment])
+                continue
+            if spec["normalizer"]:
+                segment = unicodedata.normalize("NFC", segment)
+            for chunk in CHUNK.findall(segment):
+                ids += coder.encode_ordinary(chunk)
+        return ids
+
+    return encode, coder.decode, {*tokens.values(), *added.values()}
+
+
+def tokenizers_library(path):
+    """
+    A tokenizer.json of any kind, with Hugging Face's tokenizers library. Raises UserError if that
+    is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"{path}: this kind of tokenizer needs `pip install tokenizers`")
+    coder = tokenizers.Tokenizer.from_file(str(path))
+    coder.encode_special_tokens = True  # as ordinary text
+    coder.no_truncation()
+    coder.no_padding()
+
+    def encode(text):
+        return coder.encode(text, add_special_tokens=False).ids
+
+    def decode(ids):
+        return coder.decode(ids, skip_special_tokens=False)
+
+    return encode, decode, set(coder.get_vocab().values())
 
 
 # ---------------------------------------------------------------------------------------- prepare

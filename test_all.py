@@ -35,7 +35,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import sentencepiece
-import tokenizers
+import tiktoken
+import tiktoken.load
 
 GPU = os.environ.get("LOOPGRAFT_GPU")
 if not GPU:  # hide any GPU
@@ -82,7 +83,7 @@ OLMO2, _ = presets()["olmo-2-1b-4-6-4"]
 ASSETS = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets").resolve()
 TOKENIZERS = ASSETS / "tokenizers"
 EXTRAS = (
-    "pip install transformers accelerate gguf tiktoken protobuf pyarrow matplotlib lm_eval==0.4.13"
+    "pip install transformers accelerate gguf protobuf pyarrow matplotlib lm_eval==0.4.13"
 )
 needs_compiler = pytest.mark.skipif(
     not shutil.which("g++"), reason="no C++ compiler for torch.compile"
@@ -943,9 +944,11 @@ def test_download(llama, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- tokenizers
-def test_llama_3s_ids():
-    """Llama 3's tokenizer.json gives the ids that tiktoken finds in Meta's own tokenizer.model."""
-    tiktoken = need("tiktoken")
+def test_llama_3s_ids(monkeypatch):
+    """
+    Llama 3's tokenizer.json gives the ids that tiktoken finds in Meta's own tokenizer.model. It
+    needs no tokenizers library.
+    """
     slow = need("transformers.convert_slow_tokenizer")
     path = next(TOKENIZERS.glob("llama3/**/tokenizer.model"), None)
     if not path:  # it is gated: meta-llama/Llama-3.2-1B original/tokenizer.model
@@ -954,6 +957,7 @@ def test_llama_3s_ids():
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
     converter = slow.TikTokenConverter(str(path), extra_special_tokens=names)
     converter.converted().save("tokenizer.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(".")
     theirs = tiktoken.Encoding(
         name="llama 3",
@@ -969,43 +973,91 @@ def test_llama_3s_ids():
     assert ours.eos_id == 128001
 
 
-def write_bpe():
-    """Write the tokenizer.json of a small byte-level BPE, with tokens to recognize in any text."""
+# How Qwen's tokenizer splits text into words.
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def write_bpe(kind):
+    """
+    Write the tokenizer.json of a small byte-level BPE, with tokens to recognize in any text, into
+    the folder `kind`: "qwen" or "smollm2", like those models', or "unordered", as qwen with its
+    merges reversed.
+    """
+    tokenizers = need("tokenizers")
+    words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.normalizer = tokenizers.normalizers.NFC()
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = words.Split(tokenizers.Regex(QWEN), "isolated")
+    use_regex = kind == "smollm2"
+    if use_regex:
+        split = words.Digits(individual_digits=True)
+    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    bpe.pre_tokenizer = words.Sequence([split, to_bytes])
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = bpe.pre_tokenizer.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, special_tokens=["<s>"]
+        vocab_size=700, initial_alphabet=to_bytes.alphabet(), special_tokens=["<s>", "</s>"]
     )
     bpe.train([str(HERE / "README.md")], trainer)
     for name in ("<thi", "<think>"):  # one begins with the other; the longest match wins
         bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False)])
     bpe.enable_truncation(9)
-    bpe.save("tokenizer.json")
+    spec = json.loads(bpe.to_str())
+    if kind == "unordered":
+        spec["model"]["merges"].reverse()
+    os.mkdir(kind)
+    common.write_json(f"{kind}/tokenizer.json", spec)
 
 
-@pytest.mark.parametrize("kind", ["small", "olmo2"])
+@pytest.mark.parametrize("kind", ["qwen", "unordered", "smollm2", "olmo2"])
 def test_ids_of_transformers(kind):
     """
     A tokenizer.json gives transformers' ids and text. The names of control tokens in a text are
     text, other added tokens are recognized, and nothing is truncated.
     """
     tf = need("transformers")
-    folder = TOKENIZERS / kind
-    if kind == "small":
-        folder = Path()
-        write_bpe()
+    folder = TOKENIZERS / "olmo2"
+    if kind != "olmo2":
+        folder = Path(kind)
+        write_bpe(kind)
     if not (folder / "tokenizer.json").exists():
         pytest.skip(f"hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir {folder}")
 
     theirs = tf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     ours = Tokenizer.load(folder)
-    for text in (*HARD, *(HERE / "README.md").read_text().splitlines(), "<think> a</think> 1"):
+    readme = (HERE / "README.md").read_text()
+    for text in (
+        *HARD,
+        *readme.splitlines(),
+        readme * 40,
+        " " * 10**6,
+        "<think>\u0338 a</think> 1",
+        "10  20 a  3\n4 ²½ 1²  ½",
+    ):
         ids = ours.encode(text)
-        assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True), text
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        assert ids == theirs.encode(text, **options), text[:200]
         assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_the_tokenizers_library_is_optional(monkeypatch):
+    """
+    The corpus needs no tokenizers library, nor does prepare with its tokenizer, Qwen's or OLMo 2's.
+    With another kind, prepare says what to install.
+    """
+    documents(100)
+    write_bpe("qwen")
+    write_bpe("smollm2")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tiny("s5", "s5", rows=64)
+    folders = ["s5/task", "qwen", TOKENIZERS / "olmo2"]
+    for folder in filter(os.path.exists, folders):
+        out = f"out/{Path(folder).name}"
+        call("data", "prepare", "--input", "a.jsonl", "--tokenizer", folder, "--out", out)
+    command = "prepare", "--input", "a.jsonl", "--tokenizer", "smollm2", "--out", "out/smollm2"
+    assert "needs `pip install tokenizers`" in refusal("data", *command)
 
 
 def test_texts_begin_as_in_transformers():
