@@ -25,9 +25,9 @@ the released models, with a model card and the code that lets transformers load 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
 
-The file is in this order: config.json, tensor names, download, .gguf, reading, choosing layers, the
-retrofit, export, the command. To support a parent of another architecture, begin with DEFAULTS;
-README.md lists the other places.
+The file is in this order: choosing layers, the retrofit, reading SRC, download, .gguf, config.json
+and tensor names of other layouts, export, the command. To support a parent of another architecture,
+begin with DEFAULTS; README.md lists the other places.
 """
 import atexit
 import functools
@@ -51,6 +51,335 @@ from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
 ASSETS = Path(__file__).parent / "assets"
+
+
+# --------------------------------------------------------------------------------- choosing layers
+
+@functools.cache
+def presets():
+    """
+    Read assets/parents.toml: the known parents, and how many of their layers to keep.
+
+    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
+    example, "tinyllama-4-8-4".
+    """
+    found = {}
+    text = (ASSETS / "parents.toml").read_text()
+    for parent, about in tomllib.loads(text).items():
+        for sizes in about.pop("shapes"):
+            name = "-".join(map(str, [parent, *sizes]))
+            found[name] = Config(**about), tuple(sizes)
+    return found
+
+
+def layer_list(text):
+    """Parse the numbers of layers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []. Else raises ValueError."""
+    layers = []
+    for piece in filter(None, text.split(",")):
+        first, _, last = piece.partition("-")
+        chosen = range(int(first), int(last or first) + 1)
+        if not chosen:
+            raise ValueError
+        layers += chosen
+    return layers
+
+
+def shape(text):
+    """
+    Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). For a model without a recurrent
+    block, '8' -> (8, 0, 0). Raises ValueError for anything else.
+    """
+    if "," not in text:
+        text += ",0,0"
+    n_prelude, n_core, n_coda = map(natural, text.split(","))
+    return n_prelude, n_core, n_coda
+
+
+def choose_layers(args, n):
+    """
+    Choose among the n layers of an ordinary SRC. Returns three lists of layer numbers, for prelude,
+    core and coda: those of --shape, unless --prelude, --core or --coda override them. In a model
+    without a recurrent block, all are in the first list. Raises UserError if the flags do not make
+    a model.
+    """
+    chosen = {}
+    if args.shape:
+        n_prelude, n_core, n_coda = args.shape
+        chosen["prelude"] = list(range(n_prelude))
+        chosen["core"] = list(range(n - n_coda - n_core, n - n_coda))
+        chosen["coda"] = list(range(n - n_coda, n))
+    for part in PARTS:
+        if getattr(args, part) is not None:
+            chosen[part] = getattr(args, part)
+    feed_forward = args.feed_forward
+    if not chosen and (args.feed_forward or args.export):
+        feed_forward = True
+        chosen["prelude"] = list(range(n))
+    layers = [chosen.get(part, []) for part in PARTS]
+    taken = sum(layers, [])
+    if feed_forward:
+        layers = [taken, [], []]
+    elif not chosen.get("core") or len(chosen) < len(PARTS):
+        raise UserError("no layers chosen. Give --shape, or all of --prelude, --core (at least "
+                        "one layer) and --coda; or --feed_forward for a model without a recurrent "
+                        "block")
+    if not taken or len(set(taken) & set(range(n))) < len(taken):
+        raise UserError(f"layers {taken}: SRC has layers 0-{n - 1}, and each can be taken only "
+                        "once")
+    return layers
+
+
+# --------------------------------------------------------------------------------------- retrofit
+
+def retrofitted(parent, sizes, adapter="linear", untie=False):
+    """
+    Return the Config of the model that keeps (n_prelude, n_core, n_coda) layers of an ordinary
+    parent. The head of a recurrent model is never tied to its embeddings, and that of an ordinary
+    one only if its parent's is, and not with `untie`.
+    """
+    n_prelude, n_core, n_coda = sizes
+    return replace(
+        parent,
+        n_prelude=n_prelude,
+        n_core=n_core,
+        n_coda=n_coda,
+        adapter=adapter,
+        tie_embeddings=parent.tie_embeddings and not n_core and not untie,
+    )
+
+
+def initial_adapter(config, how="identity"):
+    """
+    Return the initial weights {name: tensor} of an adapter. how: "identity" passes the prelude's
+    output through, so that r = 1 equals the kept layers in a row (with "add", from a state of
+    zeros); "torch" is the default initialisation of torch's Linear, as in the paper, with seed 0.
+    """
+    C = config.n_embd
+    match config.adapter:
+        case "linear":
+            weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
+            if how == "torch":
+                torch.manual_seed(0)
+                weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
+            return {"adapter.weight": weight}
+        case "add":
+            return {}
+        case unknown:
+            raise UserError(f"adapter = {unknown}: initial_adapter() in surgery.py does not give "
+                            "its initial weights")
+
+
+def retrofit(parent, layers, adapter="linear", adapter_init="identity", untie=False):
+    """
+    Build the model that keeps the given layers of an ordinary model: three lists of layer numbers,
+    such as ([0, 1], [4, 5], [7]), for prelude, core and coda. adapter_init: the `how` of
+    initial_adapter(). untie: see retrofitted().
+    """
+    sizes = [len(chosen) for chosen in layers]
+    config = retrofitted(parent.config, sizes, adapter, untie)
+    embeddings = parent.embed.weight.data
+    weights = {"embed.weight": embeddings, "norm_f.weight": parent.norm_f.weight.data}
+    if not config.tie_embeddings:
+        weights["head.weight"] = parent.head.weight.data.clone()  # may be the embeddings
+    for part, chosen in zip(PARTS, layers):
+        for i, layer in enumerate(chosen):
+            for name, p in parent.prelude[layer].named_parameters():
+                weights[f"{part}.{i}.{name}"] = p.data
+    if config.n_core:
+        for name, t in initial_adapter(config, adapter_init).items():
+            weights[name] = t.to(embeddings.dtype)
+    model = RecurrentLM.empty(config)
+    model.fill(weights)
+    return model
+
+
+@torch.no_grad()
+def verify(source, layers, out):
+    """
+    Read `out` back from disk and compare it with the kept layers of SRC in a row: at r = 1, with an
+    adapter that passes the prelude's output through, all logits must be equal to the last bit. If
+    SRC is recurrent, layers is None, and both run at r = 2 with their own adapter. Raises UserError
+    if any logit differs.
+    """
+    written = open_source(out).float()
+    config = written.config
+    expected = source
+    steps = 2
+    if layers:
+        in_a_row = sum(layers, [])
+        expected = retrofit(source, [in_a_row, [], []])
+        steps = 1
+        if config.n_core:
+            written.load_state_dict(initial_adapter(config), strict=False)
+    ids = probe(config)
+    state = torch.zeros(*ids.shape, config.n_embd)
+    wanted, _ = expected.float()(ids, steps=steps, state=state)
+    found, _ = written(ids, steps=steps, state=state)
+    if not found.equal(wanted):  # NaN is not equal to itself, either
+        raise UserError(f"{out} differs from {source.folder}: their logits are not equal. Delete "
+                        f"{out} and try again")
+    print(f"verify: all logits of {ids.shape[1]} tokens are equal to the last bit, in float32")
+
+
+def probe(config):
+    """Return up to 64 token ids, (1, T), that are spread over the vocabulary."""
+    T = min(64, config.context)
+    return torch.arange(T)[None] * 7 % config.vocab_size
+
+
+# ----------------------------------------------------------------------------------------- reading
+
+def open_source(src):
+    """
+    Read a checkpoint folder, a run's folder, a .gguf file or a hub id. Returns a RecurrentLM with
+    the weights as they are stored, and `folder` set to where its other files are; in an ordinary
+    model, all layers are prelude. Raises UserError if SRC is missing, damaged or not supported.
+    """
+    gguf_file = find_gguf(src)
+    if gguf_file:
+        folder, tensors = read_gguf(gguf_file)
+    else:
+        folder = find_checkpoint(src if Path(src).exists() else download(src))
+        tensors = map_tensors(folder)
+    kind, config = read_config(folder, tensors)
+    if has_tokenizer(folder):
+        tokenizer = check_tokenizer(config, folder)
+        if kind == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
+            config.bos_token_id = tokenizer.bos_id
+            config.eos_token_id = tokenizer.eos_id
+    model = RecurrentLM.empty(config)
+    model.folder = folder
+    try:
+        model.fill(to_ours(folder, kind, config, tensors))
+    except RuntimeError as e:  # a tensor has another shape than the parameter that it is for
+        raise UserError(f"{folder}: the weights are not the model of its config.json ({e!r:.300})")
+    return model
+
+
+def has_tokenizer(folder):
+    return Path(folder, "tokenizer.model").exists() or Path(folder, "tokenizer.json").exists()
+
+
+def map_tensors(folder):
+    """Return {name: tensor} of a folder's model.safetensors, or of its shards if there is none."""
+    paths = [Path(folder, "model.safetensors")]
+    if not paths[0].exists():
+        paths = sorted(Path(folder).glob("model*.safetensors"))
+    if not paths:
+        raise UserError(f"{folder} has no model.safetensors. Loading pickled weights (.bin, .pt) "
+                        "can run arbitrary code, so loopgraft never does. Look for a version in "
+                        "safetensors")
+    tensors = {}
+    for path in paths:
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as e:
+            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
+    return tensors
+
+
+def to_ours(folder, kind, config, tensors):
+    """
+    Turn a checkpoint's {name: tensor} in the layout `kind` into {our name: tensor}, all cast to the
+    smallest dtype that holds every one of them exactly. folder: for messages.
+    """
+    left = dict(tensors)
+    ours = {}
+    for name, pieces in tensor_names(config, kind).items():
+        if missing := set(pieces) - left.keys():
+            raise UserError(f"{folder}: tensor {min(missing)!r} is missing. The checkpoint is "
+                            "incomplete, or belongs to a different model than config.json "
+                            "describes")
+        t = torch.cat([left.pop(piece) for piece in pieces])
+        ours[name] = rotary_order(config, name, t) if kind == "huginn_raven" else t
+    if left:  # released files have stale ones
+        print("note: the model does not use these tensors:", *map(repr, sorted(left)[:5]))
+    odd = [name for name in sorted(left) if name.endswith((".bias", "_norm.weight"))]
+    if odd and kind in DEFAULTS:
+        raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
+                        "config.json describes")
+    dtype = functools.reduce(torch.promote_types, {t.dtype for t in ours.values()})
+    return {name: t.to(dtype) for name, t in ours.items()}
+
+
+# ---------------------------------------------------------------------------------------- download
+
+MODEL_FILES = ["config.json", "model*.safetensors*", *TOKENIZER_FILES]
+
+
+def download(spec):
+    """
+    Download a model from the Hugging Face hub, "org/name" or "org/name@REVISION". Returns the
+    folder in huggingface_hub's cache with its config.json, tokenizer and safetensors. Files are
+    downloaded once; after that they open without the hub, too. Raises UserError if that fails.
+    """
+    repo, _, revision = spec.partition("@")
+    # Where the folder out/ exists, out/typo is a misspelled folder, not a hub id.
+    if repo.count("/") != 1 or Path(repo).parent.exists():
+        raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
+                        "org/name@REVISION.)")
+    try:
+        from huggingface_hub import snapshot_download
+        return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
+    except Exception as e:  # no huggingface_hub, a full disk, or an error of one of its libraries
+        one_line = " ".join(str(e).split())
+        raise UserError(f"{spec}: no such folder, and the download from the Hugging Face hub "
+                        "failed (it needs `pip install huggingface_hub`, and HF_TOKEN for private "
+                        f"and gated models): {one_line}")
+
+
+# -------------------------------------------------------------------------------------------- gguf
+
+def find_gguf(src):
+    """Return the .gguf file that SRC is, or the only one that it holds, as a Path; else None."""
+    path = Path(src)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"{src}: no such file")
+        return path
+    if Path(path, "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise UserError(f"{src}: holds {len(found)} .gguf files. Name one of them, such as "
+                        f"{found[0]}")
+    return found[0] if found else None
+
+
+def read_gguf(path):
+    """
+    Read a .gguf file with transformers, which dequantizes its weights.
+
+    Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
+    when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
+    is damaged or not supported, or a package is missing.
+    """
+    try:
+        import gguf
+        import transformers
+    except ImportError as e:
+        raise UserError(f"{path}: needs `pip install transformers accelerate gguf` ({e})")
+    transformers.logging.set_verbosity_error()
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    try:
+        file = gguf.GGUFReader(path)
+        matrices = [tensor for tensor in file.tensors if len(tensor.shape) > 1]
+        stored = Counter(matrix.tensor_type.name for matrix in matrices)
+        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    except Exception as e:  # each of the libraries has errors of its own
+        one_line = " ".join(str(e).split())
+        raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
+    config = model.config.to_dict()
+    config.pop("quantization_config")  # the weights are dequantized
+    write_json(f"{folder}/config.json", config)
+    if stored.keys() - {"F32", "F16", "BF16"}:
+        counts = ", ".join(f"{kind} ({n})" for kind, n in stored.most_common())
+        print(f"note: {path.name} has quantized matrices: {counts}. What quantization lost is not "
+              "restored")
+    return folder, {name: p.detach() for name, p in model.named_parameters()}
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -348,335 +677,6 @@ def rotary_order(c, name, t, back=False):
         heads = t.unflatten(0, (3, c.n_head, -1))  # (3, H, D, C)
         return torch.cat((heads[:2, :, order], heads[2:])).flatten(0, 2)
     return t
-
-
-# ---------------------------------------------------------------------------------------- download
-
-MODEL_FILES = ["config.json", "model*.safetensors*", *TOKENIZER_FILES]
-
-
-def download(spec):
-    """
-    Download a model from the Hugging Face hub, "org/name" or "org/name@REVISION". Returns the
-    folder in huggingface_hub's cache with its config.json, tokenizer and safetensors. Files are
-    downloaded once; after that they open without the hub, too. Raises UserError if that fails.
-    """
-    repo, _, revision = spec.partition("@")
-    # Where the folder out/ exists, out/typo is a misspelled folder, not a hub id.
-    if repo.count("/") != 1 or Path(repo).parent.exists():
-        raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
-                        "org/name@REVISION.)")
-    try:
-        from huggingface_hub import snapshot_download
-        return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
-    except Exception as e:  # no huggingface_hub, a full disk, or an error of one of its libraries
-        one_line = " ".join(str(e).split())
-        raise UserError(f"{spec}: no such folder, and the download from the Hugging Face hub "
-                        "failed (it needs `pip install huggingface_hub`, and HF_TOKEN for private "
-                        f"and gated models): {one_line}")
-
-
-# -------------------------------------------------------------------------------------------- gguf
-
-def find_gguf(src):
-    """Return the .gguf file that SRC is, or the only one that it holds, as a Path; else None."""
-    path = Path(src)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"{src}: no such file")
-        return path
-    if Path(path, "config.json").exists():
-        return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        raise UserError(f"{src}: holds {len(found)} .gguf files. Name one of them, such as "
-                        f"{found[0]}")
-    return found[0] if found else None
-
-
-def read_gguf(path):
-    """
-    Read a .gguf file with transformers, which dequantizes its weights.
-
-    Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
-    when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
-    is damaged or not supported, or a package is missing.
-    """
-    try:
-        import gguf
-        import transformers
-    except ImportError as e:
-        raise UserError(f"{path}: needs `pip install transformers accelerate gguf` ({e})")
-    transformers.logging.set_verbosity_error()
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder)
-    try:
-        file = gguf.GGUFReader(path)
-        matrices = [tensor for tensor in file.tensors if len(tensor.shape) > 1]
-        stored = Counter(matrix.tensor_type.name for matrix in matrices)
-        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    except Exception as e:  # each of the libraries has errors of its own
-        one_line = " ".join(str(e).split())
-        raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
-    config = model.config.to_dict()
-    config.pop("quantization_config")  # the weights are dequantized
-    write_json(f"{folder}/config.json", config)
-    if stored.keys() - {"F32", "F16", "BF16"}:
-        counts = ", ".join(f"{kind} ({n})" for kind, n in stored.most_common())
-        print(f"note: {path.name} has quantized matrices: {counts}. What quantization lost is not "
-              "restored")
-    return folder, {name: p.detach() for name, p in model.named_parameters()}
-
-
-# ----------------------------------------------------------------------------------------- reading
-
-def open_source(src):
-    """
-    Read a checkpoint folder, a run's folder, a .gguf file or a hub id. Returns a RecurrentLM with
-    the weights as they are stored, and `folder` set to where its other files are; in an ordinary
-    model, all layers are prelude. Raises UserError if SRC is missing, damaged or not supported.
-    """
-    gguf_file = find_gguf(src)
-    if gguf_file:
-        folder, tensors = read_gguf(gguf_file)
-    else:
-        folder = find_checkpoint(src if Path(src).exists() else download(src))
-        tensors = map_tensors(folder)
-    kind, config = read_config(folder, tensors)
-    if has_tokenizer(folder):
-        tokenizer = check_tokenizer(config, folder)
-        if kind == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
-            config.bos_token_id = tokenizer.bos_id
-            config.eos_token_id = tokenizer.eos_id
-    model = RecurrentLM.empty(config)
-    model.folder = folder
-    try:
-        model.fill(to_ours(folder, kind, config, tensors))
-    except RuntimeError as e:  # a tensor has another shape than the parameter that it is for
-        raise UserError(f"{folder}: the weights are not the model of its config.json ({e!r:.300})")
-    return model
-
-
-def has_tokenizer(folder):
-    return Path(folder, "tokenizer.model").exists() or Path(folder, "tokenizer.json").exists()
-
-
-def map_tensors(folder):
-    """Return {name: tensor} of a folder's model.safetensors, or of its shards if there is none."""
-    paths = [Path(folder, "model.safetensors")]
-    if not paths[0].exists():
-        paths = sorted(Path(folder).glob("model*.safetensors"))
-    if not paths:
-        raise UserError(f"{folder} has no model.safetensors. Loading pickled weights (.bin, .pt) "
-                        "can run arbitrary code, so loopgraft never does. Look for a version in "
-                        "safetensors")
-    tensors = {}
-    for path in paths:
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as e:
-            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
-    return tensors
-
-
-def to_ours(folder, kind, config, tensors):
-    """
-    Turn a checkpoint's {name: tensor} in the layout `kind` into {our name: tensor}, all cast to the
-    smallest dtype that holds every one of them exactly. folder: for messages.
-    """
-    left = dict(tensors)
-    ours = {}
-    for name, pieces in tensor_names(config, kind).items():
-        if missing := set(pieces) - left.keys():
-            raise UserError(f"{folder}: tensor {min(missing)!r} is missing. The checkpoint is "
-                            "incomplete, or belongs to a different model than config.json "
-                            "describes")
-        t = torch.cat([left.pop(piece) for piece in pieces])
-        ours[name] = rotary_order(config, name, t) if kind == "huginn_raven" else t
-    if left:  # released files have stale ones
-        print("note: the model does not use these tensors:", *map(repr, sorted(left)[:5]))
-    odd = [name for name in sorted(left) if name.endswith((".bias", "_norm.weight"))]
-    if odd and kind in DEFAULTS:
-        raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
-                        "config.json describes")
-    dtype = functools.reduce(torch.promote_types, {t.dtype for t in ours.values()})
-    return {name: t.to(dtype) for name, t in ours.items()}
-
-
-# --------------------------------------------------------------------------------- choosing layers
-
-@functools.cache
-def presets():
-    """
-    Read assets/parents.toml: the known parents, and how many of their layers to keep.
-
-    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
-    example, "tinyllama-4-8-4".
-    """
-    found = {}
-    text = (ASSETS / "parents.toml").read_text()
-    for parent, about in tomllib.loads(text).items():
-        for sizes in about.pop("shapes"):
-            name = "-".join(map(str, [parent, *sizes]))
-            found[name] = Config(**about), tuple(sizes)
-    return found
-
-
-def layer_list(text):
-    """Parse the numbers of layers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []. Else raises ValueError."""
-    layers = []
-    for piece in filter(None, text.split(",")):
-        first, _, last = piece.partition("-")
-        chosen = range(int(first), int(last or first) + 1)
-        if not chosen:
-            raise ValueError
-        layers += chosen
-    return layers
-
-
-def shape(text):
-    """
-    Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). For a model without a recurrent
-    block, '8' -> (8, 0, 0). Raises ValueError for anything else.
-    """
-    if "," not in text:
-        text += ",0,0"
-    n_prelude, n_core, n_coda = map(natural, text.split(","))
-    return n_prelude, n_core, n_coda
-
-
-def choose_layers(args, n):
-    """
-    Choose among the n layers of an ordinary SRC. Returns three lists of layer numbers, for prelude,
-    core and coda: those of --shape, unless --prelude, --core or --coda override them. In a model
-    without a recurrent block, all are in the first list. Raises UserError if the flags do not make
-    a model.
-    """
-    chosen = {}
-    if args.shape:
-        n_prelude, n_core, n_coda = args.shape
-        chosen["prelude"] = list(range(n_prelude))
-        chosen["core"] = list(range(n - n_coda - n_core, n - n_coda))
-        chosen["coda"] = list(range(n - n_coda, n))
-    for part in PARTS:
-        if getattr(args, part) is not None:
-            chosen[part] = getattr(args, part)
-    feed_forward = args.feed_forward
-    if not chosen and (args.feed_forward or args.export):
-        feed_forward = True
-        chosen["prelude"] = list(range(n))
-    layers = [chosen.get(part, []) for part in PARTS]
-    taken = sum(layers, [])
-    if feed_forward:
-        layers = [taken, [], []]
-    elif not chosen.get("core") or len(chosen) < len(PARTS):
-        raise UserError("no layers chosen. Give --shape, or all of --prelude, --core (at least "
-                        "one layer) and --coda; or --feed_forward for a model without a recurrent "
-                        "block")
-    if not taken or len(set(taken) & set(range(n))) < len(taken):
-        raise UserError(f"layers {taken}: SRC has layers 0-{n - 1}, and each can be taken only "
-                        "once")
-    return layers
-
-
-# --------------------------------------------------------------------------------------- retrofit
-
-def retrofitted(parent, sizes, adapter="linear", untie=False):
-    """
-    Return the Config of the model that keeps (n_prelude, n_core, n_coda) layers of an ordinary
-    parent. The head of a recurrent model is never tied to its embeddings, and that of an ordinary
-    one only if its parent's is, and not with `untie`.
-    """
-    n_prelude, n_core, n_coda = sizes
-    return replace(
-        parent,
-        n_prelude=n_prelude,
-        n_core=n_core,
-        n_coda=n_coda,
-        adapter=adapter,
-        tie_embeddings=parent.tie_embeddings and not n_core and not untie,
-    )
-
-
-def initial_adapter(config, how="identity"):
-    """
-    Return the initial weights {name: tensor} of an adapter. how: "identity" passes the prelude's
-    output through, so that r = 1 equals the kept layers in a row (with "add", from a state of
-    zeros); "torch" is the default initialisation of torch's Linear, as in the paper, with seed 0.
-    """
-    C = config.n_embd
-    match config.adapter:
-        case "linear":
-            weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
-            if how == "torch":
-                torch.manual_seed(0)
-                weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
-            return {"adapter.weight": weight}
-        case "add":
-            return {}
-        case unknown:
-            raise UserError(f"adapter = {unknown}: initial_adapter() in surgery.py does not give "
-                            "its initial weights")
-
-
-def retrofit(parent, layers, adapter="linear", adapter_init="identity", untie=False):
-    """
-    Build the model that keeps the given layers of an ordinary model: three lists of layer numbers,
-    such as ([0, 1], [4, 5], [7]), for prelude, core and coda. adapter_init: the `how` of
-    initial_adapter(). untie: see retrofitted().
-    """
-    sizes = [len(chosen) for chosen in layers]
-    config = retrofitted(parent.config, sizes, adapter, untie)
-    embeddings = parent.embed.weight.data
-    weights = {"embed.weight": embeddings, "norm_f.weight": parent.norm_f.weight.data}
-    if not config.tie_embeddings:
-        weights["head.weight"] = parent.head.weight.data.clone()  # may be the embeddings
-    for part, chosen in zip(PARTS, layers):
-        for i, layer in enumerate(chosen):
-            for name, p in parent.prelude[layer].named_parameters():
-                weights[f"{part}.{i}.{name}"] = p.data
-    if config.n_core:
-        for name, t in initial_adapter(config, adapter_init).items():
-            weights[name] = t.to(embeddings.dtype)
-    model = RecurrentLM.empty(config)
-    model.fill(weights)
-    return model
-
-
-@torch.no_grad()
-def verify(source, layers, out):
-    """
-    Read `out` back from disk and compare it with the kept layers of SRC in a row: at r = 1, with an
-    adapter that passes the prelude's output through, all logits must be equal to the last bit. If
-    SRC is recurrent, layers is None, and both run at r = 2 with their own adapter. Raises UserError
-    if any logit differs.
-    """
-    written = open_source(out).float()
-    config = written.config
-    expected = source
-    steps = 2
-    if layers:
-        in_a_row = sum(layers, [])
-        expected = retrofit(source, [in_a_row, [], []])
-        steps = 1
-        if config.n_core:
-            written.load_state_dict(initial_adapter(config), strict=False)
-    ids = probe(config)
-    state = torch.zeros(*ids.shape, config.n_embd)
-    wanted, _ = expected.float()(ids, steps=steps, state=state)
-    found, _ = written(ids, steps=steps, state=state)
-    if not found.equal(wanted):  # NaN is not equal to itself, either
-        raise UserError(f"{out} differs from {source.folder}: their logits are not equal. Delete "
-                        f"{out} and try again")
-    print(f"verify: all logits of {ids.shape[1]} tokens are equal to the last bit, in float32")
-
-
-def probe(config):
-    """Return up to 64 token ids, (1, T), that are spread over the vocabulary."""
-    T = min(64, config.context)
-    return torch.arange(T)[None] * 7 % config.vocab_size
 
 
 # ------------------------------------------------------------------------------------------ export
