@@ -14,13 +14,14 @@ A model that has lost layers needs much training to recover. If the sizes of --s
 number of layers, all are kept, and OUT at r = 1 equals its parent to the last bit; on a laptop,
 choose such a shape.
 
-SRC is a folder, a .gguf file, or a hub id, org/name or org/name@REVISION (pip install
-huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout,
-one of our checkpoints or runs, a released Recurrent-* model, or Huginn-0125. A SRC that is already
-recurrent takes no layer flags. OUT is a loopgraft checkpoint. With --export hf it is in Hugging
-Face layout instead: in that of its parent if it has no recurrent block, and otherwise in that of
-the released models, with a model card and the code that lets transformers load it
-(assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but never rounded.
+SRC is a folder, a .gguf file (pip install transformers accelerate gguf), or a hub id, org/name or
+org/name@REVISION (pip install huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or
+OLMo-2 in Hugging Face layout, one of our checkpoints or runs, a released Recurrent-* model, or
+Huginn-0125. A SRC that is already recurrent takes no layer flags. OUT is a loopgraft checkpoint.
+With --export hf it is in Hugging Face layout instead: in that of its parent if it has no recurrent
+block, and otherwise in that of the released models, with a model card and the code that lets
+transformers load it (assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but
+never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
@@ -34,7 +35,6 @@ import functools
 import shutil
 import tempfile
 import tomllib
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from string import Template
@@ -97,32 +97,22 @@ def shape(text):
 def choose_layers(args, n):
     """
     Choose among the n layers of an ordinary SRC. Returns three lists of layer numbers, for prelude,
-    core and coda: those of --shape, unless --prelude, --core or --coda override them. In a model
-    without a recurrent block, all are in the first list. Raises UserError if the flags do not make
-    a model.
+    core and coda; in a model without a recurrent block, all are in the first list. Raises UserError
+    if the flags do not make a model.
     """
-    chosen = {}
+    layers = [args.prelude, args.core, args.coda]
     if args.shape:
         n_prelude, n_core, n_coda = args.shape
-        chosen["prelude"] = list(range(n_prelude))
-        chosen["core"] = list(range(n - n_coda - n_core, n - n_coda))
-        chosen["coda"] = list(range(n - n_coda, n))
-    for part in PARTS:
-        if getattr(args, part) is not None:
-            chosen[part] = getattr(args, part)
-    feed_forward = args.feed_forward
-    if not chosen and (args.feed_forward or args.export):
-        feed_forward = True
-        chosen["prelude"] = list(range(n))
-    layers = [chosen.get(part, []) for part in PARTS]
+        parts = range(n_prelude), range(n - n_coda - n_core, n - n_coda), range(n - n_coda, n)
+        layers = [list(part) for part in parts]
     taken = sum(layers, [])
-    if feed_forward:
+    if args.feed_forward:
+        taken = taken or list(range(n))
         layers = [taken, [], []]
-    elif not chosen.get("core") or len(chosen) < len(PARTS):
-        raise UserError("no layers chosen. Give --shape, or all of --prelude, --core (at least "
-                        "one layer) and --coda; or --feed_forward for a model without a recurrent "
-                        "block")
-    if not taken or len(set(taken) & set(range(n))) < len(taken):
+    elif not layers[1]:
+        raise UserError("no layers chosen for the recurrent block. Give --shape, or --prelude, "
+                        "--core and --coda; or --feed_forward for a model without one")
+    if len(set(taken) & set(range(n))) < len(taken):
         raise UserError(f"layers {taken}: SRC has layers 0-{n - 1}, and each can be taken only "
                         "once")
     return layers
@@ -153,19 +143,14 @@ def initial_adapter(config, how="identity"):
     output through, so that r = 1 equals the kept layers in a row (with "add", from a state of
     zeros); "torch" is the default initialisation of torch's Linear, as in the paper, with seed 0.
     """
+    if config.adapter != "linear":
+        return {}
     C = config.n_embd
-    match config.adapter:
-        case "linear":
-            weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
-            if how == "torch":
-                torch.manual_seed(0)
-                weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
-            return {"adapter.weight": weight}
-        case "add":
-            return {}
-        case unknown:
-            raise UserError(f"adapter = {unknown}: initial_adapter() in surgery.py does not give "
-                            "its initial weights")
+    weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
+    if how == "torch":
+        torch.manual_seed(0)
+        weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
+    return {"adapter.weight": weight}
 
 
 def retrofit(parent, layers, adapter="linear", adapter_init="identity", untie=False):
@@ -242,10 +227,7 @@ def open_source(src):
             config.eos_token_id = tokenizer.eos_id
     model = RecurrentLM.empty(config)
     model.folder = folder
-    try:
-        model.fill(to_ours(folder, kind, config, tensors))
-    except RuntimeError as e:  # a tensor has another shape than the parameter that it is for
-        raise UserError(f"{folder}: the weights are not the model of its config.json ({e!r:.300})")
+    model.fill(to_ours(folder, kind, config, tensors))
     return model
 
 
@@ -279,10 +261,6 @@ def to_ours(folder, kind, config, tensors):
     left = dict(tensors)
     ours = {}
     for name, pieces in tensor_names(config, kind).items():
-        if missing := set(pieces) - left.keys():
-            raise UserError(f"{folder}: tensor {min(missing)!r} is missing. The checkpoint is "
-                            "incomplete, or belongs to a different model than config.json "
-                            "describes")
         t = torch.cat([left.pop(piece) for piece in pieces])
         ours[name] = rotary_order(config, name, t) if kind == "huginn_raven" else t
     if left:  # released files have stale ones
@@ -304,21 +282,15 @@ def download(spec):
     """
     Download a model from the Hugging Face hub, "org/name" or "org/name@REVISION". Returns the
     folder in huggingface_hub's cache with its config.json, tokenizer and safetensors. Files are
-    downloaded once; after that they open without the hub, too. Raises UserError if that fails.
+    downloaded once; after that they open without the hub, too.
     """
     repo, _, revision = spec.partition("@")
     # Where the folder out/ exists, out/typo is a misspelled folder, not a hub id.
     if repo.count("/") != 1 or Path(repo).parent.exists():
         raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
                         "org/name@REVISION.)")
-    try:
-        from huggingface_hub import snapshot_download
-        return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
-    except Exception as e:  # no huggingface_hub, a full disk, or an error of one of its libraries
-        one_line = " ".join(str(e).split())
-        raise UserError(f"{spec}: no such folder, and the download from the Hugging Face hub "
-                        "failed (it needs `pip install huggingface_hub`, and HF_TOKEN for private "
-                        f"and gated models): {one_line}")
+    from huggingface_hub import snapshot_download
+    return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
 
 
 # -------------------------------------------------------------------------------------------- gguf
@@ -327,16 +299,10 @@ def find_gguf(src):
     """Return the .gguf file that SRC is, or the only one that it holds, as a Path; else None."""
     path = Path(src)
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"{src}: no such file")
         return path
-    if Path(path, "config.json").exists():
-        return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        raise UserError(f"{src}: holds {len(found)} .gguf files. Name one of them, such as "
-                        f"{found[0]}")
-    return found[0] if found else None
+    found = list(path.glob("*.gguf"))
+    if len(found) == 1 and not Path(path, "config.json").exists():
+        return found[0]
 
 
 def read_gguf(path):
@@ -345,33 +311,27 @@ def read_gguf(path):
 
     Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
     when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
-    is damaged or not supported, or a package is missing.
+    is damaged or not supported.
     """
-    try:
-        import gguf
-        import transformers
-    except ImportError as e:
-        raise UserError(f"{path}: needs `pip install transformers accelerate gguf` ({e})")
+    import gguf
+    import transformers
     transformers.logging.set_verbosity_error()
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder)
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
-        file = gguf.GGUFReader(path)
-        matrices = [tensor for tensor in file.tensors if len(tensor.shape) > 1]
-        stored = Counter(matrix.tensor_type.name for matrix in matrices)
-        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
         model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    except Exception as e:  # each of the libraries has errors of its own
+    except ValueError as e:
         one_line = " ".join(str(e).split())
         raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
+    if quantized := sorted(stored - {"F32", "F16", "BF16"}):
+        print(f"note: {path.name} has matrices in {', '.join(quantized)}. What quantization lost "
+              "is not restored")
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
     config = model.config.to_dict()
-    config.pop("quantization_config")  # the weights are dequantized
+    config.pop("quantization_config", None)  # the weights are dequantized
     write_json(f"{folder}/config.json", config)
-    if stored.keys() - {"F32", "F16", "BF16"}:
-        counts = ", ".join(f"{kind} ({n})" for kind, n in stored.most_common())
-        print(f"note: {path.name} has quantized matrices: {counts}. What quantization lost is not "
-              "restored")
     return folder, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -454,9 +414,7 @@ def from_hf(path, raw):
     eos_token_id = raw.get("eos_token_id")
     generation = path.with_name("generation_config.json")
     if generation.exists():  # for chat models it lists more ids that end a text
-        ends = read_json(generation).get("eos_token_id")
-        if ends is not None:
-            eos_token_id = ends
+        eos_token_id = read_json(generation).get("eos_token_id", eos_token_id)
     return Config(
         vocab_size=raw["vocab_size"],
         n_embd=raw["hidden_size"],
@@ -755,7 +713,7 @@ def parse_args():
         help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule; or 8 "
              "with --feed_forward. If they add up to all layers, r = 1 is the parent")
     for part in PARTS:
-        add(f"--{part}", type=layer_list, help="layers such as 0-3 or 0,2,5-7; '' for none")
+        add(f"--{part}", type=layer_list, default=[], help="layers such as 0-3 or 0,2,5-7")
     add("--feed_forward", action="store_true",
         help="make a model without a recurrent block: of all layers, or of those that the other "
              "flags choose, in a row")
@@ -780,17 +738,29 @@ def parse_args():
     return args
 
 
+def check_flags(args, recurrent):
+    """Raise UserError if a flag would have no effect. recurrent: whether SRC is recurrent."""
+    chosen = *PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"
+    rules = (
+        (recurrent, "SRC is already recurrent", chosen),
+        (args.shape, "--shape chooses all layers", PARTS),
+        (not args.feed_forward, "a recurrent model has a head of its own", ["untie"]),
+        (args.feed_forward, "OUT is not recurrent", ["adapter", "adapter_init", "mean_recurrence"]),
+        (args.adapter == "add", "--adapter add has no weights", ["adapter_init"]),
+    )
+    for applies, reason, flags in rules:
+        for flag in flags:
+            if applies and getattr(args, flag):
+                raise UserError(f"--{flag} has no effect: {reason}")
+
+
 def main():
     args = parse_args()
     source = open_source(args.src)
+    check_flags(args, source.config.n_core)
     layers = None
     model = source
-    if source.config.n_core:
-        for flag in (*PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"):
-            if getattr(args, flag):
-                raise UserError(f"--{flag}: SRC is already recurrent, so surgery leaves its layers "
-                                "and its adapter as they are")
-    else:
+    if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         print("layers for prelude, core and coda:", *layers)
         model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity",
