@@ -54,32 +54,12 @@ ASSETS = Path(__file__).parent / "assets"
 
 # --------------------------------------------------------------------------------- choosing layers
 
-@functools.cache
-def presets():
-    """
-    Read assets/parents.toml: the known parents, and how many of their layers to keep.
-
-    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
-    example, "tinyllama-4-8-4".
-    """
-    found = {}
-    text = (ASSETS / "parents.toml").read_text()
-    for parent, about in tomllib.loads(text).items():
-        for sizes in about.pop("shapes"):
-            name = "-".join(map(str, [parent, *sizes]))
-            found[name] = Config(**about), tuple(sizes)
-    return found
-
-
 def layer_list(text):
     """Parse the numbers of layers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []. Else raises ValueError."""
     layers = []
     for piece in filter(None, text.split(",")):
         first, _, last = piece.partition("-")
-        chosen = range(int(first), int(last or first) + 1)
-        if not chosen:
-            raise ValueError
-        layers += chosen
+        layers += range(int(first), int(last or first) + 1)
     return layers
 
 
@@ -135,6 +115,22 @@ def retrofitted(parent, sizes, adapter="linear", untie=False):
         adapter=adapter,
         tie_embeddings=parent.tie_embeddings and not n_core and not untie,
     )
+
+
+def presets():
+    """
+    Read assets/parents.toml: the known parents, and how many of their layers to keep.
+
+    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
+    example, "tinyllama-4-8-4".
+    """
+    found = {}
+    text = (ASSETS / "parents.toml").read_text()
+    for parent, about in tomllib.loads(text).items():
+        for sizes in about.pop("shapes"):
+            name = "-".join(map(str, [parent, *sizes]))
+            found[name] = Config(**about), tuple(sizes)
+    return found
 
 
 def initial_adapter(config, how="identity"):
@@ -352,8 +348,6 @@ DEFAULTS = {
 
 SUPPORTED = {  # the values that we support; a missing key means the first one
     "model_type": (*DEFAULTS, "huginn_raven"),
-    "rope_type": ("default", "llama3"),
-    "type": ("default", "llama3"),  # the name of rope_type in older files
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -376,9 +370,8 @@ def read_config(folder, names):
     kind = raw["model_type"]
     if kind == "loopgraft":
         return kind, load_config(folder)
-    values = raw | rope_section(raw)
     for key, supported in SUPPORTED.items():
-        value = values.get(key, supported[0])
+        value = raw.get(key, supported[0])
         if value not in supported:
             raise UserError(f"{path}: {key} = {value!r} is not supported, only {supported}")
     if kind == "huginn_raven":
@@ -386,20 +379,18 @@ def read_config(folder, names):
     return kind, from_hf(path, DEFAULTS[kind] | raw)
 
 
-def rope_section(raw):
-    """
-    Return the RoPE section of a config.json: rope_parameters in transformers 5, rope_scaling in
-    older files, {} if there is neither.
-    """
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
 def read_rope(raw):
-    """Return {"rope_theta": ..., "rope_scaling": ...}, the fields of Config, from a config.json."""
-    scaling = dict(rope_section(raw))
+    """
+    Return {"rope_theta": ..., "rope_scaling": ...}, the fields of Config, from a config.json, which
+    has rope_parameters in transformers 5 and rope_scaling in older files.
+    """
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
+    if kind not in ("default", "llama3"):
+        raise UserError(f"config.json: RoPE of type {kind!r} is not supported, only llama3's")
     older = raw.get("rope_theta", 10000.0)
-    theta = scaling.pop("rope_theta", older)
-    return {"rope_theta": theta, "rope_scaling": scaling if "factor" in scaling else None}
+    theta = rope.pop("rope_theta", older)
+    return {"rope_theta": theta, "rope_scaling": rope if "factor" in rope else None}
 
 
 def from_hf(path, raw):
