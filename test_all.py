@@ -3664,7 +3664,7 @@ MISTAKES = [
     ("sample --prompt 3 --model {m}m", "did you mean {m}?"),
     ("sample --prompt 3 --model {other}", "different model"),
     ("sample --prompt 3 --model {exported}", "surgery.py {exported} OUT"),
-    ("sample --prompt 3 --model {llama}", "--feed_forward"),
+    ("sample --prompt 3 --model {llama}", "--shape"),
     ("sample --prompt 3 --model {m} --steps=0", "--steps"),
     ("sample --prompt 3 --model {m} --top_k=5", "--top_k needs a --temperature"),
     ("eval_gsm8k {ask} --data none.jsonl", "No such file"),
