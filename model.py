@@ -359,8 +359,8 @@ class RecurrentLM(nn.Module):
         Run the prelude on token ids (B, T). Returns its output e and s_0, both (B, T, C). s_0 is
         `state`, or random if that is None. An ordinary model has no state: it returns e twice.
         """
-        # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed order,
-        # so a resumed run would end with different bits.
+        # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed
+        # order, so a resumed run would end with different bits.
         x = self.embed(idx).float() * self.config.embed_scale
         e = run_blocks(self.prelude, x, rope, mask, caches)
         if not self.core:
@@ -721,5 +721,5 @@ def load_config(folder):
             return Config(**raw)
     except (ValueError, TypeError, AttributeError) as e:
         raise UserError(f"{path}: corrupt, or written by another version of loopgraft ({e})")
-    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: `python "
-                    f"surgery.py {folder} OUT`, with --shape unless it is recurrent already")
+    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: "
+                    f"`python surgery.py {folder} OUT`, with --shape unless it is recurrent")

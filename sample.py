@@ -51,8 +51,8 @@ DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
 
 DRAFT_STEPS_HELP = ("draft tokens with this many recurrences; one pass at full depth checks "
                     f"{DRAFTS} of them; 0: off")
-COMPILE_HELP = ("use torch.compile: takes a minute (2 to 4 on a GPU), then decoding is about twice "
-                "as fast")
+COMPILE_HELP = ("use torch.compile: takes half a minute (2 to 4 on a GPU), then decoding is about "
+                "twice as fast")
 
 
 # -------------------------------------------------------------------------------------- the cache
@@ -393,7 +393,7 @@ class Decoder:
         last = [len(prompt) - 1 for prompt in prompts]
         position = torch.tensor(last, device=device)
         eager = contextlib.nullcontext()
-        if self.compiled:  # large products gain little from compiling, which takes a minute
+        if self.compiled:  # large products gain little from compiling
             eager = torch.compiler.set_stance("force_eager")
         with eager:
             for start in range(0, T - 1, PREFILL):

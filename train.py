@@ -708,7 +708,7 @@ def warm_up(settings, model, train_set):
         functorch_config.activation_memory_budget = settings.activation_budget
         try:
             model.compile_parts()
-            announcement += f"; {COMPILING}"
+            announcement += f"; {COMPILING}; --compile=false skips it"
         except UserError as e:
             say(f"warning: {e}. Continuing without torch.compile")
     say(announcement)
