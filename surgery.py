@@ -26,9 +26,7 @@ never rounded.
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
 
-The file is in this order: choosing layers, the retrofit, reading SRC, download, .gguf, config.json
-and tensor names of other layouts, export, the command. To support a parent of another architecture,
-begin with DEFAULTS; README.md lists the other places.
+To support a parent of another architecture, begin with DEFAULTS; README.md lists the other places.
 """
 import atexit
 import functools
@@ -209,11 +207,12 @@ def open_source(src):
     the weights as they are stored, and `folder` set to where its other files are; in an ordinary
     model, all layers are prelude. Raises UserError if SRC is missing, damaged or not supported.
     """
-    gguf_file = find_gguf(src)
-    if gguf_file:
-        folder, tensors = read_gguf(gguf_file)
+    path = Path(src)
+    gguf_files = [path] if path.suffix == ".gguf" else list(path.glob("*.gguf"))
+    if len(gguf_files) == 1 and not Path(src, "config.json").exists():
+        folder, tensors = read_gguf(gguf_files[0])
     else:
-        folder = find_checkpoint(src if Path(src).exists() else download(src))
+        folder = find_checkpoint(src if path.exists() else download(src))
         tensors = map_tensors(folder)
     kind, config = read_config(folder, tensors)
     if has_tokenizer(folder):
@@ -290,16 +289,6 @@ def download(spec):
 
 
 # -------------------------------------------------------------------------------------------- gguf
-
-def find_gguf(src):
-    """Return the .gguf file that SRC is, or the only one that it holds, as a Path; else None."""
-    path = Path(src)
-    if path.suffix == ".gguf":
-        return path
-    found = list(path.glob("*.gguf"))
-    if len(found) == 1 and not Path(path, "config.json").exists():
-        return found[0]
-
 
 def read_gguf(path):
     """
@@ -758,10 +747,9 @@ def main():
                          args.untie)
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
-    for name, shown in (("SRC", source), ("OUT", model)):
-        sizes = shown.num_params()
-        parts = ", ".join(f"{part} {sizes[part]:,}" for part in ("embeddings", *PARTS, "adapter"))
-        print(f"{name} has {sizes['total']:,} parameters: {parts}")
+    sizes = model.num_params()
+    parts = ", ".join(f"{part} {sizes[part]:,}" for part in ("embeddings", *PARTS, "adapter"))
+    print(f"OUT has {sizes['total']:,} parameters: {parts}")
     with write_atomically(args.out) as folder:
         if args.export:
             export(model, folder)
