@@ -50,7 +50,7 @@ from common import (RANK, WORLD, Parser, UserError, check_settings, cli, digest,
                     positive, read_json, recurrences, say, write_atomically, write_json)
 from data import as_text
 from sample import (COMPILE_HELP, DEPTHS, DRAFT_STEPS_HELP, Decoder, add_model_arguments,
-                    decoding_options, describe, end_ids, load_model)
+                    describe, load_model)
 
 SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
           "grade_school_math/data")
@@ -108,10 +108,17 @@ def read_questions(path, limit=None):
     try:
         with open(path, "rb") as f:
             for number, line in enumerate(f, 1):
-                if line.strip():  # files may have empty lines
-                    question = read_question(json.loads(line))
-                    question["index"] = len(questions)
-                    questions.append(question)
+                if not line.strip():  # files may have empty lines
+                    continue
+                row = json.loads(line)
+                question = {"index": len(questions)}
+                for key in ("question", "answer"):
+                    question[key] = as_text(row[key])
+                    if not isinstance(question[key], str):
+                        raise TypeError(f"{key} is neither text nor a number")
+                difficulty = row.get("difficulty")
+                question["difficulty"] = None if difficulty is None else str(difficulty)
+                questions.append(question)
     except (ValueError, KeyError, TypeError) as e:  # ValueError: not JSON, or not even UTF-8
         raise UserError(f'{path}: line {number} is not a JSON object with "question" and "answer" '
                         f"({e!r})")
@@ -120,20 +127,6 @@ def read_questions(path, limit=None):
         raise UserError(f"{path} has no questions")
     kept = min(limit or count, count)
     return [questions[i * count // kept] for i in range(kept)]
-
-
-def read_question(row):
-    """
-    Return the question of a line of JSON as {"question": text, "answer": text, "difficulty": text
-    or None}; numbers become text. Raises KeyError or TypeError if `row` is not a question.
-    """
-    question = {key: as_text(row[key]) for key in ("question", "answer")}
-    for key, text in question.items():
-        if not isinstance(text, str):
-            raise TypeError(f"{key} is neither text nor a number")
-    difficulty = row.get("difficulty")
-    question["difficulty"] = None if difficulty is None else str(difficulty)
-    return question
 
 
 def make_prompt(question, template="cot", shots=1):
@@ -271,12 +264,12 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **option
     text, or max_new_tokens.
 
     prompts: lists of ids, such as [[1, 660], [1, 29984, 29901]]. stops: strings, such as STOPS, or
-    (). options: the fields of Decoding.
+    (). options: keywords of Decoder.generate().
 
     Returns the new texts, cut at the first stop string, such as [" It is 18.", ""].
     """
     new = [[] for _ in prompts]
-    last = end_ids(decoder.model, tokenizer)
+    last = decoder.model.config.ends | {tokenizer.eos_id}
 
     def ends(row, token):
         if token in last:
@@ -311,7 +304,7 @@ def answer_questions(decoder, tokenizer, questions, r, args):
     prompts = [question["ids"] for question in questions]
     stops = STOPS if args.template == "cot" else ()
     texts = answer_batch(decoder, tokenizer, prompts, args.max_new_tokens, stops, r,
-                         **decoding_options(args))
+                         seed=args.seed, draft_steps=args.draft_steps)
     lines = []
     for question, text in zip(questions, texts):
         line = {"index": question["index"], "steps": r, "output": text}
@@ -362,9 +355,10 @@ def answer_settings(args, model, tokenizer):
     Return all that decides an answer, as the first line of a file of answers holds it. Files are
     named by their digests, since a file may move, and training may go on in the model's folder.
     """
-    keys = "template", "shots", "max_new_tokens", "dtype"
+    keys = ["template", "max_new_tokens", "dtype", "seed", "draft_steps"]
+    if args.template == "cot":
+        keys.append("shots")
     settings = {key: getattr(args, key) for key in keys}
-    settings |= decoding_options(args)
     settings["questions"] = digest(args.data)
     settings["weights"] = digest(f"{model.folder}/model.safetensors")
     settings["config"] = digest(f"{model.folder}/config.json")

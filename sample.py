@@ -29,7 +29,7 @@ import os
 import re
 import sys
 import time
-from argparse import BooleanOptionalAction
+from argparse import BooleanOptionalAction, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,25 +56,6 @@ COMPILE_HELP = ("use torch.compile: takes half a minute (2 to 4 on a GPU), then 
 
 
 # -------------------------------------------------------------------------------------- the cache
-
-@dataclass
-class LayerCache:
-    """The cache as Attention sees it in one pass: one layer at one recurrence."""
-    keys: torch.Tensor    # (rows, length, n_kv_head, head_dim), such as (2, 64, 4, 64)
-    values: torch.Tensor  # of the same shape
-    write: tuple          # indices (rows, 1) and (rows, T): where this pass stores its tokens
-
-    def update(self, k, v):
-        """
-        Store the keys and values of new tokens, each (rows, n_kv_head, T, head_dim). Returns all
-        keys and values that these tokens may attend to, each (rows, n_kv_head, length, head_dim).
-        """
-        self.keys[self.write] = k.transpose(1, 2)
-        self.values[self.write] = v.transpose(1, 2)
-        keys = self.keys.transpose(1, 2)
-        values = self.values.transpose(1, 2)
-        return keys, values
-
 
 def round_up(number, multiple):
     """Return the smallest multiple that is at least `number`: round_up(65, 64) is 128."""
@@ -115,40 +96,36 @@ class KVCache:
         for count in (c.n_prelude, *[c.n_core] * r, c.n_coda):
             layers = [[weight.new_zeros(shape), weight.new_zeros(shape)] for _ in range(count)]
             self.slots.append(layers)
-        self.views = {}
         self.graph = None   # of a step with this cache, see Decoder.step()
         self.graph_end = 0  # the graph serves positions below this
-
-    def layers(self, positions, length):
-        """
-        Return the LayerCaches of a pass that stores tokens at `positions` (rows, T) and reads the
-        first `length` positions: a list for the prelude, a list for each recurrence of the core,
-        and a list for the coda.
-        """
-        if length not in self.views:
-            # Kept, because slicing for each recurrence and layer would take time for every token.
-            self.views[length] = []
-            for layers in self.slots:
-                views = [(k[:, :length], v[:, :length]) for k, v in layers]
-                self.views[length].append(views)
-        write = self.row, positions
-        caches = []
-        for layers in self.views[length]:
-            caches.append([LayerCache(k, v, write) for k, v in layers])
-        prelude, *core, coda = caches
-        return prelude, core, coda
 
     def keep(self, rows):
         """Remove all rows except these, a tensor of indices such as [0, 3]."""
         self.made_for = None
         self.graph = None
-        self.views = {}
         self.row = self.row[:len(rows)]
         for layer in itertools.chain(*self.slots):
             layer[:] = [t[rows] for t in layer]
 
 
 # ------------------------------------------------------------------------------- one pass over it
+
+@dataclass
+class LayerCache:
+    """The cache as Attention sees it in one pass: one layer at one recurrence."""
+    keys: torch.Tensor    # (rows, length, n_kv_head, head_dim), such as (2, 64, 4, 64)
+    values: torch.Tensor  # of the same shape
+    write: tuple          # indices (rows, 1) and (rows, T): where this pass stores its tokens
+
+    def update(self, k, v):
+        """
+        Store the keys and values of new tokens, each (rows, n_kv_head, T, head_dim). Returns all
+        keys and values that these tokens may attend to, each (rows, n_kv_head, length, head_dim).
+        """
+        self.keys[self.write] = k.transpose(1, 2)
+        self.values[self.write] = v.transpose(1, 2)
+        return self.keys.transpose(1, 2), self.values.transpose(1, 2)
+
 
 class Pass:
     """
@@ -169,7 +146,11 @@ class Pass:
         self.mask = torch.where(seen, 0.0, -torch.inf).to(cache.rope.dtype)
         self.rope = cache.rope[:, positions].unbind()  # cos and sin, (rows, T, 1, head_dim / 2)
         self.noise = cache.noise[positions]            # (rows, T, C)
-        self.prelude, self.core, self.coda = cache.layers(positions, length)
+        write = cache.row, positions
+        slots = []
+        for layers in cache.slots:
+            slots.append([LayerCache(k[:, :length], v[:, :length], write) for k, v in layers])
+        self.prelude, *self.core, self.coda = slots
         self.model = model
 
     def begin(self, tokens, r):
@@ -192,28 +173,19 @@ class Pass:
 
 # -------------------------------------------------------------------------------- choosing tokens
 
-@dataclass
-class Decoding:
-    """How to decode. Drafts change the speed, not the distribution of the text."""
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0            # 0: off
-    seed: int = 0             # of the noise s_0, and of sampling
-    draft_steps: int = 0      # recurrences of a draft (0: off), see Decoder.draft_rounds()
-
-
-def distribution(logits, options):
+def distribution(logits, temperature, top_k):
     """
-    Turn logits (..., V) into the probabilities (..., V) of the next token. Greedy: 1 for the
-    likeliest token. With top_k: 0 for all but the k likeliest.
+    Turn logits (..., V) into the probabilities (..., V) of the next token. Temperature 0: 1 for the
+    likeliest token. top_k: if not 0, the probability of all but the k likeliest is 0.
     """
-    if options.temperature == 0:
+    if temperature == 0:
         likeliest = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, likeliest, 1.0)
-    if options.top_k:
-        k = min(options.top_k, logits.shape[-1])
+    if top_k:
+        k = min(top_k, logits.shape[-1])
         likeliest = logits.topk(k).values
         logits = logits.masked_fill(logits < likeliest[..., -1:], -torch.inf)
-    return (logits / options.temperature).softmax(-1)
+    return (logits / temperature).softmax(-1)
 
 
 def sample_token(p, rng):
@@ -225,13 +197,6 @@ def sample_token(p, rng):
     """
     noise = torch.empty_like(p).exponential_(generator=rng)
     return (p / noise).argmax(-1)
-
-
-def pick(logits, options, rng):
-    """Choose the next tokens (B,) from logits (B, V)."""
-    if options.temperature == 0:
-        return logits.argmax(-1)
-    return sample_token(distribution(logits, options), rng)
 
 
 def accept(p, q, drafts, rng):
@@ -274,15 +239,19 @@ class Batch:
         end       3        an exclusive upper bound of the positions
     """
 
-    def __init__(self, cache, token, position, end, options):
+    def __init__(self, cache, token, position, end, temperature, top_k, seed):
         self.cache = cache
         self.token = token
         self.position = position
         self.end = end
         self.rows = list(range(len(token)))
         self.live = set(self.rows)
-        self.options = options
-        self.rng = torch.Generator(token.device).manual_seed(options.seed)
+        self.temperature = temperature
+        self.top_k = top_k
+        self.rng = torch.Generator(token.device).manual_seed(seed)
+
+    def distribution(self, logits):
+        return distribution(logits, self.temperature, self.top_k)
 
     def advance(self, token, count):
         """Move on to new last tokens (B,), `count` positions further: an int, or one per row."""
@@ -324,7 +293,8 @@ class Decoder:
             model.compile_parts(dynamic=True)
 
     @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens, steps=None, ends=None, **options):
+    def generate(self, prompts, max_new_tokens, steps=None, ends=None, *, temperature=0.0, top_k=0,
+                 seed=0, draft_steps=0):
         """
         Decode a batch of prompts. Yields (row, token, accepted) for every new token, such as
         (0, 278, False), where accepted tells whether it was a draft.
@@ -334,12 +304,14 @@ class Decoder:
         steps: r, by default config.mean_recurrence; an ordinary model ignores it.
         ends: a row ends after max_new_tokens, or after a token for which ends(row, token) returns
         True; there is no built-in end of text.
-        options: the fields of Decoding, such as temperature=0.8.
+        temperature: of sampling; 0: greedy. top_k: sample from the k likeliest tokens; 0: from all.
+        seed: of the noise s_0, and of sampling.
+        draft_steps: recurrences of a draft, see draft_rounds(); 0: off. Drafts change the speed,
+        not the distribution of the text.
 
         Raises UserError if a prompt is empty, or does not fit into the context.
         """
         c = self.model.config
-        options = Decoding(**options)
         r = sum(self.model.split_steps(steps)) if c.n_core else 0
         T = max(map(len, prompts))
         if not all(prompts) or max_new_tokens < 1:
@@ -348,13 +320,13 @@ class Decoder:
             raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
                             f"the context of {c.context}")
         length = round_up(T + max_new_tokens, CHUNK)  # so that similar lengths share a graph
-        made_for = r, len(prompts), length, options.seed
+        made_for = r, len(prompts), length, seed
         cache = self.take_last_cache(made_for) or KVCache(self.model, *made_for)
         token, position = self.prefill(cache, prompts)
-        batch = Batch(cache, token, position, T, options)
+        batch = Batch(cache, token, position, T, temperature, top_k, seed)
         rounds = self.plain_rounds(batch)
-        if 0 < options.draft_steps < r:
-            rounds = itertools.chain(self.draft_rounds(batch), rounds)
+        if 0 < draft_steps < r:
+            rounds = itertools.chain(self.draft_rounds(batch, draft_steps), rounds)
         remaining = [max_new_tokens] * len(prompts)
         while batch.live:
             batch.shrink()
@@ -384,12 +356,9 @@ class Decoder:
         """
         T = max(map(len, prompts))
         device = cache.index.device
-        rows = []
-        for prompt in prompts:
-            # What the cache holds of this padding is overwritten before any token sees it.
-            padding = [0] * (T - len(prompt))
-            rows.append(prompt + padding)
-        tokens = torch.tensor(rows, device=device)
+        # What the cache holds of the padding is overwritten before any token sees it.
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         last = [len(prompt) - 1 for prompt in prompts]
         position = torch.tensor(last, device=device)
         eager = contextlib.nullcontext()
@@ -438,32 +407,33 @@ class Decoder:
         """Decode one token of every row per round."""
         while True:
             logits = self.step(batch.cache, batch.token, batch.position, batch.end)
-            token = pick(logits, batch.options, batch.rng)
+            if batch.temperature == 0:
+                token = logits.argmax(-1)
+            else:
+                token = sample_token(batch.distribution(logits), batch.rng)
             batch.advance(token, 1)
             batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
             values = token.tolist()
             yield [(row, value, False) for row, value in zip(batch.rows, values)]
 
-    def draft_rounds(self, batch):
+    def draft_rounds(self, batch, draft_steps):
         """
         Draft DRAFTS tokens with few recurrences, then take the states of all drafts on to r in one
         pass. accept() makes sure that the text has the distribution of r.
 
         A round gives its accepted drafts and one more token. With 2 recurrences per draft at
         r = 32, it calls the recurrent block 13 * 2 + 30 = 56 times, less often than 2 plain tokens
-        do (64). So where more rows per call cost nothing, 1 accepted draft pays for the round. On a
-        CPU they do cost: a round takes as long as 5 plain tokens (runs/README.md), which 4 accepted
-        drafts make up for. TOO_FEW lies between: drafting ends once their running mean is no higher
-        than that.
+        do (64). On a CPU more rows per call cost time, too, so a round has to yield more there.
+        Once the running mean of accepted drafts is no higher than TOO_FEW, drafting ends.
         """
         mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself
         while mean_accepted > TOO_FEW:
-            drafts, q, e, s = self.make_drafts(batch)
+            drafts, q, e, s = self.make_drafts(batch, draft_steps)
             ahead = batch.cache.index[:DRAFTS + 1]
             positions = batch.position[:, None] + ahead
             at = Pass(self.model, batch.cache, positions, batch.end + DRAFTS)
-            s = at.recur(s, e, batch.options.draft_steps, batch.cache.r)
-            p = distribution(at.logits(s), batch.options)
+            s = at.recur(s, e, draft_steps, batch.cache.r)
+            p = batch.distribution(at.logits(s))
             accepted, token = accept(p, q, drafts, batch.rng)
             batch.advance(token, accepted + 1)
             # One tensor, because the CPU waits for the GPU at each transfer.
@@ -479,7 +449,7 @@ class Decoder:
                 mean_accepted += (count - mean_accepted) / (4 * len(batch.rows))
             yield new
 
-    def make_drafts(self, batch):
+    def make_drafts(self, batch, draft_steps):
         """
         Draft n = DRAFTS tokens for each row. Returns the drafts (B, n); the probabilities q
         (B, n, V) from which they were drawn; and e and the states, both (B, n + 1, C), of the last
@@ -492,12 +462,12 @@ class Decoder:
         states = []
         for i in range(DRAFTS + 1):
             at = Pass(self.model, batch.cache, batch.position[:, None] + i, batch.end + i)
-            e, s = at.begin(token[:, None], batch.options.draft_steps)
+            e, s = at.begin(token[:, None], draft_steps)
             es.append(e)
             states.append(s)
             if i < DRAFTS:
                 logits = at.logits(s)[:, -1]
-                q.append(distribution(logits, batch.options))
+                q.append(batch.distribution(logits))
                 token = sample_token(q[-1], batch.rng)
                 drafts.append(token)
         drafts = torch.stack(drafts, 1)
@@ -511,7 +481,7 @@ class FewRows(nn.Module):
     """
     Takes the place of a Linear in compiled decoding on a CPU, where reading the weights takes most
     of the time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a
-    BLAS call (runs/README.md has the speeds).
+    BLAS call.
     """
 
     def __init__(self, linear):
@@ -581,14 +551,13 @@ def token_text(tokenizer, token):
     return text if readable else repr(text)
 
 
-def trace(model, tokenizer, args, prompt):
+def trace(model, tokenizer, args, prompt, steps):
     """
     Print a line for each token of the prompt, or for those that are --only: the likeliest next
     token at each r, with a star where it differs from the one at the previous r. The last line
     counts the lines that have settled: from this r on, they choose what the largest r chooses.
     """
     c = model.config
-    steps = asked_steps(args, c)
     ids = tokenizer.encode(prompt, bos=True)
     if not 0 < len(ids) <= c.context:
         raise UserError(f"the prompt has {len(ids)} tokens, the model's context {c.context}")
@@ -596,6 +565,8 @@ def trace(model, tokenizer, args, prompt):
     names = [token_text(tokenizer, token) for token in ids]
     shown = [t for t, name in enumerate(names) if args.only in (None, name.strip())]
     names = [names[t] for t in shown]
+    if not shown:
+        raise UserError(f"--only {args.only}: no token of the prompt is this word")
 
     columns = [["", *names, "settled"]]
     for i, r in enumerate(steps):
@@ -635,7 +606,7 @@ def draw_trace(path, names, steps, of_chosen):
     tell(f"wrote {path}")
 
 
-# ------------------------------------------------------------------- what eval_gsm8k.py needs, too
+# --------------------------------------------------- loading a model, here and in eval_gsm8k.py
 
 def add_model_arguments(how, dtype):
     """
@@ -648,12 +619,6 @@ def add_model_arguments(how, dtype):
                      help=f"default: {dtype or 'that of its training'}")
     how.add_argument("--seed", type=random_seed, default=0, metavar="N",
                      help="seed of the initial state and of sampling (0)")
-
-
-def decoding_options(args):
-    """Return the flags of a script that are fields of Decoding, such as {"seed": 0}."""
-    fields = Decoding.__dataclass_fields__
-    return {name: value for name, value in vars(args).items() if name in fields}
 
 
 def describe(model):
@@ -683,11 +648,6 @@ def load_model(folder, device="cpu", dtype=None):
     return model, tokenizer
 
 
-def end_ids(model, tokenizer):
-    """Return the ids that end a text: those in the model's config.json, and the tokenizer's EOS."""
-    return model.config.ends | {tokenizer.eos_id}
-
-
 # ------------------------------------------------------------------------------------ the command
 
 def newest_checkpoint(root="out"):
@@ -709,23 +669,16 @@ def default_prompt(folder):
     return read_json(Path(first, "meta.json"))["prompt"]
 
 
-def asked_steps(args, config):
-    """Return the list of r that a command asks for: by default the model's own, or DEPTHS."""
-    if not config.n_core:
-        return [0]
-    if args.steps:
-        return args.steps
-    return DEPTHS if args.trace else [config.mean_recurrence]
-
-
 def respond(decoder, tokenizer, args, prompt):
-    """Continue a prompt at each r, or trace it."""
-    if args.top_k and not args.temperature:
-        raise UserError("--top_k needs a --temperature above 0: greedy decoding ignores it")
+    """Continue a prompt at each r, or trace it. The default r is the model's own, or DEPTHS."""
+    c = decoder.model.config
+    steps = args.steps or (DEPTHS if args.trace else [c.mean_recurrence])
+    if not c.n_core:
+        steps = [0]
     if args.trace:
-        trace(decoder.model, tokenizer, args, prompt)
+        trace(decoder.model, tokenizer, args, prompt, steps)
         return
-    for r in asked_steps(args, decoder.model.config):
+    for r in steps:
         stream(decoder, tokenizer, args, prompt, r)
 
 
@@ -735,21 +688,27 @@ def stream(decoder, tokenizer, args, prompt, r):
     stderr.
     """
     model = decoder.model
-    options = decoding_options(args)
     ids = tokenizer.encode(prompt, bos=True)
     text = tokenizer.decode(ids)
-    if "<unk>" in text:
-        tell(f"the tokenizer does not know the words shown as <unk>: {text}")
     if model.config.n_core:
         tell(f"--- r = {r}")
     room = model.config.context - len(ids)
     limit = max(1, min(args.tokens, room))  # at least 1: generate() refuses too long a prompt
     shown = len(text)
-    last = end_ids(model, tokenizer)
+    last = model.config.ends | {tokenizer.eos_id}
     count = 0
     count_accepted = 0
     began = time.perf_counter()
-    events = decoder.generate([ids], limit, r, lambda _, token: token in last, **options)
+    events = decoder.generate(
+        [ids],
+        limit,
+        r,
+        lambda _, token: token in last,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        draft_steps=args.draft_steps,
+    )
     for _, token, accepted in events:
         if not count:
             first = time.perf_counter()
@@ -765,7 +724,7 @@ def stream(decoder, tokenizer, args, prompt, r):
     print(text[shown:], flush=True)
     speed = (count - 1) / (time.perf_counter() - first)
     message = f"--- {count} tokens, the first after {first - began:.1f} s, then {speed:.1f}/s"
-    if options["draft_steps"]:
+    if args.draft_steps:
         message += f"; {count_accepted / count:.0%} were accepted drafts"
     tell(message)
 
@@ -787,7 +746,8 @@ def interact(decoder, tokenizer, args, parser):
                 name, *value = line[1:].split() or [""]
                 if name not in CHANGEABLE:
                     raise UserError(f"/{name}: /NAME VALUE sets one of {', '.join(CHANGEABLE)}")
-                args = parser.parse_args([f"--{name}", *value], args)
+                changed = Namespace(**vars(args))  # a copy: errors may leave it half changed
+                args = parser.parse_args([f"--{name}", *value], changed)
             elif line:
                 respond(decoder, tokenizer, args, line)
         except UserError as e:  # a mistake does not end the session
@@ -832,6 +792,8 @@ def main():
     parser = make_parser()
     args = parser.parse_args()
     args.trace |= bool(args.only or args.picture)
+    if args.top_k and not args.temperature:
+        raise UserError("--top_k needs a --temperature above 0: greedy decoding ignores it")
     folder = args.model or newest_checkpoint()
     model, tokenizer = load_model(folder, args.device, args.dtype)
     c = model.config

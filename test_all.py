@@ -63,7 +63,7 @@ from runs import tiny_corpus
 from runs.block_influence import block_influence
 from runs.study import run as study
 from runs.tiny_corpus import tiny
-from sample import Decoder, Decoding, distribution, pick
+from sample import Decoder, distribution, sample_token
 from surgery import PARTS, presets, retrofitted
 from train import Settings
 
@@ -1340,10 +1340,10 @@ def test_numbers_are_text(corpus):
     ids = np.load("out/train_000000.npy")[0].tolist()
     assert ids == [seven, seven, end] + [3, seven, end] + [has, true, end]
 
-    asked = [eval_gsm8k.read_question(row) for row in (rows[0], rows[2])]
-    assert asked == [
-        {"question": "7", "answer": "7", "difficulty": None},
-        {"question": "has", "answer": "true", "difficulty": None},
+    Path("b.jsonl").write_text(f"{json.dumps(rows[0])}\n{json.dumps(rows[2])}\n")
+    assert eval_gsm8k.read_questions("b.jsonl") == [
+        {"index": 0, "question": "7", "answer": "7", "difficulty": None},
+        {"index": 1, "question": "has", "answer": "true", "difficulty": None},
     ]
 
 
@@ -1859,7 +1859,7 @@ def test_drafts_keep_the_distribution():
     texts = torch.tensor([[2, i] for i in range(6)])
 
     def probabilities(r):  # (text, position, next token)
-        return distribution(model(texts, steps=r, state=state)[0], Decoding(**options))
+        return distribution(model(texts, steps=r, state=state)[0], **options)
 
     at_r = probabilities(4)
     at_draft = probabilities(1)
@@ -1903,12 +1903,13 @@ def test_every_way_of_decoding_compiles():
 def test_sampling_follows_its_settings():
     """Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k."""
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(20000, 4)
-    for settings, wanted in (
-        (Decoding(1.0), [0.15, 0.5, 0.05, 0.3]),
-        (Decoding(1.0, top_k=2), [0.0, 0.625, 0.0, 0.375]),
-        (Decoding(0.5), [0.0616, 0.6849, 0.0068, 0.2466]),
+    for temperature, top_k, wanted in (
+        (1.0, 0, [0.15, 0.5, 0.05, 0.3]),
+        (1.0, 2, [0.0, 0.625, 0.0, 0.375]),
+        (0.5, 0, [0.0616, 0.6849, 0.0068, 0.2466]),
     ):
-        tokens = pick(logits, settings, torch.Generator().manual_seed(0))
+        p = distribution(logits, temperature, top_k)
+        tokens = sample_token(p, torch.Generator().manual_seed(0))
         share = tokens.bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
 
@@ -1932,9 +1933,9 @@ def test_sampling_is_in_float32(monkeypatch):
     seen = []
     original = sample.distribution
 
-    def record(logits, options):
+    def record(logits, temperature, top_k):
         seen.append(logits.dtype)
-        return original(logits, options)
+        return original(logits, temperature, top_k)
 
     monkeypatch.setattr(sample, "distribution", record)
     model = decode_model().bfloat16()
@@ -3292,10 +3293,11 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
         ("dtype", "bfloat16"),
         ("seed", 1),
         ("draft_steps", 1),
-        ("shots", 0),
         ("template", "cot"),
     ):
         assert f"{name} = " in refusal("eval_gsm8k", *there, f"--{name}={value}")
+
+    call("eval_gsm8k", *there, "--shots=0")  # the plain prompt has no examples to change
 
     others = [json.dumps(row | {"answer": "2"}) for row in rows]
     Path("others.jsonl").write_text("\n".join(others))
@@ -3443,7 +3445,10 @@ def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
 
 
 def test_evaluation_decodes_as_asked(looped, monkeypatch):
-    """The flags reach the decoder. Only the paper's prompt has stops. The default is float32."""
+    """
+    The flags reach the decoder. Only the paper's prompt has stops, and answers to it are not mixed
+    with those of other --shots. The default is float32.
+    """
     compiled = []
     monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
     used = []
@@ -3457,6 +3462,7 @@ def test_evaluation_decodes_as_asked(looped, monkeypatch):
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
     ask = "eval_gsm8k", "--model", looped, "--data=asked.jsonl", "--steps=3"
     call(*ask, "--out=a.json")
+    assert "shots = " in refusal(*ask, "--out=a.json", "--shots=0")
     flags = "--template=plain", "--draft_steps=1", "--compile", "--dtype=bfloat16"
     call(*ask, "--out=b.json", *flags)
     assert used == [(STOPS, 0, False, torch.float32), ((), 1, True, torch.bfloat16)]
@@ -3667,6 +3673,7 @@ MISTAKES = [
     ("sample --prompt 3 --model {llama}", "--shape"),
     ("sample --prompt 3 --model {m} --steps=0", "--steps"),
     ("sample --prompt 3 --model {m} --top_k=5", "--top_k needs a --temperature"),
+    ("sample --prompt 3 --model {m} --only gets", "no token"),
     ("eval_gsm8k {ask} --data none.jsonl", "No such file"),
     ("eval_gsm8k {ask} --data {m}/config.json", "not a JSON object"),
     ("eval_gsm8k {ask} --max_new_tokens 4096", "context of 40"),
@@ -3909,8 +3916,8 @@ def test_study_trains_what_is_missing(corpus, monkeypatch):
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """
-    --interactive continues each line. /NAME VALUE sets a flag, a mistake does not end the session,
-    and unknown words are named.
+    --interactive continues each line. /NAME VALUE sets a flag. A mistake neither ends the session
+    nor changes a flag, and no flag makes all later prompts an error.
     """
     lines = (
         b"has 1",
@@ -3927,7 +3934,10 @@ def test_interactive(checkpoint, monkeypatch, capfd):
         b"/top_k 3",
         b"has 1",
         b"/temperature 0.8",
-        b"has one",
+        b"has 1",
+        b"/steps 1 2",
+        b"/temperature 0",
+        b"has 1",
         b"/trace",
         b"has 1",
         b"/no-trace",
@@ -3936,16 +3946,15 @@ def test_interactive(checkpoint, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
-    assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8", "8", "8"]
-    assert errors.count("% were accepted drafts") == 3
+    assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", *["8"] * 5]
+    assert errors.count("% were accepted drafts") == 5
     assert said.count("settled") == 1
     for words in (
         "argument --steps",
         "/model: ",
         "argument --temperature",
         "/: ",
-        "--top_k needs a --temperature",
-        "has <unk>",
+        "unrecognized arguments: 2",
     ):
         assert words in errors
 
