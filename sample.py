@@ -18,8 +18,7 @@ What is unusual here, besides an exact cache for recurrent depth:
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position depends on (seed,
   position) alone, not on what else is in the batch.
 
-Read from top to bottom: the cache, one pass over it, choosing tokens, the two loops that decode,
---trace, the command. The model's text goes to stdout, everything else to stderr.
+The model's text goes to stdout, everything else to stderr.
 """
 import contextlib
 import functools
@@ -445,8 +444,8 @@ class Decoder:
                 batch.end = max(batch.end, position + 1)
                 new += [(row, guess, True) for guess in guesses[:count]]
                 new.append((row, last, False))
-                # A running mean over about four rounds of all rows.
-                mean_accepted += (count - mean_accepted) / (4 * len(batch.rows))
+                if row in batch.live:  # a running mean over about four rounds
+                    mean_accepted += (count - mean_accepted) / (4 * len(batch.live))
             yield new
 
     def make_drafts(self, batch, draft_steps):

@@ -1826,24 +1826,25 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
 
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
     """
-    Drafting stops after some rounds of wrong drafts. A row that has ended stays within its cache
-    while the others continue.
+    Drafting stops after some rounds of wrong drafts in the rows that have not ended. A row that has
+    ended stays within its cache while the others continue.
     """
     model = decode_model()
     rounds = 0
-    accepted = 0
+    in_ended = 0
+    in_others = 0
 
-    def accept(p, q, drafts, rng):  # in row 0 alone
+    def accept(p, q, drafts, rng):
         nonlocal rounds
         rounds += 1
-        return torch.tensor([accepted, 0, 0]), drafts[:, 0]
+        return torch.tensor([in_ended, in_others, in_others]), drafts[:, 0]
 
     def first_ends(row, token):
         return row == 0
 
     monkeypatch.setattr(sample, "CHUNK", 1)
     monkeypatch.setattr(sample, "accept", accept)
-    for accepted, few_rounds in ((0, True), (12, False)):
+    for in_ended, in_others, few_rounds in ((0, 0, True), (12, 0, True), (12, 3, False)):
         rounds = 0
         list(Decoder(model).generate([[1], [2], [3]], 40, 3, first_ends, draft_steps=1))
         assert (rounds < 9) == few_rounds
