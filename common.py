@@ -34,8 +34,8 @@ class UserError(Exception):
 
 def cli(main):
     """
-    Run a script's main(). A UserError or an OSError ends it with one line on stderr; any other
-    exception is a bug and keeps its traceback.
+    Run a script's main(). A UserError, an OSError, or an optional package that is missing ends it
+    with one line on stderr; any other exception is a bug and keeps its traceback.
     """
     # A data set keeps all of its shards open, which may be more than the usual limit of 1,024.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -46,6 +46,8 @@ def cli(main):
         sys.exit(130)
     except (UserError, OSError) as e:
         sys.exit(f"error: {e}")
+    except ModuleNotFoundError as e:
+        sys.exit(f"error: this needs `pip install {e.name}`")
 
 
 def say(text, file=None):

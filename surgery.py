@@ -209,7 +209,9 @@ def open_source(src):
     """
     path = Path(src)
     gguf_files = [path] if path.suffix == ".gguf" else list(path.glob("*.gguf"))
-    if len(gguf_files) == 1 and not Path(src, "config.json").exists():
+    if gguf_files and not Path(src, "config.json").exists():
+        if len(gguf_files) > 1:
+            raise UserError(f"{src}: holds {len(gguf_files)} .gguf files. Name one of them")
         folder, tensors = read_gguf(gguf_files[0])
     else:
         folder = find_checkpoint(src if path.exists() else download(src))

@@ -891,8 +891,11 @@ def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
     assert Tokenizer.load("ours").encode(text) == theirs(text).input_ids
 
 
-def test_bad_gguf():
-    """A .gguf file that is missing, truncated, or of an unknown model ends in one line."""
+def test_bad_gguf(monkeypatch):
+    """
+    A .gguf file that is missing, truncated, of an unknown model or one of several, and a missing
+    package, end in one line.
+    """
     need("transformers")
     need("accelerate")
     gguf_parent("llama")
@@ -905,10 +908,13 @@ def test_bad_gguf():
         "missing.gguf": "No such file",
         "cut.gguf": "damaged",
         "other.gguf": "not supported",
-        ".": "no config.json",  # which of the three?
+        ".": "holds 3 .gguf files",
     }.items():
         assert message in refusal("surgery", src, "out", "--feed_forward")
         assert not Path("out").exists()
+
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install gguf" in refusal("surgery", "m.gguf", "out", "--feed_forward")
 
 
 @pytest.mark.skipif("LOOPGRAFT_SMOLLM2" not in os.environ, reason="no LOOPGRAFT_SMOLLM2=FILE.gguf")
