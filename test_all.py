@@ -3792,7 +3792,8 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
 
     # These name models and data that are not here.
     needs_more = re.compile(r"fig|tinyllama|my-model|evening|mine|smollm2|smcleish|\*")
-    lines = [line for line in blocks["sh"].splitlines() if line.startswith("python")]
+    lines = [line.strip() for line in blocks["sh"].splitlines()]
+    lines = [line for line in lines if line.startswith("python")]
     lines = [line for line in lines if not needs_more.search(line)]
     assert len(lines) >= 5
 

@@ -16,9 +16,8 @@ sys.path.insert(0, str(ROOT))
 from common import Parser, cli, opening, read_json, write_json
 from model import find_checkpoint
 
-SEEDS = 0, 1, 2
 LENGTHS = {"3 to 5": range(3, 6), "6 to 8": range(6, 9), "9 to 12": range(9, 13)}
-DEPTHS = 1, 2, 4, 8, 16
+DEPTHS = 1, 2, 4, 8
 
 
 # --------------------------------------------------------------------------------------- collect
@@ -29,9 +28,10 @@ def collect(out):
     for task in ("counts", "language"):
         found[task] = {}
         for arm in ("loop", "parent"):
-            for seed in SEEDS:
-                run = Path(out, f"{task}-{arm}-{seed}")
-                scores = read_json(run / "score.json")
+            for score in sorted(Path(out).glob(f"{task}-{arm}-*/score.json")):
+                run = score.parent
+                _, _, seed = run.name.split("-")
+                scores = read_json(score)
                 losses = {r: [round(x, 2) for x in sums] for r, sums in scores["losses"].items()}
                 made = read_json(Path(find_checkpoint(run), "train.json"))
                 found[task][f"{arm} {seed}"] = scores | {
@@ -45,6 +45,11 @@ def collect(out):
 
 
 # ---------------------------------------------------------------------------------------- tables
+
+def seeds_of(found):
+    """Return the seeds of a task's runs, such as ["0", "1", "2"]."""
+    return [name.removeprefix("loop ") for name in found if name.startswith("loop ")]
+
 
 def mean_and_error(values):
     """Return "12.3 ± 0.4": the mean over seeds and its standard error."""
@@ -67,8 +72,8 @@ def print_counts(found):
     for title, arm, r in rows:
         cells = []
         for lengths in LENGTHS.values():
-            values = [right_answers(found[f"{arm} {seed}"], r, lengths) for seed in SEEDS]
-            cells.append(mean_and_error(values))
+            runs = [found[f"{arm} {seed}"] for seed in seeds_of(found)]
+            cells.append(mean_and_error([right_answers(run, r, lengths) for run in runs]))
         print(f"| {title} | {' | '.join(cells)} |")
 
 
@@ -90,7 +95,7 @@ def print_language(found):
     """Print the loss per token over r, and its differences to r = 1 and to the parent."""
     print("| seed | r | NLL | gain over its r = 1, mnat | gain over the parent, mnat |")
     print("| --- " * 5 + "|")
-    for seed in SEEDS:
+    for seed in seeds_of(found):
         loop = found[f"loop {seed}"]
         parent = found[f"parent {seed}"]
         tokens = sum(loop["labels"])
@@ -110,21 +115,21 @@ def draw(found):
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
     counts = found["counts"]
     steps = range(1, 13)
-    for arm, r in [*(("loop", r) for r in (1, 2, 4, 8)), ("parent", 0)]:
-        runs = [counts[f"{arm} {seed}"] for seed in SEEDS]
+    for arm, r in [*(("loop", r) for r in DEPTHS), ("parent", 0)]:
+        runs = [counts[f"{arm} {seed}"] for seed in seeds_of(counts)]
         means = [statistics.fmean(right_answers(run, r, [n]) for run in runs) for n in steps]
         left.plot(steps, means, "k--" if arm == "parent" else "-", label=f"r = {r}" if r else arm)
     left.axvspan(3, 5, alpha=0.1, label="trained")
     left.set(xlabel="steps of the question", ylabel="right answers, %", ylim=(0, 103))
     left.legend(fontsize=8)
     language = found["language"]
-    for seed in SEEDS:
+    for seed in seeds_of(language):
         loop = language[f"loop {seed}"]
         tokens = sum(loop["labels"])
         right.plot(DEPTHS, [sum(loop["losses"][str(r)]) / tokens for r in DEPTHS], "o-",
                    label=f"loop, seed {seed}")
         nll = sum(language[f"parent {seed}"]["losses"]["0"]) / tokens
-        right.axhline(nll, ls="--", c="k", lw=1, label="parent" if seed == 0 else None)
+        right.axhline(nll, ls="--", c="k", lw=1, label="parent" if seed == "0" else None)
     right.set(xscale="log", xticks=DEPTHS, xlabel="r", ylabel="NLL per token of GSM8K's solutions")
     right.set_xticks(DEPTHS, DEPTHS)
     right.minorticks_off()
