@@ -638,7 +638,11 @@ def export(model, folder):
     if "auto_map" in config:
         shutil.copy(ASSETS / "modeling_loopgraft.py", folder)
         card = Template((ASSETS / "model_card.md").read_text())
-        text = card.substitute(name=folder.name, mean_recurrence=c.mean_recurrence)
+        text = card.substitute(
+            name=folder.name,
+            layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
+            mean_recurrence=c.mean_recurrence,
+        )
         (folder / "README.md").write_text(text)
 
 

@@ -282,7 +282,7 @@ def test_roundings_of_a_bfloat16_model():
 
 
 def test_a_checkpoint_loads_without_rounding():
-    """load() takes the smallest dtype that represents every stored weight, or the one it is told."""
+    """load() takes the smallest dtype that holds every stored weight, or the one it is told."""
     model = small().bfloat16()
     model.save("m")
     for dtype, wanted in ((None, torch.bfloat16), (torch.float32, torch.float32)):
@@ -4278,6 +4278,7 @@ def test_card_runs_as_pasted(checkpoint):
     call("surgery", checkpoint, "out", "--export", "hf", "--mean_recurrence", 5)
     card = Path("out/README.md").read_text()
     assert "`num_steps` times, 5 by default" in card
+    assert "(1,2,1) layers" in card
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
     exec(code.replace("ORGANISATION/out", "out"), {})
 
