@@ -290,7 +290,7 @@ def suits_tiktoken(spec):
 def byte_level(spec, word_pattern, special, in_text):
     """
     Byte-level BPE, with tiktoken. word_pattern: the regular expression that splits text into words.
-    special, in_text: {name: id} of control tokens, and of those that are recognized in any text.
+    special: {name: id} of control tokens. in_text: of added tokens that any text may contain.
     """
     import tiktoken
     added = special | in_text

@@ -70,7 +70,7 @@ more were planted. So there must have been 21 - 15 = 6. The answer is 6.
 STOPS = ("Q:", "</s>", "<|im_end|>")  # plain substrings; the tokenizer's EOS ends a text as well
 WINDOW = 16  # tokens in which to look for a stop; at worst, each of its bytes is a token
 INVALID = "[invalid]"
-FEWEST = 30  # with fewer questions than this, nothing is said about which r is enough
+FEWEST = 30  # fewer questions than this are too few to say which r is enough
 
 
 # ---- questions --------------------------------------------------------------------------------

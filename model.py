@@ -584,8 +584,9 @@ class RecurrentLM(nn.Module):
                 part, *_ = name.replace("adapter", "core").split(".")
                 matrices[part] += p.numel()
                 trained[part] += p.numel() * p.requires_grad
-        # Attention has two products over pairs of tokens, 4 T FLOPs per channel, of which a causal
-        # kernel computes half. Its backward pass has five, as it computes the scores again.
+        # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel; a
+        # causal kernel skips half of them. The backward pass takes five, because it recomputes the
+        # scores.
         attention = 2 * T * c.n_head * c.head_dim
 
         flops = 0

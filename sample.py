@@ -231,8 +231,8 @@ class Batch:
     A batch in the middle of decoding. For prompts [[1, 5, 9], [1, 7]] it begins as
 
         rows      [0, 1]   the numbers of its B texts, in the order of the cache
-        live      {0, 1}   those that are not finished; a finished one stays in the cache until half
-                           of the rows are finished
+        live      {0, 1}   the unfinished ones; finished rows leave the cache once they make up half
+                           of it
         token     [9, 7]   the last token of each row, (B,) int64
         position  [2, 1]   the positions of these tokens, (B,) int64
         end       3        an exclusive upper bound of the positions
@@ -552,9 +552,9 @@ def token_text(tokenizer, token):
 
 def trace(model, tokenizer, args, prompt, steps):
     """
-    Print a line for each token of the prompt, or for those that are --only: the likeliest next
-    token at each r, with a star where it differs from the one at the previous r. The last line
-    counts the lines that have settled: from this r on, they choose what the largest r chooses.
+    Print a line for each token of the prompt, or only for those that --only names. It shows the
+    likeliest next token at each r, with a star where this differs from the previous r. The last
+    line counts the tokens that have settled, whose prediction is the same at all larger r.
     """
     c = model.config
     ids = tokenizer.encode(prompt, bos=True)
@@ -590,7 +590,7 @@ def trace(model, tokenizer, args, prompt, steps):
 def draw_trace(path, names, steps, of_chosen):
     """
     Draw a picture with a row for each position and a column for each r, coloured by the probability
-    of what the largest r chooses. names: the tokens as text; of_chosen: see next_tokens().
+    of the largest r's prediction. names: the tokens as text; of_chosen: see next_tokens().
     """
     from matplotlib.figure import Figure
     size = 2.5 + 0.5 * len(steps), min(1 + 0.22 * len(names), 200)

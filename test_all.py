@@ -4028,7 +4028,7 @@ def test_trace_of_one_word(checkpoint):
 
 
 def test_picture_of_a_trace(corpus, monkeypatch, capfd):
-    """--picture draws, for each r and position, the probability of what the largest r chooses."""
+    """--picture draws the probability of the largest r's prediction, at each r and position."""
     need("matplotlib")
     from matplotlib.figure import Figure
 
@@ -4294,8 +4294,8 @@ needs_gpu = pytest.mark.skipif(
 
 def gpu_model(device, dtype, width=128, T=128):
     """
-    A random model with heads of 64, of which several share keys and values, on a device, and for
-    it idx, targets, both (4, T) int64, and a state (4, T, C).
+    Return a random model on a device, with grouped heads of size 64, and inputs for it: idx and
+    targets, both (4, T) int64, and a state (4, T, C).
     """
     model = small(
         vocab_size=512, n_embd=width, n_head=width // 64, n_kv_head=1, n_ffn=352, context=512
