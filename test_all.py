@@ -2976,10 +2976,11 @@ def test_ranks_start_alike(base, unbroken):
 
 def test_no_updates_only_validate(corpus, base, unbroken):
     """
-    --updates=0 logs the losses of init_from's newest checkpoint, as a float64 model has them, and
-    saves nothing.
+    --updates=0 logs the losses of init_from's newest checkpoint, as a float64 model has them. It
+    saves nothing, and does not pay for a training pass.
     """
-    call("train", *base, "--updates=0", "--train=core", f"--init_from={unbroken}", "--out_dir=run")
+    flags = ["--updates=0", "--train=core", f"--init_from={unbroken}", "--out_dir=run"]
+    assert "warm-up" not in call("train", *base, *flags)
     assert not checkpoints("run")
     model = RecurrentLM.load(unbroken).double()
     idx, targets = first_rows(Dataset(f"{corpus}/pretrain", "val", 50), 27)

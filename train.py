@@ -337,7 +337,8 @@ def train(settings, device):
         # For short rows, the backward pass of SDPA's fused kernel takes twice as long.
         attention = sdpa_kernel(SDPBackend.MATH)
     with lock, attention:
-        warm_up(settings, model, train_set)
+        if settings.updates:
+            warm_up(settings, model, train_set)
         if RANK == 0:
             write_json(recipe_file, recipe)
         if start == 0:
