@@ -77,6 +77,17 @@ def print_counts(found):
         print(f"| {title} | {' | '.join(cells)} |")
 
 
+def print_gains(found):
+    """Print how many points the loop gains at r = 8 over its r = 1, and over the parent."""
+    for title, arm, r in (("its r = 1", "loop", 1), ("the parent", "parent", 0)):
+        for name, lengths in LENGTHS.items():
+            gains = []
+            for seed in seeds_of(found):
+                ours = right_answers(found[f"loop {seed}"], 8, lengths)
+                gains.append(ours - right_answers(found[f"{arm} {seed}"], r, lengths))
+            print(f"loop, r = 8, over {title}, {name} steps: {mean_and_error(gains)}")
+
+
 def difference(run, r, other, other_r):
     """
     Return how much lower the loss per token of one run is than that of another on the same
@@ -145,6 +156,8 @@ def main():
         collect(args.collect)
     found = read_json(HERE / "results.json")
     print_counts(found["counts"])
+    print()
+    print_gains(found["counts"])
     print()
     print_language(found["language"])
     draw(found)
