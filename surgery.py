@@ -135,13 +135,16 @@ def initial_adapter(config, how="identity"):
     """
     Return the initial weights {name: tensor} of an adapter. how: "identity" passes the prelude's
     output through, so that r = 1 equals the kept layers in a row (with "add", from a state of
-    zeros); "torch" is the default initialisation of torch's Linear, as in the paper, with seed 0.
+    zeros); "half" adds half of the state to it; "torch" is the default initialisation of torch's
+    Linear, as in the paper, with seed 0.
     """
     if config.adapter != "linear":
         return {}
     C = config.n_embd
     weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
-    if how == "torch":
+    if how == "half":
+        weight += 0.5 * torch.eye(C, 2 * C)
+    elif how == "torch":
         torch.manual_seed(0)
         weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
     return {"adapter.weight": weight}
@@ -709,9 +712,10 @@ def parse_args():
     add("--adapter", choices=ADAPTERS,
         help="how the loop's state s and the prelude's output e are merged: linear (default), a "
              "matrix on both; or add, s + e")
-    add("--adapter_init", choices=["identity", "torch"],
+    add("--adapter_init", choices=["identity", "half", "torch"],
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
-             "layers in a row; torch: the default of torch's Linear, as in the paper")
+             "layers in a row; half: add half of the state to it, so that training uses the state "
+             "from the start; torch: the default of torch's Linear, as in the paper")
     add("--mean_recurrence", type=positive,
         help="default r of OUT; set it for released models, whose config.json always says 32")
     add = output.add_argument
