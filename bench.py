@@ -203,8 +203,11 @@ def paper_flops(model, steps):
     n, k = steps
     size = model.num_params()
     trained = model.num_params(trained=True)
-    forward = size["body"] + (n + k - 1) * size["core"]  # the body has the core once
-    backward = trained["body"] + (k - 1) * trained["core"]
+    forward = size["prelude"] + (n + k) * size["core"] + size["coda"]
+    backward = trained["prelude"] + k * trained["core"] + trained["coda"]
+    if not model.config.n_core:  # the paper counts the final norm of an ordinary model
+        forward += size["norm_f"]
+        backward += trained["norm_f"]
     return 2 * forward + 4 * backward
 
 
@@ -381,8 +384,8 @@ def bench_train(model, args):
         optimizer_seconds = []
 
         def update():
-            _, loss = model(idx, targets, (n, k))
-            loss.backward()
+            _, losses = model(idx, targets, (n, k))
+            losses.mean().backward()
             optimizer.accumulate()
             began = clock()
             norm = optimizer.reduce()

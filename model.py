@@ -12,7 +12,9 @@ recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
 
     model = RecurrentLM.load("out/tiny/task")
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
-    idx = model.generate(idx, 20, steps=32)       # -> (B, T + 20); sample.py does it with a cache
+    _, losses = model(idx, targets, steps=32)     # targets (B, T) -> losses (B, T) float32
+
+sample.py continues a text.
 
 In a bfloat16 model the weights and the matrix products are bfloat16, and so is the sum of a
 weight's gradients over the recurrences. The residual stream and the state s stay float32. The
@@ -23,20 +25,18 @@ float32 model (runs/README.md).
 Paper: arXiv 2511.07384, section 3.
 """
 import functools
-import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, did_you_mean
+from common import UserError, did_you_mean, read_json, write_json
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)): Huginn's value, used at every width
 IGNORE = -100                      # a target that carries no loss, as in torch
@@ -165,7 +165,7 @@ def rotate(x, rope):
     ), dim=-1)
 
 
-def attend(q, k, v, mask, **flags):
+def attend(q, k, v, mask=None, **flags):
     """torch's SDPA. On ROCm v is copied first: kernels there have given wrong results for views."""
     if torch.version.hip:  # github.com/ROCm/pytorch/issues/3230
         v = v.contiguous()
@@ -196,14 +196,14 @@ class Attention(nn.Module):
             zeros = torch.zeros(2, 1, c.n_head, c.head_dim)
             self.qk_bias = nn.Parameter(zeros)
 
-    def forward(self, x, rope, mask=None, cache=None):
+    def forward(self, x, rope, cache=None):
         """
-        x (B, T, C) -> (B, T, C). rope: see rotate(). mask: as for SDPA; causal by default.
+        x (B, T, C) -> (B, T, C). rope: see rotate().
 
-        cache: its update(k, v) stores the new keys and values, each (B, n_kv_head, T, D), and
-        returns all of them, (B, n_kv_head, columns, D). With a cache the mask is (B, 1, G * T,
-        columns), where G = n_head / n_kv_head query heads share a kv head: the mask's T rows are
-        repeated G times.
+        Attention is causal. With a cache it is as the cache's mask says: cache.update(k, v) stores
+        the new keys and values, each (B, n_kv_head, T, D). It returns all of them, each
+        (B, n_kv_head, columns, D), and the mask (B, 1, G * T, columns), where G query heads share a
+        kv head.
         """
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
@@ -221,19 +221,16 @@ class Attention(nn.Module):
         k = rotate(k, rope).transpose(1, 2)
         v = v.transpose(1, 2)
         if cache is None:
-            if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-                # Neither flash attention nor cuDNN's kernel takes these. The memory-efficient
-                # kernel does, but it needs one head of k and v for each head of q.
-                groups = q.shape[1] // k.shape[1]
+            if q.is_cuda and q.dtype == torch.float32:
+                # Only the memory-efficient kernel takes float32, and it needs one head of k and v
+                # for each head of q.
+                groups = self.n_head // self.n_kv_head
                 k = k.repeat_interleave(groups, 1)
                 v = v.repeat_interleave(groups, 1)
-            y = attend(
-                q, k, v, mask,
-                is_causal=mask is None,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            grouped = q.shape[1] != k.shape[1]
+            y = attend(q, k, v, is_causal=True, enable_gqa=grouped)
         else:
-            k, v = cache.update(k, v)
+            k, v, mask = cache.update(k, v)
             # Stack the query heads that share a kv head along T, so that the cache is read once.
             q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
             y = attend(q, k, v, mask)
@@ -270,22 +267,26 @@ class Block(nn.Module):
             self.norm_3 = RMSNorm(c.n_embd, c.norm_eps)
             self.norm_4 = RMSNorm(c.n_embd, c.norm_eps)
 
-    def forward(self, x, rope, mask=None, cache=None):
+    def forward(self, x, rope, cache=None):
         if self.norm == "pre":
-            x = x + self.attn(self.norm_1(x), rope, mask, cache)
+            x = x + self.attn(self.norm_1(x), rope, cache)
             return x + self.mlp(self.norm_2(x))
         if self.norm == "post":
-            x = x + self.norm_1(self.attn(x, rope, mask, cache))
+            x = x + self.norm_1(self.attn(x, rope, cache))
             return x + self.norm_2(self.mlp(x))
-        x = self.norm_2(x + self.attn(self.norm_1(x), rope, mask, cache))
+        x = self.norm_2(x + self.attn(self.norm_1(x), rope, cache))
         return self.norm_4(x + self.mlp(self.norm_3(x)))
 
 
-def run_blocks(blocks, x, rope, mask=None, caches=None):
+def recomputed(function, *args):
+    """Call a function, but keep nothing for the backward pass, which calls it again."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def run_blocks(blocks, x, rope, caches=None):
     """Run x (B, T, C) through a list of blocks. caches: one for each block, or None."""
-    for i, block in enumerate(blocks):
-        cache = caches[i] if caches else None
-        x = block(x, rope, mask, cache)
+    for block, cache in zip(blocks, caches or [None] * len(blocks)):
+        x = block(x, rope, cache)
     return x
 
 
@@ -313,8 +314,7 @@ class RecurrentLM(nn.Module):
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, idx, targets=None, steps=None, state=None, reduction="mean",
-                recompute=False):
+    def forward(self, idx, targets=None, steps=None, state=None, recompute=False):
         """
         idx (B, T) int64: token ids.
         targets (B, T) int64: the next tokens, -100 where there is no loss.
@@ -323,10 +323,10 @@ class RecurrentLM(nn.Module):
             gradient and then k with it; the output depends on n + k only. An ordinary model
             ignores steps.
         state (B, T, C): s_0; random by default.
-        reduction: "mean" or "sum" of the losses.
         recompute: save memory at the cost of time, see recur().
 
-        Returns (logits (B, T, V) float32, None), or with targets (None, cross-entropy).
+        Returns (logits (B, T, V) float32, None), or with targets (None, the cross-entropy of each
+        (B, T) float32, 0 where the target is -100).
         """
         n, k = self.split_steps(steps)
         rope = self.rope(idx.shape[1])
@@ -335,26 +335,13 @@ class RecurrentLM(nn.Module):
             s = self.recur(s, e, rope, n)
         s = self.recur(s, e, rope, k, recompute=recompute)
         if targets is None:
-            return self.finish(s, rope), None
-        return None, self.loss(s, targets, rope, reduction)
+            return self.finish(s), None
+        losses, _ = self.score(s, targets)
+        return None, losses
 
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, steps=None, seed=0):
-        """
-        Continue idx (B, T) greedily -> (B, T + max_new_tokens). Each new token takes a full forward
-        pass, which is slow but plain: sample.py's cached decoding is tested against it.
-        """
-        for _ in range(max_new_tokens):
-            state = self.initial_state(1, idx.shape[1], seed)
-            state = state.expand(len(idx), -1, -1)
-            logits, _ = self(idx, steps=steps, state=state)
-            token = logits[:, -1].argmax(-1)
-            idx = torch.cat((idx, token[:, None]), dim=1)
-        return idx
+    # The parts. Decoding (sample.py) has its own rope, and a cache for each block.
 
-    # The parts. Decoding (sample.py) passes a mask, and a cache for each block.
-
-    def begin(self, idx, state, rope, mask=None, caches=None):
+    def begin(self, idx, state, rope, caches=None):
         """
         Run the prelude on token ids (B, T). Returns its output e and s_0, both (B, T, C). s_0 is
         `state`, or random if that is None. An ordinary model has no state: it returns e twice.
@@ -362,22 +349,22 @@ class RecurrentLM(nn.Module):
         # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed
         # order, so a resumed run would end with different bits.
         x = self.embed(idx).float() * self.config.embed_scale
-        e = run_blocks(self.prelude, x, rope, mask, caches)
+        e = run_blocks(self.prelude, x, rope, caches)
         if not self.core:
             return e, e
         if state is None:
             state = self.initial_state(*idx.shape)
         return e, state.type_as(e)
 
-    def run_core(self, s, e, rope, mask=None, caches=None):
+    def run_core(self, s, e, rope, caches=None):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
         if self.config.adapter == "linear":
             x = self.adapter(torch.cat((s, e), -1)).type_as(e)
         elif self.config.adapter == "add":
             x = s + e
-        return run_blocks(self.core, x, rope, mask, caches)
+        return run_blocks(self.core, x, rope, caches)
 
-    def recur(self, s, e, rope, count, mask=None, caches=None, recompute=False):
+    def recur(self, s, e, rope, count, caches=None, recompute=False):
         """
         Apply `count` recurrences to state s (B, T, C). An ordinary model returns s unchanged.
 
@@ -388,93 +375,76 @@ class RecurrentLM(nn.Module):
             return s
         for i in range(count):
             if recompute:
-                s = checkpoint(
-                    self.run_core, s, e, rope, mask,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+                s = recomputed(self.run_core, s, e, rope)
             else:
                 cache = caches[i] if caches else None
-                s = self.run_core(s, e, rope, mask, cache)
+                s = self.run_core(s, e, rope, cache)
         return s
 
-    def run_coda(self, x, rope, mask=None, caches=None):
+    def run_coda(self, x, rope, caches=None):
         """Last state (B, T, C) -> the head's input (B, T, C)."""
         if self.config.norm == "sandwich":
             x = self.norm_f(x)  # Huginn has its final norm before the coda, too
-        return self.norm_f(run_blocks(self.coda, x, rope, mask, caches))
-
-    def finish(self, s, rope=None):
-        """Last state (B, T, C) -> logits (B, T, V) float32."""
-        x = self.run_coda(s, rope or self.rope(s.shape[1]))
-        return self.logits(x)
+        return self.norm_f(run_blocks(self.coda, x, rope, caches))
 
     def logits(self, x):
         """The output (..., C) of run_coda() -> logits (..., V) float32."""
         return self.head(x).float()
 
-    def loss(self, s, targets, rope, reduction="mean"):
-        """Last state (B, T, C) -> the mean or sum of the cross-entropy of targets (B, T)."""
-        x = self.run_coda(s, rope)
-        losses, _ = self.token_scores(x.flatten(0, 1), targets.flatten())
-        loss = losses.sum()
-        if reduction == "mean":
-            labels = (targets != IGNORE).sum()
-            loss = loss / labels.clamp(min=1)
-        return loss
+    def finish(self, s):
+        """Last state (B, T, C) -> logits (B, T, V) float32."""
+        rope = self.rope(s.shape[1])
+        return self.logits(self.run_coda(s, rope))
+
+    def score(self, s, targets):
+        """
+        Score targets (B, T), given the last state s (B, T, C). Returns the cross-entropy of each
+        target (B, T) float32, 0 where the target is -100; and whether each target is the most
+        likely token (B, T) bool, or None while gradients are enabled.
+
+        The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks of
+        equal size, and the backward pass computes them again.
+        """
+        rope = self.rope(s.shape[1])
+        x = self.run_coda(s, rope).flatten(0, 1)
+        chunks = math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE)
+        losses = []
+        right = []
+        for x_chunk, targets_chunk in zip(x.chunk(chunks), targets.flatten().chunk(chunks)):
+            chunk_losses, chunk_right = self.score_chunk(x_chunk, targets_chunk)
+            losses.append(chunk_losses)
+            right.append(chunk_right)
+        losses = torch.cat(losses).view_as(targets)
+        if torch.is_grad_enabled():
+            return losses, None
+        return losses, torch.cat(right).view_as(targets)
+
+    def score_chunk(self, x, targets):
+        """score() of a chunk of the head's input (N, C), and of its targets (N,)."""
+        def score(x, targets):
+            logits = self.logits(x)
+            losses = F.cross_entropy(logits, targets, reduction="none")
+            right = None
+            if not torch.is_grad_enabled():
+                right = logits.argmax(-1) == targets
+            return losses, right
+
+        return recomputed(score, x, targets)
 
     @torch.no_grad()
-    def trajectory(self, idx, steps, state=None, rope=None):
+    def trajectory(self, idx, steps, state=None):
         """
         Run once, up to the largest r of `steps`, such as [1, 2, 4, 8], and yield (r, state
         (B, T, C)) for each of them in rising order. finish(state) gives forward()'s logits at that
-        r. rope: what rope() returns, if it is there already.
+        r, and score(state, targets) its losses.
         """
-        rope = rope or self.rope(idx.shape[1])
+        rope = self.rope(idx.shape[1])
         e, s = self.begin(idx, state, rope)
         done = 0
         for r in sorted(steps):
             s = self.recur(s, e, rope, r - done)
             yield r, s
             done = r
-
-    def token_scores(self, x, targets):
-        """
-        Score targets (N,), given x (N, C), the output of run_coda(). Returns the cross-entropy of
-        each target (N,) float32, 0 where the target is -100; and whether each target is the most
-        likely token (N,) bool, or None while gradients are enabled.
-
-        The logits (N, V) would be the largest tensor of all, so they are computed in chunks. The
-        chunks are equal, except that the last may be smaller, so one compiled graph fits nearly
-        all of them.
-        """
-        chunks = max(1, math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE))
-        losses = []
-        right = []
-        for x_chunk, targets_chunk in zip(x.chunk(chunks), targets.chunk(chunks)):
-            chunk_losses, chunk_right = self.score_chunk(x_chunk, targets_chunk)
-            losses.append(chunk_losses)
-            right.append(chunk_right)
-        if torch.is_grad_enabled():
-            return torch.cat(losses), None
-        return torch.cat(losses), torch.cat(right)
-
-    def score_chunk(self, x, targets):
-        """token_scores() of one chunk. The backward pass computes its logits again."""
-        def score(x, targets):
-            logits = self.logits(x)
-            losses = F.cross_entropy(logits, targets, reduction="none")
-            if torch.is_grad_enabled():
-                return losses, None
-            return losses, logits.argmax(-1) == targets
-
-        if torch.is_grad_enabled():
-            return checkpoint(
-                score, x, targets,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        return score(x, targets)
 
     def split_steps(self, steps=None):
         """Turn the `steps` of forward(), which may be r, (n, k) or None, into (n, k)."""
@@ -548,23 +518,14 @@ class RecurrentLM(nn.Module):
 
     def num_params(self, trained=False):
         """
-        Count the parameters of each part, as in the paper's Tables 6 and 7. trained: count only
-        parameters that require gradient.
-
-        Returns a Counter with "prelude", "adapter", "core", "coda", "norm_f" and "total". In
-        addition, "embeddings" includes the head, which counts once if tied, and "body" is all
-        layers, and in an ordinary model the final norm, too.
+        Count the parameters of each part, such as {"embed": ..., "core": ...}. Tied embeddings have
+        no "head". trained: count only parameters that require gradient. Returns a Counter.
         """
         n = Counter()
-        for name, p in self.named_parameters():  # tied weights come once, as "embed.weight"
+        for name, p in self.named_parameters():
             if p.requires_grad or not trained:
-                n[name.split(".")[0]] += p.numel()
-        n["total"] = n.total()
-        n["embeddings"] = n.pop("embed", 0)
-        n["embeddings"] += n.pop("head", 0)
-        n["body"] = n["prelude"] + n["core"] + n["coda"]
-        if not self.core:
-            n["body"] += n["norm_f"]
+                part, *_ = name.split(".")
+                n[part] += p.numel()
         return n
 
     def flops_per_token(self, steps, T=1, training=False, recompute=False):
@@ -638,8 +599,7 @@ class RecurrentLM(nn.Module):
     def load(cls, folder, device="cpu", dtype=None):
         """
         Read a checkpoint folder, or the newest step_* checkpoint of a run's folder. dtype: cast to
-        this; by default the smallest dtype that represents every stored weight exactly. Raises
-        UserError if a file is missing, corrupt, or from a different model.
+        this; by default the smallest dtype that represents every stored weight exactly.
         """
         folder = find_checkpoint(folder)
         model, _ = cls.open_mapped(folder, load_config(folder))
@@ -654,16 +614,11 @@ class RecurrentLM(nn.Module):
         """
         Memory-map a checkpoint folder, so that its tensors are read from the disk when they are
         used. Returns the model, on the CPU and in the stored dtypes, and its tensors as {name:
-        tensor}. Raises UserError if the file is corrupt or does not fit `config`.
+        tensor}.
         """
         model = cls.empty(config)
-        path = Path(folder, "model.safetensors")
-        try:
-            tensors = load_file(path)
-            model.fill(tensors)
-        except (SafetensorError, RuntimeError) as e:
-            raise UserError(f"{path}: corrupt, or from a different model than config.json says "
-                            f"({e!r:.300})")
+        tensors = load_file(Path(folder, "model.safetensors"))
+        model.fill(tensors)
         model.folder = folder
         return model, tensors
 
@@ -688,14 +643,17 @@ class RecurrentLM(nn.Module):
         new = folder / "model.safetensors.tmp"  # the old file may be mapped
         save_file(tensors, new, {"format": "pt"})
         new.rename(folder / "model.safetensors")
-        config = {"model_type": "loopgraft", **asdict(self.config)}
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        write_json(folder / "config.json", {"model_type": "loopgraft", **asdict(self.config)})
 
 
 def checkpoints(folder):
     """The step_N checkpoints in a run's folder, as Paths, oldest first."""
-    found = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    found = {}
+    for path in Path(folder).glob("step_*/"):
+        number = path.name.removeprefix("step_")
+        if number.isdecimal():  # an unfinished one is named step_N.tmp-*
+            found[int(number)] = path
+    return [found[number] for number in sorted(found)]
 
 
 def find_checkpoint(folder):
@@ -704,23 +662,25 @@ def find_checkpoint(folder):
     UserError if there is neither.
     """
     saved = checkpoints(folder)
-    folder = str(saved[-1] if saved else folder)
+    if saved:
+        folder = saved[-1]
     if not Path(folder, "config.json").exists():
         siblings = Path(folder).parent.glob("*/")
         raise UserError(f"{folder}: no such folder, or it has no config.json or step_* checkpoint"
                         f"{did_you_mean(folder, siblings)}")
-    return folder
+    return str(folder)
 
 
 def load_config(folder):
     """Read the Config of a loopgraft checkpoint. Raises UserError for any other kind of model."""
     path = Path(folder, "config.json")
-    try:
-        raw = json.loads(path.read_text())
-        kind = raw.pop("model_type", None)
-        if kind == "loopgraft":
-            return Config(**raw)
-    except (ValueError, TypeError, AttributeError) as e:
-        raise UserError(f"{path}: corrupt, or written by another version of loopgraft ({e})")
-    raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: "
-                    f"`python surgery.py {folder} OUT`, with --shape unless it is recurrent")
+    values = read_json(path)
+    kind = values.pop("model_type", None)
+    if kind != "loopgraft":
+        raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: "
+                        f"`python surgery.py {folder} OUT`, with --shape unless it is recurrent")
+    known = [item.name for item in fields(Config)]
+    for key in values:
+        if key not in known:
+            raise UserError(f"{path}: {key} is unknown to this version of loopgraft")
+    return Config(**values)

@@ -114,16 +114,18 @@ class LayerCache:
     """The cache as Attention sees it in one pass: one layer at one recurrence."""
     keys: torch.Tensor    # (rows, length, n_kv_head, head_dim), such as (2, 64, 4, 64)
     values: torch.Tensor  # of the same shape
+    mask: torch.Tensor    # (rows, 1, groups * T, length), see Pass
     write: tuple          # indices (rows, 1) and (rows, T): where this pass stores its tokens
 
     def update(self, k, v):
         """
         Store the keys and values of new tokens, each (rows, n_kv_head, T, head_dim). Returns all
-        keys and values that these tokens may attend to, each (rows, n_kv_head, length, head_dim).
+        keys and values, each (rows, n_kv_head, length, head_dim), and the mask of those that these
+        tokens may attend to.
         """
         self.keys[self.write] = k.transpose(1, 2)
         self.values[self.write] = v.transpose(1, 2)
-        return self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        return self.keys.transpose(1, 2), self.values.transpose(1, 2), self.mask
 
 
 class Pass:
@@ -142,29 +144,30 @@ class Pass:
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = c.n_head // c.n_kv_head
         seen = seen.repeat(1, groups, 1).unsqueeze(1)  # (rows, 1, groups * T, length)
-        self.mask = torch.where(seen, 0.0, -torch.inf).to(cache.rope.dtype)
+        mask = torch.where(seen, 0.0, -torch.inf).to(cache.rope.dtype)
         self.rope = cache.rope[:, positions].unbind()  # cos and sin, (rows, T, 1, head_dim / 2)
         self.noise = cache.noise[positions]            # (rows, T, C)
         write = cache.row, positions
         slots = []
         for layers in cache.slots:
-            slots.append([LayerCache(k[:, :length], v[:, :length], write) for k, v in layers])
+            slots.append([LayerCache(k[:, :length], v[:, :length], mask, write)
+                          for k, v in layers])
         self.prelude, *self.core, self.coda = slots
         self.model = model
 
     def begin(self, tokens, r):
         """Run the prelude, which gives e, and r recurrences, which give the state s."""
-        e, s = self.model.begin(tokens, self.noise, self.rope, self.mask, self.prelude)
+        e, s = self.model.begin(tokens, self.noise, self.rope, self.prelude)
         s = self.recur(s, e, 0, r)
         return e, s
 
     def recur(self, s, e, first, last):
         """Take the state from recurrence `first` to `last`, such as 2 to 32."""
         caches = self.core[first:last]
-        return self.model.recur(s, e, self.rope, last - first, self.mask, caches)
+        return self.model.recur(s, e, self.rope, last - first, caches)
 
     def run_coda(self, s):
-        return self.model.run_coda(s, self.rope, self.mask, self.coda)
+        return self.model.run_coda(s, self.rope, self.coda)
 
     def logits(self, s):
         return self.model.logits(self.run_coda(s))

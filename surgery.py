@@ -758,8 +758,8 @@ def main():
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
     sizes = model.num_params()
-    parts = ", ".join(f"{part} {sizes[part]:,}" for part in ("embeddings", *PARTS, "adapter"))
-    print(f"OUT has {sizes['total']:,} parameters: {parts}")
+    parts = ", ".join(f"{part} {size:,}" for part, size in sizes.items())
+    print(f"OUT has {sizes.total():,} parameters: {parts}")
     with write_atomically(args.out) as folder:
         if args.export:
             export(model, folder)

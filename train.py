@@ -364,7 +364,8 @@ def train(settings, device):
                 batch = train_set.batch(settings.seed, index, RANK, WORLD, B)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
-                _, loss = model(idx, targets, (n, k), state, "sum", settings.recompute)
+                _, micro_losses = model(idx, targets, (n, k), state, settings.recompute)
+                loss = micro_losses.sum()
                 loss.backward()
                 optimizer.accumulate()
                 losses += loss.detach()
@@ -457,13 +458,13 @@ def validate(settings, model, val_sets):
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
     B = settings.micro_batch
-    rope = model.rope(settings.context)
     overall = 0
     by_source = {}
     for val_set in val_sets:
         (folder,) = val_set.folders
         rows = min(settings.eval_rows, val_set.num_rows)
-        totals = torch.zeros(3, len(steps), dtype=torch.float64, device=rope[0].device)
+        totals = torch.zeros(3, len(steps), dtype=torch.float64,
+                             device=model.embed.weight.device)
         losses, right, labels = totals
         for i in range(math.ceil(rows / (B * WORLD))):
             batch = val_set.batch(0, i, RANK, WORLD, B)
@@ -471,9 +472,8 @@ def validate(settings, model, val_sets):
             targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
             labels += int((targets != IGNORE).sum())
             idx, targets, state = to_inputs(model, batch, 0)
-            for j, (_, s) in enumerate(model.trajectory(idx, steps, state, rope)):
-                x = model.run_coda(s, rope)
-                loss, hit = model.token_scores(x.flatten(0, 1), targets.flatten())
+            for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
+                loss, hit = model.score(s, targets)
                 losses[j] += loss.double().sum()
                 right[j] += hit.sum()
         if WORLD > 1:
@@ -680,9 +680,10 @@ def check_ranks(recipe, model, progress):
 def describe_run(settings, model):
     """Print what the settings mean: the model, the updates, and the schedules."""
     c = model.config
-    parts = ", ".join(f"{part} {n:,}" for part, n in model.num_params().items() if n)
+    size = model.num_params()
+    parts = ", ".join(f"{part} {n:,}" for part, n in size.items())
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; parameters: "
-        f"{parts}, trained {model.num_params(trained=True)['total']:,}")
+        f"{parts}; {size.total():,} in all, {model.num_params(trained=True).total():,} trained")
     updates = settings.updates
     tokens = updates * settings.batch_size * settings.context
     say(f"run: {updates:,} updates of {settings.batch_size:,} rows of {settings.context:,} tokens, "
@@ -718,9 +719,9 @@ def warm_up(settings, model, train_set):
     idx, targets, state = to_inputs(model, batch, settings.seed)
     k = largest_depth(settings)
     try:
-        _, loss = model(idx, targets, (1, k), state, "sum", settings.recompute)
+        _, losses = model(idx, targets, (1, k), state, settings.recompute)
         say(f"warm-up: {time.time() - began:.0f} s for the forward pass; now the backward pass")
-        loss.backward()
+        losses.sum().backward()
     except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={settings.micro_batch} at k = {k}. "
                         "Lower --micro_batch or --context, or try --activation_budget=0.5, then "

@@ -50,13 +50,11 @@ def score_answers(model, documents, steps):
     right = {r: [] for r in steps}
     for tokens in documents:
         idx, targets = torch.from_numpy(tokens).long()[:, None]
-        rope = model.rope(idx.shape[1])
         state = model.initial_state(1, idx.shape[1], 0) if model.core else None
-        for r, s in model.trajectory(idx, steps, state, rope):
-            x = model.run_coda(s, rope).flatten(0, 1)
-            scores, hits = model.token_scores(x, targets.flatten())
+        for r, s in model.trajectory(idx, steps, state):
+            scores, hits = model.score(s, targets)
             losses[r].append(scores.double().sum().item())
-            right[r].append(hits[targets.flatten() != IGNORE].int().tolist())
+            right[r].append(hits[targets != IGNORE].int().tolist())
     return losses, right
 
 
