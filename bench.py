@@ -43,7 +43,7 @@ Say what a run of train.py will cost: tokens, FLOPs, hours and memory (estimates
 set's share of the labels. Takes the flags of train.py. Neither weights nor data need to be there.
 
     python bench.py plan --config=config/evening.toml --preset=tinyllama-4-8-4
-    python bench.py plan --config=mine.toml --init_from=PARENT --flops_of=out/mine
+    python bench.py plan --config=config/mine.toml --init_from=PARENT --flops_of=out/mine/loop
                                         as many updates as cost what the run out/mine has cost"""
 TRAIN = """\
 Time updates of a model, with their share of the FLOPs that the device reaches in large matrix

@@ -3774,13 +3774,11 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     save(small(n_core=0), "out/newer/parent", corpus)  # sample.py prefers a recurrent model
     monkeypatch.setattr(sys, "stdin", typed())
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # saves half a minute
-    blocks = dict.fromkeys(("sh", "python", "toml"), "")
+    blocks = dict.fromkeys(("sh", "python"), "")
     for kind, text in re.findall(r"(?s)```(\w+)\n(.*?)```", unwrap(HERE / "README.md")):
         blocks[kind] += text
 
     exec(blocks["python"], {})
-    Path("mine.toml").write_text(blocks["toml"])
-    assert train.read_settings(["--config=mine.toml"]).backprop_depth == 4
 
     # These name models and data that are not here.
     needs_more = re.compile(r"fig|tinyllama|my-model|evening|mine|smollm2|smcleish|\*")
