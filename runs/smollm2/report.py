@@ -23,24 +23,21 @@ DEPTHS = 1, 2, 4, 8
 # --------------------------------------------------------------------------------------- collect
 
 def collect(out):
-    """Read the runs under `out` and write results.json."""
-    found = {}
-    for task in ("counts", "language"):
-        found[task] = {}
-        for arm in ("loop", "parent"):
-            for score in sorted(Path(out).glob(f"{task}-{arm}-*/score.json")):
-                run = score.parent
-                _, _, seed = run.name.split("-")
-                scores = read_json(score)
-                losses = {r: [round(x, 2) for x in sums] for r, sums in scores["losses"].items()}
-                made = read_json(Path(find_checkpoint(run), "train.json"))
-                found[task][f"{arm} {seed}"] = scores | {
-                    "losses": losses,
-                    "moves": scores["moves"] and [round(x, 5) for x in scores["moves"]],
-                    "update": made["update"],
-                    "flops": made["flops"],
-                    "lr": made["config"]["lr"],
-                }
+    """Read the runs under `out` into results.json, in place of those with the same names."""
+    found = read_json(HERE / "results.json")
+    for score in sorted(Path(out).glob("*-*-*/score.json")):
+        run = score.parent
+        task, arm, seed = run.name.split("-")
+        scores = read_json(score)
+        losses = {r: [round(x, 2) for x in sums] for r, sums in scores["losses"].items()}
+        made = read_json(Path(find_checkpoint(run), "train.json"))
+        found.setdefault(task, {})[f"{arm} {seed}"] = scores | {
+            "losses": losses,
+            "moves": scores["moves"] and [round(x, 5) for x in scores["moves"]],
+            "update": made["update"],
+            "flops": made["flops"],
+            "lr": made["config"]["lr"],
+        }
     write_json(HERE / "results.json", found)
 
 
@@ -48,7 +45,7 @@ def collect(out):
 
 def seeds_of(found):
     """Return the seeds of a task's runs, such as ["0", "1", "2"]."""
-    return [name.removeprefix("loop ") for name in found if name.startswith("loop ")]
+    return sorted(name.removeprefix("loop ") for name in found if name.startswith("loop "))
 
 
 def mean_and_error(values):
@@ -78,7 +75,10 @@ def print_counts(found):
 
 
 def print_gains(found):
-    """Print how many points the loop gains at r = 8 over its r = 1, and over the parent."""
+    """
+    Print how many points the loop gains at r = 8 over its r = 1, and over the parent; and how far
+    its state moves.
+    """
     for title, arm, r in (("its r = 1", "loop", 1), ("the parent", "parent", 0)):
         for name, lengths in LENGTHS.items():
             gains = []
@@ -86,6 +86,9 @@ def print_gains(found):
                 ours = right_answers(found[f"loop {seed}"], 8, lengths)
                 gains.append(ours - right_answers(found[f"{arm} {seed}"], r, lengths))
             print(f"loop, r = 8, over {title}, {name} steps: {mean_and_error(gains)}")
+    for r in (2, 3, 4, 8, 16, 64):
+        moves = [100 * found[f"loop {seed}"]["moves"][r - 1] for seed in seeds_of(found)]
+        print(f"the state moves in recurrence {r} by {mean_and_error(moves)}%")
 
 
 def difference(run, r, other, other_r):
@@ -155,10 +158,12 @@ def main():
     if args.collect:
         collect(args.collect)
     found = read_json(HERE / "results.json")
-    print_counts(found["counts"])
-    print()
-    print_gains(found["counts"])
-    print()
+    for task in sorted(set(found) - {"language"}):
+        print(f"{task}\n")
+        print_counts(found[task])
+        print()
+        print_gains(found[task])
+        print()
     print_language(found["language"])
     draw(found)
 
