@@ -623,6 +623,9 @@ def test_flags_of_the_loop(llama):
     assert identity.adapter.weight.equal(torch.cat((torch.zeros(C, C), torch.eye(C)), 1))
     assert identity.config.mean_recurrence == 32
 
+    half = convert(llama, "half", *shape, "--adapter_init", "half").adapter.weight
+    assert half.equal(torch.cat((0.5 * torch.eye(C), torch.eye(C)), 1))
+
     random = convert(llama, "torch", *shape, "--adapter_init", "torch")
     torch.manual_seed(0)
     assert random.adapter.weight.equal(torch.nn.Linear(2 * C, C, bias=False).weight)
