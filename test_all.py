@@ -864,10 +864,7 @@ def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
 
 
 def test_bad_gguf(monkeypatch):
-    """
-    A .gguf file that is missing, truncated, of an unknown model or one of several, and a missing
-    package, end in one line.
-    """
+    """A .gguf file that is truncated or of an unknown model, and a missing package, are refused."""
     need("transformers")
     need("accelerate")
     gguf_parent("llama")
@@ -875,18 +872,11 @@ def test_bad_gguf(monkeypatch):
     whole = Path("m.gguf").read_bytes()
     Path("cut.gguf").write_bytes(whole[:-1000])
     Path("other.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
-
-    for src, message in {
-        "missing.gguf": "No such file",
-        "cut.gguf": "damaged",
-        "other.gguf": "not supported",
-        ".": "holds 3 .gguf files",
-    }.items():
-        assert message in refusal("surgery", src, "out", "--feed_forward")
-        assert not Path("out").exists()
-
+    assert "damaged" in refusal("surgery", "cut.gguf", "out", "--feed_forward")
+    assert "not supported" in refusal("surgery", "other.gguf", "out", "--feed_forward")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install gguf" in refusal("surgery", "m.gguf", "out", "--feed_forward")
+    assert not Path("out").exists()
 
 
 @pytest.mark.skipif("LOOPGRAFT_SMOLLM2" not in os.environ, reason="no LOOPGRAFT_SMOLLM2=FILE.gguf")
@@ -899,39 +889,6 @@ def test_smollm2_keeps_all_layers():
     assert once[0, -1].argmax() == Tokenizer.load("ours").encode(" Paris")[0]
     for r in 2, 8:
         assert far(model(idx, steps=r)[0], once) < 1e-5
-
-
-# ---------------------------------------------------------------------------------------- the hub
-def test_download(llama, monkeypatch):
-    """
-    A download that breaks off is completed by the next attempt, pickled weights are never fetched,
-    and a model that is complete needs no hub.
-    """
-    hf = need("huggingface_hub")
-    files = contents(llama)
-    hub = start_hub(files | {"pytorch_model.bin": b"not wanted"})
-    monkeypatch.setattr(
-        hf,
-        "snapshot_download",
-        functools.partial(hf.snapshot_download, endpoint=hub.url, cache_dir="cache"),
-    )
-    with contextlib.suppress(OSError):  # some versions of huggingface_hub retry by themselves
-        surgery.download("some/model")
-
-    folder = surgery.download("some/model")
-    assert contents(folder) == files
-    assert hub.requests.count("model.safetensors") == 2
-
-    hub.requests.clear()
-    assert surgery.download("some/model") == folder
-    assert not {*files} & {*hub.requests}
-
-    hub.server.shutdown()
-    hub.server.server_close()
-    assert surgery.download("some/model") == folder
-
-    with pytest.raises(OSError):
-        surgery.download("other/model")
 
 
 # ------------------------------------------------------------------------------------- tokenizers
@@ -973,43 +930,38 @@ QWEN = (
 
 def write_bpe(kind):
     """
-    Write the tokenizer.json of a small byte-level BPE, with tokens to recognize in any text, into
-    the folder `kind`: "qwen" or "smollm2", like those models', or as qwen, but "unordered", with
-    its merges reversed, "few_bytes", without tokens for rare bytes, or "strips", with added tokens
-    that swallow blanks.
+    Write the tokenizer.json of a small byte-level BPE like that of Qwen or SmolLM2, with tokens to
+    recognize in any text, into the folder `kind`.
     """
     tokenizers = need("tokenizers")
     words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.normalizer = tokenizers.normalizers.NFC()
     split = words.Split(tokenizers.Regex(QWEN), "isolated")
-    use_regex = kind == "smollm2"
-    if use_regex:
+    if kind == "smollm2":
         split = words.Digits(individual_digits=True)
-    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=kind == "smollm2")
     bpe.pre_tokenizer = words.Sequence([split, to_bytes])
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = [] if kind == "few_bytes" else to_bytes.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, special_tokens=["<s>", "</s>", "<｜user｜>"]
+        vocab_size=700,
+        initial_alphabet=to_bytes.alphabet(),
+        special_tokens=["<s>", "</s>", "<｜user｜>"],
     )
     bpe.train([str(HERE / "README.md")], trainer)
     for name in ("<thi", "<think>"):  # one begins with the other; the longest match wins
-        token = tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")
-        bpe.add_tokens([token])
+        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False)])
     bpe.enable_truncation(9)
-    spec = json.loads(bpe.to_str())
-    if kind == "unordered":
-        spec["model"]["merges"].reverse()
     os.mkdir(kind)
-    common.write_json(f"{kind}/tokenizer.json", spec)
+    bpe.save(f"{kind}/tokenizer.json")
 
 
-@pytest.mark.parametrize("kind", ["qwen", "unordered", "few_bytes", "strips", "smollm2", "olmo2"])
-def test_ids_of_transformers(kind):
+@pytest.mark.parametrize("kind", ["qwen", "smollm2", "olmo2"])
+def test_ids_of_transformers(kind, monkeypatch):
     """
-    A tokenizer.json gives transformers' ids and text. The names of control tokens in a text are
-    text, other added tokens are recognized, and nothing is truncated.
+    A tokenizer.json gives transformers' ids and text, for Qwen and OLMo 2 without the tokenizers
+    library. The names of control tokens in a text are text, other added tokens are recognized, and
+    nothing is truncated.
     """
     tf = need("transformers")
     folder = TOKENIZERS / "olmo2"
@@ -1020,6 +972,8 @@ def test_ids_of_transformers(kind):
         pytest.skip(f"hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir {folder}")
 
     theirs = tf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    if kind != "smollm2":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(folder)
     readme = (HERE / "README.md").read_text()
     for text in (
@@ -1036,24 +990,6 @@ def test_ids_of_transformers(kind):
         assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def test_the_tokenizers_library_is_optional(monkeypatch):
-    """
-    The corpus needs no tokenizers library, nor does prepare with its tokenizer, Qwen's or OLMo 2's.
-    With another kind, prepare says what to install.
-    """
-    documents(100)
-    write_bpe("qwen")
-    write_bpe("smollm2")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    tiny("s5", "s5", rows=64)
-    folders = ["s5/task", "qwen", TOKENIZERS / "olmo2"]
-    for folder in filter(os.path.exists, folders):
-        out = f"out/{Path(folder).name}"
-        call("data", "prepare", "--input", "a.jsonl", "--tokenizer", folder, "--out", out)
-    command = "prepare", "--input", "a.jsonl", "--tokenizer", "smollm2", "--out", "out/smollm2"
-    assert "needs `pip install tokenizers`" in refusal("data", *command)
-
-
 def test_texts_begin_as_in_transformers():
     """
     A text begins with the same control token as in transformers, or with none, for every
@@ -1068,7 +1004,7 @@ def test_texts_begin_as_in_transformers():
     no_tokens = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
     both = {"type": "Sequence", "processors": [no_tokens, bos]}
     at_the_end = eos | {"single": eos["single"][::-1]}
-    first_tokens = Counter()
+    first_tokens = set()
     for processor, adds, name, kind in itertools.product(
         (None, bos, eos, no_tokens, both, at_the_end),
         ({}, {"add_bos_token": True}, {"add_bos_token": False}),
@@ -1081,11 +1017,8 @@ def test_texts_begin_as_in_transformers():
         ours, *_ = Tokenizer.load(".").encode("a d", bos=True)
         theirs, *_ = tf.AutoTokenizer.from_pretrained(".")("a d").input_ids
         assert ours == theirs, config
-        first_tokens[ours] += 1
-
-    # Two processors add <s> and one adds </s>, in 24 combinations of the other settings each.
-    assert first_tokens[2] == 2 * 24
-    assert first_tokens[1] == 24
+        first_tokens.add(ours)
+    assert len(first_tokens) == 3, "<s>, </s> or no control token"
 
 
 def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
@@ -1108,8 +1041,8 @@ def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
 
 def test_configured_end_of_text(corpus):
     """
-    EOS is the token that the config names, or else the first usual name that exists. A config that
-    names a token that does not exist is an error.
+    EOS is the token that the config names, or else the first usual name that exists. It belongs to
+    the fingerprint, and decoding skips it, as it skips ids that only the model has.
     """
     spec = read_json(corpus / "task" / "tokenizer.json")
     names = {"</s>": 1, "<|end_text|>": 31, "<|eot_id|>": 32}  # after a gap
@@ -1117,49 +1050,26 @@ def test_configured_end_of_text(corpus):
     spec["added_tokens"] = [
         spec["added_tokens"][0] | {"content": name, "id": i} for name, i in names.items()
     ]
+    common.write_json("tokenizer.json", spec)
+    prints = set()
     for config, eos in (
         ({}, 1),
         ({"eos_token": None}, 1),
         ({"eos_token": "<|end_text|>"}, 31),
         ({"eos_token": {"content": "<|eot_id|>"}}, 32),
     ):
-        common.write_json("tokenizer.json", spec)
         common.write_json("tokenizer_config.json", config)
         tokenizer = Tokenizer.load(".")
         assert tokenizer.eos_id == eos
+        prints.add(tokenizer.fingerprint)
+    assert len(prints) == 3
 
-    assert tokenizer.decode([5, 29, 7]) == tokenizer.decode([5, 7])
+    for skipped in (29, 32, 33):  # in the gap, EOS, padding of the model's vocabulary
+        assert tokenizer.decode([5, skipped, 7]) == tokenizer.decode([5, 7])
 
-    spec["added_tokens"][2]["special"] = False
-    common.write_json("tokenizer.json", spec)
-    with pytest.raises(UserError, match="no control token <.eot_id.>"):
+    common.write_json("tokenizer_config.json", {"eos_token": "<|none|>"})
+    with pytest.raises(UserError, match="no control token <.none.>"):
         Tokenizer.load(".")
-
-    Path("tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # Llama 3's own format
-    with pytest.raises(UserError, match="tokenizer.model: corrupt, or an unsupported kind"):
-        Tokenizer.load(".")
-
-
-def test_another_end_of_text_is_another_tokenizer(corpus):
-    """prepare and training refuse a tokenizer with another EOS, though its file is the same."""
-    documents(100)
-    shutil.copytree(corpus / "task", "tokens")
-    spec = read_json("tokens/tokenizer.json")
-    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "has", "id": 2})
-    common.write_json("tokens/tokenizer.json", spec)
-    command = "prepare", "--input", "a.jsonl", "--tokenizer", "tokens", "--out", "out"
-    call("data", *command)
-    common.write_json("tokens/tokenizer_config.json", {"eos_token": "has"})
-    assert re.search("tokenizer = .*EOS 1.*EOS 2", refusal("data", *command))
-    with pytest.raises(UserError, match="EOS 1.* differs from .*EOS 2"):
-        data.check_tokenizer(small().config, "tokens", "out")
-
-
-def test_padding_of_a_vocabulary(corpus, speaker):
-    """Decoding skips ids that only the model has, such as the padding of its vocabulary."""
-    for folder in (corpus / "task", speaker):
-        tokenizer = Tokenizer.load(folder)
-        assert tokenizer.decode([9, tokenizer.vocab_size, 5]) == tokenizer.decode([9, 5])
 
 
 # ---------------------------------------------------------------------------------------- prepare
@@ -1171,8 +1081,8 @@ def prepare(corpus, source, out, *flags):
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_prepare_resumes_byte_identical(source, corpus):
     """
-    After a kill and a move, prepare keeps the shards that are complete, and ends with the bytes of
-    a run that was never killed. While it runs, another process is refused.
+    After kills and a move, prepare keeps the shards that are complete, and ends with the bytes of a
+    run that was never killed. While it runs, another process is refused.
     """
     documents(4000)
     if source == "a.parquet":
@@ -1195,64 +1105,52 @@ def test_prepare_resumes_byte_identical(source, corpus):
         Dataset("killed", "train", 8)
 
     os.makedirs("killed/train_000002.npy.tmp-12345678/half")  # as a kill may leave it
-    os.makedirs("killed/notes.tmp-20261122/mine")
     os.mkdir("elsewhere")
     for name in ("killed", source):
         os.rename(name, f"elsewhere/{name}")
 
     first_shard = Path("elsewhere/killed/train_000000.npy")
     written = first_shard.stat().st_mtime_ns
-    command = prepare(corpus, f"elsewhere/{source}", "elsewhere/killed", *flags)
-    for _ in range(2):  # the second time there is nothing left to do
-        call("data", *command)
-        assert contents("elsewhere/killed") == contents("unbroken")
+    call("data", *prepare(corpus, f"elsewhere/{source}", "elsewhere/killed", *flags))
+    assert contents("elsewhere/killed") == contents("unbroken")
     assert first_shard.stat().st_mtime_ns == written
-    assert [path.name for path in Path("elsewhere").glob("**/*.tmp-*")] == ["notes.tmp-20261122"]
+    assert not [*Path("elsewhere").glob("**/*.tmp-*")]
 
     ids = []
-    for i in range(len(list(Path("unbroken").glob("train*")))):
+    for i in range(len([*Path("unbroken").glob("train*")])):
         for split in ("train", "val"):
             ids += np.load(f"unbroken/{split}_{i:06d}.npy").tolist()
-
-    kept = [i for i in range(4000) if i % 50 != 7]
-    texts = [" ".join(str(i)) + " </s>" for i in kept]
+    texts = [" ".join(str(i)) + " </s>" for i in range(4000) if i % 50 != 7]
     assert Tokenizer.load("unbroken").decode(ids) == " ".join(texts)
-
-    idx, targets = first_rows(Dataset("unbroken", "train", 16), 99)
-    assert targets[:, :-1].equal(idx[:, 1:])
 
 
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
-
 TURNS = [
     {"role": "user", "content": "has 1"},
     {"role": "tool", "content": None},
     {"role": "Assistant", "content": [{"type": "text", "text": "2"}, {"type": "image"}]},
 ]
 STYLED = [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]
+MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
 
 
 @pytest.mark.parametrize(
     "row, flags, without_loss, with_loss",
     [
         ({"a": " has 1 ", "b": "has 2\n"}, {"field": "a,b"}, "", "|has 1 \nhas 2$"),
-        (
-            {"a": "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"},
-            {},
-            "",
-            "|so\nit\nthe user: is$",
-        ),
+        ({"a": MARKED}, {}, "", "|so\nit\nthe user: is$"),
         ({"a": CHAT}, {}, "", "|has\nUser's$"),
         ({"a": STYLED}, {}, "", "|has\n2$"),
         ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
         ({"a.b": "1\n", "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
+        ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "7$"),
         ({"a": [65, 66], "b": [67]}, {"field": "a,b"}, "", "ABC"),
     ],
 )
 def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
     """
-    Fields and messages are joined, role tags and surrounding whitespace are removed, and a prompt
-    carries no loss.
+    Fields and messages are joined, numbers become text and lists of numbers stay ids, role tags and
+    surrounding whitespace are removed, and a prompt carries no loss.
     """
     tokenizer = SimpleNamespace(
         encode=lambda text, bos: [*map(ord, "|" * bos + text)], eos_id=ord("$"), vocab_size=128
@@ -1263,16 +1161,6 @@ def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
 
     first = max(1, len(without_loss))  # the first id that is a target; the id before it predicts it
     assert targets == [-100] * (first - 1) + ids[first:] + [-100]
-
-
-def test_prepare_takes_the_tokenizer_of_a_run(taught):
-    """`prepare --tokenizer` accepts the folder of a run as well as that of a checkpoint."""
-    run = taught / "tiny/task"
-    flags = f"--input={taught}/tiny/data/test.jsonl", "--prompt=question", "--field=answer"
-    for out, tokenizer in (("a", run), ("b", find_checkpoint(run))):
-        call("data", "prepare", *flags, f"--tokenizer={tokenizer}", f"--out={out}")
-    assert sorted(os.listdir("a")) == sorted(os.listdir("b"))
-    assert read_json("a/meta.json")["shards"] == read_json("b/meta.json")["shards"]
 
 
 def test_prepare_counts_bad_documents(corpus):
@@ -1293,49 +1181,13 @@ def test_prepare_counts_bad_documents(corpus):
     ]
     Path("b.jsonl").write_text(good + "\n".join(bad), encoding="latin-1")
     assert "7 of 60 records" in refusal("data", *prepare(corpus, "b.jsonl", "out"))
-
-    documents(4000)
-    for wrong, known in (("--field=txt", "only text, meta"), ("--drop=meta.model=x", "only by")):
-        line = refusal("data", *prepare(corpus, "a.jsonl", "out", wrong))
-        assert "1000 of 1000" in line
-        assert known in line
-
+    assert "only text" in refusal("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
     call("data", *prepare(corpus, "b.jsonl", "out", "--max_bad=0.2"))
     assert read_json("out/meta.json")["counts"]["bad"] == 7
 
 
-def test_numbers_are_text(corpus):
-    """prepare and the evaluation read numbers and true as text; prepare reads a list as ids."""
-    rows = [
-        {"question": 7, "answer": 7},
-        {"question": [3], "answer": "7"},
-        {"question": "has", "answer": True},
-    ]
-    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    call("data", *prepare(corpus, "a.jsonl", "out", "--prompt=question", "--field=answer"))
-    tokenizer = Tokenizer.load("out")
-    (seven,) = tokenizer.encode("7")
-    (has,) = tokenizer.encode("has")
-    (true,) = tokenizer.encode("true")  # <unk>
-    end = tokenizer.eos_id
-    ids = np.load("out/train_000000.npy")[0].tolist()
-    assert ids == [seven, seven, end] + [3, seven, end] + [has, true, end]
-
-    Path("b.jsonl").write_text(f"{json.dumps(rows[0])}\n{json.dumps(rows[2])}\n")
-    assert eval_gsm8k.read_questions("b.jsonl") == [
-        {"index": 0, "question": "7", "answer": "7", "difficulty": None},
-        {"index": 1, "question": "has", "answer": "true", "difficulty": None},
-    ]
-
-
 @pytest.mark.parametrize(
-    "n, flags, count_val",
-    [
-        (4000, [], 40),
-        (1000, [], 32),
-        (300, [], 30),
-        (300, ["--val=0.2"], 60),
-    ],
+    "n, flags, count_val", [(4000, [], 40), (1000, [], 32), (300, [], 30), (300, ["--val=0.2"], 60)]
 )
 def test_validation_has_whole_documents(corpus, n, flags, count_val):
     """
@@ -1344,12 +1196,10 @@ def test_validation_has_whole_documents(corpus, n, flags, count_val):
     """
     documents(n)
     call("data", *prepare(corpus, "a.jsonl", "out", *flags))
-    decode_ids = Tokenizer.load("out").decode
-    train_text = decode_ids(np.load("out/train_000000.npy").tolist())
-    val_text = decode_ids(np.load("out/val_000000.npy").tolist())
     texts = [" ".join(str(i)) + " </s>" for i in range(n)]
-    assert val_text == " ".join(texts[-count_val:])
-    assert train_text == " ".join(texts[:-count_val])
+    for split, wanted in (("train", texts[:-count_val]), ("val", texts[-count_val:])):
+        ids = np.load(f"out/{split}_000000.npy").tolist()
+        assert Tokenizer.load("out").decode(ids) == " ".join(wanted)
 
 
 def test_validation_of_one_long_text(corpus):
@@ -1359,15 +1209,6 @@ def test_validation_of_one_long_text(corpus):
     rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
     assert (len(rest), len(val)) == (991, 10)
     assert Tokenizer.load("out").decode(rest[:2].tolist()) == "has 1", "without the byte order mark"
-
-
-@pytest.mark.parametrize("n", [0, 50])
-def test_long_documents_for_validation_are_reported(corpus, n):
-    """prepare warns if validation has more than a fifth of the tokens, as last documents may."""
-    text = "has 1 " * n + "has 1"
-    Path("a.jsonl").write_text('{"text": "has 1"}\n' * 90 + f'{{"text": "{text}"}}\n' * 10)
-    said = call("data", *prepare(corpus, "a.jsonl", "out"))
-    assert ("of the tokens are for validation" in said) == (n > 0)
 
 
 def test_drop_looks_at_every_item(corpus):
@@ -1389,12 +1230,6 @@ def test_large_ids(corpus):
     assert np.load("out/train_000000.npy").tolist() == [20, 65535, 65536, 69999, 1]
 
 
-def test_a_new_setting_counts_as_changed():
-    """An output from before a setting existed is not resumed by a command that sets it."""
-    with pytest.raises(UserError, match="created with new = None, but this command says 3"):
-        common.check_settings("out", {"old": 1}, {"old": 1, "new": 3}, "Choose another")
-
-
 def test_no_locks(monkeypatch, capsys):
     """On a file system without locks, scripts print a warning and continue."""
     monkeypatch.setattr(common.fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "none")))
@@ -1413,15 +1248,16 @@ def test_loader_is_a_pure_function(corpus):
     halves = [again.batch(seed=7, index=3, rank=rank, world=2, B=4)[0] for rank in (0, 1)]
     assert torch.cat(halves).equal(whole)
 
-    ((shards, _),) = dataset.sources
-    first = shards.order(7, epoch=0).tolist()
-    second = shards.order(7, epoch=1).tolist()
-    assert sorted(first) == sorted(second)
-    assert first != second
-    assert shards.order(8, epoch=0).tolist() != first
+    def rows(seed, epoch):
+        ((shards, _),) = dataset.sources
+        first = epoch * shards.num_rows
+        numbers = range(first, first + shards.num_rows)
+        return [shards.sample(seed, number).tolist() for number in numbers]
 
-    rows = [shards.sample(7, number).tolist() for number in range(2 * shards.num_rows)]
-    assert rows[: shards.num_rows] != rows[shards.num_rows :]
+    first = rows(seed=7, epoch=0)
+    for other in (rows(seed=7, epoch=1), rows(seed=8, epoch=0)):
+        assert sorted(other) == sorted(first)
+        assert other != first
 
 
 def test_every_token_of_a_row_has_a_target(corpus):
@@ -1460,19 +1296,11 @@ def test_mixture_follows_its_weights(corpus):
 # ---------------------------------------------------------------------------- the embedded corpus
 @pytest.mark.parametrize("task", ["stories", "s5"])
 def test_corpus_follows_from_its_seed(task):
-    """
-    The corpus has the same bytes each time it is made. Repeating the command changes nothing, and
-    other settings are refused.
-    """
-    tiny("out", task, rows=64)
-    tiny("again", task, rows=64)
-    before = contents("out")
-    assert before == contents("again")
-
-    tiny("out", task, rows=64)
-    with pytest.raises(UserError, match="rows = 64.* 32"):
-        tiny("out", task, rows=32)
-    assert before == contents("out")
+    """The corpus has the same bytes each time it is made, and others with another seed."""
+    for name, seed in (("out", 0), ("again", 0), ("other", 1)):
+        tiny(name, task, rows=64, seed=seed)
+    assert contents("out") == contents("again")
+    assert contents("out") != contents("other")
 
 
 def solve_stories(story, _):
@@ -2169,55 +1997,25 @@ def test_recipes_are_valid(corpus, monkeypatch):
 
 
 def test_plan_of_a_retrofit(corpus):
-    """`bench.py plan` prints FLOPs, hours and memory of a model and data that need not be there."""
-    plan = "bench", "plan", f"--config={HERE}/config/fig7.toml"
-    preset = "--preset=tinyllama-4-8-4"
-    for flags, wanted in (
-        (
-            [preset],
-            (
-                "body 704,708,608",
-                "2.621e+10 tokens",
-                "mean of r: 2 to 5 over 6,250",
-                "not ready: out/data/tinyllama/fineweb-edu: not a finished data set",
-                "FLOPs: 2.887e+20",
-                "counts 2.554e+20",
-                "weights 1.7, gradients 5.1, optimizer 7.3, activations 25.0",
-                "on 1 RTX 4090, DOES NOT FIT into 24 GB",
-            ),
-        ),
-        (
-            [preset, "--train=core|adapter", "--micro_batch=1", "--recompute"],
-            ("trained 360,742,912", "activations 1.2", "on 1 RTX 4090, 24 GB each"),
-        ),
-        ([preset, "--gpus=8"], ("optimizer 0.9", "about 23.9 hours on 8 H100, 80 GB each")),
-        ([preset, "--dtype=float32", "--recurrence_sampler=fixed"], ("activations 50.0", "1 to 4")),
+    """
+    `bench.py plan` prints FLOPs, hours, memory and epochs of a model and data that need not be
+    there.
+    """
+    config = f"--config={HERE}/config/fig7.toml"
+    said = call("bench", "plan", config, "--preset=tinyllama-4-8-4")
+    for words in (
+        "2.621e+10 tokens",
+        "FLOPs: 2.887e+20",
+        "counts 2.554e+20",
+        "weights 1.7, gradients 5.1, optimizer 7.3, activations 25.0",
+        "on 1 RTX 4090, DOES NOT FIT into 24 GB",
     ):
-        said = call(*plan, *flags)
-        for words in wanted:
-            assert words in said, said
+        assert words in said, said
+    said = call("bench", "plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
+    assert "about 23.9 hours on 8 H100" in said
 
-    assert "no such folder" in refusal(*plan)
-
-
-def test_plan_of_the_data(corpus, base):
-    """plan counts epochs, warns from ten on, and names another tokenizer before the row length."""
-    plan = "bench", "plan", f"--data={corpus}/task", "--context=39", "--out_dir=run"
-    for updates, epochs in ((70, 8.96), (80, 10.2)):  # of 1,024 rows; the corpus has 8,000
-        said = call(*plan, f"--updates={updates}")
-        assert f"{epochs} epochs" in said
-        assert ("warning" in said) == (epochs > 10)
-        assert "on this CPU" in said
-    assert not os.path.exists("run")
-
-    shutil.copytree(f"{corpus}/task", "data")
-    tokenizer = read_json("data/tokenizer.json")
-    tokenizer["model"]["vocab"]["a new word"] = len(tokenizer["model"]["vocab"])
-    common.write_json("data/tokenizer.json", tokenizer)
-    call("train", *base, "--out_dir=run", "--updates=1")
-    flags = "--data=data", "--context=40", "--init_from=run"
-    assert "not ready: data: its tokenizer" in call(*plan, *flags)
-    assert "data: its tokenizer" in refusal("train", *base, *flags, "--out_dir=other")
+    flags = f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
+    assert "8.96 epochs" in call("bench", "plan", *flags), "8,000 rows in batches of 1,024"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -2503,10 +2301,10 @@ def test_changed_settings_or_data(base):
     assert "digest of the data" in refusal("train", *base)
 
 
-def test_as_many_flops_as_another_run(base, unbroken, capfd):
+def test_as_many_flops_as_another_run(base, unbroken):
     """
     `plan --flops_of` gives the number of updates that costs what another run spent since its
-    parent, by the same rule for both runs.
+    parent, for an ordinary model, for another recurrence, and over several runs.
     """
     base = [flag for flag in base if not flag.startswith("--updates")]
 
@@ -2526,37 +2324,18 @@ def test_as_many_flops_as_another_run(base, unbroken, capfd):
     assert abs(parent["flops"] - spent) <= parent["flops"] / updates / 2
 
     # A looped model's updates differ in cost, so its FLOPs are met to within one update.
-    for seed in range(1, 4):
-        flags = f"--seed={seed}", "--mean_recurrence=5", "--curriculum_warmup=0.75"
-        deeper = trained(f"deeper{seed}", *flags, f"--updates={planned(unbroken, *flags)}")
-        totals = list(logged(f"deeper{seed}", "flops").values())
-        assert abs(deeper["flops"] - spent) <= max(np.diff(totals))
+    flags = "--mean_recurrence=5", "--curriculum_warmup=0.75"
+    deeper = trained("deeper", *flags, f"--updates={planned(unbroken, *flags)}")
+    totals = [*logged("deeper", "flops").values()]
+    assert abs(deeper["flops"] - spent) <= max(np.diff(totals))
 
-    # What a run spends counts from the parent on, over several runs, looped or not. The end of a
-    # run from random weights is a parent.
-    second = "--updates=7", "--seed=4"
-    for start, shape in (("parent", ordinary), (unbroken, ())):
-        name = f"after-{Path(start).name}"
-        one = trained(name, f"--init_from={start}", *second)
-        two = trained(f"{name}-2", f"--init_from={name}", "--updates=5")
-        assert one["flops"] < spent < two["flops"] + spent
-        assert two["tokens"] == (7 + 5) * 16 * 50
-        assert planned(name, f"--init_from={start}", "--seed=4") == 7
-        assert planned(f"{name}-2", f"--init_from={name}") == 5
-
-    for flags, words in (
-        ([f"--init_from={unbroken}", "--batch_size=2048"], "but one update takes"),
-        (["--init_from=after-parent-2"], "FLOPs for this run, but one update takes"),
-    ):
-        plan = "bench", "plan", *base, "--out_dir=x", "--flops_of=after-parent"
-        assert words in refusal(*plan, *flags)
-
-    run = Path(find_checkpoint("after-parent"), "train.json")
-    progress = read_json(run)
-    progress["config"]["updates"] = 40
-    common.write_json(run, progress)
-    planned("after-parent")
-    assert "after-parent is unfinished: 7 of 40 updates" in capfd.readouterr().err
+    # A run from random weights is a parent; what later runs spend counts from its end on.
+    start = f"--init_from={unbroken}"
+    trained("first", start, "--updates=7", "--seed=4")
+    second = trained("second", "--init_from=first", "--updates=5")
+    assert second["tokens"] == (7 + 5) * 16 * 50
+    assert planned("first", start, "--seed=4") == 7
+    assert planned("second", "--init_from=first") == 5
 
 
 def test_train_some_parameters(base, unbroken):
@@ -3203,8 +2982,13 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     downloaded once and verified.
     """
     body = (corpus / "test.jsonl").read_bytes()
-    hub = start_hub({"test.jsonl": body, "train.jsonl": b"others"})
-    monkeypatch.setattr(eval_gsm8k, "SOURCE", hub.url)
+    requested = []
+
+    def get(url, **options):
+        requested.append(url)
+        return SimpleNamespace(content=body, raise_for_status=lambda: None)
+
+    monkeypatch.setattr("requests.get", get)
     ask = "eval_gsm8k", "--model", checkpoint, "--limit", 4, "--steps=1", "--out=a.json"
     assert "is not GSM8K" in refusal(*ask)
 
@@ -3218,6 +3002,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     call(*ask, "--max_new_tokens=30")
+    assert len(requested) == 1
     rows = [json.loads(line) for line in body.splitlines()]
     chosen = [i * len(rows) // 4 for i in range(4)]
     assert [i for _, i, _ in answers_of("a.jsonl")] == chosen
@@ -3225,23 +3010,12 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     encode = Tokenizer.load(checkpoint).encode
     room = 40 - 30  # the context without the new tokens
     assert asked == [encode(make_prompt(rows[i]["question"]))[-room:] for i in chosen]
-    with pytest.raises(UserError, match="train.jsonl is not GSM8K"):
-        eval_gsm8k.fetch_gsm8k("train")
-    assert hub.requests == ["test.jsonl", "train.jsonl"]
     assert "4 prompts lose their beginning" in capfd.readouterr().err
     assert read_json("a.json")["cut_prompts"] == 4
 
     room = len(encode(rows[0]["question"])) - 1
     said = refusal(*ask, "--template=plain", f"--max_new_tokens={40 - room}", "--out=b.json")
     assert f"test.jsonl has {room + 1} tokens" in said
-
-
-def test_a_bad_question_is_named_by_its_line():
-    """A line that is not a question is refused with its number, after an empty line, too."""
-    for line in (b"5", b'"has"', b"[1]", b"null", b'{"question": "has"}', b"\xff"):
-        Path("bad.jsonl").write_bytes(b'{"question": "has", "answer": 1}\n\n' + line + b"\n")
-        with pytest.raises(UserError, match="line 3 is not a JSON object"):
-            eval_gsm8k.read_questions("bad.jsonl")
 
 
 def test_killed_evaluation_resumes(checkpoint, corpus):
@@ -3492,19 +3266,27 @@ def test_the_harness_scores_an_export(looped):
 # ------------------------------------------------------------------------- measuring and drawing
 def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     """
-    bench.py reports the right tokens/s and share of right drafts, on a clock that ticks once per
-    recurrence and each time that it is read.
+    bench.py reports tokens/s and the share of right drafts without the warm-up, on a clock that
+    ticks once per recurrence, each time that it is read, and 100 times in the first update.
     """
     import bench
 
     ticks = itertools.count(1)
     run_core = RecurrentLM.run_core
+    step = Optimizer.step
+    extra_ticks = itertools.chain([100], itertools.repeat(0))
 
     def ticking_core(*args):
         next(ticks)
         return run_core(*args)
 
+    def slow_first_step(*args):
+        for _ in range(next(extra_ticks)):
+            next(ticks)
+        return step(*args)
+
     monkeypatch.setattr(RecurrentLM, "run_core", ticking_core)
+    monkeypatch.setattr(bench.Optimizer, "step", slow_first_step)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     rows = []
     for command in (
@@ -3530,67 +3312,36 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     assert drafts["accepted"] == 1 / 4
 
 
-def test_bench_leaves_the_warm_up_out(checkpoint, monkeypatch):
-    """update_s is the median of the timed updates alone: a slow first one does not count."""
-    import bench
-
-    now = itertools.count(1)  # each look at the clock takes a second
-    seconds = itertools.chain([100], itertools.repeat(1))  # of each update
-    step = lambda *_: [next(now) for _ in range(next(seconds))]
-    monkeypatch.setattr(bench.Optimizer, "step", step)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    flags = "--context=8 --steps=1+1 --repeat=1 --no_compile".split()
-    said = call("bench", "train", "--model", checkpoint, *flags)
-    (row,) = json.loads(said.splitlines()[-1])["rows"]
-    assert row["update_s"] == 2
-
-
-def test_plot_results(monkeypatch):
+def test_plot_results():
     """
-    plot.py prints the points of each curve that it draws: over r, over updates or difficulty with
-    a curve for each r, and for an ordinary model the same value at every r.
+    plot.py prints the points of each curve that it draws: over r, over difficulty with a curve for
+    each r, and for an ordinary model the same value at every r.
     """
-    for name, n_core, value, steps in (
-        ("near", 2, 0.5, range(2, 16)),
-        ("far", 2, 0.25, range(2, 16)),
-        ("p", 0, 1, [0]),
-    ):
-        rows = [
-            {"steps": r, "metric": "flexible", "value": value, "standard_error": 0.25 * value,
-             "by_difficulty": {"1": [value, 0.1, 9], "12": [value / 2, 0.1, 9]}}
-            for r in steps
-        ]
+    need("matplotlib")
+    for name, n_core, value, steps in (("loop", 2, 0.5, range(2, 16)), ("parent", 0, 1, [0])):
+        rows = []
+        for r in steps:
+            row = {"steps": r, "metric": "flexible", "value": value, "standard_error": 0.25 * value}
+            row["by_difficulty"] = {"1": [value, 0.1, 9], "12": [value / 2, 0.1, 9]}
+            rows.append(row)
         config = vars(small(n_core=n_core).config)
         result = {"config": config, "task": "count", "training": {"update": 7}, "results": rows}
         common.write_json(f"{name}.json", result)
 
-    def cells(said):
-        return [[text.strip() for text in line.split("|")[1:-1]] for line in said.splitlines()]
+    def cells(*flags):
+        said = call("runs/plot", "loop.json", "parent.json", "--out=a.svg", *flags)
+        lines = [line for line in said.splitlines() if line.startswith("|")]
+        return [[text.strip() for text in line.split("|")[1:-1]] for line in lines]
 
-    need("matplotlib")
-    files = "near.json", "far.json", "p.json", "--labels", "a,b,parent", "--out=a.svg"
-    said = call("runs/plot", *files)
-    assert "count accuracy over recurrences r at test time" in said
-    header, _, near, far, parent, *_ = cells(said)[3:]
+    header, _, loop, parent, *_ = cells("--labels", "a,b")
     assert header == ["", "3", "5", "7", "9", "11", "13", "15"]
-    assert near == ["a"] + 7 * ["50.0 ± 12.5"]
-    assert far == ["b"] + 7 * ["25.0 ± 6.2"]
-    assert parent == ["parent"] + 7 * ["100.0 ± 25.0"]
+    assert loop == ["a"] + 7 * ["50.0 ± 12.5"]
+    assert parent == ["b"] + 7 * ["100.0 ± 25.0"]
     assert "recurrences r at test time" in Path("a.svg").read_text()
 
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said = call("runs/plot", *files, "--x", "difficulty")
-    assert ["a, r = 15", "50.0", "25.0"] in cells(said)
-    assert ["parent", "100.0", "50.0"] in cells(said)
-    assert "pip install matplotlib" in said
-    said = call("runs/plot", *files, "--x", "update")
-    assert ["b, r = 2", "25.0 ± 6.2"] in cells(said)
-    size = small(n_core=2).num_params()
-    passed = size["prelude"] + 15 * size["core"] + size["coda"]
-    header = cells(call("runs/plot", *files, "--x", "parameters"))[3]
-    assert header[-1] == f"{passed:g}"
-    said = call("runs/plot", HERE / "runs/released/models.json")
-    assert ["Huginn-0125", "0.0", "", "", "42.1"] in cells(said)
+    rows = cells("--x", "difficulty", "--labels", "a,b")
+    assert ["a, r = 15", "50.0", "25.0"] in rows
+    assert ["b", "100.0", "50.0"] in rows
 
 
 def test_plot_losses_of_a_run(unbroken):
@@ -3610,65 +3361,55 @@ def test_plot_losses_of_a_run(unbroken):
 
 
 # --------------------------------------------------------------------------------------- mistakes
-# Commands that end in one line, and words of that line. {names}: see the fixture.
+# Commands that end in one line, and words of that line. Their files: see mistaken_inputs().
 MISTAKES = [
-    ("surgery {llama} out", "--prelude"),
-    ("surgery {llama} out --shape 4,4,4", "0-5"),
-    ("surgery {llama} out --shape 4", "--feed_forward"),
-    ("surgery {llama} out --export hf", "--feed_forward"),
-    ("surgery {llama} out --prelude 0-3 --core 3-4 --coda 5", "only once"),
-    ("surgery {llama} {m} --feed_forward", "exists already"),
-    ("surgery {m} out --untie", "--untie has no effect: SRC is already recurrent"),
-    ("surgery {m} out --adapter_init torch", "--adapter_init"),
-    ("surgery {llama} out --shape 1,2,1 --prelude 0", "--prelude"),
-    ("surgery {llama} out --shape 1,2,1 --untie", "--untie"),
-    ("surgery {llama} out --feed_forward --adapter add", "--adapter"),
-    ("surgery {llama} out --shape 1,2,1 --adapter add --adapter_init torch", "--adapter_init"),
+    ("surgery llama out", "--prelude"),
+    ("surgery llama out --shape 4,4,4", "0-5"),
+    ("surgery llama out --shape 4", "--feed_forward"),
+    ("surgery llama out --export hf", "--feed_forward"),
+    ("surgery llama out --prelude 0-3 --core 3-4 --coda 5", "only once"),
+    ("surgery llama m --feed_forward", "exists already"),
+    ("surgery m out --adapter_init torch", "--adapter_init"),
+    ("surgery llama out --shape 1,2,1 --untie", "--untie"),
     ("surgery ./lama out --feed_forward", "no such folder"),
-    ("surgery {truncated} out --feed_forward", "damaged"),
-    ("surgery {biased} out --feed_forward", "q_proj.bias' has no"),
-    ("runs/tiny_corpus --out {m}", "meta.json"),
-    ("data prepare --input {latin} {prepare}", "line 2 is not UTF-8"),
-    ("data prepare --input web/*.parquet {prepare}", "web/*.parquet"),
-    ("data prepare --input {m}/config.json {prepare}", "config.json: is not"),
-    ("data prepare --input {questions} --tokenizer gpt2 --out out", "tokenizer.json"),
-    ("data prepare --input {questions} --tokenizer {m} --out {m}", "other files"),
-    ("data prepare --input {questions} {prepare} --drop question", "COLUMN=TEXT"),
-    ("data prepare --input {questions} {prepare} --field answer --drop question=so", "is left"),
-    ("train {run} --uptades=3", "did you mean --updates?"),
-    ("train {run} --lr=x", "--lr"),
-    ("train {run} --curriculum=cubic", "linear"),
-    ("train {run} --draws=3", "--draws"),
-    ("train {run} --context=30", "--context"),
-    ("train {run} --train=norm|", "'' matches none"),
-    ("train {run} --config=none.toml", "none.toml"),
-    ("train {run} --data={questions}", "not a finished data set"),
-    ("train {run} --data={corpus}/task:1.5", "weight"),
-    ("train {run} --data={corpus}/task,{corpus}/task:2", "named twice"),
-    ("train {run} --init_from=none", "no such folder"),
-    ("train {run} --init_from={foreign}", "tokenizer"),
-    ("bench plan {run} --flops_of={m}", "train.json"),
-    ("bench plan {run} --init_from=none", "--preset"),
+    ("surgery truncated out --feed_forward", "damaged"),
+    ("surgery biased out --feed_forward", "q_proj.bias' has no"),
+    ("data prepare --input latin.txt --tokenizer m --out out", "line 2 is not UTF-8"),
+    ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
+    ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
+    ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),
+    ("data prepare --input test.jsonl --tokenizer m --out out --drop question", "COLUMN=TEXT"),
+    ("train --data=task --context=39 --out_dir=out --uptades=3", "did you mean --updates?"),
+    ("train --data=task --context=39 --out_dir=out --lr=x", "--lr"),
+    ("train --data=task --context=39 --out_dir=out --curriculum=cubic", "linear"),
+    ("train --data=task --context=39 --out_dir=out --draws=3", "--draws"),
+    ("train --data=task --context=30 --out_dir=out", "--context"),
+    ("train --data=task --context=39 --out_dir=out --train=norm|", "'' matches none"),
+    ("train --data=task --context=39 --out_dir=out --config=none.toml", "none.toml"),
+    ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
+    ("train --data=task:1.5 --context=39 --out_dir=out", "weight"),
+    ("train --data=task --context=39 --out_dir=out --init_from=none", "no such folder"),
+    ("train --data=task --context=39 --out_dir=out --init_from=foreign", "tokenizer"),
     ("sample --prompt 3 --model none", "no such folder"),
-    ("sample --prompt 3 --model {m}m", "did you mean {m}?"),
-    ("sample --prompt 3 --model {exported}", "surgery.py {exported} OUT"),
-    ("sample --prompt 3 --model {llama}", "--shape"),
-    ("sample --prompt 3 --model {m} --steps=0", "--steps"),
-    ("sample --prompt 3 --model {m} --top_k=5", "--top_k needs a --temperature"),
-    ("sample --prompt 3 --model {m} --only gets", "no token"),
-    ("eval_gsm8k {ask} --data none.jsonl", "No such file"),
-    ("eval_gsm8k {ask} --data {m}/config.json", "not a JSON object"),
-    ("eval_gsm8k {ask} --max_new_tokens 4096", "context of 40"),
-    ("eval_gsm8k {ask} --out {other}", "must end in .json"),
-    ("runs/plot {m}/config.json", "nothing to draw"),
+    ("sample --prompt 3 --model exported", "surgery.py exported OUT"),
+    ("sample --prompt 3 --model llama", "--shape"),
+    ("sample --prompt 3 --model m --steps=0", "--steps"),
+    ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
+    ("eval_gsm8k --model m --data none.jsonl", "No such file"),
+    ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
+    ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
+    ("runs/plot m/config.json", "nothing to draw"),
 ]
 
 
 @pytest.fixture(scope="session")
-def names(corpus, llama, checkpoint, tmp_path_factory):
-    """{name: value} for the braces in MISTAKES: good folders, and others with one thing wrong."""
+def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
+    """A folder with the inputs of MISTAKES: good ones, and others with one thing wrong."""
     folder = tmp_path_factory.mktemp("mistakes")
-    save(small(vocab_size=16), folder / "other", corpus)
+    (folder / "llama").symlink_to(llama)
+    (folder / "m").symlink_to(checkpoint)
+    (folder / "task").symlink_to(corpus / "task")
+    (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
     small().save(folder / "foreign")
     (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
     (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
@@ -3678,23 +3419,16 @@ def names(corpus, llama, checkpoint, tmp_path_factory):
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
     bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
     save_file(weights(llama) | bias, folder / "biased" / "model.safetensors")
-    return {
-        "corpus": corpus,
-        "llama": llama,
-        "m": checkpoint,
-        "prepare": f"--tokenizer={checkpoint} --out=out",
-        "run": f"--data={corpus}/task --context=39 --out_dir=out",
-        "ask": f"--model {checkpoint} --data {corpus}/test.jsonl --shots 0",
-        "questions": corpus / "test.jsonl",
-        **{path.stem: path for path in folder.iterdir()},
-    }
+    return folder
 
 
 @pytest.mark.parametrize("command, words", MISTAKES)
-def test_mistakes_end_in_one_line(command, words, names):
+def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
     """Each mistake is reported in one line that contains these words, and no result is written."""
-    assert words.format(**names) in refusal(*command.format(**names).split())
-    assert contents(".").keys() <= {"out/progress.json"}
+    for path in mistaken_inputs.iterdir():
+        Path(path.name).symlink_to(path)
+    assert words in refusal(*command.split())
+    assert contents("out").keys() <= {"progress.json"}
 
 
 # ------------------------------------------------------------------------- the paper in miniature
@@ -3799,18 +3533,6 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
     assert "out/newer" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", [
-    "train", "surgery", "sample", "eval_gsm8k", "bench train", "bench decode", "data prepare",
-    "runs/plot", "runs/tiny_corpus", "runs/block_influence", "runs/study/run",
-])
-def test_help(command):
-    """Every command explains itself, and its flags, without a GPU or a model."""
-    script, *subcommand = command.split()
-    code, said = outcome(script, *subcommand, "--help")
-    assert code == 0
-    assert "options:" in said
-
-
 def test_study_tables_are_made_from_its_results(monkeypatch):
     """No figure in the tables of README.md and the study's page is typed by hand."""
     monkeypatch.setattr(study, "draw", lambda *_: None)
@@ -3824,76 +3546,11 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 
 
 def test_study_statistics():
-    """The study's paired t-test has the quantiles of Student's t."""
-    # Quantiles of Student's t with 4 degrees of freedom, two-sided.
+    """The study's paired t-test has the quantiles of Student's t, two-sided (4 degrees of freedom)."""
     for t, p in ((0.741, 0.5), (2.132, 0.1), (2.776, 0.05), (4.604, 0.01), (8.610, 0.001)):
         # Five differences with a mean of t and a standard error of 1.
         spread = math.sqrt(5) * np.array([-1, -1, 0, 1, 1])
         assert study.paired_t_test(list(t + spread)) == pytest.approx(p, rel=2e-3)
-        assert study.paired_t_test(list(-t + spread)) == pytest.approx(p, rel=2e-3)
-    assert study.paired_t_test([0.0] * 5) == 1
-
-
-def test_study_rates_are_the_best_of_their_trials():
-    """Each tuned arm has the learning rate that validated best, with a lower and a higher one."""
-    trials = {}
-    for line in (HERE / "runs/study/trials.jsonl").read_text().splitlines():
-        trial = json.loads(line)
-        of_arm = trials.setdefault((trial["experiment"], trial["arm"]), {})
-        of_arm[trial["lr"]] = trial["accuracy"], -trial["loss"]
-    assert len(trials) == 24
-    for (name, label), tried in trials.items():
-        best = max(tried, key=tried.get)
-        assert best == study.EXPERIMENTS[name][label].lr
-        assert min(tried) < best < max(tried)
-    results = study.read_results()
-    for name, arms in study.EXPERIMENTS.items():
-        for label, arm in arms.items():
-            assert [entry["lr"] for entry in results[name][label]] == [arm.lr] * 5
-
-
-def test_study_trains_what_is_missing(corpus, monkeypatch):
-    """
-    The study makes a model that results.jsonl lacks, with as many updates as the recipe's FLOPs
-    pay for, by commands that the scripts accept, and adds what it answers.
-    """
-    os.symlink(HERE / "config", "config")
-    lines = study.RESULTS.read_text().splitlines()
-    known = [line for line in lines if '"adamw", "seed": 22' not in line]
-    assert len(known) == len(lines) - 1
-    Path("results.jsonl").write_text("\n".join(known) + "\n")
-    monkeypatch.setattr(study, "RESULTS", Path("results.jsonl"))
-    monkeypatch.setattr(study, "STEPS", "1,2")
-    commands = []
-
-    def execute(script, *args):
-        args = [str(arg) for arg in args]
-        commands.append((script, args))
-        if script == "train.py":
-            settings = train.read_settings(args)
-            folder = Path(settings.out_dir, "step_000001")
-            save(small(), folder, corpus)
-            run = {"update": settings.updates, "tokens": 0, "flops": 1e11 * len(commands)}
-            common.write_json(folder / "train.json", run | {"config": vars(settings)})
-        elif script in ("bench.py", "eval_gsm8k.py"):
-            return call(script.removesuffix(".py"), *args)
-
-    monkeypatch.setattr(study, "execute", execute)
-    monkeypatch.setattr(study, "publish", lambda: None)
-    shutil.copytree(corpus, "out/study/stories/data")
-    call("runs/study/run", "--seed=22")
-    scripts = [script for script, _ in commands]
-    recipe = ["train.py", "surgery.py", "train.py"]
-    last = ["train.py", "bench.py", "train.py", "eval_gsm8k.py", "eval_gsm8k.py"]
-    assert scripts == ["runs/tiny_corpus.py", *recipe, *recipe, *last]
-    (_, args), (_, plan) = commands[-3], commands[-4]
-    settings = train.read_settings(args)
-    assert settings.updates == int(call("bench", *plan)) > 10
-    assert (settings.optimizer, settings.lr, settings.seed) == ("adamw", 0.002, 22)
-    *_, added = map(json.loads, Path("results.jsonl").read_text().splitlines())
-    assert (added["arm"], added["seed"], added["updates"]) == ("adamw", 22, settings.updates)
-    assert added["right"].keys() == {"1", "2"}
-    assert added["right"]["2"].keys() == {*map(str, range(1, 13)), "18"}
 
 
 def test_interactive(checkpoint, monkeypatch, capfd):
