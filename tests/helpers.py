@@ -1,7 +1,6 @@
 """
 Helpers of test_all.py: scripts that run in this process or in processes that can be killed, a full
-disk, a mock of the Hugging Face hub, commands from comments, random models, and tensors for the
-optimizers.
+disk, commands from comments, random models, and tensors for the optimizers.
 """
 
 import contextlib
@@ -15,12 +14,9 @@ import re
 import resource
 import runpy
 import sys
-import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -175,60 +171,9 @@ def contents(folder):
     }
 
 
-def start_hub(files):
-    """
-    Start a mock of the Hugging Face hub, in which every repository has `files` {name: bytes}. Its
-    `requests` lists the names of the files requested. The first download of model.safetensors
-    breaks off.
-    """
-    hub = SimpleNamespace(requests=[])
-    commit = "c0" * 20
-    listing = [
-        {"type": "file", "path": name, "oid": name, "size": len(body)}
-        for name, body in files.items()
-    ]
-    info = {"id": "some/model", "sha": commit}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            name = self.path.rpartition("/")[2]
-            answer = listing if "/tree/" in self.path else info
-            body = files.get(name, json.dumps(answer).encode())
-            self.send_response(200)
-            self.send_header("Content-Length", len(body))
-            self.send_header("ETag", name)
-            self.send_header("X-Repo-Commit", commit)
-            self.end_headers()
-            if self.command == "GET":
-                breaks = name == "model.safetensors" and name not in hub.requests
-                hub.requests.append(name)
-                self.wfile.write(body[:999] if breaks else body)
-
-        do_HEAD = do_GET
-
-    hub.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{hub.server.server_port}"
-    threading.Thread(target=hub.server.serve_forever, args=(0.02,), daemon=True).start()
-    return hub
-
-
 def unwrap(path):
     """A file's text, with each line that ends in a backslash joined to the next one."""
     return re.sub(r"\\\n#? *", "", Path(path).read_text())
-
-
-def recipe(path):
-    """
-    Yield the commands in the comments of a config, each as a list of words. A comment that begins
-    with a flag, `--key=value  explanation`, is the last training command with this flag added.
-    """
-    launch = []
-    for line in re.findall(r"^#   (\S.*)", unwrap(path), re.M):
-        command, *_ = line.split("  ")  # without the explanation
-        words = command.split()
-        if "train.py" in words:
-            launch = words
-        yield launch + words if words[0].startswith("--") else words
 
 
 # Models and tensors.
