@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -69,7 +70,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE / "tests"))
 from helpers import (HARD, QKV, RUN, answers_of, call, checkpoints, contents, convert, decode,
                      decode_model, documents, exit_codes, expected, far, finish, first_rows,
-                     full_disk, generate_rows, kill, launch, logged, noise, optimizer_rank, outcome,
+                     generate_rows, kill, launch, logged, noise, optimizer_rank, outcome,
                      parameters, random_prompts, refusal, same, same_end, save,
                      slow_attention, small, step_with, typed, unwrap, wait_until,
                      weights)
@@ -768,22 +769,6 @@ def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
     assert Tokenizer.load("ours").encode(text) == theirs(text).input_ids
 
 
-def test_bad_gguf(monkeypatch):
-    """A .gguf file that is truncated or of an unknown model, and a missing package, are refused."""
-    need("transformers")
-    need("accelerate")
-    gguf_parent("llama")
-    write_gguf("m.gguf", Path("hf"))
-    whole = Path("m.gguf").read_bytes()
-    Path("cut.gguf").write_bytes(whole[:-1000])
-    Path("other.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
-    assert "damaged" in refusal("surgery", "cut.gguf", "out", "--feed_forward")
-    assert "not supported" in refusal("surgery", "other.gguf", "out", "--feed_forward")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install gguf" in refusal("surgery", "m.gguf", "out", "--feed_forward")
-    assert not Path("out").exists()
-
-
 @pytest.mark.skipif("LOOPGRAFT_SMOLLM2" not in os.environ, reason="no LOOPGRAFT_SMOLLM2=FILE.gguf")
 def test_smollm2_keeps_all_layers():
     """With all layers of the real SmolLM2, r = 1, 2 and 8 give the parent's logits."""
@@ -1134,10 +1119,12 @@ def test_loader_is_a_pure_function(corpus):
 
 
 def test_every_token_of_a_row_has_a_target(corpus):
-    """The last token of a shard of ids alone is only a target."""
-    Path("a.txt").write_text("has " * 98)
+    """The target of a token is the next one; the last token of a shard is only a target."""
+    Path("a.txt").write_text("has 1 " * 49)
     call("data", *prepare(corpus, "a.txt", "out", "--val=0"))  # 98 words and EOS
-    assert Dataset("out", "train", 98).num_rows == 1
+    ids = np.load("out/train_000000.npy").tolist()
+    (idx,), (targets,) = first_rows(Dataset("out", "train", 98), 1)
+    assert (idx.tolist(), targets.tolist()) == (ids[:-1], ids[1:])
     with pytest.raises(UserError, match="too few train tokens for one row of 99"):
         Dataset("out", "train", 99)
 
@@ -1214,10 +1201,9 @@ def read_documents(folder, split):
 
 
 @pytest.mark.parametrize(
-    "task, solve, words, bos, longest",
-    [("stories", solve_stories, 2, 0, 5), ("s5", solve_s5, 1, 1, 8)],
+    "task, solve, words, longest", [("stories", solve_stories, 2, 5), ("s5", solve_s5, 1, 8)]
 )
-def test_corpus_tells_the_truth(task, solve, words, bos, longest):
+def test_corpus_tells_the_truth(task, solve, words, longest):
     """
     All answers are true. No training story without its answers has more than `longest` sentences,
     validation asks the next three lengths, and no worked story of training begins with a longer
@@ -1226,7 +1212,6 @@ def test_corpus_tells_the_truth(task, solve, words, bos, longest):
     tiny("out", task, rows=4000)
     lines = Path("out/test.jsonl").read_text() + Path("out/test18.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
-    assert len({row["difficulty"] for row in rows[:99]}) > 9, "test.jsonl is sorted by length"
     lengths = Counter(row["difficulty"] for row in rows)
     assert lengths == dict.fromkeys(range(1, 13), 100) | {18: 300}
 
@@ -1235,74 +1220,78 @@ def test_corpus_tells_the_truth(task, solve, words, bos, longest):
     for row in rows:
         *sentences, end = row["question"].split(" so")
         story = " ".join(sentences).split()
-        assert end == ""
-        assert len(sentences) == row["difficulty"]
+        assert (len(sentences), end) == (row["difficulty"], "")
         assert solve(story, known)[-1] == row["answer"]
         questions.add(tuple(story))
 
-    wanted = {  # of the stories without answers: {(sentences, numbers of those that are asked)}
-        ("pretrain", "train"): {(3, (1, 2, 3))},
-        ("task", "train"): {(n, tuple(range(1, n + 1))) for n in tiny_corpus.TASKS[task].lengths},
-        ("task", "val"): {(longest + 3, (longest + 1, longest + 2, longest + 3))},
-    }
-    for (kind, split), wanted_stories in wanted.items():
-        found = set()
-        beginnings = set()  # of worked stories, where they are longer than any training question
-        for document in read_documents(f"out/{kind}", split):
-            assert document[:bos] == [("<s>", None)] * bos
-            *document, end = document[bos:]
-            assert end == ("</s>", None)
-            _, first_target = document[0]
-            worked = first_target is not None
-            size = words + 2 if worked else words + 1  # the words, "so", perhaps the answer
-            sentences = [document[i : i + size] for i in range(0, len(document), size)]
-            story = [word for sentence in sentences for word, _ in sentence[:words]]
+    asked = {}  # {(data set, split): {(sentences, how many are asked) of stories without answers}}
+    beginnings = set()  # of worked stories, where they are longer than any training question
+    for split in (("pretrain", "train"), ("task", "train"), ("task", "val")):
+        asked[split] = set()
+        for document in read_documents("out/" + split[0], split[1]):
+            document = [pair for pair in document if pair[0] not in ("<s>", "</s>")]
+            text, targets = zip(*document)
+            worked = targets[0] is not None
+            size = words + 1 + worked  # the words, "so", perhaps the answer
+            story = [word for i, word in enumerate(text) if i % size < words]
             answers = solve(story, known)
-            assert all(sentence[words][0] == "so" for sentence in sentences)
             if worked:  # every word is the target of the word before it
-                text, targets = zip(*document)
                 assert targets == (*text[1:], "</s>")
-                assert [sentence[-1][0] for sentence in sentences] == answers
-                assert len(answers) < 12
+                assert [*text[size - 1 :: size]] == answers
                 for n in range(longest + 1, len(answers) + 1):
                     beginnings.add(tuple(story[: words * n]))
                 continue
-            asked = []
-            for number, (sentence, answer) in enumerate(zip(sentences, answers, strict=True), 1):
-                *others, target = [target for _, target in sentence]
-                assert not any(others)
-                assert target in (None, answer)
-                if target:
-                    asked.append(number)
-            if asked or split == "train":  # two stories of a validation row ask for nothing
-                found.add((len(answers), tuple(asked)))
-        assert found == wanted_stories
-        if split == "train":
-            assert not beginnings & questions
+            said = targets[size - 1 :: size]  # None where an answer is not asked for
+            assert all(x in (None, answer) for x, answer in zip(said, answers, strict=True))
+            if any(said) or split[1] == "train":
+                asked[split].add((len(answers), len(answers) - said.count(None)))
+
+    assert asked == {
+        ("pretrain", "train"): {(3, 3)},
+        ("task", "train"): {(n, n) for n in tiny_corpus.TASKS[task].lengths},
+        ("task", "val"): {(longest + 3, 3)},
+    }
+    assert not beginnings & questions
 
 
 # ---------------------------------------------------------------------------------- the optimizer
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
-def test_muon_is_torchs(products, monkeypatch):
-    """A matrix's update, as a whole or part by part, is bit-identical to torch.optim.Muon's."""
+def test_muon_beside_adamw_is_torchs(products, monkeypatch):
+    """
+    With the products of either kind of CPU, matrices of blocks and adapter, whole or part by part,
+    follow torch's Muon to the last bit, and other parameters torch's AdamW at a rate of its own.
+    """
     monkeypatch.setattr(muon, "CPU_PRODUCTS", products)
     ours = parameters(noise())
     theirs = parameters(noise())
-    matrices = [theirs["core.0.mlp.fc.weight"], theirs["core.0.mlp.proj.weight"]]
-    parts = [torch.nn.Parameter(part.detach()) for part in theirs[QKV].split([16, 8])]
-    opt = Optimizer(ours.items(), lr=0.02, adam_lr=1.0, weight_decay=0.1, stacked={QKV: [16, 8]})
-    peer = torch.optim.Muon([*matrices, *parts], lr=0.02, weight_decay=0.1)
-    for i in range(4):
+    opt = Optimizer(ours.items(), lr=0.02, adam_lr=0.003, weight_decay=0.1, stacked={QKV: [16, 8]})
+    parts = [torch.nn.Parameter(part.detach()) for part in theirs.pop(QKV).split([16, 8])]
+    matrices = []
+    rest = []
+    for name, p in theirs.items():
+        in_rest = p.dim() == 1 or name in ("embed.weight", "head.weight")
+        (rest if in_rest else matrices).append(p)
+
+    peers = [
+        (torch.optim.Muon([*matrices, *parts], weight_decay=0.1), 0.02),
+        (torch.optim.AdamW(rest, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1), 0.003),
+    ]
+    for i, factor in enumerate((0.1, 1.0, 0.6, 0.2)):
         grads = noise(i)
-        step_with(opt, ours, grads)
+        grads["embed.weight"] *= 1e-8  # so small that AdamW's epsilon matters
+        step_with(opt, ours, grads, lr_factor=factor)
         for name, p in theirs.items():
             p.grad = grads[name]
         for part, grad in zip(parts, grads[QKV].split([16, 8])):
             part.grad = grad
-        peer.step()
+        for peer, lr in peers:
+            peer.param_groups[0]["lr"] = lr * factor
+            peer.step()
 
-    for name in ("core.0.mlp.fc.weight", "core.0.mlp.proj.weight", QKV):
-        assert ours[name].equal(theirs[name])
+    assert ours[QKV].equal(torch.cat(parts))
+    for name, p in theirs.items():
+        exact = name.startswith("core")
+        assert far(ours[name], p) <= (0 if exact else 1e-6), name
 
 
 @pytest.mark.parametrize("clip, scale", [(math.inf, 1e-6), (0.5, 1.0)])
@@ -1324,37 +1313,6 @@ def test_adamw_and_clipping_are_torchs(clip, scale):
 
     for name, p in ours.items():
         torch.testing.assert_close(p, theirs[name], rtol=1e-5, atol=1e-7)
-
-
-def test_muon_beside_adamw_is_torchs():
-    """Matrices follow torch's Muon, other parameters torch's AdamW, each at its own rate."""
-    ours = parameters(noise())
-    theirs = parameters(noise())
-    opt = Optimizer(ours.items(), lr=0.02, adam_lr=0.003, weight_decay=0.1)
-    matrices = []
-    rest = []
-    for name, p in theirs.items():
-        if p.dim() == 2 and name not in ("embed.weight", "head.weight"):
-            matrices.append(p)
-        else:
-            rest.append(p)
-
-    peers = [
-        (torch.optim.Muon(matrices, weight_decay=0.1), 0.02),
-        (torch.optim.AdamW(rest, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1), 0.003),
-    ]
-    for i, factor in enumerate((0.1, 1.0, 0.6, 0.2)):
-        grads = noise(i)
-        grads["embed.weight"] *= 1e-8  # so small that AdamW's epsilon matters
-        step_with(opt, ours, grads, lr_factor=factor)
-        for name, p in theirs.items():
-            p.grad = grads[name]
-        for peer, lr in peers:
-            peer.param_groups[0]["lr"] = lr * factor
-            peer.step()
-
-    for name, p in ours.items():
-        assert far(p, theirs[name]) < 1e-6, name
 
 
 def test_adamw_star_is_the_papers():
@@ -1980,8 +1938,13 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
 
     for number in (signal.SIGHUP, signal.SIGINT):
         assert run_with(number) == 128 + signal.SIGTERM
-    with full_disk(40_000):
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # as on a full disk
+    try:
         assert "step_000003" in refusal("train", *base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints("run") == ["step_000002"]
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -2128,19 +2091,18 @@ def test_updates_that_are_not_finite(base, monkeypatch):
 
     monkeypatch.setattr(train, "to_inputs", poisoned)
     monkeypatch.setattr(train, "MAX_SKIPS", 2)
-    call("train", *base, "--out_dir=run")
-    assert read_json("run/step_000012/train.json")["skipped"] == 2
+    base = [*base, "--optimizer=adamw", "--keep=4"]
+    call("train", *base, "--out_dir=whole")
+    assert read_json("whole/step_000012/train.json")["skipped"] == 2
 
     # Skipped updates do not count in AdamW's bias correction, after a restart either.
-    adamw = *base, "--optimizer=adamw", "--keep=4"
-    call("train", *adamw, "--out_dir=whole")
     shutil.copytree("whole/step_000003", "resumed/step_000003")
-    call("train", *adamw, "--out_dir=resumed")
+    call("train", *base, "--out_dir=resumed")
     assert same(weights("resumed/step_000012"), weights("whole/step_000012"))
 
     bad |= {5, 6, 7}
     assert "the last 3 updates had no finite gradient" in refusal("train", *base, "--out_dir=bad")
-    assert checkpoints("bad") == ["step_000006"]
+    assert checkpoints("bad") == ["step_000003", "step_000006"]
 
 
 @pytest.mark.parametrize("n_core", [0, 1])
@@ -2152,7 +2114,8 @@ def test_muon_updates_the_papers_matrices(n_core, base):
     idx, targets = first_rows(dataset, 16, s.seed)
     (steps,) = train.draws_of(s, 0)
     state = model.initial_state(16, 50, s.seed) if n_core else None
-    model(idx, targets, steps, state)[1].mean().backward()
+    _, losses = model(idx, targets, steps, state)
+    (losses.sum() / (targets != -100).sum()).backward()
     block = model.prelude[0]
     after = load_file("run/step_000001/model.safetensors")
     for name, rows in (("attn.qkv", block.attn.split), ("mlp.fc", [64, 64])):
@@ -2888,19 +2851,15 @@ def test_plot_results():
 
 
 def test_plot_losses_of_a_run(unbroken):
-    """plot.py prints a run's losses over updates and FLOPs, and those of validation at each r."""
+    """plot.py prints a run's losses over updates or FLOPs, and those of validation at each r."""
     lines = [json.loads(line) for line in open(unbroken / "log.jsonl")]
     (last,) = [line for line in lines if line["update"] == 12 and "loss" in line]
     for axis in ("update", "flops"):
-        said = call("runs/plot", unbroken, "run.png", "--x", axis, "--out=a.png")
+        said = call("runs/plot", unbroken, "--x", axis, "--out=a.png")
         header, _, *curves = [line for line in said.splitlines() if line.startswith("|")]
-        rows = {}
-        for line in curves:
-            _, label, *_, at_the_end, _ = line.split("|")
-            rows[label.strip().removeprefix(str(unbroken))] = at_the_end.strip()
-        assert rows.keys() == {"", ", validation at r = 1", ", validation at r = 4"}
-        assert rows[""] == f"{last['loss']:.4f}"
         assert f" {last[axis]:g} " in header
+        assert len(curves) == 3
+        assert curves[0].rstrip("| ").endswith(f"{last['loss']:.4f}")
 
 
 # --------------------------------------------------------------------------------------- mistakes
@@ -3006,14 +2965,8 @@ def test_tiny_run_end_to_end(capfd):
     for name in ("runs", "config"):
         shutil.copytree(HERE / name, name)
     assert run_shell_script("bash runs/tiny.sh --quick --seed 5") == 0
-
     out = Path("out/tiny-quick-seed5")
     assert os.listdir("out") == [out.name]
-
-    steps = [1, 2, 4, 8, 16, 32]
-    for name, wanted in (("task_test18", steps), ("parent_flops_test", [0])):
-        results = read_json(out / f"eval_{name}.json")["results"]
-        assert [x["steps"] for x in results] == wanted
 
     def progress(name):
         return read_json(f"{find_checkpoint(out / name)}/train.json")
@@ -3026,14 +2979,9 @@ def test_tiny_run_end_to_end(capfd):
     table = [line.split("|")[1:-1] for line in capfd.readouterr().out.splitlines() if "|" in line]
     header, _, *rows = [[text.strip() for text in line] for line in table[-10:]]
     assert header == ["", *map(str, range(1, 13)), "18"]
-    labels = [f"looped, r = {r}" for r in steps]
+    labels = [f"looped, r = {r}" for r in (1, 2, 4, 8, 16, 32)]
     labels += ["parent (equal tokens)", "parent (equal FLOPs)"]
     assert [label for label, *_ in rows] == labels
-    for row in rows:
-        assert all(0 <= float(text) <= 100 for text in row[1:]), row
-
-    first = json.loads(open(out / "task/log.jsonl").readline())
-    assert first["flops"] > 0, "the FLOPs of healing should be carried over"
 
 
 def test_no_compiler(base, monkeypatch):
@@ -3639,7 +3587,7 @@ def test_right_device_and_no_hidden_waits(simulation):
 def test_a_recorded_step_gives_the_same_text(monkeypatch):
     """
     A step is recorded once for 256 positions, then replayed, also for a next batch of the same
-    size, but not for two at once. The mock replays as CUDA does: with copied inputs, one output
+    size. The mock replays as CUDA does: with copied inputs, one output
     tensor, and the recorded cache.
     """
     model = decode_model(context=600)
@@ -3680,8 +3628,3 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         for prompt, row in zip(prompts, rows, strict=True):
             assert row == decode(model, [prompt], len(row), steps=3, seed=seed)[0].tolist()
         assert recorded == recorded_so_far
-
-    prompts = random_prompts(7, 7)
-    decode_one = [decode(model, [prompt], 20, steps=3)[0].tolist() for prompt in prompts]
-    take_turns(decoder, prompts[:1], 20)  # leaves its cache and graph to one of the next two
-    assert take_turns(decoder, prompts, 20) == decode_one

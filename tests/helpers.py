@@ -1,6 +1,6 @@
 """
-Helpers of test_all.py: scripts that run in this process or in processes that can be killed, a full
-disk, commands from comments, random models, and tensors for the optimizers.
+Helpers of test_all.py: scripts that run in this process or in processes that can be killed,
+random models, and tensors for the optimizers.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import runpy
 import sys
 import time
@@ -143,18 +142,6 @@ def finish(*command, **options):
     """Run a script that must succeed on all ranks. options: those of launch()."""
     codes = exit_codes(launch(*command, **options))
     assert not any(codes), Path("log").read_text()
-
-
-@contextlib.contextmanager
-def full_disk(size):
-    """Simulate a full disk: writing fails where a file would exceed `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    _, hard_limit = before
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def typed(*lines):
