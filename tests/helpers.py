@@ -205,6 +205,16 @@ def far(a, b):
     return (a - b).abs().max()
 
 
+def relative_error(found, exact):
+    """The norm of the difference, relative to that of the exact tensor, which is on the CPU."""
+    return ((found.cpu().float() - exact).norm() / exact.norm()).item()
+
+
+def mean_loss(losses, targets):
+    """The mean of the losses (B, T) over all targets that carry loss."""
+    return losses.sum() / (targets != -100).sum()
+
+
 def weights(folder, prefix=""):
     """{name: tensor} of all weights in a folder."""
     tensors = {}
