@@ -18,19 +18,19 @@ import bisect
 import functools
 import json
 import statistics
-import sys
 import time
+import tomllib
 from dataclasses import replace
 
 import torch
 
-from common import (WORLD, Parser, UserError, cli, find_gpu, natural, opening, positive, read_json,
-                    recurrences, say, several)
+from common import (WORLD, Parser, UserError, cli, natural, opening, positive, read_json,
+                    recurrences, several)
 from data import Dataset, check_tokenizer, read_mixture
 from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS, Optimizer
 from sample import Decoder, describe
-from surgery import presets, retrofitted
+from surgery import ASSETS, retrofitted
 from train import (choose_trained, describe_run, draws_of, largest_depth, make_config,
                    make_optimizer, read_settings, spent_before, update_flops)
 
@@ -45,15 +45,6 @@ set's share of the labels. Takes the flags of train.py. Neither weights nor data
     python bench.py plan --config=config/evening.toml --preset=tinyllama-4-8-4
     python bench.py plan --config=config/mine.toml --init_from=PARENT --flops_of=out/mine/loop
                                         as many updates as cost what the run out/mine has cost"""
-TRAIN = """\
-Time updates of a model, with their share of the FLOPs that the device reaches in large matrix
-products (mfu). The last line is JSON.
-
-    python bench.py train --steps 0+4 --repeat 3"""
-DECODE = """\
-Time the decoding of random prompts, at several numbers of recurrences. The last line is JSON.
-
-    python bench.py decode --steps 1,8 --repeat 3"""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -67,18 +58,14 @@ def main():
 
     parser = Parser(description=opening(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
-    flag = commands.add_parser(
-        "train", parents=[timed], help="time updates", usage="bench.py train [flags]",
-        description=TRAIN).add_argument
+    flag = commands.add_parser("train", parents=[timed], help="time updates").add_argument
     flag("--steps", type=n_plus_k, default="0+4,24+8", metavar="N+K,N+K",
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, metavar="N", help="rows per update (4)")
     flag("--context", type=positive, default=256, metavar="N", help="tokens per row (256)")
     flag("--optimizer", choices=tuple(MOMENTS), default="adamw")
 
-    flag = commands.add_parser(
-        "decode", parents=[timed], help="time new tokens", usage="bench.py decode [flags]",
-        description=DECODE).add_argument
+    flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
     flag("--steps", type=recurrences, default="1,2,4,8,16,32", metavar="R,R",
          help="recurrences r (%(default)s)")
     flag("--batch_size", type=positive, default=1, metavar="N", help="prompts at once (1)")
@@ -87,9 +74,8 @@ def main():
     flag("--draft_steps", type=several(natural), default="0", metavar="R,R",
          help="recurrences of a draft; 0 (default): none")
 
-    flag = commands.add_parser(
-        "plan", help="say what a training run will cost", usage="bench.py plan [flags]",
-        description=PLAN).add_argument
+    flag = commands.add_parser("plan", help="say what a training run will cost",
+                               usage="bench.py plan [flags]", description=PLAN).add_argument
     flag("--gpus", type=positive, default=WORLD, metavar="N", help="number of GPUs (1)")
     flag("--preset", choices=presets(), metavar="NAME",
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
@@ -108,6 +94,22 @@ def main():
 
 # ------------------------------------------------------------------------------- planning
 
+def presets():
+    """
+    Read assets/parents.toml: the known parents, and how many of their layers to keep.
+
+    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
+    example, "tinyllama-4-8-4".
+    """
+    found = {}
+    text = (ASSETS / "parents.toml").read_text()
+    for parent, about in tomllib.loads(text).items():
+        for sizes in about.pop("shapes"):
+            name = "-".join(map(str, [parent, *sizes]))
+            found[name] = Config(**about), tuple(sizes)
+    return found
+
+
 def plan(args, settings):
     """Print what a run of train.py with these settings will cost."""
     folder = None
@@ -115,10 +117,7 @@ def plan(args, settings):
     if args.preset:
         source = retrofitted(*presets()[args.preset])
     elif settings.init_from:
-        try:
-            folder = find_checkpoint(settings.init_from)
-        except UserError as e:
-            raise UserError(f"{e}. To plan for a model that is not there, add --preset NAME")
+        folder = find_checkpoint(settings.init_from)
         source = load_config(folder)
     config = make_config(settings, source)
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
@@ -146,7 +145,7 @@ def plan(args, settings):
             fits = f"DOES NOT FIT into {size} GB"
         hours = duration(flops / (args.gpus * speed))
         print(f"time: {hours} on {args.gpus} {name}, {fits} (an estimate)")
-    if not find_gpu():
+    if DEVICE == "cpu":
         seconds = flops / matmul_speed(torch.float32, repeat=1)
         print(f"time: {duration(seconds)} on this CPU, at the speed of one float32 product")
 
@@ -166,9 +165,6 @@ def plan_data(settings, config, folder):
         return
     epochs = settings.updates * settings.batch_size / train_set.num_rows
     print(f"data: {epochs:.3g} epochs of {settings.data}")
-    if epochs >= 10:
-        print("warning: from about ten epochs on, a model memorizes rows. Use fewer --updates, or "
-              "more data")
     if len(folders) > 1:
         shares = ", ".join(f"{x:.0%} {name}" for name, x in train_set.label_shares().items())
         print(f"share of the labels, and so of the loss: {shares}. (The weights in --data count "
@@ -213,18 +209,11 @@ def paper_flops(model, steps):
 
 def affordable_updates(settings, model, folder, run):
     """
-    Return the number of updates, rounded to the nearest, after which a run has spent as many FLOPs
-    as the run `run`. Both count what earlier runs have spent; see spent_before() in train.py.
-
-    folder: the checkpoint that the run starts from, or None. Raises UserError if not even one
-    update is left for it.
+    Return the number of updates, rounded to the nearest, after which a run from the checkpoint
+    `folder`, or None, has spent as many FLOPs as the run `run`. Both count what earlier runs have
+    spent, see spent_before(). Raises UserError if not even one update is left.
     """
-    other = read_json(f"{find_checkpoint(run)}/train.json")
-    planned = other["config"]["updates"]
-    if other["update"] < planned:
-        say(f"warning: {run} is unfinished: {other['update']} of {planned} updates",
-            file=sys.stderr)
-    budget = other["flops"]
+    budget = read_json(f"{find_checkpoint(run)}/train.json")["flops"]
     if folder and not settings.reinit:
         budget -= spent_before(folder)["flops"]
 
@@ -289,7 +278,6 @@ def bench(args):
     matmul_peak: FLOP/s of a large square matrix product. mfu: the share of it that an update
     reaches. peak_mib: the most GPU memory in use so far, in MiB.
     """
-    find_gpu()  # prints a note if torch cannot use the GPU
     dtype = getattr(torch, args.dtype)
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)

@@ -18,7 +18,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
 # torchrun sets these. A script that is started without torchrun is rank 0 of 1.
@@ -54,16 +53,6 @@ def say(text, file=None):
     """Print a line, on rank 0 only."""
     if RANK == 0:
         print(text, file=file, flush=True)
-
-
-def find_gpu():
-    """Return whether torch can use a GPU. Prints a note if there is a GPU that it cannot use."""
-    if torch.cuda.is_available():
-        return True
-    if os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd"):
-        say(f"note: this machine has a GPU, but torch {torch.__version__} cannot use it, so this "
-            "runs on the CPU. README.md lists the wheels for each driver", file=sys.stderr)
-    return False
 
 
 # ------------------------------------------------------------------------------- command lines
@@ -145,15 +134,13 @@ recurrences = several(positive)  # the type of --steps
 @contextlib.contextmanager
 def write_atomically(path):
     """
-    Write a file or a folder completely or not at all: `with write_atomically(path) as new: ...`
+    Write a file or a new folder completely or not at all: `with write_atomically(path) as new: ...`
 
     Yields a Path inside a temporary folder beside `path`, where the caller creates the file or the
-    folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk,
-    `path` keeps its previous version.
+    folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk, a
+    file keeps its previous version.
 
-    A killed process leaves the temporary folder, `path`.tmp-*, behind; locked() removes it. One gap
-    remains: replacing an existing folder takes two renames, and a kill between them leaves nothing
-    at `path`.
+    A killed process leaves the temporary folder, `path`.tmp-*, behind; locked() removes it.
     """
     target = Path(path).resolve()
     try:
@@ -169,22 +156,14 @@ def write_atomically(path):
                     item.chmod(permissions)
                     with open(item) as file:
                         os.fsync(file)
-            old = Path(folder, "old")  # deleted together with the temporary folder
-            try:
-                if target.is_dir():
-                    target.rename(old)
-                new.rename(target)
-            finally:
-                if old.exists() and not target.exists():  # the second rename failed
-                    old.rename(target)
+            new.rename(target)
     except (OSError, SafetensorError) as e:  # safetensors reports a full disk as its own error
-        raise UserError(f"{path}: cannot be written ({e}). The previous version, if any, is "
-                        "unchanged")
+        raise UserError(f"{path}: not written ({e})")
 
 
 # The temporary folders of write_atomically() that a killed process may leave in a data set or a
 # run. locked() deletes only these, so it never touches a user's own *.tmp-* folder.
-UNFINISHED = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta|recipe)\.json)\.tmp-\w{8}")
+UNFINISHED = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta)\.json)\.tmp-\w{8}")
 
 
 def locked(folder):

@@ -76,9 +76,8 @@ class Config:
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.norm not in NORMS or self.adapter not in ADAPTERS:
-            raise UserError(f"norm = {self.norm}, adapter = {self.adapter}: norm must be one of "
-                            f"{NORMS}, adapter one of {ADAPTERS}")
+        assert self.norm in NORMS, f"norm = {self.norm}: not one of {NORMS}"
+        assert self.adapter in ADAPTERS, f"adapter = {self.adapter}: not one of {ADAPTERS}"
 
     @property
     def ends(self):
@@ -359,7 +358,8 @@ class RecurrentLM(nn.Module):
     def run_core(self, s, e, rope, caches=None):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
         if self.config.adapter == "linear":
-            x = self.adapter(torch.cat((s, e), -1)).type_as(e)
+            both = torch.cat((s, e), -1)
+            x = self.adapter(both).type_as(e)
         elif self.config.adapter == "add":
             x = s + e
         return run_blocks(self.core, x, rope, caches)
@@ -408,10 +408,12 @@ class RecurrentLM(nn.Module):
         rope = self.rope(s.shape[1])
         x = self.run_coda(s, rope).flatten(0, 1)
         chunks = math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE)
+        x_chunks = x.chunk(chunks)
+        target_chunks = targets.flatten().chunk(chunks)
         losses = []
         right = []
-        for x_chunk, targets_chunk in zip(x.chunk(chunks), targets.flatten().chunk(chunks)):
-            chunk_losses, chunk_right = self.score_chunk(x_chunk, targets_chunk)
+        for chunk in zip(x_chunks, target_chunks):
+            chunk_losses, chunk_right = self.score_chunk(*chunk)
             losses.append(chunk_losses)
             right.append(chunk_right)
         losses = torch.cat(losses).view_as(targets)

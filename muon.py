@@ -305,11 +305,8 @@ class Optimizer:
         device, so that the caller decides when to wait for it.
         """
         if self.world > 1:
-            pending = []
             for owner, gradients in enumerate(self.slices):
-                pending.append(dist.reduce(gradients, owner, async_op=True))
-            for work in pending:
-                work.wait()
+                dist.reduce(gradients, owner)
         total = torch.zeros((), dtype=torch.float64, device=self.sums.device)
         for piece in self.own:
             # Row by row, because one float32 sum over 65M weights is off by 1% (on a CPU).
@@ -349,11 +346,8 @@ class Optimizer:
         for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:
-            pending = []
             for piece in self.pieces:
-                pending.append(dist.broadcast(piece.weight, piece.owner, async_op=True))
-            for work in pending:
-                work.wait()
+                dist.broadcast(piece.weight, piece.owner)
         self.sums.zero_()
         return norm
 

@@ -36,7 +36,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import (Parser, UserError, cli, find_gpu, natural, non_negative, opening,
+from common import (Parser, UserError, cli, natural, non_negative, opening,
                     positive, random_seed, read_json, recurrences)
 from data import check_tokenizer
 from model import COMPILING, Linear, RecurrentLM, find_checkpoint, load_config
@@ -615,7 +615,7 @@ def add_model_arguments(how, dtype):
     Add the flags of every script that decodes to a group of its parser. dtype: the default, such as
     "float32", or None for that of load_model().
     """
-    device = "cuda" if find_gpu() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     how.add_argument("--device", default=device, help="cuda or cpu; default: %(default)s")
     how.add_argument("--dtype", default=dtype, choices=("float32", "bfloat16"),
                      help=f"default: {dtype or 'that of its training'}")

@@ -32,7 +32,6 @@ import atexit
 import functools
 import shutil
 import tempfile
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from string import Template
@@ -113,22 +112,6 @@ def retrofitted(parent, sizes, adapter="linear", untie=False):
         adapter=adapter,
         tie_embeddings=parent.tie_embeddings and not n_core and not untie,
     )
-
-
-def presets():
-    """
-    Read assets/parents.toml: the known parents, and how many of their layers to keep.
-
-    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
-    example, "tinyllama-4-8-4".
-    """
-    found = {}
-    text = (ASSETS / "parents.toml").read_text()
-    for parent, about in tomllib.loads(text).items():
-        for sizes in about.pop("shapes"):
-            name = "-".join(map(str, [parent, *sizes]))
-            found[name] = Config(**about), tuple(sizes)
-    return found
 
 
 def initial_adapter(config, how="identity"):

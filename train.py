@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
+from typing import Literal, get_args
 
 import torch
 import torch._functorch.config as functorch_config
@@ -40,10 +41,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, find_gpu,
-                    fraction, locked, nan_to_null, natural, non_negative, opening, positive,
-                    random_seed, read_json, recurrences, say, write_atomically, write_json,
-                    yes_or_no)
+from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, fraction, locked,
+                    nan_to_null, natural, non_negative, opening, positive, random_seed, read_json,
+                    recurrences, say, write_atomically, write_json, yes_or_no)
 from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config)
@@ -67,12 +67,9 @@ def folder_name(text):
     return os.path.normpath(text) if text else ""
 
 
-def setting(default, meaning, kind):
-    """
-    A field of Settings. meaning: its help text. kind: a function that parses its value, or a tuple
-    of the words that are allowed.
-    """
-    return field(default=default, metadata={"meaning": meaning, "kind": kind})
+def setting(default, meaning):
+    """A field of Settings, whose annotation is the type of its flag. meaning: its help text."""
+    return field(default=default, metadata={"meaning": meaning})
 
 
 @dataclass
@@ -81,100 +78,90 @@ class Recipe:
     The settings that decide the result. The defaults are the paper's (appendix D); the files in
     config/ override some of them.
     """
-    init_from: str = setting("", "a checkpoint or run to start from; empty: random weights",
-                             folder_name)
-    reinit: bool = setting(False, "random weights in the shape of --init_from", yes_or_no)
+    init_from: folder_name = setting("", "a checkpoint or run to start from; empty: random weights")
+    reinit: bool = setting(False, "random weights in the shape of --init_from")
     embed_scale: float = setting(1.0, "factor on the embeddings of a model with random weights "
-                                 "(Huginn: 72.7)", float)
-    seed: int = setting(0, "seed of random weights, data order, draws of r and initial states",
-                        random_seed)
+                                 "(Huginn: 72.7)")
+    seed: random_seed = setting(0, "seed of random weights, data order, draws of r and initial "
+                                "states")
     # shape, for random weights without init_from
-    n_embd: int = setting(96, "width", positive)
-    n_head: int = setting(2, "attention heads", positive)
-    n_kv_head: int = setting(2, "key/value heads", positive)
-    n_ffn: int = setting(240, "width inside the MLP", positive)
-    n_prelude: int = setting(6, "layers before the loop; an ordinary model has no others", natural)
-    n_core: int = setting(0, "layers in the loop", natural)
-    n_coda: int = setting(0, "layers after the loop", natural)
+    n_embd: positive = setting(96, "width")
+    n_head: positive = setting(2, "attention heads")
+    n_kv_head: positive = setting(2, "key/value heads")
+    n_ffn: positive = setting(240, "width inside the MLP")
+    n_prelude: natural = setting(6, "layers before the loop; an ordinary model has no others")
+    n_core: natural = setting(0, "layers in the loop")
+    n_coda: natural = setting(0, "layers after the loop")
     # budget
-    updates: int = setting(25000, "optimizer updates; 0: validate only", natural)
-    batch_size: int = setting(1024, "rows per update, over all processes", positive)
-    draws: int = setting(1, "draws of r per update, each for an equal share of the rows", positive)
-    context: int = setting(1024, "T, tokens per row", positive)
+    updates: natural = setting(25000, "optimizer updates; 0: validate only")
+    batch_size: positive = setting(1024, "rows per update, over all processes")
+    draws: positive = setting(1, "draws of r per update, each for an equal share of the rows")
+    context: positive = setting(1024, "T, tokens per row")
     # recurrence
-    mean_recurrence: int = setting(32, "R, the sampler's mean; poisson-lognormal adds 1, so that "
-                                   "the mean of r is R + 1", positive)
-    recurrence_sampler: str = setting("poisson-lognormal", "how r is drawn; fixed: always the mean",
-                                      ("poisson-lognormal", "fixed"))
-    curriculum: str = setting("linear", "how the sampler's mean rises from 1 to R",
-                              tuple(CURRICULA))
-    curriculum_warmup: float = setting(0.25, "fraction of the updates over which this mean rises",
-                                       fraction)
-    backprop_depth: int = setting(8, "k: gradients flow through the last k recurrences; 0: all",
-                                  natural)
-    backprop_warmup: float = setting(0.0, "fraction of the updates over which k rises from 2",
-                                     fraction)
+    mean_recurrence: positive = setting(32, "R, the sampler's mean; poisson-lognormal adds 1, so "
+                                        "that the mean of r is R + 1")
+    recurrence_sampler: Literal["poisson-lognormal", "fixed"] = setting(
+        "poisson-lognormal", "how r is drawn; fixed: always the mean")
+    curriculum: Literal[tuple(CURRICULA)] = setting("linear", "how the sampler's mean rises from 1 "
+                                                    "to R")
+    curriculum_warmup: fraction = setting(0.25, "fraction of the updates over which this mean "
+                                          "rises")
+    backprop_depth: natural = setting(8, "k: gradients flow through the last k recurrences; 0: all")
+    backprop_warmup: fraction = setting(0.0, "fraction of the updates over which k rises from 2")
     # optimizer
     train: str = setting("", "train only the parameters whose names contain one of these words, "
-                         "separated by |, such as core|adapter; empty: all", str)
-    optimizer: str = setting("muon", "muon: Muon for matrices, AdamW for embeddings, head, norms "
-                             "and biases; adamw*: Huginn's variant of AdamW", tuple(MOMENTS))
-    lr: float = setting(0.001, "learning rate of Muon; of all parameters with adamw and adamw*",
-                        non_negative)
-    adam_lr: float = setting(5e-5, "learning rate of AdamW with --optimizer=muon", non_negative)
-    weight_decay: float = setting(1e-4, "weight decay, applied to all parameters", non_negative)
-    clip: float = setting(1.0, "clip gradients to this norm; 0: do not clip", non_negative)
-    warmup: float = setting(0.005, "fraction of the updates over which the learning rates rise",
-                            fraction)
-    cooldown: float = setting(0.9, "last fraction of the updates, over which the learning rates "
-                              "fall (cosine)", fraction)
-    dtype: str = setting("bfloat16", "dtype of weights and matrix products; the optimizer keeps "
-                         "float32 copies", ("bfloat16", "float32"))
+                         "separated by |, such as core|adapter; empty: all")
+    optimizer: Literal[tuple(MOMENTS)] = setting(
+        "muon", "muon: Muon for matrices, AdamW for embeddings, head, norms and biases; adamw*: "
+        "Huginn's variant of AdamW")
+    lr: non_negative = setting(0.001, "learning rate of Muon; of all parameters with adamw and "
+                               "adamw*")
+    adam_lr: non_negative = setting(5e-5, "learning rate of AdamW with --optimizer=muon")
+    weight_decay: non_negative = setting(1e-4, "weight decay, applied to all parameters")
+    clip: non_negative = setting(1.0, "clip gradients to this norm; 0: do not clip")
+    warmup: fraction = setting(0.005, "fraction of the updates over which the learning rates rise")
+    cooldown: fraction = setting(0.9, "last fraction of the updates, over which the learning rates "
+                                 "fall (cosine)")
+    dtype: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", "dtype of weights and matrix products; the optimizer keeps float32 copies")
 
 
 @dataclass
 class Settings(Recipe):
     """Settings that cannot change the result beyond rounding, so they may change on resume."""
-    config: str = setting("", "a TOML file of settings, which flags override", str)
-    out_dir: str = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl", str)
-    data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2", str)
-    micro_batch: int = setting(8, "rows per forward pass on a device; a larger batch accumulates "
-                               "gradients", positive)
-    compile: bool = setting(True, "use torch.compile", yes_or_no)
-    activation_budget: float = setting(1.0, "fraction of the activations that a compiled model "
-                                       "keeps for the backward pass, 0.3 to 1; less saves memory "
-                                       "and costs time", between(0.3, 1, float))
+    config: str = setting("", "a TOML file of settings, which flags override")
+    out_dir: str = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
+    data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
+    micro_batch: positive = setting(8, "rows per forward pass on a device; a larger batch "
+                                    "accumulates gradients")
+    compile: bool = setting(True, "use torch.compile")
+    activation_budget: between(0.3, 1, float) = setting(
+        1.0, "fraction of the activations that a compiled model keeps for the backward pass, 0.3 "
+        "to 1; less saves memory and costs time")
     recompute: bool = setting(False, "recompute every recurrence in the backward pass, which needs "
-                              "the least memory", yes_or_no)
-    eval_every: int = setting(1000, "updates between validations; there is also one at the start "
-                              "and one at the end", positive)
-    eval_rows: int = setting(1024, "validation rows of each data set, at most", positive)
-    eval_recurrences: list[int] = setting((1, 2, 4, 8, 16, 32), "recurrences to validate at",
-                                          recurrences)
-    save_every: int = setting(500, "updates between checkpoints; there is also one at the end",
-                              positive)
-    keep: int = setting(2, "checkpoints to keep", positive)
-    log_every: int = setting(1, "updates between lines of the log", positive)
-    wandb: bool = setting(False, "also log to Weights & Biases", yes_or_no)
+                              "the least memory")
+    eval_every: positive = setting(1000, "updates between validations; there is also one at the "
+                                   "start and one at the end")
+    eval_rows: positive = setting(1024, "validation rows of each data set, at most")
+    eval_recurrences: recurrences = setting("1,2,4,8,16,32", "recurrences to validate at")
+    save_every: positive = setting(500, "updates between checkpoints; there is also one at the end")
+    keep: positive = setting(2, "checkpoints to keep")
+    log_every: positive = setting(1, "updates between lines of the log")
+    wandb: bool = setting(False, "also log to Weights & Biases")
 
 
 def settings_parser():
     """Return the command line's parser, which has a flag for each field of Settings."""
     parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
     for item in fields(Settings):
-        kind = item.metadata["kind"]
-        default = item.default
-        if isinstance(default, tuple):  # show it as one types it: 1,2,4
-            default = ",".join(map(str, default))
-        option = {"default": item.default, "help": f"{item.metadata['meaning']} [{default}]"}
-        if isinstance(kind, tuple):
-            option["choices"] = kind
+        meaning = item.metadata["meaning"]
+        option = {"default": item.default, "help": f"{meaning} [{item.default}]"}
+        if choices := get_args(item.type):  # of a Literal
+            option["choices"] = choices
+        elif item.type is bool:  # --key alone means true
+            option |= {"type": yes_or_no, "metavar": "X", "nargs": "?", "const": True}
         else:
-            option["type"] = kind
-            option["metavar"] = "X"
-        if kind is yes_or_no:  # --key alone means true
-            option["nargs"] = "?"
-            option["const"] = "true"
+            option |= {"type": item.type, "metavar": "X"}
         parser.add_argument(f"--{item.name}", **option)
     return parser
 
@@ -302,26 +289,25 @@ def train(settings, device):
     # Read now, since --init_from may be gone when the first checkpoint is written.
     tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
+    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
+    recipe["digest of the data"] = train_set.fingerprint()
     progress = {
         "update": 0,
         "skipped": 0,  # updates without a finite gradient
         "tokens": 0,
         "flops": 0,
         "log_bytes": 0,
+        "recipe": recipe,
     }
     if resumed:
         progress = read_json(resumed / "train.json")
+        check_settings(settings.out_dir, progress["recipe"], recipe,
+                       "To continue with other settings, use --init_from=OLD --out_dir=NEW")
         moments = load_file(resumed / "optimizer.safetensors")  # memory-mapped
         optimizer.load(moments, progress["update"] - progress["skipped"])
     elif model.folder:
         progress |= spent_before(model.folder)
-    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
-    recipe["digest of the data"] = train_set.fingerprint()
-    recipe_file = Path(settings.out_dir, "recipe.json")
-    if recipe_file.exists():
-        check_settings(settings.out_dir, read_json(recipe_file), recipe,
-                       "To continue with other settings, use --init_from=OLD --out_dir=NEW")
-    check_ranks(recipe, model, progress)
+    check_ranks(recipe | {"update": progress["update"]})
     say(f"data: {settings.data}, {train_set.num_rows:,} rows; {settings.dtype} on {device}; "
         f"from {model.folder or 'random weights'}")
     describe_run(settings, model)
@@ -339,8 +325,6 @@ def train(settings, device):
     with lock, attention:
         if settings.updates:
             warm_up(settings, model, train_set)
-        if RANK == 0:
-            write_json(recipe_file, recipe)
         if start == 0:
             log(settings, progress, validate(settings, model, val_sets))
         signals = catch_signals()
@@ -353,7 +337,7 @@ def train(settings, device):
             update_began = time.time()
 
             # ---- Gradients: each micro-batch runs n recurrences without and k with gradient.
-            draws = draws_of(settings, update)
+            draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
             totals = torch.zeros(3, dtype=torch.float64, device=device)
             losses, labels, stops = totals
             for i in range(num_micro_batches):
@@ -364,19 +348,19 @@ def train(settings, device):
                 batch = train_set.batch(settings.seed, index, RANK, WORLD, B)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
-                _, micro_losses = model(idx, targets, (n, k), state, settings.recompute)
-                loss = micro_losses.sum()
+                _, token_losses = model(idx, targets, (n, k), state, settings.recompute)
+                loss = token_losses.sum()
                 loss.backward()
                 optimizer.accumulate()
                 losses += loss.detach()
-                labels += int((batch[1] != IGNORE).sum())  # on the CPU, so nothing waits
+                labels += (targets != IGNORE).sum()
             if WORLD > 1:
                 dist.all_reduce(totals)
             total_norm = optimizer.reduce()
             # The only wait for the device in an update.
             losses, labels, stops, total_norm = torch.stack((*totals, total_norm)).tolist()
             if stops:  # at least one rank left this update early, so it is dropped
-                if update > start:
+                if update > start and update % settings.save_every:  # if not saved yet
                     save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
                 say(f"stopped by a signal after update {update}. Run the same command to resume")
                 return 128 + signal.SIGTERM
@@ -397,22 +381,16 @@ def train(settings, device):
             # ---- The log, validation and checkpoints.
             last = done == settings.updates
             if last or skips or done % settings.log_every == 0:
-                loss = losses / labels if labels else math.nan
                 mean_n, mean_k = (mean(depths) for depths in zip(*draws))
-                tokens_per_s = round(tokens / (time.time() - update_began))
-                seconds = (time.time() - run_began) / (done - start)  # of an update
-                minutes_left = seconds * (settings.updates - done) / 60
-                depth = f"n {mean_n:g} k {mean_k:g}  " if model.config.n_core else ""
-                say(f"update {done:5d}/{settings.updates}  loss {loss:.4f}  {depth}"
-                    f"norm {norm:.2f}  {tokens_per_s:,} tokens/s  "
-                    f"{minutes_left:.1f} min left at this pace")
-                log(settings, progress, {
-                    "loss": loss,
+                minutes = (time.time() - run_began) / 60
+                minutes_left = minutes / (done - start) * (settings.updates - done)
+                report(settings, progress, minutes_left, {
+                    "loss": losses / labels if labels else math.nan,
                     "norm": norm,
                     "n": mean_n,
                     "k": mean_k,
                     "lr": settings.lr * lr_factor,
-                    "tokens_per_s": tokens_per_s,
+                    "tokens_per_s": round(tokens / (time.time() - update_began)),
                 })
             if last or done % settings.eval_every == 0:
                 log(settings, progress, validate(settings, model, val_sets))
@@ -453,48 +431,42 @@ def validate(settings, model, val_sets):
     """
     Validate on the first --eval_rows rows of each data set, or on all that it has. Returns an entry
     for the log: "val" {r: mean loss of a label} and "accuracy" {r: fraction of the labels that the
-    model finds most likely}, over all data sets, for each r of --eval_recurrences; and for a
-    mixture "val_by_source" {folder: {r: mean loss of a label}}.
+    model finds most likely}, for each r of --eval_recurrences.
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
     B = settings.micro_batch
-    overall = 0
-    by_source = {}
+    device = model.embed.weight.device
+    totals = torch.zeros(3, len(steps), dtype=torch.float64, device=device)
+    losses, right, labels = totals
     for val_set in val_sets:
-        (folder,) = val_set.folders
         rows = min(settings.eval_rows, val_set.num_rows)
-        totals = torch.zeros(3, len(steps), dtype=torch.float64,
-                             device=model.embed.weight.device)
-        losses, right, labels = totals
         for i in range(math.ceil(rows / (B * WORLD))):
             batch = val_set.batch(0, i, RANK, WORLD, B)
             _, targets, numbers = batch
             targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
-            labels += int((targets != IGNORE).sum())
             idx, targets, state = to_inputs(model, batch, 0)
+            labels += (targets != IGNORE).sum()
             for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
                 loss, hit = model.score(s, targets)
                 losses[j] += loss.double().sum()
                 right[j] += hit.sum()
-        if WORLD > 1:
-            dist.all_reduce(totals)
-        count = labels[0].long().item()
-        if not count:
-            raise UserError(f"{folder}: none of the {rows} validation rows has a label, so there "
-                            "is no loss to measure. Raise --eval_rows, or create the data set "
-                            "again")
-        by_source[folder] = dict(zip(steps, (losses / labels).tolist()))
-        say(f"validation on {rows:,} rows of {folder}, {count:,} labels: loss "
-            + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in by_source[folder].items()))
-        overall = overall + totals
-    losses, right, labels = overall
-    entry = {
-        "val": dict(zip(steps, (losses / labels).tolist())),
-        "accuracy": dict(zip(steps, (right / labels).tolist())),
-    }
-    if len(val_sets) > 1:
-        entry["val_by_source"] = by_source
-    return entry
+    if WORLD > 1:
+        dist.all_reduce(totals)
+    if not labels[0]:
+        raise UserError("no validation row has a label, so there is no loss to measure. Raise "
+                        "--eval_rows, or create the data set again")
+    val = dict(zip(steps, (losses / labels).tolist()))
+    say(f"validation on {labels[0]:,.0f} labels: loss "
+        + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
+    return {"val": val, "accuracy": dict(zip(steps, (right / labels).tolist()))}
+
+
+def report(settings, progress, minutes_left, entry):
+    """Print how an update went, and log it."""
+    say(f"update {progress['update']:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
+        f"n {entry['n']:g} k {entry['k']:g}  norm {entry['norm']:.2f}  "
+        f"{entry['tokens_per_s']:,} tokens/s  {minutes_left:.1f} min left at this pace")
+    log(settings, progress, entry)
 
 
 def log(settings, progress, entry):
@@ -540,15 +512,15 @@ def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progre
 def catch_signals():
     """
     Return a list to which SIGTERM, Ctrl-C and a closed terminal add their number, instead of ending
-    the process. All ranks stop at the end of the update in which one of them received a signal; a
-    rank that did leaves out the rest of the update.
+    the process. A rank that has received one leaves out the rest of its update, and then all ranks
+    drop this update and stop.
     """
     received = []
 
     def receive(number, frame):
         if RANK == 0 and not received:
             # Not print(), which this signal may have interrupted.
-            os.write(2, b"stopping: this update is dropped, and the last one is saved\n")
+            os.write(2, b"stopping after the last complete update\n")
         received.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -601,9 +573,6 @@ def make_model(settings, resumed, device):
     if folder:
         folder = find_checkpoint(folder)
         source = load_config(folder)
-        if settings.context > source.context:
-            say(f"warning: --context={settings.context} is beyond the {source.context} tokens that "
-                f"{folder} was made for; the model has to learn the later positions")
     config = make_config(settings, source)
     if folder and (resumed or not settings.reinit):
         model, weights = RecurrentLM.open_mapped(folder, config)
@@ -623,14 +592,13 @@ def choose_trained(settings, model):
     Turn off the gradients of all parameters that --train does not name. Raises UserError if one of
     its words matches no parameter.
     """
+    words = settings.train.split("|")  # by default [""], which every name contains
     names = [name for name, _ in model.named_parameters()]
-    words = settings.train.split("|") if settings.train else []
     for word in words:
-        if not word or not any(word in name for name in names):
-            raise UserError(f"--train={settings.train}: {word!r} matches none of the parameter "
-                            f"names, which look like {names[-2]}")
+        if not any(word in name for name in names):
+            raise UserError(f"--train={settings.train}: no parameter is named {word!r}")
     for name, p in model.named_parameters():
-        p.requires_grad = not words or any(word in name for word in words)
+        p.requires_grad = any(word in name for word in words)
 
 
 def make_optimizer(settings, model, rank, world, weights=None):
@@ -653,27 +621,25 @@ def spent_before(folder):
     """
     Return {"tokens": ..., "flops": ...} that earlier runs have spent on the checkpoint `folder`
     since the parent. A parent is a checkpoint that train.py did not make, such as one of
-    surgery.py, or the end of a run without --init_from, which was pretraining.
+    surgery.py, or the end of a run from random weights, which was pretraining.
     """
     path = Path(folder, "train.json")
     if path.exists():
         earlier = read_json(path)
-        if earlier["config"]["init_from"]:
+        if earlier["config"]["init_from"] and not earlier["config"]["reinit"]:
             return {key: earlier[key] for key in ("tokens", "flops")}
     return {"tokens": 0, "flops": 0}
 
 
-def check_ranks(recipe, model, progress):
-    """Raise UserError if ranks differ in settings, data, weights or progress."""
+def check_ranks(start):
+    """Raise UserError if ranks differ in a value of `start`: settings, data, or progress."""
     if WORLD == 1:
         return
-    checksum = sum(p.detach().view(torch.int16).sum() for p in model.parameters()).item()
-    mine = {**recipe, "update": progress["update"], "weights": f"{checksum:x}"}
     starts = [None] * WORLD
-    dist.all_gather_object(starts, mine)
+    dist.all_gather_object(starts, start)
     for key, value in starts[0].items():
-        if mine[key] != value:
-            raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}. All "
+        if start[key] != value:
+            raise UserError(f"rank {RANK} has {key} = {start[key]}, but rank 0 has {value}. All "
                             "ranks need the same settings and the same files")
 
 
@@ -705,22 +671,19 @@ def warm_up(settings, model, train_set):
     running out of memory, thus happen now, and not hours later when the curriculum has risen.
     Prints the peak memory of a GPU. The gradients are discarded.
     """
-    announcement = "warm-up: one pass at the full depth"
     if settings.compile:
         functorch_config.activation_memory_budget = settings.activation_budget
         try:
             model.compile_parts()
-            announcement += f"; {COMPILING}; --compile=false skips it"
+            say(f"{COMPILING}; --compile=false skips it")
         except UserError as e:
             say(f"warning: {e}. Continuing without torch.compile")
-    say(announcement)
     began = time.time()
     batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
     k = largest_depth(settings)
     try:
         _, losses = model(idx, targets, (1, k), state, settings.recompute)
-        say(f"warm-up: {time.time() - began:.0f} s for the forward pass; now the backward pass")
         losses.sum().backward()
     except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={settings.micro_batch} at k = {k}. "
@@ -730,30 +693,25 @@ def warm_up(settings, model, train_set):
     memory = ""
     if model.embed.weight.is_cuda:
         memory = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
-    say(f"warm-up: {time.time() - began:.0f} s in all{memory}")
+    say(f"warm-up at k = {k}: {time.time() - began:.0f} s{memory}")
 
 
 def start_processes():
     """Join the other ranks, if there are any. Returns this rank's device."""
     device = "cpu"
     gpu = None  # the device, if it is a GPU, for NCCL
-    if find_gpu():
+    if torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         gpu = torch.device(device)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     if WORLD == 1:
         return device
-    one_node = os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD)
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and not one_node and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
-        raise UserError("--max-restarts on several nodes needs "
-                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun")
-    store = next(dist.rendezvous("env://"))[0]
-    if one_node:
+    store, _, _ = next(dist.rendezvous("env://"))
+    if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):
         # All attempts on one node share torchrun's store, which still holds the addresses of
         # processes that died, so each attempt gets a key prefix of its own. Several nodes may count
-        # their restarts differently; there, each attempt needs a store of its own (see above).
+        # their restarts differently; for them see runs/README.md.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
                             timeout=timedelta(hours=1))  # another rank may compile or save
