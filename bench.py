@@ -36,7 +36,11 @@ from train import (choose_trained, describe_run, draws_of, largest_depth, make_c
 
 # {GPU: (FLOP/s that we expect in bfloat16, memory in GB)}. The speeds are not measured; they are
 # 61, 61 and 43% of the peak.
-GPUS = {"RTX 4090": (1.0e14, 24), "A100": (1.9e14, 80), "H100": (4.2e14, 80)}
+GPUS = {
+    "RTX 4090": (1.0e14, 24),
+    "A100": (1.9e14, 80),
+    "H100": (4.2e14, 80),
+}
 
 PLAN = """\
 Say what a run of train.py will cost: tokens, FLOPs, hours and memory (estimates), and each data
@@ -243,7 +247,8 @@ def memory(settings, model, gpus):
     # Bytes per layer and token that a compiled forward pass keeps for the backward pass, counted
     # on small models in bfloat16.
     c = model.config
-    layer = 14 * c.n_embd + 6 * (c.n_ffn + (c.n_head + c.n_kv_head) * c.head_dim)
+    heads = c.n_head + c.n_kv_head
+    layer = 14 * c.n_embd + 6 * (c.n_ffn + heads * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
     loops = 1 if settings.recompute else largest_depth(settings)
@@ -359,8 +364,7 @@ def bench_train(model, args):
     Time an update of one micro-batch for each (n, k), done as in train.py: in bfloat16 the
     optimizer works on float32 master weights. Yields a row for each.
 
-    Compiling happens in the warm-up, so first_s shows how long it takes. update_s: the optimizer's
-    part of an update (median), which a run pays once for all micro-batches of an update.
+    Compiling happens in the warm-up, so first_s shows how long it takes.
     """
     shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
@@ -369,21 +373,16 @@ def bench_train(model, args):
     if not args.no_compile:
         model.compile_parts()
     for n, k in args.steps:
-        optimizer_seconds = []
-
         def update():
             _, losses = model(idx, targets, (n, k))
-            losses.mean().backward()
+            losses.sum().backward()
             optimizer.accumulate()
-            began = clock()
             norm = optimizer.reduce()
-            optimizer.step(norm.item())
-            optimizer_seconds.append(clock() - began)
+            optimizer.step(norm.item(), idx.numel())
 
         first, seconds = time_runs(update, args.repeat)
-        row = {"n": n, "k": k} | speeds(idx.numel(), first, seconds)
-        _, *after_warm_up = optimizer_seconds
-        row["update_s"] = statistics.median(after_warm_up)
+        row = {"n": n, "k": k}
+        row |= speeds(idx.numel(), first, seconds)
         flops = model.flops_per_token((n, k), args.context, training=True)
         flops = idx.numel() * flops + optimizer.flops()
         row["flops_per_s"] = flops / statistics.median(seconds)

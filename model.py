@@ -208,9 +208,10 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = self.q_norm(q)
         k = self.k_norm(k)
-        q = q.view(B, T, -1, self.head_dim)
-        k = k.view(B, T, -1, self.head_dim)
-        v = v.view(B, T, -1, self.head_dim)
+        heads = B, T, -1, self.head_dim
+        q = q.view(heads)
+        k = k.view(heads)
+        v = v.view(heads)
         if self.qk_bias is not None:
             q = q + self.qk_bias[0]
             k = k + self.qk_bias[1]
@@ -300,14 +301,18 @@ class RecurrentLM(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = config
+
+        def blocks(count):
+            return nn.ModuleList(Block(c) for _ in range(count))
+
         self.config = config
         self.folder = None
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
-        self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
+        self.prelude = blocks(c.n_prelude)
         if c.n_core and c.adapter == "linear":
             self.adapter = Linear(2 * c.n_embd, c.n_embd)
-        self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
-        self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
+        self.core = blocks(c.n_core)
+        self.coda = blocks(c.n_coda)
         self.norm_f = RMSNorm(c.n_embd, c.norm_eps)
         self.head = Linear(c.n_embd, c.vocab_size)
         if c.tie_embeddings:
@@ -563,7 +568,8 @@ class RecurrentLM(nn.Module):
             flops += uses * forward
             reached = reached or trained[part] > 0
             if training and reached:
-                backward = 2 * (matrices[part] + trained[part]) + 5 * layers * attention // 2
+                backward = 2 * (matrices[part] + trained[part])
+                backward += 5 * layers * attention // 2
                 if recompute and part == "core":
                     backward += forward
                 flops += uses_with_gradient * backward
@@ -579,7 +585,8 @@ class RecurrentLM(nn.Module):
         """Takase/Huginn initialisation, for baselines from scratch (the paper's Figure 2)."""
         c = self.config
         depth = c.n_prelude + c.n_coda + c.n_core * c.mean_recurrence  # effective depth
-        generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
+        device = self.embed.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # norms are 1 already
                 std = math.sqrt(2 / (5 * c.n_embd))
