@@ -9,7 +9,6 @@ large or not free to add: those of Llama 3, OLMo 2 and TinyLlama. A test that la
 skipped, and `-rs` prints the command that installs it.
 """
 
-import errno
 import functools
 import itertools
 import json
@@ -29,7 +28,6 @@ from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -133,7 +131,13 @@ def speaker(tmp_path_factory):
     """A random Llama of 5 layers with a SentencePiece tokenizer that has byte fallback."""
     folder = tmp_path_factory.mktemp("speaker")
     model = small(
-        vocab_size=512, n_prelude=5, n_core=0, n_coda=0, bos_token_id=1, eos_token_id=2, context=512
+        vocab_size=512,
+        n_prelude=5,
+        n_core=0,
+        n_coda=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        context=512,
     )
     # Bytes are never the likeliest token: libraries decode an incomplete character differently.
     model.head.weight.data[:259] = 0
@@ -209,7 +213,7 @@ def test_recurrence_is_the_papers_code(name):
         for key, wanted in x.items():
             if key.startswith("grad."):
                 grad = model.get_parameter(ours[key.removeprefix("grad.")]).grad
-                assert (grad - wanted).norm() < 1e-5 * wanted.norm(), key
+                assert relative_error(grad, wanted) < 1e-5, key
 
 
 def test_bfloat16_is_nearer_than_autocast():
@@ -247,10 +251,7 @@ def test_bfloat16_is_nearer_than_autocast():
 
 
 def test_roundings_of_a_bfloat16_model():
-    """
-    In a bfloat16 model a norm rounds its result before it is scaled, as Llama's does, and states,
-    logits and losses are float32. The reference is float64.
-    """
+    """In a bfloat16 model norms round as Llama's, and states, logits and losses are float32."""
     model = small(n_embd=256, n_kv_head=4).bfloat16()
     weight = torch.nn.init.normal_(model.norm_f.weight)
     x = torch.randn(64, 256)
@@ -294,10 +295,11 @@ def test_initial_state():
     model = small(n_embd=64, state_std=1.0)
     wanted = read_json(ORACLE / "initial_state.json")
     s = model.initial_state(128, 128, 5)
-    assert abs(s.std() / 0.98658 - 1) < 0.003
+    assert s.std() == pytest.approx(0.98658, rel=0.003)
     assert s.abs().max() < 3.00001
     assert wanted["raven_llama"]["sample_std"] == pytest.approx(0.98658 * STATE_STD, rel=0.005)
-    for power, moment in (1, 0), (2, 0.97334), (3, 0), (4, 2.68004):  # of the truncated normal
+    moments = 0, 0.97334, 0, 2.68004  # of the truncated normal
+    for power, moment in enumerate(moments, 1):
         assert abs((s**power).mean() - moment) < 0.006 * power
 
     neighbours = [model.initial_state(128, 128, 6)]
@@ -317,7 +319,8 @@ def test_initial_state():
         assert s.std() == pytest.approx(0.98658 * std, rel=0.01)
 
 
-def test_losses_in_chunks(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_losses_in_chunks(compiled, monkeypatch):
     """Losses and gradients are those of one cross-entropy, however few rows of logits fit."""
     model = small()
     idx = torch.randint(17, (3, 11))
@@ -325,50 +328,24 @@ def test_losses_in_chunks(monkeypatch):
     targets[1, 2:7] = -100
     state = model.initial_state(3, 11, 0)
     logits, _ = model(idx, steps=2, state=state)
-    whole = F.cross_entropy(logits.mT, targets)
-    wanted = torch.autograd.grad(whole, list(model.parameters()))
-    monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * 5)
-    _, losses = model(idx, targets, 2, state)
-    loss = mean_loss(losses, targets)
-    assert abs(loss - whole) < 1e-6
+    exact = F.cross_entropy(logits.mT, targets, reduction="none")
+    wanted = torch.autograd.grad(mean_loss(exact, targets), list(model.parameters()))
 
-    found = torch.autograd.grad(loss, list(model.parameters()))
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * 5)
+    if compiled:
+        torch.compiler.reset()
+        model.compile_parts(backend="aot_eager")
+    _, losses = model(idx, targets, 2, state)
+    assert far(losses, exact) < 1e-5
+    found = torch.autograd.grad(mean_loss(losses, targets), list(model.parameters()))
     for ours, theirs in zip(found, wanted, strict=True):
         assert far(ours, theirs) < 1e-6
 
-    s = torch.randn(3, 11, 32)
+    ((_, s),) = model.trajectory(idx, [2], state)
     with torch.no_grad():
         losses, right = model.score(s, targets)
-        logits = model.finish(s)
-    exact = F.cross_entropy(logits.mT, targets, reduction="none")
     assert far(losses, exact) < 1e-5
     assert right.equal(logits.argmax(-1) == targets)
-
-
-@needs_compiler
-def test_compiled_losses(monkeypatch):
-    """The head's losses compile to one graph for all chunks, with the same loss and gradient."""
-    torch.compiler.reset()
-    model = small()
-    idx = torch.randint(17, (2, 16))
-    state = model.initial_state(2, 16, 0)
-    monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * 9)  # 32 rows in 4 shares of 8
-    wanted = model(idx, idx, 2, state)[1].mean()
-    graphs = []
-
-    def note(graph, inputs):
-        graphs.append(graph.print_readable(False))
-        return graph
-
-    model.compile_parts(backend=note)
-    loss = model(idx, idx, 2, state)[1].mean()
-    assert sum("cross_entropy" in graph for graph in graphs) == 1
-    assert abs(loss - wanted) < 1e-6
-
-    found = torch.autograd.grad(loss, list(model.parameters()))
-    exact = torch.autograd.grad(wanted, list(model.parameters()))
-    for ours, theirs in zip(found, exact, strict=True):
-        assert far(ours, theirs) < 1e-6
 
 
 def test_random_weights_have_the_papers_sizes():
@@ -376,7 +353,14 @@ def test_random_weights_have_the_papers_sizes():
     Weights have a std of sqrt(2 / 5C). Matrices that write to the residual stream have that divided
     by sqrt(2 * depth), where the depth counts the recurrent block's layers mean_recurrence times.
     """
-    model = small(n_embd=64, n_ffn=512, n_prelude=2, n_core=2, n_coda=1, mean_recurrence=5)
+    model = small(
+        n_embd=64,
+        n_ffn=512,
+        n_prelude=2,
+        n_core=2,
+        n_coda=1,
+        mean_recurrence=5,
+    )
     std = math.sqrt(2 / (5 * 64))
     written = std / math.sqrt(2 * (2 + 5 * 2 + 1))
     block = model.core[0]
@@ -576,7 +560,9 @@ def test_flags_of_the_loop(llama):
     C = 32
     shape = "--shape", "1,2,1"
     identity = convert(llama, "identity", *shape)
-    assert identity.adapter.weight.equal(torch.cat((torch.zeros(C, C), torch.eye(C)), 1))
+    of_embeddings = torch.eye(C)
+    of_state = torch.zeros(C, C)
+    assert identity.adapter.weight.equal(torch.cat((of_state, of_embeddings), 1))
     assert identity.config.mean_recurrence == 32
 
     half = convert(llama, "half", *shape, "--adapter_init", "half").adapter.weight
@@ -584,7 +570,8 @@ def test_flags_of_the_loop(llama):
 
     random = convert(llama, "torch", *shape, "--adapter_init", "torch")
     torch.manual_seed(0)
-    assert random.adapter.weight.equal(torch.nn.Linear(2 * C, C, bias=False).weight)
+    linear = torch.nn.Linear(2 * C, C, bias=False)
+    assert random.adapter.weight.equal(linear.weight)
 
     add = convert(llama, "add", *shape, "--adapter", "add", "--mean_recurrence", 7)
     assert add.config == replace(identity.config, adapter="add", mean_recurrence=7)
@@ -663,17 +650,18 @@ def test_layer_choice(llama, corpus):
 
     torch.nn.init.normal_(model.norm_f.weight)  # must not matter: influence is measured before it
     save(model, "idle", corpus)
-    wanted = []
+    noted = []
 
     def note(block, given, out):
         (x,) = given[:1]
         cosine = F.cosine_similarity(x.double(), out.double(), -1)
-        wanted.append(1 - cosine.mean().item())
+        noted.append(1 - cosine.mean().item())
 
     for block in model.prelude:
         block.register_forward_hook(note)
     idx = torch.randint(17, (1, 30))
     model(idx)
+    wanted = noted.copy()  # block_influence() calls note(), too
     assert block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
 
     text = "--text", f"{corpus}/test.jsonl"
@@ -683,10 +671,7 @@ def test_layer_choice(llama, corpus):
 
 # ------------------------------------------------------------------------------------------- gguf
 def write_gguf(path, folder, quantized=False):
-    """
-    Write a model in Hugging Face layout as a .gguf file, as llama.cpp does, with a byte-level
-    tokenizer of 258 tokens. quantized: the matrices in Q8_0.
-    """
+    """Write a Hugging Face model as a .gguf file; quantized: the matrices in Q8_0."""
     gguf = need("gguf")
     alphabet = need("tokenizers").pre_tokenizers.ByteLevel.alphabet()
     raw = read_json(folder / "config.json")
@@ -994,7 +979,8 @@ def test_prepare_resumes_byte_identical(source, corpus):
     for i in range(len([*Path("unbroken").glob("train*")])):
         for split in ("train", "val"):
             ids += np.load(f"unbroken/{split}_{i:06d}.npy").tolist()
-    texts = [" ".join(str(i)) + " </s>" for i in range(4000) if i % 50 != 7]
+    kept = [i for i in range(4000) if i % 50 != 7]
+    texts = [" ".join(str(i)) + " </s>" for i in kept]
     assert Tokenizer.load("unbroken").decode(ids) == " ".join(texts)
 
 
@@ -1068,10 +1054,13 @@ def test_validation_has_whole_documents(corpus, n, flags, count_val):
     """prepare keeps the last documents for validation, and loses none."""
     documents(n)
     call("data", *prepare(corpus, "a.jsonl", "out", *flags))
-    texts = [" ".join(str(i)) + " </s>" for i in range(n)]
-    for split, wanted in (("train", texts[:-count_val]), ("val", texts[-count_val:])):
+    texts = []
+    for split in ("train", "val"):
         ids = np.load(f"out/{split}_000000.npy").tolist()
-        assert Tokenizer.load("out").decode(ids) == " ".join(wanted)
+        texts.append(Tokenizer.load("out").decode(ids))
+    wanted = [" ".join(str(i)) + " </s>" for i in range(n)]
+    assert texts[0] == " ".join(wanted[:-count_val])
+    assert texts[1] == " ".join(wanted[-count_val:])
 
 
 def test_validation_of_one_long_text(corpus):
@@ -1083,15 +1072,6 @@ def test_validation_of_one_long_text(corpus):
     assert Tokenizer.load("out").decode(rest[:2].tolist()) == "has 1", "without the byte order mark"
 
 
-def test_drop_looks_at_every_item(corpus):
-    """--drop skips a record if any item of a list matches, in any case."""
-    with open("a.jsonl", "w") as f:
-        for tags in (["Web", "code"], ["web"], [], None):
-            print(json.dumps({"text": "has 1", "tags": tags}), file=f)
-    call("data", *prepare(corpus, "a.jsonl", "out", "--drop=tags=CODE"))
-    assert read_json("out/meta.json")["counts"] == {"kept": 3, "dropped": 1, "bad": 0}
-
-
 def test_large_ids(corpus):
     """Ids above 65,535 are stored without overflow."""
     spec = read_json(corpus / "task" / "tokenizer.json")
@@ -1101,13 +1081,6 @@ def test_large_ids(corpus):
     Path("a.txt").write_text("w20 w65535 w65536 w69999")
     call("data", "prepare", "--input", "a.txt", "--tokenizer", "large", "--out", "out")
     assert np.load("out/train_000000.npy").tolist() == [20, 65535, 65536, 69999, 1]
-
-
-def test_no_locks(monkeypatch, capsys):
-    """On a file system without locks, scripts print a warning and continue."""
-    monkeypatch.setattr(common.fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "none")))
-    common.locked("out").close()
-    assert "cannot be locked" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------- the loader
@@ -1126,7 +1099,8 @@ def test_loader_is_a_pure_function(corpus):
         return [shards.sample(seed, number).tolist() for number in numbers]
 
     first = rows(seed=7, epoch=0)
-    for other in (rows(seed=7, epoch=1), rows(seed=8, epoch=0)):
+    others = [rows(seed=7, epoch=1), rows(seed=8, epoch=0)]
+    for other in others:
         assert sorted(other) == sorted(first)
         assert other != first
 
@@ -1181,7 +1155,8 @@ def solve_stories(story, _):
     """The answers after each sentence of a story (a list of words), computed independently."""
     answers = []
     number = 0
-    for verb, x in zip(story[::2], map(int, story[1::2])):
+    numbers = map(int, story[1::2])
+    for verb, x in zip(story[::2], numbers):
         results = {"has": x, "gets": number + x, "loses": number - x, "times": number * x}
         number = results[verb] % 10
         answers.append(str(number))
@@ -1229,7 +1204,8 @@ def test_corpus_tells_the_truth(task, solve, words, longest):
     lengths = Counter(row["difficulty"] for row in rows)
     assert lengths == dict.fromkeys(range(1, 13), 100) | {18: 300}
 
-    known = {row["question"][0]: row["answer"] for row in rows if row["difficulty"] == 1}
+    shortest = [row for row in rows if row["difficulty"] == 1]
+    known = {row["question"][0]: row["answer"] for row in shortest}
     questions = set()
     for row in rows:
         *sentences, end = row["question"].split(" so")
@@ -1256,9 +1232,11 @@ def test_corpus_tells_the_truth(task, solve, words, longest):
                     beginnings.add(tuple(story[: words * n]))
                 continue
             said = targets[size - 1 :: size]  # None where an answer is not asked for
-            assert all(x in (None, answer) for x, answer in zip(said, answers, strict=True))
-            if any(said) or split[1] == "train":
-                asked[split].add((len(answers), len(answers) - said.count(None)))
+            for answer, right in zip(said, answers, strict=True):
+                assert answer in (None, right)
+            count = len(said) - said.count(None)
+            if count or split[1] == "train":
+                asked[split].add((len(answers), count))
 
     assert asked == {
         ("pretrain", "train"): {(3, 3)},
@@ -1459,7 +1437,8 @@ def test_batch_equals_alone(way):
     limits = (20, 5, 13, 6)
     rows, _ = generate_rows(Decoder(model), prompts, limits, seed=3, **way)
     for prompt, limit, row in zip(prompts, limits, rows, strict=True):
-        assert decode(model, [prompt], limit, seed=3, **way).tolist() == [row]
+        alone = decode(model, [prompt], limit, seed=3, **way)
+        assert alone.tolist() == [row]
 
 
 @pytest.mark.parametrize(
@@ -1486,10 +1465,7 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
 
 
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
-    """
-    Drafting stops after some rounds of wrong drafts in the rows that have not ended. A row that has
-    ended stays within its cache while the others continue.
-    """
+    """Wrong drafts of rows that go on end drafting; rows that ended stay within their cache."""
     model = decode_model()
     rounds = 0
     in_ended = 0
@@ -1505,9 +1481,14 @@ def test_drafts_give_up_and_wait_for_others(monkeypatch):
 
     monkeypatch.setattr(sample, "CHUNK", 1)
     monkeypatch.setattr(sample, "accept", accept)
-    for in_ended, in_others, few_rounds in ((0, 0, True), (12, 0, True), (12, 3, False)):
+    prompts = [[1], [2], [3]]
+    for in_ended, in_others, few_rounds in (
+        (0, 0, True),
+        (12, 0, True),
+        (12, 3, False),
+    ):
         rounds = 0
-        list(Decoder(model).generate([[1], [2], [3]], 40, 3, first_ends, draft_steps=1))
+        list(Decoder(model).generate(prompts, 40, 3, first_ends, draft_steps=1))
         assert (rounds < 9) == few_rounds
 
 
@@ -1528,7 +1509,8 @@ def test_drafts_keep_the_distribution():
     first = at_r[0, 0, :, None]  # of the token after 2, which is never a draft
     exact = first * at_r[:, 1]
     wrong = first * at_draft[:, 1]
-    tokens = decode(model, [[2]] * samples, 2, steps=4, seed=1, draft_steps=1, **options)
+    options |= {"seed": 1, "draft_steps": 1}
+    tokens = decode(model, [[2]] * samples, 2, steps=4, **options)
     pairs = 6 * tokens[:, 0] + tokens[:, 1]
     found = pairs.bincount(minlength=36).view(6, 6) / samples
     error = (exact * (1 - exact) / samples).sqrt()
@@ -1556,7 +1538,8 @@ def test_every_way_of_decoding_compiles():
 
 def test_sampling_follows_its_settings():
     """Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k."""
-    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(20000, 4)
+    p = torch.tensor([0.15, 0.5, 0.05, 0.3])
+    logits = p.log().expand(20000, 4)
     for temperature, top_k, wanted in (
         (1.0, 0, [0.15, 0.5, 0.05, 0.3]),
         (1.0, 2, [0.0, 0.625, 0.0, 0.375]),
@@ -1627,7 +1610,8 @@ def test_schedules_are_the_papers():
             assert train.lr_scale(s, update) == pytest.approx(factor, rel=0, abs=1e-9), update
 
     s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
-    assert [train.lr_scale(s, u) for u in range(4)] == pytest.approx([0.001, 0.334, 0.667, 1])
+    scales = [train.lr_scale(s, update) for update in range(4)]
+    assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
 
     for x, draws in itertools.product(oracle["sampler"]["cases"], (1, 4)):
         s = Settings(
@@ -1724,7 +1708,10 @@ def test_flags_override_the_config():
     values = 'data = "a=b"', 'out_dir = "run"', "lr = 1", "compile = false", "updates = 7"
     Path("my.toml").write_text("\n".join([*values, "eval_recurrences = [8, 1]"]))
     s = train.read_settings(["--updates=9", "--config=my.toml", "--draws=2"])
-    assert (s.data, s.lr, s.compile, s.eval_recurrences) == ("a=b", 1.0, False, [1, 8])
+    assert s.data == "a=b"
+    assert s.lr == 1.0
+    assert s.compile is False
+    assert s.eval_recurrences == [1, 8]
     assert (s.updates, s.draws) == (9, 2)
 
 
@@ -1777,7 +1764,8 @@ def test_plan_counts_all_that_a_rank_holds(dtype):
     storages = {t.data_ptr(): t.nbytes for t in held}  # masters may be the weights themselves
     planned = bench.memory(s, model, gpus=1)
     planned.pop("activations")
-    assert sum(planned.values()) == pytest.approx(sum(storages.values()) / 1e9)
+    wanted = sum(storages.values()) / 1e9
+    assert sum(planned.values()) == pytest.approx(wanted)
 
 
 @pytest.fixture(scope="session")
@@ -1854,7 +1842,7 @@ def test_killed_ranks_end_alike(base):
     for world in ("1", "4"):
         assert logged(world, "loss") == pytest.approx(logged("two", "loss"), abs=1e-2)
         for name, t in weights(f"{world}/step_000012", "model").items():
-            assert (t - wanted[name]).norm() < 0.02 * t.norm(), name
+            assert relative_error(wanted[name], t) < 0.02, name
 
     Path("dies.py").write_text(DIES % "0")
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
@@ -2172,10 +2160,7 @@ def start_of_run(flags):
 
 
 def test_updates_are_torchs(base):
-    """
-    Six updates with two draws each, warm-up and cooldown follow torch's AdamW step by step, and the
-    log has the mean loss of a label. --clip=0 turns clipping off.
-    """
+    """Updates with two draws, warm-up and cooldown follow torch's AdamW step by step."""
     flags = "--optimizer=adamw --updates=6 --draws=2 --warmup=0.4 --seed=3 --cooldown=0.5"
     flags += " --micro_batch=8 --clip=0.5 --out_dir=run"
     flags = [*base, *flags.split()]
@@ -2477,8 +2462,9 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     (result,) = summary["results"]
     assert result["value"] == 0.75
     assert result["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
-    accuracies = [(level, scores[0]) for level, scores in result["by_difficulty"].items()]
-    assert accuracies == [("2", 1.0), ("10", 0.5), ("easy", 1.0)]
+    by_difficulty = result["by_difficulty"]
+    assert [*by_difficulty] == ["2", "10", "easy"]
+    assert [accuracy for accuracy, *_ in by_difficulty.values()] == [1.0, 0.5, 1.0]
 
 
 def test_an_answer_ends_at_any_end(corpus):
@@ -2489,7 +2475,8 @@ def test_an_answer_ends_at_any_end(corpus):
     control, word, end, *_ = dict.fromkeys(ids)  # the first three tokens that differ
     tokenizer.special["a control token"] = control
     model.config.eos_token_id = [99, end]
-    texts = eval_gsm8k.answer_batch(Decoder(model), tokenizer, [[5, 9]], 30, ["x"], 3)
+    decoder = Decoder(model)
+    texts = eval_gsm8k.answer_batch(decoder, tokenizer, [[5, 9]], 30, ["x"], 3)
     kept = [i for i in ids[: ids.index(end)] if i != control]
     assert texts == [tokenizer.decode(kept)]
     assert tokenizer.decode([word]) in texts[0]
@@ -2518,7 +2505,8 @@ def test_a_stop_may_span_several_tokens(speaker, corpus):
         tokenizer = Tokenizer.load(folder)
         *ids, _ = tokenizer.encode(text)
         decoder = scripted(small(), ids)
-        assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, [stop], 1) == [answer]
+        texts = eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, [stop], 1)
+        assert texts == [answer]
 
 
 def test_printed_text_ends_at_any_end(checkpoint, monkeypatch):
@@ -2579,13 +2567,10 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 
     encode = Tokenizer.load(checkpoint).encode
     room = 40 - 30  # the context without the new tokens
-    assert asked == [encode(make_prompt(rows[i]["question"]))[-room:] for i in chosen]
+    prompts = [make_prompt(rows[i]["question"]) for i in chosen]
+    assert asked == [encode(prompt)[-room:] for prompt in prompts]
     assert "4 prompts lose their beginning" in capfd.readouterr().err
     assert read_json("a.json")["cut_prompts"] == 4
-
-    room = len(encode(rows[0]["question"])) - 1
-    said = refusal(*ask, "--template=plain", f"--max_new_tokens={40 - room}", "--out=b.json")
-    assert f"test.jsonl has {room + 1} tokens" in said
 
 
 def test_killed_evaluation_resumes(checkpoint, corpus):
@@ -2612,8 +2597,9 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     assert len(answers_of("killed.jsonl")) == 2 * 60
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
-    for name, value in (("max_new_tokens", 2), ("dtype", "bfloat16"), ("seed", 1)):
-        assert f"{name} = " in refusal("eval_gsm8k", *there, f"--{name}={value}")
+    for flag in ("--max_new_tokens=2", "--dtype=bfloat16", "--seed=1"):
+        name = flag.strip("-").partition("=")[0]
+        assert f"{name} = " in refusal("eval_gsm8k", *there, flag)
 
     others = [json.dumps(row | {"answer": "2"}) for row in rows]
     Path("others.jsonl").write_text("\n".join(others))
@@ -2631,31 +2617,28 @@ def test_which_r_is_enough():
     model = small()
     difficulty = rng.random(n)
     for gap in (0.0, 0.01, 0.03, 0.1):  # how much easier the questions get with r
-        for slip_rate in (0.0, 0.02, 0.3):
-            scores = {}
-            for i, r in enumerate((32, 8, 2)):  # in any order
-                slips = rng.random(n) < slip_rate
-                scores[r] = ((difficulty < 0.6 - gap * i) ^ slips).tolist()
-            best = max(sorted(scores), key=lambda r: np.mean(scores[r]))
-            for wanted in sorted(scores):
-                behind = np.subtract(scores[best], scores[wanted], dtype=float)
-                resampled = behind[rng.integers(0, n, (4000, n))].mean(1)
-                error = resampled.std()
-                if behind.mean() <= 2 * error:
-                    break
-            sentence, found = eval_gsm8k.find_enough(model, scores)
-            assert f"r = {wanted} is enough" in sentence
-            assert (found["steps"], found["best"]) == (wanted, best)
-            assert found["difference"] == pytest.approx(behind.mean(), abs=1e-12)
-            assert found["standard_error"] == pytest.approx(error, rel=0.05)
-            chosen.add(wanted)
+        scores = {}
+        for i, r in enumerate((32, 8, 2)):  # in any order
+            slips = rng.random(n) < 0.02
+            scores[r] = ((difficulty < 0.6 - gap * i) ^ slips).tolist()
+        best = max(sorted(scores), key=lambda r: np.mean(scores[r]))
+        for wanted in sorted(scores):
+            behind = np.subtract(scores[best], scores[wanted], dtype=float)
+            resampled = behind[rng.integers(0, n, (4000, n))].mean(1)
+            error = resampled.std()
+            if behind.mean() <= 2 * error:
+                break
+        sentence, found = eval_gsm8k.find_enough(model, scores)
+        assert f"r = {wanted} is enough" in sentence
+        assert (found["steps"], found["best"]) == (wanted, best)
+        assert found["difference"] == pytest.approx(behind.mean(), abs=1e-12)
+        assert found["standard_error"] == pytest.approx(error, rel=0.05)
+        chosen.add(wanted)
     assert chosen == {2, 8, 32}, "the cases are too alike"
 
     few = {1: [True, True, False, False], 8: [True] * 4}
     sentence = "4 questions are too few to say which r is enough"
     assert eval_gsm8k.find_enough(model, few) == (sentence, None)
-    none = {1: [False] * 100, 8: [False] * 100}
-    assert eval_gsm8k.find_enough(model, none) == ("no r answers any question", None)
 
 
 @pytest.fixture(scope="session")
@@ -2721,7 +2704,10 @@ def test_evaluation_decodes_as_asked(looped, monkeypatch):
     call(*ask, "--out=a.json")
     flags = "--template=plain", "--draft_steps=1", "--compile", "--dtype=bfloat16"
     call(*ask, "--out=b.json", *flags)
-    assert used == [(STOPS, 0, False, torch.float32), ((), 1, True, torch.bfloat16)]
+    assert used == [
+        (STOPS, 0, False, torch.float32),
+        ((), 1, True, torch.bfloat16),
+    ]
 
 
 def test_the_harness_scores_an_export(looped):
@@ -2803,7 +2789,10 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
 def test_plot_results():
     """plot.py prints the points that it draws; an ordinary model has one value at every r."""
     need("matplotlib")
-    for name, n_core, value, steps in (("loop", 2, 0.5, range(2, 16)), ("parent", 0, 1, [0])):
+    for name, n_core, value, steps in (
+        ("loop", 2, 0.5, range(2, 16)),
+        ("parent", 0, 1, [0]),
+    ):
         rows = []
         for r in steps:
             row = {"steps": r, "metric": "flexible", "value": value, "standard_error": 0.25 * value}
@@ -3004,19 +2993,8 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 
 def test_interactive(checkpoint, monkeypatch, capfd):
     """--interactive continues each line, /NAME VALUE sets a flag, mistakes change nothing."""
-    lines = (
-        b"has 1",
-        b"/steps 2,4",
-        b"/steps x",
-        b"/model m",
-        b"has 1",
-        b"/draft_steps 2",
-        b"/steps 8",
-        b"/temperature 0.8",
-        b"has 1",
-        b"/trace",
-        b"has 1",
-    )
+    lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
+    lines += [b"/draft_steps 2", b"/steps 8", b"has 1", b"/trace", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
@@ -3088,28 +3066,6 @@ def test_tokens_as_text(speaker):
     assert "".join(shown).replace("'\ufffd'", "") == "nave"
 
 
-def test_picture_of_a_trace(corpus, monkeypatch, capfd):
-    """--picture draws the probability of the largest r's prediction, at each r and position."""
-    need("matplotlib")
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
-    model = small(seed=2, context=40, state_std=1.0)
-    save(model, "m", corpus)
-    call("sample", "--model=m", "--prompt=has 7 so gets 2", "--steps=1,2,6", "--picture=a.png")
-    (image,) = drawn[0].axes[0].images
-    idx = torch.tensor([Tokenizer.load("m").encode("has 7 so gets 2", bos=True)])
-    state = model.initial_state(*idx.shape, 0)
-    p = []
-    for r in (1, 2, 6):
-        logits, _ = model(idx, steps=r, state=state)
-        p.append(logits[0].softmax(-1))
-    chosen = p[-1].argmax(-1, keepdim=True)
-    wanted = torch.cat([of_r.gather(1, chosen) for of_r in p], 1)
-    assert np.abs(image.get_array() - wanted.detach().numpy()).max() < 1e-5
-
-
 def test_characters_stream_whole(speaker, monkeypatch):
     """sample.py streams only whole characters, and nothing of the prompt, which begins with BOS."""
     text = "naïve 漢字 👍🏽 na e\u0301"
@@ -3171,8 +3127,9 @@ def test_transformers_runs_the_export(changes):
     drawn = theirs.transformer.draw_state(state, torch.arange(12)[None])
     assert drawn.equal(model.initial_state(1, 12, 0).expand(2, -1, -1))
     theirs.train()  # the noise of training differs from row to row and from call to call
-    first, second = (theirs.transformer.draw_state(state, torch.arange(12)[None]) for _ in "ab")
-    noises = [*first, *second, drawn[0]]
+    noises = [drawn[0]]
+    for _ in range(2):
+        noises += theirs.transformer.draw_state(state, torch.arange(12)[None])
     assert all(not a.equal(b) for a, b in itertools.combinations(noises, 2))
     theirs.eval()
 
@@ -3182,11 +3139,13 @@ def test_transformers_runs_the_export(changes):
         assert far(out.logits, logits) < 1e-4
 
     theirs(ids, labels=ids, num_steps=3, initial_state=state).loss.backward()
-    _, losses = model(ids[:, :-1], ids[:, 1:], steps=3, state=state[:, :-1])
+    idx = ids[:, :-1]
+    targets = ids[:, 1:]
+    _, losses = model(idx, targets, steps=3, state=state[:, :-1])
     losses.mean().backward()
     for ours, (name,) in surgery.tensor_names(model.config, "huginn_raven").items():
-        grad = model.get_parameter(ours).grad
-        assert (theirs.get_parameter(name).grad - grad).norm() < 1e-4 * grad.norm(), ours
+        grad = theirs.get_parameter(name).grad
+        assert relative_error(grad, model.get_parameter(ours).grad) < 1e-4, ours
 
     ids[0, :6] = 0  # padding
     prompts = [row[row > 0].tolist() for row in ids]
@@ -3231,16 +3190,6 @@ def test_forward_takes_what_others_give(checkpoint):
         with pytest.raises(ValueError, match=words):
             model(ids[:, :1], num_steps=wrong, past_key_values=out.past_key_values)
 
-    if hasattr(tf, "ContinuousBatchingConfig"):  # transformers 4 offers it on GPUs only
-        prompts = [[2, 7, 3], list(range(2, 14))]
-        model.config.mean_recurrence = 6
-        settings = tf.GenerationConfig(max_new_tokens=8, eos_token_id=None, do_sample=False)
-        pages = tf.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-        outputs = model.generate_batch(prompts, settings, pages).values()
-        outputs = sorted(outputs, key=lambda output: output.request_id)
-        new = [output.generated_tokens for output in outputs]
-        assert new == decode(ours, prompts, 8, steps=6).tolist()
-
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_an_engine_finds_its_slots(norm, monkeypatch):
@@ -3281,10 +3230,7 @@ def test_an_engine_finds_its_slots(norm, monkeypatch):
 
 
 def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
-    """
-    transformers encodes and decodes with an export as we do, except for leading and repeated blanks
-    with a tokenizer.model, and for the names of control tokens.
-    """
+    """transformers gives our ids, except for control tokens' names and SentencePiece's blanks."""
     tf = need("transformers")
     need("google.protobuf")
     tiny("s5", "s5", rows=64)
@@ -3298,7 +3244,8 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         ours = Tokenizer.load(folder)
         m = f"m/{folder.name}"
         out = f"out/{folder.name}"
-        small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1).save(m)
+        model = small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1)
+        model.save(m)
         data.copy_tokenizer(folder, m)
         call("surgery", m, out, "--export", "hf")
         theirs = tf.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
@@ -3335,18 +3282,21 @@ needs_gpu = pytest.mark.skipif(
 
 
 def gpu_model(device, dtype, width=128, T=128):
-    """
-    Return a random model on a device, with grouped heads of size 64, and inputs for it: idx and
-    targets, both (4, T) int64, and a state (4, T, C).
-    """
+    """A random model with heads of 64 on a device, and idx, targets and a state for it."""
     model = small(
-        vocab_size=512, n_embd=width, n_head=width // 64, n_kv_head=1, n_ffn=352, context=512
+        vocab_size=512,
+        n_embd=width,
+        n_head=width // 64,
+        n_kv_head=1,
+        n_ffn=352,
+        context=512,
     )
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(512, (4, T + 1), generator=generator)
     state = torch.randn(4, T, width, generator=generator)
     model.to(device, dtype)
-    return model, idx[:, :-1].to(device), idx[:, 1:].to(device), state.to(device)
+    idx = idx.to(device)
+    return model, idx[:, :-1], idx[:, 1:], state.to(device)
 
 
 def bfloat16_limit(cpu_error):
@@ -3474,10 +3424,7 @@ def test_gpu_decodes_like_the_cpu(compiled):
 
 @needs_gpu
 def test_gpu_run_resumes(base):
-    """
-    A compiled run in bfloat16 that was killed and resumed, and one on two GPUs if there are two,
-    end with the validation loss of one that was not, which has fallen.
-    """
+    """A compiled run that was killed, or on two GPUs, ends with the loss of one that was not."""
     base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10"]
     call("train", *base, "--out_dir=unbroken")
     killed = launch("train.py", *base, "--out_dir=killed")
@@ -3528,10 +3475,7 @@ def simulation(request, tmp_path_factory):
 
 
 def test_right_device_and_no_hidden_waits(simulation):
-    """
-    On a mock GPU all scripts keep their tensors on one device, and the mock is shown to notice. An
-    update, alone or as one of 8 ranks, and a round of decoding wait for it only as WAITS says.
-    """
+    """On a mock GPU, tensors share one device, and the host waits for it only as WAITS says."""
     if not simulation:
         pytest.skip("needs a C++ compiler and torch for CPUs; with a GPU use LOOPGRAFT_GPU=1")
     process, folder = simulation
