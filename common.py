@@ -75,15 +75,10 @@ class Parser(argparse.ArgumentParser):
         """Called by argparse. Raises UserError, which names the known flag nearest to a typo."""
         known = self._option_string_actions  # {flag: ...}; argparse has no public list
         for flag in re.findall(r"--[\w-]+", message):
-            if flag not in known:
-                message += did_you_mean(flag, known)
+            near = difflib.get_close_matches(flag, known, 1)
+            if near and flag not in known:
+                message += f" (did you mean {near[0]}?)"
         raise UserError(f"{message} (--help lists the flags)")
-
-
-def did_you_mean(word, words):
-    """Return " (did you mean X?)" with the closest of `words`, or "" if none is close."""
-    near = difflib.get_close_matches(str(word), map(str, words), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def opening(doc, paragraphs=2):

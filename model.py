@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, did_you_mean, read_json, write_json
+from common import UserError, read_json, write_json
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)): Huginn's value, used at every width
 IGNORE = -100                      # a target that carries no loss, as in torch
@@ -674,9 +674,7 @@ def find_checkpoint(folder):
     if saved:
         folder = saved[-1]
     if not Path(folder, "config.json").exists():
-        siblings = Path(folder).parent.glob("*/")
-        raise UserError(f"{folder}: no such folder, or it has no config.json or step_* checkpoint"
-                        f"{did_you_mean(folder, siblings)}")
+        raise UserError(f"{folder}: no such folder, or it has no config.json or step_* checkpoint")
     return str(folder)
 
 

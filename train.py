@@ -452,11 +452,12 @@ def validate(settings, model, val_sets):
                 right[j] += hit.sum()
     if WORLD > 1:
         dist.all_reduce(totals)
-    if not labels[0]:
+    count = labels[0].long().item()
+    if not count:
         raise UserError("no validation row has a label, so there is no loss to measure. Raise "
                         "--eval_rows, or create the data set again")
     val = dict(zip(steps, (losses / labels).tolist()))
-    say(f"validation on {labels[0]:,.0f} labels: loss "
+    say(f"validation on {count:,} labels: loss "
         + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
     return {"val": val, "accuracy": dict(zip(steps, (right / labels).tolist()))}
 
@@ -707,7 +708,7 @@ def start_processes():
         torch.set_float32_matmul_precision("high")
     if WORLD == 1:
         return device
-    store, _, _ = next(dist.rendezvous("env://"))
+    store, *_ = next(dist.rendezvous("env://"))
     if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):
         # All attempts on one node share torchrun's store, which still holds the addresses of
         # processes that died, so each attempt gets a key prefix of its own. Several nodes may count
