@@ -67,10 +67,6 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
 
-    def groups(self):
-        """Add the three sections of --help, "what", "how" and "output", and return them."""
-        return [self.add_argument_group(title) for title in ("what", "how", "output")]
-
     def error(self, message):
         """Called by argparse. Raises UserError, which names the known flag nearest to a typo."""
         known = self._option_string_actions  # {flag: ...}; argparse has no public list

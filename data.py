@@ -5,7 +5,7 @@ shards, which train.py takes as --data.
     python data.py prepare --input asked.jsonl --prompt question --field answer \\
         --tokenizer out/tiny/task --out out/data/asked
     python data.py prepare --input web/*.parquet --tokenizer out/tinyllama --out out/data/web
-    python data.py prepare --input chats.jsonl --field messages --loss assistant --tokenizer ...
+    python data.py prepare --input chats.jsonl --field messages --tokenizer ...
 
 To download a data set from the Hugging Face Hub (pip install huggingface_hub):
 
@@ -88,21 +88,14 @@ class Tokenizer:
 
     @staticmethod
     def load(folder):
-        """
-        Load the Tokenizer in a folder. Raises UserError if there is none, or none that we can read.
-        """
+        """Load the Tokenizer in a folder. Raises UserError if there is none."""
         path = tokenizer_file(folder)
         config_path = Path(folder, "tokenizer_config.json")
         config = read_json(config_path) if config_path.exists() else {}
-        try:
-            if path.suffix == ".json":
-                found = read_tokenizer_json(path)
-            else:
-                found = read_sentencepiece(path, config)
-        except UserError:
-            raise
-        except Exception as e:  # the libraries raise nothing narrower
-            raise UserError(f"{path}: corrupt, or an unsupported kind of tokenizer ({e!r:.200})")
+        if path.suffix == ".json":
+            found = read_tokenizer_json(path)
+        else:
+            found = read_sentencepiece(path, config)
         encode, decode, known, special, bos_id = found
         eos_id = find_eos(path, config, special)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
@@ -318,14 +311,8 @@ def byte_level(spec, word_pattern, special, in_text):
 
 
 def tokenizers_library(path):
-    """
-    A tokenizer.json of any kind, with Hugging Face's tokenizers library. Raises UserError if that
-    is not installed.
-    """
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(f"{path}: this kind of tokenizer needs `pip install tokenizers`")
+    """A tokenizer.json of any kind, with Hugging Face's tokenizers library."""
+    import tokenizers
     coder = tokenizers.Tokenizer.from_file(str(path))
     coder.encode_special_tokens = True  # as ordinary text
     coder.no_truncation()
@@ -350,40 +337,29 @@ ROLE = "(?:user|human|assistant|system)"
 TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
+MAX_BAD = 0.01  # if more of the records than this cannot be read, something else is wrong
+
 
 def read_records(path):
     """
     Yield the records of a file: dicts, or bytes of JSON, which tokenize() parses in its thread.
-    Raises UserError if the file is corrupt or of an unknown kind.
+    Raises UserError if the file is of an unknown kind, or a text file is not UTF-8.
     """
     kind = Path(path).suffix
     if kind in (".txt", ".md", ".rst"):
-        yield {"text": read_text(path)}
+        try:
+            yield {"text": Path(path).read_text("utf-8-sig")}
+        except UnicodeDecodeError as e:
+            raise UserError(f"{path}: not UTF-8 ({e}). Convert the file, for example with iconv")
     elif kind == ".jsonl":
         with open(path, "rb") as file:
             yield from filter(bytes.strip, file)  # skips empty lines
     elif kind == ".parquet":
-        try:
-            from pyarrow import parquet
-            for batch in parquet.ParquetFile(path).iter_batches(256):
-                yield from batch.to_pylist()
-        except ImportError:
-            raise UserError(f"{path}: parquet files need `pip install pyarrow`")
-        except ValueError as e:
-            raise UserError(f"{path}: corrupt ({e})")
+        from pyarrow import parquet
+        for batch in parquet.ParquetFile(path).iter_batches(256):
+            yield from batch.to_pylist()
     else:
         raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
-
-
-def read_text(path):
-    """Read a text file. Raises UserError, with the line number, if it is not UTF-8."""
-    content = Path(path).read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        line = 1 + content.count(b"\n", 0, e.start)
-        raise UserError(f"{path}: line {line} is not UTF-8 text (byte {content[e.start]:#x}: "
-                        f"{e.reason}). Convert the file, for example with iconv")
 
 
 def column_value(record, column):
@@ -419,21 +395,19 @@ def as_text(value):
 
 def read_column(record, column):
     """
-    Read a column of text, a number, ids or a chat. Returns [(role, text or ids), ...]: a pair for
-    each message of a chat, with its role in lower case, otherwise one pair, whose role is "". If a
-    message consists of parts, only its text parts count.
+    Read a column of text, a number, ids or a chat. Returns text or ids. The messages of a chat are
+    joined by newlines; if a message consists of parts, only its text parts count.
     """
     value = as_text(column_value(record, column))
     if isinstance(value, str) or isinstance(value[0], int):
-        return [("", value)]
+        return value
     messages = []
     for message in value:
         content = message["content"] or ""
         if isinstance(content, list):
             content = "".join(part["text"] for part in content if part["type"] == "text")
-        role = str(message.get("role")).lower()
-        messages.append((role, content))
-    return messages
+        messages.append(content)
+    return "\n".join(messages)
 
 
 def document(tokenizer, record, args):
@@ -441,21 +415,17 @@ def document(tokenizer, record, args):
     Turn a record into an array (2, N) int32: token ids, and targets, which are already shifted,
     with -100 for no loss.
 
-    The first text begins with BOS, a newline precedes each later one, and each text that carries
-    loss ends with EOS; ids stay as they are. Text that carries loss and text that does not are
-    tokenized separately, so that a prompt has the same ids here as when the model is asked.
+    The document begins with BOS and ends with EOS, and a newline separates a prompt from the text
+    that carries loss; ids stay as they are. The two are tokenized separately, so that a prompt has
+    the same ids here as when the model is asked.
 
     args: the flags of prepare. Raises an exception, which tokenize() catches, if a column is
     missing or of another kind, if ids are out of range, or if no token carries loss.
     """
-    pieces = []  # (text or ids, whether it carries loss)
-    for column in args.field.split(","):
-        for role, content in read_column(record, column):
-            pieces.append((content, args.loss == "all" or args.loss == role))
-    if args.loss == "all" and isinstance(pieces[0][0], str):
-        pieces = [("\n".join(text for text, _ in pieces), True)]
+    pieces = [(read_column(record, args.field), True)]  # (text or ids, whether it carries loss)
     if args.prompt:
-        pieces = [(as_text(column_value(record, args.prompt)), False), *pieces]
+        prompt = as_text(column_value(record, args.prompt))
+        pieces.insert(0, (prompt, False))
     ids = []
     labels = []
     for content, has_loss in pieces:
@@ -487,7 +457,7 @@ def tokenize(tokenizer, args, record):
     Turn a record into a document: token ids, (1, N), and a second row of targets if some tokens
     carry no loss. Returns ("kept", the document), ("dropped", None), or ("bad", the reason).
     """
-    num_rows = 2 if args.prompt or args.loss != "all" else 1
+    num_rows = 2 if args.prompt else 1
     try:
         if isinstance(record, bytes):
             record = json.loads(record)
@@ -567,10 +537,10 @@ def pack(args, tokenizer, meta):
                     documents.clear()
                     size = 0
             total = sum(counts.values())
-            if counts["bad"] > args.max_bad * total:
-                raise UserError(f"{args.out}: {counts['bad']} of {total} records so far are bad, "
-                                f"more than --max_bad={args.max_bad} allows. Check the file, and "
-                                f"the flags that name columns. One of them: {example}")
+            if counts["bad"] > MAX_BAD * total:
+                raise UserError(f"{args.out}: {counts['bad']} of {total} records so far are bad. "
+                                "Check the file, and the flags that name columns. One of them: "
+                                f"{example}")
     if documents:
         write_shards(args, meta, documents)
     if not meta["shards"]["train"]:
@@ -600,9 +570,7 @@ def prepare(args):
         "arguments": vars(args) | {
             "input": [[os.path.basename(path), digest(path)] for path in args.input],
             "tokenizer": tokenizer.fingerprint,
-            # These two may change on resume.
-            "out": None,
-            "max_bad": None,
+            "out": None,  # may change on resume
         },
         "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
         "longest": 0,        # tokens in the longest document
@@ -610,7 +578,6 @@ def prepare(args):
         "row_length": None,  # any T is allowed
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
-        "prompt": "The",     # sample.py's default for a model that is trained on this
     }
     out = Path(args.out)
     finished = out / "meta.json"
@@ -682,10 +649,7 @@ class Shards:
                             f"--context={row_length}")
         for name, *_ in self.meta["shards"][split]:
             path = f"{folder}/{name}"
-            try:
-                tokens = np.load(path, mmap_mode="r")
-            except (ValueError, EOFError) as e:
-                raise UserError(f"{path}: corrupt ({e}). Create the data set again")
+            tokens = np.load(path, mmap_mode="r")
             shard = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append(shard)
             self.starts.append(self.num_rows)
@@ -783,35 +747,28 @@ def main():
         "prepare", help="pack files into a data set", description=opening(__doc__),
         usage="data.py prepare --input FILE ... --tokenizer FOLDER --out FOLDER [flags]",
         epilog="If it is killed, run the same command again: it resumes at the next shard.")
-    what, how, output = preparing.groups()
-    flag = what.add_argument
+    flag = preparing.add_argument
     flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
          help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
     flag("--tokenizer", required=True, metavar="FOLDER",
          help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
     flag("--field", default="text", metavar="COLUMN",
-         help="the column to train on (default: text), or several, as a,b; it may hold text, chat "
-              "messages, or token ids")
+         help="the column to train on (default: text), which may hold text, chat messages, or "
+              "token ids")
     flag("--prompt", metavar="COLUMN",
          help="a column of text that precedes --field and carries no loss, such as the question; a "
               "newline separates the two")
-    flag("--loss", choices=("all", "assistant"), default="all",
-         help="assistant: in chats, only the assistant's messages carry loss")
     flag("--drop", nargs="+", action="extend", default=[], metavar="COLUMN=TEXT",
          help="skip records whose COLUMN contains TEXT, ignoring case; a.b is column b inside "
               "column a, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
-    flag = how.add_argument
     flag("--val", type=fraction, default=0.01, metavar="X",
          help="fraction of each shard's documents to use for validation (0.01), but at least 32, "
               "or a tenth if that is fewer")
-    flag("--max_bad", type=fraction, default=0.01, metavar="X",
-         help="largest fraction of records that may be unreadable (0.01); these are counted and "
-              "skipped")
     flag("--shard_tokens", type=positive, default=100_000_000, metavar="N",
          help="approximate number of tokens in a shard (100 million)")
-    output.add_argument("--out", required=True, metavar="FOLDER", help="folder of the new data set")
+    flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")
     prepare(parser.parse_args())
 
 

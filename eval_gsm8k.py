@@ -1,9 +1,7 @@
 """
-Ask a model the questions of GSM8K, or your own, at several numbers of recurrences r. The last line
-says which r is enough.
+Ask a model the questions of GSM8K, or your own, at several numbers of recurrences r.
 
     python eval_gsm8k.py --model out/llama-4-6-4 --steps 1,2,4,8,16,32
-    torchrun --nproc_per_node=4 eval_gsm8k.py --model out/llama-4-6-4
     python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
         --template plain --max_new_tokens 1
 
@@ -12,8 +10,7 @@ lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32
 tokens. "flexible" scores the last number of the output, "strict" the one after "The answer is".
 For other tasks, run the harness itself on an export (README.md has the command).
 
-Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. (To fetch
-its training set: python -c "import eval_gsm8k; eval_gsm8k.fetch_gsm8k('train')".) Each line of
+Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. Each line of
 --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the
 number of sentences, accuracy is broken down by it.
 
@@ -21,43 +18,31 @@ With --template plain, the prompt is the question alone, and there is one score,
 reference is a number, alone or after "####" or an equals sign, the last number of the output has to
 equal it. Elsewhere the whole output has to be the reference's text.
 
-The r that is enough is the smallest whose accuracy is within two standard errors of the best one's,
-by the differences between answers to the same question. An ordinary model has no r and gets one
-row. Answers depend a little on --seed, since s_0 is noise.
+An ordinary model has no r and gets one row. Answers depend a little on --seed, since s_0 is noise.
 
 Each batch appends its answers to a .jsonl file beside the summary, one line per question and r. Its
 first line holds the settings, and digests of the weights and the questions. The same command
-resumes an evaluation that was killed, on any number of processes, even if the files have moved.
-More --steps or a larger --limit extend an existing file. To start over, delete it. The summary is
-written last.
+resumes an evaluation that was killed, even if the files have moved. More --steps or a larger
+--limit extend an existing file. To start over, delete it. The summary is written last.
 """
 import json
 import math
-import os
 import re
-import statistics
-import sys
 from dataclasses import asdict
 from decimal import Decimal
-from itertools import chain
 from pathlib import Path
 
 import requests
 import torch
-import torch.distributed as dist
 
-from common import (RANK, WORLD, Parser, UserError, check_settings, cli, digest, natural, opening,
-                    positive, read_json, recurrences, say, write_atomically, write_json)
+from common import (Parser, UserError, check_settings, cli, digest, opening, positive, random_seed,
+                    read_json, recurrences, write_atomically, write_json)
 from data import as_text
-from sample import (COMPILE_HELP, DEPTHS, DRAFT_STEPS_HELP, Decoder, add_model_arguments,
-                    describe, load_model)
+from sample import COMPILE_HELP, DEPTHS, Decoder, describe, load_model, tell
 
-SOURCE = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
-          "grade_school_math/data")
-DIGESTS = {  # what common.digest() returns for the files
-    "test": "3730d312f6e34405",
-    "train": "17f347dc51477c50",
-}
+GSM8K = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
+         "grade_school_math/data/test.jsonl")
+GSM8K_DIGEST = "3730d312f6e34405"  # what common.digest() returns for it
 
 # The first of the chain-of-thought examples of Wei et al. (arXiv 2201.11903).
 EXAMPLE = """\
@@ -70,25 +55,20 @@ more were planted. So there must have been 21 - 15 = 6. The answer is 6.
 STOPS = ("Q:", "</s>", "<|im_end|>")  # plain substrings; the tokenizer's EOS ends a text as well
 WINDOW = 16  # tokens in which to look for a stop; at worst, each of its bytes is a token
 INVALID = "[invalid]"
-FEWEST = 30  # fewer questions than this are too few to say which r is enough
 
 
 # ---- questions --------------------------------------------------------------------------------
 
-def fetch_gsm8k(part="test"):
-    """
-    Return the path of GSM8K's 1,319 questions for testing, or with part = "train" of the 7,473 for
-    training. The first call downloads them.
-    """
-    path = Path(f"out/data/gsm8k/{part}.jsonl")
-    url = f"{SOURCE}/{part}.jsonl"
+def fetch_gsm8k():
+    """Return the path of GSM8K's 1,319 test questions. The first call downloads them."""
+    path = Path("out/data/gsm8k/test.jsonl")
     if not path.exists():
-        say(f"downloading {url} to {path}", file=sys.stderr)
-        response = requests.get(url, timeout=60)
+        tell(f"downloading {GSM8K} to {path}")
+        response = requests.get(GSM8K, timeout=60)
         response.raise_for_status()
         with write_atomically(path) as new:
             new.write_bytes(response.content)
-    if digest(path) != DIGESTS[part]:
+    if digest(path) != GSM8K_DIGEST:
         raise UserError(f"{path} is not GSM8K's file. Delete it, or name a file with --data")
     return path
 
@@ -129,14 +109,14 @@ def read_questions(path, limit=None):
     return [questions[i * count // kept] for i in range(kept)]
 
 
-def make_prompt(question, template="cot", shots=1):
+def make_prompt(question, template="cot"):
     """
-    Return the text that the model continues. template: "cot" for the paper's prompt, with or
-    without its example (shots = 1 or 0), or "plain" for the question alone.
+    Return the text that the model continues. template: "cot" for the paper's prompt, with its
+    example, or "plain" for the question alone.
     """
     if template == "plain":
         return question
-    return f"{EXAMPLE * shots}Q: {question}\nA: Let's think step by step."
+    return f"{EXAMPLE}Q: {question}\nA: Let's think step by step."
 
 
 def encode_prompts(questions, model, tokenizer, args):
@@ -152,7 +132,7 @@ def encode_prompts(questions, model, tokenizer, args):
                         f"the model's context of {context}")
     count_cut = 0
     for question in questions:
-        prompt = make_prompt(question["question"], args.template, args.shots)
+        prompt = make_prompt(question["question"], args.template)
         ids = tokenizer.encode(prompt, bos=True)
         question["ids"] = ids[-room:]
         if len(ids) > room:
@@ -258,13 +238,13 @@ METRICS = {
 
 # ---- answers ----------------------------------------------------------------------------------
 
-def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
+def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     """
     Continue a batch of prompts at depth r, each until it has produced a stop string, an end of
     text, or max_new_tokens.
 
     prompts: lists of ids, such as [[1, 660], [1, 29984, 29901]]. stops: strings, such as STOPS, or
-    (). options: keywords of Decoder.generate().
+    (). seed: of the noise s_0.
 
     Returns the new texts, cut at the first stop string, such as [" It is 18.", ""].
     """
@@ -277,7 +257,7 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **option
         text = tokenizer.decode(new[row][-WINDOW:])  # generate() has already yielded `token`
         return any(stop in text for stop in stops)
 
-    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, ends, **options):
+    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, ends, seed=seed):
         new[row].append(token)
     control = {*tokenizer.special.values(), *last}  # not part of a text, as in the harness
     texts = []
@@ -303,8 +283,7 @@ def answer_questions(decoder, tokenizer, questions, r, args):
     """
     prompts = [question["ids"] for question in questions]
     stops = STOPS if args.template == "cot" else ()
-    texts = answer_batch(decoder, tokenizer, prompts, args.max_new_tokens, stops, r,
-                         seed=args.seed, draft_steps=args.draft_steps)
+    texts = answer_batch(decoder, tokenizer, prompts, args.max_new_tokens, stops, r, args.seed)
     lines = []
     for question, text in zip(questions, texts):
         line = {"index": question["index"], "steps": r, "output": text}
@@ -316,36 +295,27 @@ def answer_questions(decoder, tokenizer, questions, r, args):
 
 def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
     """
-    Answer the questions that `answers`, {(r, index): line}, lacks. Adds their lines there and to
-    the file. In each round every rank answers one batch, and rank 0 writes.
+    Answer the questions that `answers`, {(r, index): line}, lacks, and add their lines to it and to
+    the file.
     """
     # Sorted by length, so that batches need little padding. The longest come first, so that
     # running out of memory happens early.
     order = sorted(questions, key=lambda question: -len(question["ids"]))
-    batches = []
     for r in steps:
         for first in range(0, len(order), args.batch_size):
             batch = order[first:first + args.batch_size]
             # A batch that is only half answered is run again as a whole, because rounding depends
             # on all of its rows.
-            if any((r, question["index"]) not in answers for question in batch):
-                batches.append((r, batch))
-    for first in range(0, len(batches), WORLD):
-        lines = []
-        if first + RANK < len(batches):
-            r, batch = batches[first + RANK]
+            missing = [q["index"] for q in batch if (r, q["index"]) not in answers]
+            if not missing:
+                continue
             lines = answer_questions(decoder, tokenizer, batch, r, args)
-        if WORLD > 1:
-            of_ranks = [None] * WORLD
-            dist.all_gather_object(of_ranks, lines)
-            lines = list(chain(*of_ranks))
-        new = [line for line in lines if (line["steps"], line["index"]) not in answers]
-        for line in new:
-            answers[line["steps"], line["index"]] = line
-        if RANK == 0:
             with open(path, "a") as f:
-                f.writelines(json.dumps(line) + "\n" for line in new)
-        say(f"batch {min(first + WORLD, len(batches))} of {len(batches)}", file=sys.stderr)
+                for line in lines:
+                    if line["index"] in missing:
+                        answers[r, line["index"]] = line
+                        f.write(json.dumps(line) + "\n")
+            tell(f"r = {r}: {first + len(batch)} of {len(order)} questions")
 
 
 # ---- the file of answers ----------------------------------------------------------------------
@@ -355,9 +325,7 @@ def answer_settings(args, model, tokenizer):
     Return all that decides an answer, as the first line of a file of answers holds it. Files are
     named by their digests, since a file may move, and training may go on in the model's folder.
     """
-    keys = ["template", "max_new_tokens", "dtype", "seed", "draft_steps"]
-    if args.template == "cot":
-        keys.append("shots")
+    keys = "template", "max_new_tokens", "dtype", "seed"
     settings = {key: getattr(args, key) for key in keys}
     settings["questions"] = digest(args.data)
     settings["weights"] = digest(f"{model.folder}/model.safetensors")
@@ -371,7 +339,7 @@ def read_answers(path, settings):
     Read a file of answers as {(r, index): line}; {} if there is no file. An unfinished last line,
     of a process that was killed, is dropped. Raises UserError if the file has other settings.
     """
-    if not os.path.exists(path):
+    if not Path(path).exists():
         return {}
     *lines, unfinished = Path(path).read_text().split("\n")
     header, *lines = map(json.loads, lines)
@@ -416,68 +384,30 @@ def summarise(questions, answers, steps, metrics):
     return results
 
 
-def find_enough(model, scores):
-    """
-    Find the smallest r whose accuracy is within two standard errors of the best one's.
-
-    All r answer the same questions, so the standard error is that of the mean difference per
-    question, which is usually smaller than that of either accuracy.
-
-    model: for its FLOPs. scores: {r: [whether each question was answered right]}.
-
-    Returns what it found as a sentence, and as a dict: "steps", the r found; "best", the r of the
-    highest accuracy (the smallest such r in a tie); "difference", how far "steps" is behind it, and
-    its "standard_error". The dict is None if the answers do not tell.
-    """
-    best = max(sorted(scores), key=lambda r: sum(scores[r]))
-    n = len(scores[best])
-    if not any(scores[best]):
-        return "no r answers any question", None
-    if n < FEWEST:
-        return f"{n} questions are too few to say which r is enough", None
-    for r in sorted(scores):  # ends at `best` at the latest, where difference and error are 0
-        behind = [b - x for b, x in zip(scores[best], scores[r], strict=True)]
-        difference = statistics.fmean(behind)
-        error = statistics.pstdev(behind) / math.sqrt(n)
-        if difference <= 2 * error:
-            break
-    reason = "no r scores higher, and no smaller r comes within two standard errors of it"
-    if r < best:
-        cost = model.flops_per_token(r) / model.flops_per_token(best)
-        reason = (f"{100 * difference:.1f} ± {100 * error:.1f} points below r = {best}, at "
-                  f"{cost:.0%} of its FLOPs per token")
-    found = {"steps": r, "best": best, "difference": difference, "standard_error": error}
-    return f"r = {r} is enough: {reason}", found
-
-
 # ---- the command ------------------------------------------------------------------------------
 
 def parse_args():
     p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__),
                epilog="Answers are appended to a .jsonl file beside the summary as they come, and "
                       "the same command resumes from there.")
-    what, how, output = p.groups()
-    flag = what.add_argument
-    flag("--model", required=True, help="checkpoint or run folder")
+    flag = p.add_argument
+    flag("--model", required=True, metavar="FOLDER", help="checkpoint or run folder")
     flag("--data", metavar="FILE",
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
     flag("--limit", type=positive, metavar="N",
          help="ask only N questions, spread evenly over the file")
-    flag = how.add_argument
     flag("--steps", type=recurrences, default=",".join(map(str, DEPTHS)), metavar="R,R",
          help="recurrences r, comma-separated; default: %(default)s")
     flag("--template", choices=("cot", "plain"), default="cot",
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
-    flag("--shots", type=int, choices=(0, 1), default=1,
-         help="examples in the prompt of cot; default: 1, as in the paper")
     flag("--max_new_tokens", type=positive, default=256, metavar="N",
          help="longest answer; default: %(default)s")
     flag("--batch_size", type=positive, default=32, metavar="N",
          help="questions at once; default: %(default)s")
     flag("--compile", action="store_true", help=COMPILE_HELP)
-    flag("--draft_steps", type=natural, default=0, metavar="R", help=DRAFT_STEPS_HELP)
-    add_model_arguments(how, dtype="float32")
-    flag = output.add_argument
+    flag("--dtype", choices=("float32", "bfloat16"), default="float32",
+         help="default: %(default)s")
+    flag("--seed", type=random_seed, default=0, metavar="N", help="seed of the initial state (0)")
     flag("--out", metavar="FILE.json",
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")
     flag("--task", metavar="NAME",
@@ -492,14 +422,8 @@ def main():
         args.task = args.task or "GSM8K"
     args.task = args.task or Path(args.data).name
     args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
-    if not args.out.endswith(".json"):
-        raise UserError(f"--out {args.out}: must end in .json")
-    if WORLD > 1:
-        dist.init_process_group("gloo")
-        if args.device == "cuda":
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     questions = read_questions(args.data, args.limit)
-    model, tokenizer = load_model(args.model, args.device, args.dtype)
+    model, tokenizer = load_model(args.model, args.dtype)
     steps = args.steps if model.config.n_core else [0]
     count_cut = encode_prompts(questions, model, tokenizer, args)
     numbers = sum(reference_number(question["answer"]) is not None for question in questions)
@@ -509,55 +433,41 @@ def main():
     path = f"{args.out}l"
     settings = answer_settings(args, model, tokenizer)
     answers = read_answers(path, settings)
-    if RANK == 0:
-        # Rewritten without the unfinished line of a killed process. A rank that reads it only now
-        # finds the same answers there.
-        with write_atomically(path) as new, open(new, "w") as f:
-            f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
+    # Rewritten without the unfinished line of a killed process.
+    with write_atomically(path) as new, open(new, "w") as f:
+        f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
     device, dtype = describe(model)
     depths = f" at r = {steps}" if model.config.n_core else ""
     known = f"; {path} holds {len(answers)} answers already" if answers else ""
-    say(f"{model.folder}, {device}, {dtype}: {len(questions)} questions{depths}{known}",
-        file=sys.stderr)
+    tell(f"{model.folder}, {device}, {dtype}: {len(questions)} questions{depths}{known}")
     if args.template == "plain":
-        say(f"answers are compared as numbers in {numbers} of these questions, as text in the "
-            f"other {len(questions) - numbers}", file=sys.stderr)
+        tell(f"answers are compared as numbers in {numbers} of these questions, as text in the "
+             f"other {len(questions) - numbers}")
     if count_cut:
-        say(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
-            f"{args.max_new_tokens} leaves too little of the model's context", file=sys.stderr)
+        tell(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
+             f"{args.max_new_tokens} leaves too little of the model's context")
     answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, path, args)
-    if RANK > 0:
-        return
+
     # Earlier commands may have answered all of these questions at other r, too.
     answered = sorted({r for r, _ in answers})
     steps = [r for r in answered if all((r, x["index"]) in answers for x in questions)]
-    metrics = list(METRICS[args.template])
-    results = summarise(questions, answers, steps, metrics)
-    enough = []
-    if len(steps) > 1:
-        metric, *_ = metrics
-        scores = {r: [answers[r, x["index"]][metric] for x in questions] for r in steps}
-        sentence, found = find_enough(model, scores)
-        print(f"{args.task}, {metric}: {sentence}")
-        if found:
-            enough.append({"task": args.task, "metric": metric} | found)
+    results = summarise(questions, answers, steps, METRICS[args.template])
     # What training cost is recorded, too, so that plotting a summary does not need the model.
     train_json = Path(model.folder, "train.json")
     training = read_json(train_json) if train_json.exists() else {}
-    write_json(args.out, dict(
-        script="eval_gsm8k",
-        model=model.folder,
-        config=asdict(model.config),
-        task=args.task,
-        device=device,
-        dtype=dtype,
-        torch=torch.__version__,
-        training={key: training.get(key) for key in ("update", "flops")},
-        settings=settings,
-        cut_prompts=count_cut,
-        enough=enough,
-        results=results,
-    ))
+    write_json(args.out, {
+        "script": "eval_gsm8k",
+        "model": model.folder,
+        "config": asdict(model.config),
+        "task": args.task,
+        "device": device,
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "training": {key: training.get(key) for key in ("update", "flops")},
+        "settings": settings,
+        "cut_prompts": count_cut,
+        "results": results,
+    })
     print(f"wrote {args.out}, and every answer to {path}")
 
 

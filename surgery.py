@@ -56,7 +56,11 @@ def layer_list(text):
     layers = []
     for piece in filter(None, text.split(",")):
         first, _, last = piece.partition("-")
-        layers += range(int(first), int(last or first) + 1)
+        first = int(first)
+        last = int(last or first)
+        if last < first:
+            raise ValueError(f"{piece} counts down")
+        layers += range(first, last + 1)
     return layers
 
 
@@ -79,6 +83,8 @@ def choose_layers(args, n):
     """
     layers = [args.prelude, args.core, args.coda]
     if args.shape:
+        if any(layers):
+            raise UserError("give either --shape, or --prelude, --core and --coda")
         n_prelude, n_core, n_coda = args.shape
         parts = range(n_prelude), range(n - n_coda - n_core, n - n_coda), range(n - n_coda, n)
         layers = [list(part) for part in parts]
@@ -241,19 +247,24 @@ def to_ours(folder, kind, config, tensors):
     Turn a checkpoint's {name: tensor} in the layout `kind` into {our name: tensor}, all cast to the
     smallest dtype that holds every one of them exactly. folder: for messages.
     """
-    left = dict(tensors)
-    ours = {}
-    for name, pieces in tensor_names(config, kind).items():
-        t = torch.cat([left.pop(piece) for piece in pieces])
-        ours[name] = rotary_order(config, name, t) if kind == "huginn_raven" else t
-    if left:  # released files have stale ones
-        print("note: the model does not use these tensors:", *map(repr, sorted(left)[:5]))
-    odd = [name for name in sorted(left) if name.endswith((".bias", "_norm.weight"))]
+    names = tensor_names(config, kind)
+    used = set().union(*names.values())
+    unused = sorted(tensors.keys() - used)
+    if unused:  # released files have stale ones
+        print("note: the model does not use these tensors:", *map(repr, unused[:5]))
+    odd = [name for name in unused if name.endswith((".bias", "_norm.weight"))]
     if odd and kind in DEFAULTS:
         raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
                         "config.json describes")
-    dtype = functools.reduce(torch.promote_types, {t.dtype for t in ours.values()})
-    return {name: t.to(dtype) for name, t in ours.items()}
+    dtypes = {tensors[name].dtype for name in used}
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    ours = {}
+    for name, pieces in names.items():
+        t = torch.cat([tensors[piece] for piece in pieces])
+        if kind == "huginn_raven":
+            t = rotary_order(config, name, t)
+        ours[name] = t.to(dtype)
+    return ours
 
 
 # ---------------------------------------------------------------------------------------- download
@@ -296,9 +307,9 @@ def read_gguf(path):
     except ValueError as e:
         one_line = " ".join(str(e).split())
         raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
-    if quantized := sorted(stored - {"F32", "F16", "BF16"}):
-        print(f"note: {path.name} has matrices in {', '.join(quantized)}. What quantization lost "
-              "is not restored")
+    quantized = stored - {"F32", "F16", "BF16"}
+    if quantized:
+        print("note: what quantization lost is not restored:", *quantized)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
@@ -677,8 +688,7 @@ def write_tokenizer_config(folder):
 
 def parse_args():
     parser = Parser(usage="surgery.py SRC OUT [flags]", description=opening(__doc__, 3))
-    what, how, output = parser.groups()
-    add = what.add_argument
+    add = parser.add_argument
     add("src", metavar="SRC", help="a folder, a run, a .gguf file, or a hub id")
     add("out", metavar="OUT", type=Path, help="a new folder")
     add("--shape", type=shape,
@@ -689,19 +699,17 @@ def parse_args():
     add("--feed_forward", action="store_true",
         help="make a model without a recurrent block: of all layers, or of those that the other "
              "flags choose, in a row")
-    add = how.add_argument
     add("--untie", action="store_true",
         help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
-    add("--adapter", choices=ADAPTERS,
+    add("--adapter", choices=ADAPTERS, default="linear",
         help="how the loop's state s and the prelude's output e are merged: linear (default), a "
              "matrix on both; or add, s + e")
-    add("--adapter_init", choices=["identity", "half", "torch"],
+    add("--adapter_init", choices=["identity", "half", "torch"], default="identity",
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; half: add half of the state to it, so that training uses the state "
              "from the start; torch: the default of torch's Linear, as in the paper")
     add("--mean_recurrence", type=positive,
         help="default r of OUT; set it for released models, whose config.json always says 32")
-    add = output.add_argument
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
     add("--verify", action="store_true",
         help="check that OUT has exactly the logits of the layers of SRC that it keeps")
@@ -711,33 +719,18 @@ def parse_args():
     return args
 
 
-def check_flags(args, recurrent):
-    """Raise UserError if a flag would have no effect. recurrent: whether SRC is recurrent."""
-    chosen = *PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"
-    rules = (
-        (recurrent, "SRC is already recurrent", chosen),
-        (args.shape, "--shape chooses all layers", PARTS),
-        (not args.feed_forward, "a recurrent model has a head of its own", ["untie"]),
-        (args.feed_forward, "OUT is not recurrent", ["adapter", "adapter_init", "mean_recurrence"]),
-        (args.adapter == "add", "--adapter add has no weights", ["adapter_init"]),
-    )
-    for applies, reason, flags in rules:
-        for flag in flags:
-            if applies and getattr(args, flag):
-                raise UserError(f"--{flag} has no effect: {reason}")
-
-
 def main():
     args = parse_args()
     source = open_source(args.src)
-    check_flags(args, source.config.n_core)
     layers = None
     model = source
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         print("layers for prelude, core and coda:", *layers)
-        model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity",
-                         args.untie)
+        model = retrofit(source, layers, args.adapter, args.adapter_init, args.untie)
+    elif args.shape or args.core or args.feed_forward:
+        raise UserError("SRC is already recurrent, so its layers are chosen. Leave out --shape, "
+                        "--core and --feed_forward")
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
     sizes = model.num_params()
@@ -751,11 +744,6 @@ def main():
         copy_text_files(source.folder, model.config, folder)
         if args.export and has_tokenizer(folder):
             write_tokenizer_config(folder)
-        if layers and not args.export:
-            base_model = None
-            if not Path(args.src).exists():  # a hub id; a path would mean nothing to others
-                base_model, _, _ = args.src.partition("@")
-            write_json(folder / "surgery.json", {"base_model": base_model, "layers": layers})
         if args.verify:
             verify(source, layers, folder)
     print(f"wrote {args.out}")

@@ -356,14 +356,12 @@ def test_random_weights_have_the_papers_sizes():
 
 
 # ---------------------------------------------------------------------------------------- surgery
-def test_shape_takes_the_papers_layers(llama, monkeypatch):
+def test_shape_takes_the_papers_layers(llama):
     """--shape takes the prelude from the start, and core and coda from the end."""
-    monkeypatch.setattr(surgery, "download", lambda src: str(llama))
-    call("surgery", "some/llama@main", "m", "--shape", "1,2,1")
-    wanted = {"base_model": "some/llama", "layers": [[0], [3, 4], [5]]}
-    assert read_json("m/surgery.json") == wanted
-    call("surgery", "some/llama", "parent", "--shape", "1,2,1", "--feed_forward")
-    assert read_json("parent/surgery.json")["layers"] == [[0, 3, 4, 5], [], []]
+    said = call("surgery", llama, "m", "--shape", "1,2,1")
+    assert "prelude, core and coda: [0] [3, 4] [5]" in said
+    said = call("surgery", llama, "parent", "--shape", "1,2,1", "--feed_forward")
+    assert "prelude, core and coda: [0, 3, 4, 5] [] []" in said
 
 
 def test_all_layers_are_the_parent(llama):
@@ -649,8 +647,8 @@ def test_layer_choice(llama, corpus):
     assert block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
 
     text = "--text", f"{corpus}/test.jsonl"
-    call("runs/block_influence", "idle", "out", "--shape", "1,2,1", *text)
-    assert read_json("out/surgery.json")["layers"] == [[0], [2, 4], [5]]
+    said = call("runs/block_influence", "idle", "out", "--shape", "1,2,1", *text)
+    assert "core and coda: [0] [2, 4] [5]" in said
 
 
 # ------------------------------------------------------------------------------------------- gguf
@@ -981,24 +979,24 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
 @pytest.mark.parametrize(
     "row, flags, without_loss, with_loss",
     [
-        ({"a": " has 1 ", "b": "has 2\n"}, {"field": "a,b"}, "", "|has 1 \nhas 2$"),
+        ({"b": " has 1 \nhas 2\n"}, {"field": "b"}, "", "|has 1 \nhas 2$"),
         ({"a": MARKED}, {}, "", "|so\nit\nthe user: is$"),
         ({"a": CHAT}, {}, "", "|has\nUser's$"),
         ({"a": STYLED}, {}, "", "|has\n2$"),
-        ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
+        ({"a": TURNS}, {}, "", "|has 1\n\n2$"),
         ({"a.b": "1\n", "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
         ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "\n7$"),
-        ({"a": [65, 66], "b": [67]}, {"field": "a,b"}, "", "ABC"),
+        ({"a": [65, 66, 67]}, {}, "", "ABC"),
     ],
 )
 def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
-    """Fields and messages are joined, role tags are removed, and a prompt carries no loss."""
+    """Messages are joined, role tags are removed, and a prompt carries no loss."""
 
     def encode(text, bos):
         return [*map(ord, "|" * bos + text)]
 
     tokenizer = SimpleNamespace(encode=encode, eos_id=ord("$"), vocab_size=128)
-    flags = dict(field="a", prompt=None, loss="all", strip_roles=True) | flags
+    flags = dict(field="a", prompt=None, strip_roles=True) | flags
     ids, targets = data.document(tokenizer, row, SimpleNamespace(**flags)).tolist()
     assert "".join(map(chr, ids)) == without_loss + with_loss
 
@@ -1007,8 +1005,8 @@ def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
 
 
 def test_prepare_counts_bad_documents(corpus):
-    """Up to --max_bad of bad documents are counted and left out; more of them are an error."""
-    good = '{"text": "has 1"}\n' * 53
+    """Up to 1% of bad documents are counted and left out; more of them are an error."""
+    good = '{"text": "has 1"}\n'
     bad = [
         '{"text": ',  # no JSON
         "[]",
@@ -1018,10 +1016,11 @@ def test_prepare_counts_bad_documents(corpus):
         '{"text": [-1]}',
         '{"q": "a"}',
     ]
-    Path("b.jsonl").write_text(good + "\n".join(bad), encoding="latin-1")
+    Path("b.jsonl").write_text(good * 53 + "\n".join(bad), encoding="latin-1")
     assert "7 of 60 records" in refusal("data", *prepare(corpus, "b.jsonl", "out"))
     assert "no column txt" in refusal("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
-    call("data", *prepare(corpus, "b.jsonl", "out", "--max_bad=0.2"))
+    Path("b.jsonl").write_text(good * 900 + "\n".join(bad), encoding="latin-1")
+    call("data", *prepare(corpus, "b.jsonl", "out"))
     assert read_json("out/meta.json")["counts"]["bad"] == 7
 
 
@@ -1550,7 +1549,7 @@ def test_dtype_of_decoding(checkpoint):
         ("trained", None, torch.bfloat16),
         ("trained", "float32", torch.float32),
     ):
-        model, _ = sample.load_model(folder, "cpu", asked)
+        model, _ = sample.load_model(folder, asked)
         assert model.embed.weight.dtype == dtype
 
 
@@ -2349,8 +2348,7 @@ def test_no_updates_only_validate(corpus, base, unbroken):
 def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     """Prompts, stops, extraction and scores are those of the harness with the paper's task."""
     asked = read_json(ORACLE / "gsm8k_prompt.json")
-    for shots in (0, 1):
-        assert make_prompt(asked["doc"]["question"], "cot", shots) == asked[str(shots)]
+    assert make_prompt(asked["doc"]["question"]) == asked["1"]
     assert list(STOPS) == asked["until"]
 
     for row in map(json.loads, open(ORACLE / "gsm8k_extract.jsonl")):
@@ -2406,7 +2404,7 @@ def test_answers_to_plain_questions(output, reference, right):
 def answer_with(texts, monkeypatch):
     """Let eval_gsm8k.py answer the questions with texts(r), a text for each question of a batch."""
 
-    def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
+    def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed):
         return texts(r)
 
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
@@ -2493,21 +2491,6 @@ def test_printed_text_ends_at_any_end(checkpoint, monkeypatch):
         assert call("sample", "--model", checkpoint, "--prompt=has") == " 1 2\n"
 
 
-def test_the_newest_model_is_sampled_with_its_own_prompt(taught, capfd):
-    """By default sample.py takes the newest recurrent model and its data's example prompt."""
-    shutil.copytree(taught, "out")
-    for name, modified in (("old", 2e9), ("new", 3e9)):
-        shutil.copytree("out/tiny/task", f"out/{name}")
-        os.utime(f"out/{name}/step_000080/config.json", (modified, modified))
-    call("sample", "--tokens=1")
-    assert "out/new/step_000080: (1," in capfd.readouterr().err
-
-    for name in ("first", "second"):
-        common.write_json(f"{name}/meta.json", {"prompt": f"the {name} prompt"})
-    common.write_json("run/train.json", {"config": {"data": "first:2,second:1"}})
-    assert sample.default_prompt("run") == "the first prompt"
-
-
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
     """--limit asks all over the file, long prompts lose their beginning, GSM8K is verified."""
     body = (corpus / "test.jsonl").read_bytes()
@@ -2522,7 +2505,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     assert "is not GSM8K" in refusal(*ask)
 
     right = common.digest("out/data/gsm8k/test.jsonl")
-    monkeypatch.setitem(eval_gsm8k.DIGESTS, "test", right)
+    monkeypatch.setattr(eval_gsm8k, "GSM8K_DIGEST", right)
     asked = []
 
     def answer_batch(decoder, tokenizer, prompts, *args, **options):
@@ -2563,7 +2546,7 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     shutil.copytree(checkpoint, "moved")
     shutil.move("asked.jsonl", "moved.jsonl")
     there = "--model=moved", "--data=moved.jsonl", *flags, "--steps=1,32", "--out=killed.json"
-    finish("eval_gsm8k.py", *there, world=2)
+    call("eval_gsm8k", *there)
     assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
     assert len(answers_of("killed.jsonl")) == 2 * 60
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
@@ -2578,39 +2561,6 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
     save(small(context=40, seed=1), "moved", corpus)
     assert "weights = " in refusal("eval_gsm8k", *there)
-
-
-def test_which_r_is_enough():
-    """The smallest r within two paired standard errors of the best is enough (bootstrap)."""
-    rng = np.random.default_rng(1)
-    n = 1319
-    chosen = set()
-    model = small()
-    difficulty = rng.random(n)
-    # How much easier the questions get with r, and how often an answer flips by chance.
-    for gap, slip_rate in ((0.01, 0.02), (0.1, 0.3), (0.1, 0.02)):
-        scores = {}
-        for i, r in enumerate((32, 8, 2)):  # in any order
-            slips = rng.random(n) < slip_rate
-            scores[r] = ((difficulty < 0.6 - gap * i) ^ slips).tolist()
-        best = max(sorted(scores), key=lambda r: np.mean(scores[r]))
-        for wanted in sorted(scores):
-            behind = np.subtract(scores[best], scores[wanted], dtype=float)
-            resampled = behind[rng.integers(0, n, (4000, n))].mean(1)
-            error = resampled.std()
-            if behind.mean() <= 2 * error:
-                break
-        sentence, found = eval_gsm8k.find_enough(model, scores)
-        assert f"r = {wanted} is enough" in sentence
-        assert (found["steps"], found["best"]) == (wanted, best)
-        assert found["difference"] == pytest.approx(behind.mean(), abs=1e-12)
-        assert found["standard_error"] == pytest.approx(error, rel=0.05)
-        chosen.add(wanted)
-    assert chosen == {2, 8, 32}, "the cases are too alike"
-
-    few = {1: [True, True, False, False], 8: [True] * 4}
-    sentence = "4 questions are too few to say which r is enough"
-    assert eval_gsm8k.find_enough(model, few) == (sentence, None)
 
 
 @pytest.fixture(scope="session")
@@ -2638,7 +2588,6 @@ ASKED = [
         ("--steps=1", {"steps": 1}),
         ("--seed=5", {"seed": 5}),
         ("--max_new_tokens=9", {"max_new_tokens": 9}),
-        ("--shots=0", {"shots": 0}),
         ("--template=plain", {"template": "plain"}),
     ],
 )
@@ -2646,9 +2595,9 @@ def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
     """An answer is what Decoder generates with the r, seed, length and prompt of the flags."""
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
 
-    def decode(steps=3, seed=0, max_new_tokens=12, shots=1, template="cot"):
-        model, tokenizer = sample.load_model(looped, "cpu", "float32")
-        prompt = make_prompt(ASKED[0]["question"], template, shots)
+    def decode(steps=3, seed=0, max_new_tokens=12, template="cot"):
+        model, tokenizer = sample.load_model(looped, "float32")
+        prompt = make_prompt(ASKED[0]["question"], template)
         ids = [1, *tokenizer.encode(prompt)]
         events = Decoder(model).generate([ids], max_new_tokens, steps, seed=seed)
         return tokenizer.decode([token for _, token, _ in events])
@@ -2661,20 +2610,20 @@ def test_answers_are_those_that_the_flags_ask_for(flag, changes, looped):
 
 
 def test_evaluation_decodes_as_asked(looped, monkeypatch):
-    """Stops, drafts, compiling and dtype reach the decoder. Only the paper's prompt has stops."""
+    """Stops, seed, compiling and dtype reach the decoder. Only the paper's prompt has stops."""
     monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: None)
     used = []
 
-    def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, **options):
+    def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed):
         dtype = decoder.model.embed.weight.dtype
-        used.append((stops, options["draft_steps"], decoder.compiled, dtype))
+        used.append((stops, seed, decoder.compiled, dtype))
         return ["4"]
 
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
     ask = "eval_gsm8k", "--model", looped, "--data=asked.jsonl", "--steps=3"
     call(*ask, "--out=a.json")
-    flags = "--template=plain", "--draft_steps=1", "--compile", "--dtype=bfloat16"
+    flags = "--template=plain", "--seed=1", "--compile", "--dtype=bfloat16"
     call(*ask, "--out=b.json", *flags)
     assert used == [
         (STOPS, 0, False, torch.float32),
@@ -2799,12 +2748,13 @@ MISTAKES = [
     ("surgery llama out --export hf", "--feed_forward"),
     ("surgery llama out --prelude 0-3 --core 3-4 --coda 5", "only once"),
     ("surgery llama m --feed_forward", "exists already"),
-    ("surgery m out --adapter_init torch", "--adapter_init"),
-    ("surgery llama out --shape 1,2,1 --untie", "--untie"),
+    ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
+    ("surgery llama out --shape 1,2,1 --prelude 0", "either --shape, or --prelude"),
+    ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
     ("surgery ./lama out --feed_forward", "no such folder"),
     ("surgery truncated out --feed_forward", "damaged"),
     ("surgery biased out --feed_forward", "q_proj.bias' has no"),
-    ("data prepare --input latin.txt --tokenizer m --out out", "line 2 is not UTF-8"),
+    ("data prepare --input latin.txt --tokenizer m --out out", "latin.txt: not UTF-8"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
     ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),
@@ -2819,12 +2769,12 @@ MISTAKES = [
     ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
     ("train --data=task:1.5 --context=39 --out_dir=out", "weight"),
     ("train --data=task --context=39 --out_dir=out --init_from=none", "no such folder"),
-    ("train --data=task --context=39 --out_dir=out --init_from=foreign", "tokenizer"),
     ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model exported", "surgery.py exported OUT"),
     ("sample --prompt 3 --model llama", "--shape"),
     ("sample --prompt 3 --model m --steps=0", "--steps"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
+    ("sample --prompt 3 --model m --steps=2,4 --draft_steps=2", "fewer recurrences than r = 2"),
     ("eval_gsm8k --model m --data none.jsonl", "No such file"),
     ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
@@ -2840,8 +2790,6 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "m").symlink_to(checkpoint)
     (folder / "task").symlink_to(corpus / "task")
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
-    small().save(folder / "foreign")
-    (folder / "foreign" / "tokenizer.model").write_bytes(b"of another model")
     (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
     call("surgery", checkpoint, folder / "exported", "--export", "hf")
     for name in ("truncated", "biased"):
@@ -2923,10 +2871,9 @@ def test_no_compiler(base, monkeypatch):
     assert "without torch.compile" in said
 
 
-def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
+def test_readme_does_what_it_says(taught, monkeypatch):
     """The Python in README.md runs, and so do the commands that need only the output of tiny.sh."""
     shutil.copytree(taught, "out")
-    save(small(n_core=0), "out/newer/parent", corpus)  # sample.py prefers a recurrent model
     monkeypatch.setattr(sys, "stdin", typed())
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # saves half a minute
     blocks = dict.fromkeys(("sh", "python"), "")
@@ -2948,7 +2895,6 @@ def test_readme_does_what_it_says(taught, corpus, monkeypatch, capfd):
         if script == "sample.py":
             args.append("--tokens=4")
         call(script.removesuffix(".py"), *args)
-    assert "out/newer" not in capfd.readouterr().err
 
 
 def test_study_tables_are_made_from_its_results(monkeypatch):
@@ -2963,18 +2909,17 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
     assert len(re.findall("<!-- table: ", study.PAGES[0].read_text())) == 3
 
 
-def test_interactive(checkpoint, monkeypatch, capfd):
-    """--interactive continues each line, /NAME VALUE sets a flag, mistakes change nothing."""
+def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
+    """Without --prompt each line is continued, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
-    lines += [b"/draft_steps 2", b"/steps 8", b"has 1", b"/trace", b"has 1"]
+    lines += [b"/draft_steps 2", b"has 1", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
-    said = call("sample", "--model", checkpoint, "--interactive", "--tokens=2", "--steps=1")
+    call("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert errors.count("% were accepted drafts") == 1
-    assert said.count("settled") == 1
-    assert "argument --steps" in errors
-    assert "/model: " in errors
+    for words in ("argument --steps", "arguments: --model", "fewer recurrences than r = 2"):
+        assert words in errors
 
 
 def check_trace(folder, prompt, steps):
@@ -3428,7 +3373,7 @@ def test_right_device_and_no_hidden_waits(simulation):
 
 
 def test_a_recorded_step_gives_the_same_text(monkeypatch):
-    """A recorded step is replayed for the next batch of its size, and gives the same text."""
+    """A step is recorded once per number of rows, replayed as by CUDA, and gives the same text."""
     model = decode_model(context=600)
     decoder = Decoder(model)
     decoder.use_graph = True
@@ -3441,7 +3386,7 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         cache, *_ = step.args
 
         def addresses():
-            return [t.data_ptr() for layers in cache.slots for layer in layers for t in layer]
+            return [layer.keys.data_ptr() for layer in cache.layers]
 
         recorded_addresses = addresses()
 
@@ -3454,17 +3399,14 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
         return replay
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    for lengths, limits, seed, recorded_so_far in (
-        ([9], [40], 0, 1),
-        ([7], [40], 0, 1),  # the same size
-        ([7], [40], 1, 2),  # another seed, so another cache
-        ([250], [20], 1, 4),  # more than 256 positions
-        ([3, 5], [20, 10], 1, 6),  # once for 2 rows, once for the one that goes on
-        ([5, 3], [20, 10], 1, 8),
+    for lengths, limits, recorded_so_far in (
+        ([9], [40], 1),
+        ([250], [20], 2),
+        ([3, 5], [20, 10], 4),  # once for 2 rows, once for the one that goes on
     ):
         prompts = random_prompts(*lengths)
-        rows, _ = generate_rows(decoder, prompts, limits, 3, seed=seed)
+        rows, _ = generate_rows(decoder, prompts, limits, 3)
         for prompt, row in zip(prompts, rows, strict=True):
-            (alone,) = decode(model, [prompt], len(row), steps=3, seed=seed).tolist()
+            (alone,) = decode(model, [prompt], len(row), steps=3).tolist()
             assert row == alone
         assert recorded == recorded_so_far

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import surgery
 from common import Parser, UserError, cli, opening, positive
-from data import Tokenizer, read_text
+from data import Tokenizer
 
 TOKENS = 16_384  # at most this many tokens of the text are read
 
@@ -47,7 +47,7 @@ def most_influential(model, path, window, count):
     the numbers of the `count` layers that have the most, in the order of the model. window: how
     many tokens the model reads at once. Raises UserError if there is no text.
     """
-    text = read_text(path)[:1_000_000]  # more than the tokens that are used
+    text = Path(path).read_text("utf-8-sig")[:1_000_000]  # more than the tokens that are used
     ids = Tokenizer.load(model.folder).encode(text, bos=True)[:TOKENS]
     T = min(window, model.config.context, len(ids))
     if T == 0:

@@ -115,4 +115,4 @@ echo
 echo "A question of 9 sentences at r = 1, 4 and 32. The right answer is 9:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
     "has 7 so gets 2 so times 2 so gets 1 so gets 3 so loses 4 so times 3 so loses 2 so loses 3 so"
-echo "Ask your own questions: python sample.py --model $out/task --interactive --tokens 1"
+echo "Ask your own questions: python sample.py --model $out/task --tokens 1"

@@ -50,7 +50,6 @@ class Task(NamedTuple):
     words: list     # the vocabulary; if it has "<s>", every story begins with that
     step: Callable  # (state, number below 60) -> words of a sentence, state after it: the answer
     lengths: tuple  # sentences of each story in a training row, the longest first
-    prompt: str     # an example, for sample.py and for model cards
 
 
 # ----------------------------------------------------------------------------------- two tasks
@@ -80,10 +79,9 @@ def multiply(product, draw):
 
 
 TASKS = {
-    "stories": Task("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, (5, 4, 3),
-                    "has 7 so loses 4 so times 3 so gets 2 so gets 1 so loses 4 so"),
+    "stories": Task("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, (5, 4, 3)),
     "s5": Task(["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply,
-               (8, 5, 3), "a so d so c so b so b so a so d so"),
+               (8, 5, 3)),
 }
 
 
@@ -219,7 +217,7 @@ def tiny(out, task="stories", seed=0, rows=50_000):
                       for split, made in splits.items()}
             row_length = shards["val"][0][1] // VAL_ROWS  # in tokens
             meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row_length=row_length,
-                        shards=shards, arguments=arguments, prompt=task.prompt)
+                        shards=shards, arguments=arguments)
             write_json(new / kind / "meta.json", meta)
             write_json(new / kind / "tokenizer.json", make_tokenizer(ids))
         for name, n, lengths in (("test.jsonl", 100, range(1, SENTENCES + 1)),

@@ -275,13 +275,12 @@ def run_scripts(corpus, folder):
     for command in (
             "bench train --steps=1+1 --batch_size=1 --context=8 --repeat=1 --no_compile",
             "bench decode --tokens=4 --steps=2 --repeat=1",
-            f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --device=cuda:1 --compile",
+            f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --compile",
             f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "
             "--template=plain --max_new_tokens=3 --out=gsm8k.json",
             f"train --updates=0 --init_from=0of1 --data={corpus}/task --context=39 --eval_rows=8 "
             "--batch_size=8 --out_dir=losses --compile=false"):
         call(*command.split())
-    torch.cuda.set_device(0)
 
 
 def simulate(corpus, folder):
