@@ -1978,11 +1978,6 @@ def test_changed_settings_or_data(base, unbroken):
     tiny("data", seed=1, rows=64)
     assert "digest of the data" in refusal("train", *base)
 
-    # A log without a checkpoint is not overwritten by a run with other settings, either.
-    measure = *base, "--data=moved/pretrain", "--updates=0", "--out_dir=losses"
-    call("train", *measure)
-    assert "seed = 0, but this command says 1" in refusal("train", *measure, "--seed=1")
-
 
 def test_as_many_flops_as_another_run(base, unbroken):
     """`plan --flops_of` finds how many updates cost what another run spent since its parent."""
