@@ -697,8 +697,12 @@ def write_gguf(path, folder, quantized=False):
     file.close()
 
 
-def gguf_parent(kind):
-    """Write a random Llama or Qwen2 with grouped heads to "hf". Returns it."""
+@pytest.mark.parametrize("quantized, tolerance", [(False, 1e-5), (True, 0.1)])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
+    """A .gguf file, in float32 or Q8_0, gives transformers' logits, and its tokenizer the ids."""
+    transformers = need("transformers")
+    need("accelerate")
     parent = small(
         n_embd=64,
         n_ffn=96,
@@ -713,16 +717,6 @@ def gguf_parent(kind):
             p.data.normal_()
     parent.save("parent")
     call("surgery", "parent", "hf", "--feed_forward", "--export", "hf")
-    return parent
-
-
-@pytest.mark.parametrize("quantized, tolerance", [(False, 1e-5), (True, 0.1)])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
-    """A .gguf file, in float32 or Q8_0, gives transformers' logits, and its tokenizer the ids."""
-    transformers = need("transformers")
-    need("accelerate")
-    parent = gguf_parent(kind)
     write_gguf("m.gguf", Path("hf"), quantized)
 
     found = convert("m.gguf", "ours", "--feed_forward")
@@ -2396,15 +2390,6 @@ def test_answers_to_plain_questions(output, reference, right):
     assert same_answer(output, reference) == right
 
 
-def answer_with(texts, monkeypatch):
-    """Let eval_gsm8k.py answer the questions with texts(r), a text for each question of a batch."""
-
-    def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed):
-        return texts(r)
-
-    monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
-
-
 def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     """--template plain scores equal text as right; the summary lists difficulties in order."""
     rows = [
@@ -2416,7 +2401,8 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shutil.copytree(checkpoint, "m")
     common.write_json("m/train.json", {"update": 9, "flops": 10**9, "config": {}})
-    answer_with(lambda r: ["so gets", "7", "gets", "gets"], monkeypatch)
+    answers = ["so gets", "7", "gets", "gets"]
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
     ask = "eval_gsm8k", "--model=m", "--data=asked.jsonl", "--max_new_tokens=4", "--steps=1"
     call(*ask, "--template=plain")
     assert "as numbers in 1 of these questions, as text in the other 3" in capfd.readouterr().err
