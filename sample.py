@@ -84,7 +84,7 @@ class KVCache:
         self.prelude = layers(c.n_prelude)
         self.core = [layers(c.n_core) for _ in range(r)]
         self.coda = layers(c.n_coda)
-        self.layers = [*self.prelude, *itertools.chain(*self.core), *self.coda]
+        self.layers = sum(self.core, self.prelude + self.coda)
         self.length_read = 0
 
     def keep(self, rows):
@@ -408,8 +408,10 @@ class Decoder:
                 token = sample_token(batch.distribution(logits), batch.rng)
             batch.advance(token, 1)
             batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
-            values = token.tolist()
-            yield [(row, value, False) for row, value in zip(batch.rows, values)]
+            new = []
+            for row, value in zip(batch.rows, token.tolist()):
+                new.append((row, value, False))
+            yield new
 
     def draft_rounds(self, batch, draft_steps):
         """
@@ -424,13 +426,31 @@ class Decoder:
         cache = batch.cache
         mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself
         while mean_accepted > TOO_FEW:
-            drafts, q, e, s = self.make_drafts(batch, draft_steps)
+            token = batch.token
+            drafts = []
+            q = []  # the probabilities (B, V) from which each was drawn
+            es = []
+            states = []
+            for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
+                cache.go_to(batch.position[:, None] + i, batch.end + i)
+                e, s = cache.begin(token[:, None], draft_steps)
+                es.append(e)
+                states.append(s)
+                if i < DRAFTS:
+                    logits = cache.logits(s)[:, -1]
+                    q.append(batch.distribution(logits))
+                    token = sample_token(q[-1], batch.rng)
+                    drafts.append(token)
+
+            drafts = torch.stack(drafts, 1)
             ahead = cache.index[:DRAFTS + 1]
             cache.go_to(batch.position[:, None] + ahead, batch.end + DRAFTS)
-            s = cache.recur(s, e, draft_steps, cache.r)
+            s = torch.cat(states, 1)
+            s = cache.recur(s, torch.cat(es, 1), draft_steps, cache.r)
             p = batch.distribution(cache.logits(s))
-            accepted, token = accept(p, q, drafts, batch.rng)
+            accepted, token = accept(p, torch.stack(q, 1), drafts, batch.rng)
             batch.advance(token, accepted + 1)
+
             # One tensor, because the CPU waits for the GPU at each transfer.
             columns = batch.position, accepted, token, drafts
             outcome = torch.column_stack(columns)
@@ -445,34 +465,6 @@ class Decoder:
                 if row in batch.live:  # a running mean over about four rounds
                     mean_accepted += (count - mean_accepted) / (4 * len(batch.live))
             yield new
-
-    def make_drafts(self, batch, draft_steps):
-        """
-        Draft n = DRAFTS tokens for each row. Returns the drafts (B, n); the probabilities q
-        (B, n, V) from which they were drawn; and e and the states, both (B, n + 1, C), of the last
-        token and of every draft, since all may be accepted.
-        """
-        cache = batch.cache
-        token = batch.token
-        drafts = []
-        q = []
-        es = []
-        states = []
-        for i in range(DRAFTS + 1):
-            cache.go_to(batch.position[:, None] + i, batch.end + i)
-            e, s = cache.begin(token[:, None], draft_steps)
-            es.append(e)
-            states.append(s)
-            if i < DRAFTS:
-                logits = cache.logits(s)[:, -1]
-                q.append(batch.distribution(logits))
-                token = sample_token(q[-1], batch.rng)
-                drafts.append(token)
-        drafts = torch.stack(drafts, 1)
-        q = torch.stack(q, 1)
-        e = torch.cat(es, 1)
-        s = torch.cat(states, 1)
-        return drafts, q, e, s
 
 
 class FewRows(nn.Module):
@@ -520,8 +512,9 @@ def token_text(tokenizer, token):
         if token == control:
             return name
     text = tokenizer.decode([token])
-    readable = text.strip() and text.isprintable() and "\ufffd" not in text
-    return text if readable else repr(text)
+    if not text.strip() or not text.isprintable() or "\ufffd" in text:
+        return repr(text)
+    return text
 
 
 @torch.inference_mode()
@@ -543,8 +536,8 @@ def trace(model, tokenizer, args, prompt, steps):
     if not shown:
         raise UserError(f"--only {args.only}: no token of the prompt is this word")
 
-    idx = torch.tensor([ids], device=model.embed.weight.device)
     noise = model.initial_state(1, len(ids), args.seed)  # as in decoding
+    idx = torch.tensor([ids], device=noise.device)
     at_each_r = []
     for _, s in model.trajectory(idx, steps, noise):
         logits = model.finish(s)
@@ -632,7 +625,7 @@ def respond(decoder, tokenizer, args, prompt):
 
 
 def stream(decoder, tokenizer, args, prompt, r):
-    """Print the continuation of a prompt at depth r as it is generated, and then its speed."""
+    """Print the continuation of a prompt at depth r as it is generated."""
     c = decoder.model.config
     ids = tokenizer.encode(prompt, bos=True)
     shown = len(tokenizer.decode(ids))
@@ -655,8 +648,6 @@ def stream(decoder, tokenizer, args, prompt, r):
         draft_steps=args.draft_steps,
     )
     for _, token, accepted in events:
-        if not count:
-            first = time.perf_counter()
         count += 1
         count_accepted += accepted
         if token not in last:
@@ -667,10 +658,10 @@ def stream(decoder, tokenizer, args, prompt, r):
             print(text[shown:], end="", flush=True)
             shown = len(text)
     print(text[shown:], flush=True)
-    speed = (count - 1) / (time.perf_counter() - first)
-    message = f"--- {count} tokens, the first after {first - began:.1f} s, then {speed:.1f}/s"
+    seconds = time.perf_counter() - began
+    message = f"--- {count} tokens in {seconds:.1f} s"
     if args.draft_steps:
-        message += f"; {count_accepted / count:.0%} were accepted drafts"
+        message += f", {count_accepted} of them accepted drafts"
     tell(message)
 
 

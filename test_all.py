@@ -2898,7 +2898,7 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     call("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
-    assert errors.count("% were accepted drafts") == 1
+    assert errors.count("of them accepted drafts") == 1
     for words in ("argument --steps", "arguments: --model", "fewer recurrences than r = 2"):
         assert words in errors
 
