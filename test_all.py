@@ -1436,7 +1436,7 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
 
 
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
-    """Wrong drafts of rows that go on end drafting; rows that ended stay within their cache."""
+    """Drafting stops after wrong drafts in unfinished rows; ended rows stay in their cache."""
     model = decode_model()
     rounds = 0
     in_ended = 0
@@ -2236,7 +2236,7 @@ def test_log_and_checkpoint_agree(base, corpus):
 
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
-    """The warm-up runs at the largest k of the whole run, and out of memory names the flags."""
+    """The warm-up runs at the largest k of the run; without memory, it names flags that save it."""
     call("train", *base, "--backprop_depth=0", "--out_dir=all")
     largest = max(logged("all", "k").values())
     assert largest > 3
@@ -2647,7 +2647,7 @@ def test_the_harness_scores_an_export(looped):
 
 # ------------------------------------------------------------------------- measuring and drawing
 def test_bench_measures_what_it_says(checkpoint, monkeypatch):
-    """bench.py reports the tokens/s of a clock that ticks at each recurrence, look and warm-up."""
+    """bench.py reports the right speeds, on a mock clock that ticks once per recurrence."""
     ticks = itertools.count(1)
     run_core = RecurrentLM.run_core
     step = Optimizer.step
