@@ -779,7 +779,10 @@ QWEN = (
 
 
 def write_bpe(kind):
-    """Write a tokenizer.json like Qwen's or SmolLM2's, but small, into the folder `kind`."""
+    """
+    Write a small tokenizer.json into the folder `kind`: like Qwen's or SmolLM2's, or with one of
+    three properties that tiktoken cannot have.
+    """
     tokenizers = need("tokenizers")
     words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -792,18 +795,21 @@ def write_bpe(kind):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=700,
-        initial_alphabet=to_bytes.alphabet(),
+        initial_alphabet=[] if kind == "few_bytes" else to_bytes.alphabet(),
         special_tokens=["<s>", "</s>", "<｜user｜>"],
     )
     bpe.train([str(HERE / "README.md")], trainer)
     for name in ("<thi", "<think>"):  # one begins with the other; the longest match wins
-        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False)])
+        token = tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")
+        bpe.add_tokens([token])
     bpe.enable_truncation(9)
-    os.mkdir(kind)
-    bpe.save(f"{kind}/tokenizer.json")
+    spec = json.loads(bpe.to_str())
+    if kind == "unordered":
+        spec["model"]["merges"].reverse()
+    common.write_json(f"{kind}/tokenizer.json", spec)
 
 
-@pytest.mark.parametrize("kind", ["qwen", "smollm2", "olmo2"])
+@pytest.mark.parametrize("kind", ["qwen", "smollm2", "unordered", "few_bytes", "strips", "olmo2"])
 def test_ids_of_transformers(kind, monkeypatch):
     """A tokenizer.json gives transformers' ids and text, with control tokens read as text."""
     tf = need("transformers")
@@ -815,7 +821,7 @@ def test_ids_of_transformers(kind, monkeypatch):
         pytest.skip(f"hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir {folder}")
 
     theirs = tf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    if kind != "smollm2":
+    if kind in ("qwen", "olmo2"):
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(folder)
     readme = (HERE / "README.md").read_text()
