@@ -100,10 +100,8 @@ def main():
 
 def presets():
     """
-    Read assets/parents.toml: the known parents, and how many of their layers to keep.
-
-    Returns {name: (Config of the parent, (n_prelude, n_core, n_coda))}, where a name is, for
-    example, "tinyllama-4-8-4".
+    Read assets/parents.toml. Returns {name: (Config of the parent, layers to keep)}, such as
+    {"tinyllama-4-8-4": (..., (4, 8, 4))}.
     """
     found = {}
     text = (ASSETS / "parents.toml").read_text()
@@ -266,8 +264,6 @@ def memory(settings, model, gpus):
 
 def duration(seconds):
     """Return a number of seconds as text: 1000 -> "about 17 minutes"."""
-    if seconds < 60:
-        return "less than a minute"
     if seconds < 3600:
         return f"about {seconds / 60:.0f} minutes"
     return f"about {seconds / 3600:,.1f} hours"

@@ -49,10 +49,10 @@ def cli(main):
         sys.exit(f"error: this needs `pip install {e.name}`")
 
 
-def say(text, file=None):
+def say(text):
     """Print a line, on rank 0 only."""
     if RANK == 0:
-        print(text, file=file, flush=True)
+        print(text, flush=True)
 
 
 # ------------------------------------------------------------------------------- command lines
