@@ -203,8 +203,8 @@ def accept(p, q, drafts, rng):
     p (B, n + 1, V): the model's probabilities of each draft, and of the token after the last.
     q (B, n, V): the probabilities from which the drafts were drawn. drafts (B, n), such as (2, 12).
 
-    Returns the number of accepted drafts of each row, such as [12, 3], and the token that follows
-    them, both (B,) int64.
+    Returns the number of accepted drafts of each row, such as [[12], [3]], and the token that
+    follows them, both (B, 1) int64.
     """
     index = drafts[:, :, None]
     p_of_drafts = p[:, :-1].gather(2, index)
@@ -212,8 +212,8 @@ def accept(p, q, drafts, rng):
     ratio = (p_of_drafts / q_of_drafts).squeeze(2)
     uniform = torch.empty_like(ratio).uniform_(generator=rng)
     right = uniform < ratio
-    accepted = right.long().cumprod(1).sum(1)
-    rows = torch.arange(len(p), device=p.device)
+    accepted = right.long().cumprod(1).sum(1, keepdim=True)
+    rows = torch.arange(len(p), device=p.device)[:, None]
     q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
     p = p[rows, accepted]
     q = q[rows, accepted]
@@ -229,13 +229,13 @@ class Batch:
     """
     A batch in the middle of decoding. For prompts [[1, 5, 9], [1, 7]] it begins as
 
-        rows      [0, 1]   the numbers of its B texts, in the order of the cache
-        live      {0, 1}   the unfinished ones; finished rows leave the cache once they make up half
-                           of it
-        token     [9, 7]   the last token of each row, (B,) int64
-        position  [2, 1]   the positions of these tokens, (B,) int64
-        end       3        an exclusive upper bound of the positions
-        graph     None     the step at this number of rows, recorded on CUDA
+        rows      [0, 1]       the numbers of its B texts, in the order of the cache
+        live      {0, 1}       the unfinished ones; finished rows leave the cache once they make up
+                               half of it
+        token     [[9], [7]]   the last token of each row, (B, 1) int64
+        position  [[2], [1]]   the positions of these tokens, (B, 1) int64
+        end       3            an exclusive upper bound of the positions
+        graph     None         the step at this number of rows, recorded on CUDA
     """
 
     def __init__(self, cache, token, position, end, temperature, top_k, seed):
@@ -254,7 +254,7 @@ class Batch:
         return distribution(logits, self.temperature, self.top_k)
 
     def advance(self, token, count):
-        """Move on to new last tokens (B,), `count` positions further: an int, or one per row."""
+        """Move on to new last tokens (B, 1), `count` positions further: an int, or (B, 1)."""
         self.token = token
         # A row that has ended advances to the end of the cache, too, and stays there.
         position = self.position + count
@@ -357,7 +357,8 @@ class Decoder:
         # What the cache holds of the padding is overwritten before any token sees it.
         padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
         tokens = torch.tensor(padded, device=device)
-        position = torch.tensor(lengths, device=device) - 1
+        last = [[length - 1] for length in lengths]
+        position = torch.tensor(last, device=device)
         eager = contextlib.nullcontext()
         if self.compiled:  # large products gain little from compiling
             eager = torch.compiler.set_stance("force_eager")
@@ -368,12 +369,13 @@ class Decoder:
                 cache.go_to(positions, end)
                 _, s = cache.begin(tokens[:, start:end], cache.r)
                 cache.run_coda(s)  # fills the coda's layers
-        token = tokens.gather(1, position[:, None])
-        return token[:, 0], position
+        token = tokens.gather(1, position)
+        return token, position
 
     def step(self, batch):
         """
-        Run the last token of each row. Returns the logits (B, V) float32 of the tokens after these.
+        Run the last token of each row. Returns the logits (B, 1, V) float32 of the tokens after
+        these.
 
         On CUDA a compiled step is recorded as a graph and replayed, because its thousands of small
         kernels take longer to launch than to run. The next call overwrites the logits.
@@ -390,10 +392,9 @@ class Decoder:
         return batch.graph(batch.token, batch.position)
 
     def run_step(self, cache, end, token, position):
-        cache.go_to(position[:, None], end)
-        _, s = cache.begin(token[:, None], cache.r)
-        logits = cache.logits(s)
-        return logits[:, -1]
+        cache.go_to(position, end)
+        _, s = cache.begin(token, cache.r)
+        return cache.logits(s)
 
     # Both loops advance a Batch. After each round they yield the new tokens of its rows, and
     # whether each was a draft: [(0, 278, True), (0, 4996, False), (3, 29889, False)], for example.
@@ -409,7 +410,7 @@ class Decoder:
             batch.advance(token, 1)
             batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
             new = []
-            for row, value in zip(batch.rows, token.tolist()):
+            for row, (value,) in zip(batch.rows, token.tolist()):
                 new.append((row, value, False))
             yield new
 
@@ -428,27 +429,30 @@ class Decoder:
         while mean_accepted > TOO_FEW:
             token = batch.token
             drafts = []
-            q = []  # the probabilities (B, V) from which each was drawn
+            q = []  # the probabilities (B, 1, V) from which each was drawn
             es = []
             states = []
             for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
-                cache.go_to(batch.position[:, None] + i, batch.end + i)
-                e, s = cache.begin(token[:, None], draft_steps)
+                cache.go_to(batch.position + i, batch.end + i)
+                e, s = cache.begin(token, draft_steps)
                 es.append(e)
                 states.append(s)
                 if i < DRAFTS:
-                    logits = cache.logits(s)[:, -1]
+                    logits = cache.logits(s)
                     q.append(batch.distribution(logits))
                     token = sample_token(q[-1], batch.rng)
                     drafts.append(token)
-
-            drafts = torch.stack(drafts, 1)
-            ahead = cache.index[:DRAFTS + 1]
-            cache.go_to(batch.position[:, None] + ahead, batch.end + DRAFTS)
+            drafts = torch.cat(drafts, 1)
+            q = torch.cat(q, 1)
+            e = torch.cat(es, 1)
             s = torch.cat(states, 1)
-            s = cache.recur(s, torch.cat(es, 1), draft_steps, cache.r)
-            p = batch.distribution(cache.logits(s))
-            accepted, token = accept(p, torch.stack(q, 1), drafts, batch.rng)
+
+            ahead = cache.index[:DRAFTS + 1]
+            cache.go_to(batch.position + ahead, batch.end + DRAFTS)
+            s = cache.recur(s, e, draft_steps, cache.r)
+            logits = cache.logits(s)
+            p = batch.distribution(logits)
+            accepted, token = accept(p, q, drafts, batch.rng)
             batch.advance(token, accepted + 1)
 
             # One tensor, because the CPU waits for the GPU at each transfer.
@@ -723,7 +727,7 @@ def make_parsers():
     flag("--compile", action="store_true", help=COMPILE_HELP)
     flag("--trace", action="store_true",
          help="instead of a text, show what each r would say after each token of the prompt; of "
-              "the flags above, only --steps and --seed matter")
+              "the flags below, only --steps and --seed matter")
     flag("--only", metavar="WORD", help="--trace, but show only the lines of this token")
     flag("--picture", metavar="FILE", help="--trace, and draw to a file how likely each r finds "
          "the choice of the largest r")

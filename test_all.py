@@ -1451,7 +1451,7 @@ def test_drafts_give_up_and_wait_for_others(monkeypatch):
     def accept(p, q, drafts, rng):
         nonlocal rounds
         rounds += 1
-        return torch.tensor([in_ended, in_others, in_others]), drafts[:, 0]
+        return torch.tensor([[in_ended], [in_others], [in_others]]), drafts[:, :1]
 
     def first_ends(row, token):
         return row == 0
