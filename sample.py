@@ -525,8 +525,8 @@ def token_text(tokenizer, token):
 def trace(model, tokenizer, args, prompt, steps):
     """
     Print a line for each token of the prompt, or only for those that --only names. It shows the
-    likeliest next token at each r, after a star if it differs from the one at its left. The last
-    line counts the tokens that have settled, whose prediction is the same at all larger r.
+    likeliest next token at each r, with a star if the largest r chooses another. The last line
+    counts those without a star.
     """
     ids = tokenizer.encode(prompt, bos=True)
     context = model.config.context
@@ -554,12 +554,10 @@ def trace(model, tokenizer, args, prompt, steps):
     for i, r in enumerate(steps):
         column = [f"  r = {r}" if r else "  next"]
         for t in range(len(shown)):
-            changed = i > 0 and tokens[i, t] != tokens[i - 1, t]
-            star = "*" if changed else " "
+            star = "" if tokens[i, t] == tokens[-1, t] else "*"
             text = token_text(tokenizer, tokens[i, t].item())
-            column.append(f"{star} {probabilities[i, t]:4.0%} {text}")
-        agrees = tokens[i:] == tokens[-1]
-        settled = agrees.all(0).sum()
+            column.append(f"  {probabilities[i, t]:4.0%} {text}{star}")
+        settled = (tokens[i] == tokens[-1]).sum()
         column.append(f"  {settled} of {len(shown)}")
         columns.append(column)
     widths = [max(map(len, column)) for column in columns]
