@@ -30,7 +30,7 @@ from data import Dataset, check_tokenizer, read_mixture
 from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS, Optimizer
 from sample import Decoder, describe
-from surgery import ASSETS, retrofitted
+from surgery import ASSETS, retrofit_config
 from train import (choose_trained, describe_run, draws_of, largest_depth, make_config,
                    make_optimizer, read_settings, spent_before, update_flops)
 
@@ -48,7 +48,7 @@ set's share of the labels. Takes the flags of train.py. Neither weights nor data
 
     python bench.py plan --config=config/evening.toml --preset=tinyllama-4-8-4
     python bench.py plan --config=config/mine.toml --init_from=PARENT --flops_of=out/mine/loop
-                                        as many updates as cost what the run out/mine has cost"""
+                                        as many updates as cost what out/mine/loop has cost"""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -117,7 +117,7 @@ def plan(args, settings):
     folder = None
     source = None
     if args.preset:
-        source = retrofitted(*presets()[args.preset])
+        source = retrofit_config(*presets()[args.preset])
     elif settings.init_from:
         folder = find_checkpoint(settings.init_from)
         source = load_config(folder)

@@ -428,7 +428,7 @@ class RecurrentLM(nn.Module):
 
     def score_chunk(self, x, targets):
         """score() of a chunk of the head's input (N, C), and of its targets (N,)."""
-        def score(x, targets):
+        def compute(x, targets):
             logits = self.logits(x)
             losses = F.cross_entropy(logits, targets, reduction="none")
             right = None
@@ -436,7 +436,7 @@ class RecurrentLM(nn.Module):
                 right = logits.argmax(-1) == targets
             return losses, right
 
-        return recomputed(score, x, targets)
+        return recomputed(compute, x, targets)
 
     @torch.no_grad()
     def trajectory(self, idx, steps, state=None):

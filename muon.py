@@ -339,10 +339,8 @@ class Optimizer:
                     muon_(*tensors, lr, self.weight_decay)
                 elif piece.rule == "adamw*":
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
-                elif piece.rule == "adamw":
-                    adamw_(*tensors, self.updates, adam_lr, self.weight_decay, self.eps)
                 else:
-                    raise ValueError(f"step() does not say how the rule {piece.rule} updates")
+                    adamw_(*tensors, self.updates, adam_lr, self.weight_decay, self.eps)
         for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:

@@ -55,9 +55,9 @@ def layer_list(text):
     """Parse the numbers of layers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []. Else raises ValueError."""
     layers = []
     for piece in filter(None, text.split(",")):
-        first, _, last = piece.partition("-")
+        first, dash, last = piece.partition("-")
         first = int(first)
-        last = int(last or first)
+        last = int(last) if dash else first
         if last < first:
             raise ValueError(f"{piece} counts down")
         layers += range(first, last + 1)
@@ -67,7 +67,7 @@ def layer_list(text):
 def shape(text):
     """
     Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). For a model without a recurrent
-    block, '8' -> (8, 0, 0). Raises ValueError for anything else.
+    block, '8' -> (8, 0, 0).
     """
     if "," not in text:
         text += ",0,0"
@@ -103,7 +103,7 @@ def choose_layers(args, n):
 
 # --------------------------------------------------------------------------------------- retrofit
 
-def retrofitted(parent, sizes, adapter="linear", untie=False):
+def retrofit_config(parent, sizes, adapter="linear", untie=False):
     """
     Return the Config of the model that keeps (n_prelude, n_core, n_coda) layers of an ordinary
     parent. The head of a recurrent model is never tied to its embeddings, and that of an ordinary
@@ -143,10 +143,10 @@ def retrofit(parent, layers, adapter="linear", adapter_init="identity", untie=Fa
     """
     Build the model that keeps the given layers of an ordinary model: three lists of layer numbers,
     such as ([0, 1], [4, 5], [7]), for prelude, core and coda. adapter_init: the `how` of
-    initial_adapter(). untie: see retrofitted().
+    initial_adapter(). untie: see retrofit_config().
     """
     sizes = [len(chosen) for chosen in layers]
-    config = retrofitted(parent.config, sizes, adapter, untie)
+    config = retrofit_config(parent.config, sizes, adapter, untie)
     embeddings = parent.embed.weight.data
     weights = {"embed.weight": embeddings, "norm_f.weight": parent.norm_f.weight.data}
     if not config.tie_embeddings:
@@ -249,6 +249,9 @@ def to_ours(folder, kind, config, tensors):
     """
     names = tensor_names(config, kind)
     used = set().union(*names.values())
+    missing = sorted(used - tensors.keys())
+    if missing:
+        raise UserError(f"{folder} lacks the tensor {missing[0]!r}. Download it again")
     unused = sorted(tensors.keys() - used)
     if unused:  # released files have stale ones
         print("note: the model does not use these tensors:", *map(repr, unused[:5]))
@@ -643,7 +646,7 @@ def export(model, folder):
         (folder / "README.md").write_text(text)
 
 
-def copy_text_files(source, config, folder):
+def copy_other_files(source, config, folder):
     """
     Copy the tokenizer's files and generation_config.json from the folder `source` into OUT, with
     the BOS and EOS ids of `config` in the latter.
@@ -701,10 +704,10 @@ def parse_args():
              "flags choose, in a row")
     add("--untie", action="store_true",
         help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
-    add("--adapter", choices=ADAPTERS, default="linear",
+    add("--adapter", choices=ADAPTERS,
         help="how the loop's state s and the prelude's output e are merged: linear (default), a "
              "matrix on both; or add, s + e")
-    add("--adapter_init", choices=["identity", "half", "torch"], default="identity",
+    add("--adapter_init", choices=["identity", "half", "torch"],
         help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
              "layers in a row; half: add half of the state to it, so that training uses the state "
              "from the start; torch: the default of torch's Linear, as in the paper")
@@ -727,10 +730,12 @@ def main():
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         print("layers for prelude, core and coda:", *layers)
-        model = retrofit(source, layers, args.adapter, args.adapter_init, args.untie)
-    elif args.shape or args.core or args.feed_forward:
-        raise UserError("SRC is already recurrent, so its layers are chosen. Leave out --shape, "
-                        "--core and --feed_forward")
+        model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity",
+                         args.untie)
+    else:
+        for flag in (*PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"):
+            if getattr(args, flag):
+                raise UserError(f"--{flag} has no effect: SRC is already recurrent")
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
     sizes = model.num_params()
@@ -741,7 +746,7 @@ def main():
             export(model, folder)
         else:
             model.save(folder)
-        copy_text_files(source.folder, model.config, folder)
+        copy_other_files(source.folder, model.config, folder)
         if args.export and has_tokenizer(folder):
             write_tokenizer_config(folder)
         if args.verify:

@@ -60,7 +60,7 @@ from runs.block_influence import block_influence
 from runs.study import run as study
 from runs.tiny_corpus import tiny
 from sample import Decoder, distribution, sample_token
-from surgery import PARTS, retrofitted
+from surgery import PARTS, retrofit_config
 from train import Settings
 
 HERE = Path(__file__).resolve().parent
@@ -616,7 +616,7 @@ def test_tables_of_the_paper(row):
     embeddings, body, *parts = map(int, numbers)
     parent, sizes = bench.presets()[preset]
     src = RecurrentLM.empty(replace(parent, tie_embeddings=False)).num_params()
-    out = RecurrentLM.empty(retrofitted(parent, sizes)).num_params()
+    out = RecurrentLM.empty(retrofit_config(parent, sizes)).num_params()
     assert src["embed"] + src["head"] == out["embed"] + out["head"] == embeddings
     assert src["prelude"] + src["norm_f"] == body
     body = out["prelude"] + out["core"] + out["coda"]

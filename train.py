@@ -16,7 +16,7 @@ recurrences, initial states) is a function of (seed, update), so a killed run re
 command. On a CPU, with the same number of processes, the result is bit-identical to that of a run
 that was never killed; otherwise it is equal up to rounding.
 
-Read this file from top to bottom: the settings, the schedules, the training, then how it begins.
+Read this file from top to bottom: the settings, the schedules, the training, the setup.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
@@ -212,7 +212,7 @@ def scheduled_depth(settings, update):
     Return the largest k that --backprop_depth allows at an update, which rises from 2 over
     --backprop_warmup (Figure 16).
     """
-    k = min(settings.backprop_depth or settings.mean_recurrence, settings.mean_recurrence)
+    k = min(settings.backprop_depth, settings.mean_recurrence)
     warmup = num_updates(settings, settings.backprop_warmup)
     if update < warmup:
         k = min(k, 1 + math.ceil((k - 1) * (update + 1) / warmup))
@@ -280,7 +280,7 @@ def lr_scale(settings, update):
 
 def train(settings, device):
     """Run the training. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
-    # ---- The beginning, which is the newest checkpoint if there is one.
+    # ---- Load the newest checkpoint of the run, or start.
     saved = checkpoints(settings.out_dir)
     resumed = saved[-1] if saved else None
     model, weights = make_model(settings, resumed, device)
@@ -307,7 +307,7 @@ def train(settings, device):
         optimizer.load(moments, progress["update"] - progress["skipped"])
     elif model.folder:
         progress |= spent_before(model.folder)
-    check_ranks(recipe | {"update": progress["update"]})
+    check_ranks(recipe | vars(settings) | {"update": progress["update"]})
     say(f"data: {settings.data}, {train_set.num_rows:,} rows; {settings.dtype} on {device}; "
         f"from {model.folder or 'random weights'}")
     describe_run(settings, model)
@@ -316,7 +316,7 @@ def train(settings, device):
         say(f"{settings.out_dir} is already complete")
         return 0
 
-    # ---- No files are written before this point.
+    # ---- The loop. No files are written before this point.
     lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
     attention = contextlib.nullcontext()
     if device == "cpu" and settings.context <= 128:
@@ -339,7 +339,7 @@ def train(settings, device):
             # ---- Gradients: each micro-batch runs n recurrences without and k with gradient.
             draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
             totals = torch.zeros(3, dtype=torch.float64, device=device)
-            losses, labels, stops = totals
+            losses, labels, stops = totals  # views of it
             for i in range(num_micro_batches):
                 if signals:
                     stops += 1
@@ -348,6 +348,7 @@ def train(settings, device):
                 batch = train_set.batch(settings.seed, index, RANK, WORLD, B)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
+                # forward() cuts the gradient before the last k recurrences.
                 _, token_losses = model(idx, targets, (n, k), state, settings.recompute)
                 loss = token_losses.sum()
                 loss.backward()
@@ -530,7 +531,7 @@ def catch_signals():
     return received
 
 
-# ---------------------------------------------------------------------------------- how it begins
+# -------------------------------------------------------------------------------------- the setup
 
 def make_config(settings, source=None):
     """
