@@ -92,7 +92,6 @@ def main():
             "eos_id": tokenizer.eos_id,
             "row_length": ROW,
             "shards": shards,
-            "prompt": " Tom has 7, loses 4, gets 2,",
         })
         with open(folder / "test.jsonl", "w") as file:
             for length in range(1, 13):

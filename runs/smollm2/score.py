@@ -28,7 +28,7 @@ MOVES = 64  # recurrences over which the state is followed
 
 def read_documents(path, tokenizer):
     """Return the lines of a file of questions or of stories as arrays (2, T): ids and targets."""
-    how = Namespace(field="answer", prompt="question", loss="all", strip_roles=False)
+    how = Namespace(field="answer", prompt="question", strip_roles=False)
     documents = []
     for line in open(path):
         record = json.loads(line)
