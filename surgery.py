@@ -26,7 +26,8 @@ never rounded.
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
 
-To support a parent of another architecture, begin with DEFAULTS; README.md lists the other places.
+To support a parent of another architecture, begin with DEFAULTS; runs/README.md has the other
+places.
 """
 import atexit
 import functools
