@@ -30,9 +30,11 @@ def collect(out):
         task, arm, seed = run.name.split("-")
         scores = read_json(score)
         losses = {r: [round(x, 2) for x in sums] for r, sums in scores["losses"].items()}
+        scores["losses"] = losses
+        if "right" in scores:  # then no table needs the losses
+            del scores["losses"], scores["labels"]
         made = read_json(Path(find_checkpoint(run), "train.json"))
         found.setdefault(task, {})[f"{arm} {seed}"] = scores | {
-            "losses": losses,
             "moves": scores["moves"] and [round(x, 5) for x in scores["moves"]],
             "update": made["update"],
             "flops": made["flops"],
@@ -43,13 +45,15 @@ def collect(out):
 
 # ---------------------------------------------------------------------------------------- tables
 
-def seeds_of(found):
-    """Return the seeds of a task's runs, such as ["0", "1", "2"]."""
-    return sorted(name.removeprefix("loop ") for name in found if name.startswith("loop "))
+def seeds_of(found, arm="loop"):
+    """Return the seeds of an arm's runs, such as ["0", "1", "2"]."""
+    return sorted(name.removeprefix(f"{arm} ") for name in found if name.startswith(arm))
 
 
 def mean_and_error(values):
-    """Return "12.3 ± 0.4": the mean over seeds and its standard error."""
+    """Return "12.3 ± 0.4": the mean over seeds and its standard error; "12.3" for one seed."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
     error = statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.fmean(values):.1f} ± {error:.1f}"
 
@@ -69,7 +73,7 @@ def print_counts(found):
     for title, arm, r in rows:
         cells = []
         for lengths in LENGTHS.values():
-            runs = [found[f"{arm} {seed}"] for seed in seeds_of(found)]
+            runs = [found[f"{arm} {seed}"] for seed in seeds_of(found, arm)]
             cells.append(mean_and_error([right_answers(run, r, lengths) for run in runs]))
         print(f"| {title} | {' | '.join(cells)} |")
 
@@ -82,7 +86,7 @@ def print_gains(found):
     for title, arm, r in (("its r = 1", "loop", 1), ("the parent", "parent", 0)):
         for name, lengths in LENGTHS.items():
             gains = []
-            for seed in seeds_of(found):
+            for seed in seeds_of(found, arm):
                 ours = right_answers(found[f"loop {seed}"], 8, lengths)
                 gains.append(ours - right_answers(found[f"{arm} {seed}"], r, lengths))
             print(f"loop, r = 8, over {title}, {name} steps: {mean_and_error(gains)}")
@@ -130,7 +134,7 @@ def draw(found):
     counts = found["counts"]
     steps = range(1, 13)
     for arm, r in [*(("loop", r) for r in DEPTHS), ("parent", 0)]:
-        runs = [counts[f"{arm} {seed}"] for seed in seeds_of(counts)]
+        runs = [counts[f"{arm} {seed}"] for seed in seeds_of(counts, arm)]
         means = [statistics.fmean(right_answers(run, r, [n]) for run in runs) for n in steps]
         left.plot(steps, means, "k--" if arm == "parent" else "-", label=f"r = {r}" if r else arm)
     left.axvspan(3, 5, alpha=0.1, label="trained")
