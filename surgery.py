@@ -11,8 +11,8 @@ the prelude's output into the loop.
     python surgery.py SRC OUT --export hf                       a checkpoint in Hugging Face layout
 
 A model that has lost layers needs much training to recover. If the sizes of --shape add up to the
-number of layers, all are kept, and OUT at r = 1 equals its parent to the last bit; on a laptop,
-choose such a shape.
+number of layers, all are kept, and with the default adapter OUT at r = 1 equals its parent to the
+last bit; on a laptop, choose such a shape.
 
 SRC is a folder, a .gguf file (pip install transformers accelerate gguf), or a hub id, org/name or
 org/name@REVISION (pip install huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or

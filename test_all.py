@@ -333,7 +333,7 @@ def test_losses_in_chunks(compiled, monkeypatch):
 
 
 def test_random_weights_have_the_papers_sizes():
-    """Weights have the paper's std, smaller for those that write to the residual stream."""
+    """Random weights have the paper's standard deviation, scaled down in output projections."""
     model = small(
         n_embd=64,
         n_ffn=512,
