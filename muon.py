@@ -228,41 +228,37 @@ class Optimizer:
     def make_pieces(self, rule, stacked):
         """
         Split the parameters into Pieces, sorted by owner. AdamW treats each number separately, so
-        its parameters are split by rows over all ranks. Any other parameter goes as a whole to the
-        rank that owns the fewest numbers so far.
+        embeddings and head are split by rows over all ranks. Any other parameter goes as a whole to
+        the rank that owns the fewest numbers so far.
         """
-        rules = {}
-        owners = {}
+        pieces = []
         loads = [0] * self.world
         for name, p in reversed(self.params.items()):
-            matrix = p.dim() == 2 and not name.startswith(("embed.", "head."))
-            rules[name] = "adamw" if rule == "muon" and not matrix else rule
-            if rules[name] != "adamw":
-                owners[name] = loads.index(min(loads))
-                loads[owners[name]] += p.numel()
-        pieces = []
-        for rank in range(self.world):
-            for name, p in self.params.items():
-                if rules[name] == "adamw":
-                    first = rank * len(p) // self.world
-                    end = (rank + 1) * len(p) // self.world
-                    rows = slice(first, end)
-                    splits = [end - first]
-                elif owners[name] == rank:
-                    rows = slice(0, len(p))
-                    splits = stacked.get(name, [len(p)])
-                else:
-                    continue
+            table = name.startswith(("embed.", "head."))
+            piece_rule = rule
+            if rule == "muon" and (table or p.dim() == 1):
+                piece_rule = "adamw"
+            owners = [loads.index(min(loads))]
+            if table and piece_rule == "adamw":
+                owners = range(self.world)
+            for i, owner in enumerate(owners):
+                first = i * len(p) // len(owners)
+                end = (i + 1) * len(p) // len(owners)
+                splits = [end - first]
+                if piece_rule != "adamw":
+                    splits = stacked.get(name, splits)
                 piece = Piece(
-                    owner=rank,
+                    owner=owner,
                     name=name,
-                    rule=rules[name],
-                    rows=rows,
+                    rule=piece_rule,
+                    rows=slice(first, end),
                     splits=splits,
-                    weight=p.detach()[rows],
+                    weight=p.detach()[first:end],
                 )
                 pieces.append(piece)
-        return pieces
+                loads[owner] += piece.weight.numel()
+        pieces.reverse()
+        return sorted(pieces, key=lambda piece: piece.owner)
 
     @property
     def masters(self):
