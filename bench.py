@@ -15,36 +15,35 @@ Tokens/s mean little across different r, so training also shows its FLOPs utilis
 that it executes in matrix products and attention, as the logs of train.py count them.
 """
 import bisect
-import functools
 import json
 import statistics
 import time
 import tomllib
+from collections import Counter
 from dataclasses import replace
 
 import torch
 
-from common import (WORLD, Parser, UserError, cli, natural, opening, positive, read_json,
-                    recurrences, several)
-from data import Dataset, check_tokenizer, read_mixture
+from common import (Parser, UserError, cli, natural, opening, positive, read_json, recurrences,
+                    several)
+from data import Dataset
 from model import Config, RecurrentLM, find_checkpoint, load_config
-from muon import MOMENTS, Optimizer
+from muon import MOMENTS
 from sample import Decoder, describe
 from surgery import ASSETS, retrofit_config
-from train import (choose_trained, describe_run, draws_of, largest_depth, make_config,
+from train import (Settings, choose_trained, describe_run, draws_of, largest_depth, make_config,
                    make_optimizer, read_settings, spent_before, update_flops)
 
-# {GPU: (FLOP/s that we expect in bfloat16, memory in GB)}. The speeds are not measured; they are
-# 61, 61 and 43% of the peak.
+# The FLOP/s in bfloat16 that we expect of a GPU: not measured, but 61, 61 and 43% of the peak.
 GPUS = {
-    "RTX 4090": (1.0e14, 24),
-    "A100": (1.9e14, 80),
-    "H100": (4.2e14, 80),
+    "RTX 4090 (24 GB)": 1.0e14,
+    "A100 (80 GB)": 1.9e14,
+    "H100 (80 GB)": 4.2e14,
 }
 
 PLAN = """\
-Say what a run of train.py will cost: tokens, FLOPs, hours and memory (estimates), and each data
-set's share of the labels. Takes the flags of train.py. Neither weights nor data need to be there.
+Say what a run of train.py will cost: tokens and epochs, FLOPs, hours and memory (estimates). Takes
+the flags of train.py. Neither weights nor data need to be there.
 
     python bench.py plan --config=config/evening.toml --preset=tinyllama-4-8-4
     python bench.py plan --config=config/mine.toml --init_from=PARENT --flops_of=out/mine/loop
@@ -56,7 +55,7 @@ def main():
     timed = Parser(add_help=False)
     flag = timed.add_argument
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
-    flag("--dtype", choices=("float32", "bfloat16"), default="float32")
+    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
     flag("--repeat", type=positive, default=5, metavar="N", help="timed runs per measurement (5)")
     flag("--no_compile", action="store_true", help="do not use torch.compile")
 
@@ -67,7 +66,7 @@ def main():
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, metavar="N", help="rows per update (4)")
     flag("--context", type=positive, default=256, metavar="N", help="tokens per row (256)")
-    flag("--optimizer", choices=tuple(MOMENTS), default="adamw")
+    flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
 
     flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
     flag("--steps", type=recurrences, default="1,2,4,8,16,32", metavar="R,R",
@@ -80,7 +79,7 @@ def main():
 
     flag = commands.add_parser("plan", help="say what a training run will cost",
                                usage="bench.py plan [flags]", description=PLAN).add_argument
-    flag("--gpus", type=positive, default=WORLD, metavar="N", help="number of GPUs (1)")
+    flag("--gpus", type=positive, default=1, metavar="N", help="number of GPUs (1)")
     flag("--preset", choices=presets(), metavar="NAME",
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
     flag("--flops_of", metavar="RUN", help="make as many updates as it takes to spend the FLOPs "
@@ -125,72 +124,57 @@ def plan(args, settings):
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
     if args.flops_of:
-        settings.updates = affordable_updates(settings, model, folder, args.flops_of)
+        budget = read_json(f"{find_checkpoint(args.flops_of)}/train.json")["flops"]
+        if not settings.reinit:
+            budget -= spent_before(folder)["flops"]
+        settings.updates = affordable_updates(settings, model, budget)
     if args.quiet:
         print(settings.updates)
         return
     describe_run(settings, model)
-    plan_data(settings, config, folder)
+    try:
+        train_set = Dataset(settings.data, "train", settings.context)
+        epochs = settings.updates * settings.batch_size / train_set.num_rows
+        print(f"data: {epochs:.3g} epochs of {settings.data}")
+    except UserError as e:
+        print(f"data: not ready: {e}")
 
     flops = run_flops(settings, model)
-    by_paper = over_draws(settings, model, lambda steps: paper_flops(model, steps))
-    by_paper *= settings.batch_size * settings.context
+    by_paper = 0
+    tokens = settings.batch_size * settings.context
+    for steps, updates in drawn_steps(settings, model).items():
+        by_paper += updates * tokens * paper_flops(model, steps)
     print(f"FLOPs: {flops:.4g} in matrix products and attention. The paper's rule counts "
           f"{by_paper:.4g}: for each token, 6 per parameter of a layer, or 2 without gradient")
     gigabytes = memory(settings, model, args.gpus)
     needed = sum(gigabytes.values())
     each = ", ".join(f"{what} {size:.1f}" for what, size in gigabytes.items())
-    print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each})")
-    for name, (speed, size) in GPUS.items():
-        fits = f"{size} GB each"
-        if needed > size - 2:  # CUDA and fragmentation take 2 GB
-            fits = f"DOES NOT FIT into {size} GB"
-        hours = duration(flops / (args.gpus * speed))
-        print(f"time: {hours} on {args.gpus} {name}, {fits} (an estimate)")
-    if DEVICE == "cpu":
-        seconds = flops / matmul_speed(torch.float32, repeat=1)
-        print(f"time: {duration(seconds)} on this CPU, at the speed of one float32 product")
+    print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}); leave 2 GB free")
+    for name, speed in GPUS.items():
+        hours = flops / (args.gpus * speed) / 3600
+        print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")
 
 
-def plan_data(settings, config, folder):
+def drawn_steps(settings, model):
     """
-    Print how often a run reads its data, and each data set's share of the labels, or what the data
-    lacks. folder: the checkpoint that the run starts from, or None.
+    Return how many updates of a run each (n, k) makes up: {(n, k): updates}. With several draws
+    per update, each of them counts as a fraction of it.
     """
-    try:
-        folders = [data_folder for data_folder, _ in read_mixture(settings.data)]
-        check_tokenizer(config, folder or folders[0], *folders)
-        Dataset(settings.data, "val", settings.context)
-        train_set = Dataset(settings.data, "train", settings.context)
-    except UserError as e:
-        print(f"data: not ready: {e}")
-        return
-    epochs = settings.updates * settings.batch_size / train_set.num_rows
-    print(f"data: {epochs:.3g} epochs of {settings.data}")
-    if len(folders) > 1:
-        shares = ", ".join(f"{x:.0%} {name}" for name, x in train_set.label_shares().items())
-        print(f"share of the labels, and so of the loss: {shares}. (The weights in --data count "
-              "rows.)")
-
-
-def over_draws(settings, model, cost):
-    """Add up, over the updates of a run, the mean of cost((n, k)) over their draws of r."""
-    cost = functools.cache(cost)
-    if not model.config.n_core:  # all updates of an ordinary model cost the same
-        return settings.updates * cost((0, 0))
-    total = 0
+    if not model.config.n_core:
+        return {(0, 0): settings.updates}
+    draws = Counter()
     for update in range(settings.updates):
-        total += statistics.fmean(map(cost, draws_of(settings, update)))
-    return total
+        draws.update(draws_of(settings, update))
+    return {steps: count / settings.draws for steps, count in draws.items()}
 
 
 def run_flops(settings, model):
     """Return the FLOPs that a whole run executes, with its own draws of r, without validation."""
     optimizer = make_optimizer(settings, model, rank=0, world=1)
-
-    def cost(steps):
-        return update_flops(settings, model, optimizer, [steps])
-    return over_draws(settings, model, cost)
+    total = 0
+    for steps, updates in drawn_steps(settings, model).items():
+        total += updates * update_flops(settings, model, optimizer, [steps])
+    return total
 
 
 def paper_flops(model, steps):
@@ -209,27 +193,18 @@ def paper_flops(model, steps):
     return 2 * forward + 4 * backward
 
 
-def affordable_updates(settings, model, folder, run):
-    """
-    Return the number of updates, rounded to the nearest, after which a run from the checkpoint
-    `folder`, or None, has spent as many FLOPs as the run `run`. Both count what earlier runs have
-    spent, see spent_before(). Raises UserError if not even one update is left.
-    """
-    budget = read_json(f"{find_checkpoint(run)}/train.json")["flops"]
-    if folder and not settings.reinit:
-        budget -= spent_before(folder)["flops"]
-
+def affordable_updates(settings, model, budget):
+    """Return the number of updates, to the nearest, after which a run has spent `budget` FLOPs."""
     def cost(updates):
         return run_flops(replace(settings, updates=updates), model)
 
-    if budget < cost(1):
-        raise UserError(f"--flops_of={run}: leaves {budget:.4g} FLOPs for this run, but one update "
-                        f"takes {cost(1):.4g}")
     too_many = 1
     while cost(too_many) <= budget:
         too_many *= 2
-    most = bisect.bisect(range(too_many), budget, key=cost) - 1  # the most within the budget
-    return min(most, most + 1, key=lambda count: abs(cost(count) - budget))
+    most = bisect.bisect(range(1, too_many), budget, key=cost)  # within the budget
+    left = budget - cost(most)
+    lacking = cost(most + 1) - budget  # for one more
+    return most if left <= lacking else most + 1
 
 
 def memory(settings, model, gpus):
@@ -260,13 +235,6 @@ def memory(settings, model, gpus):
         "optimizer": sum(t.nbytes for t in states) / 1e9,
         "activations": activations / 1e9,
     }
-
-
-def duration(seconds):
-    """Return a number of seconds as text: 1000 -> "about 17 minutes"."""
-    if seconds < 3600:
-        return f"about {seconds / 60:.0f} minutes"
-    return f"about {seconds / 3600:,.1f} hours"
 
 
 # ------------------------------------------------------------------------------- measuring
@@ -364,8 +332,7 @@ def bench_train(model, args):
     """
     shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
-    optimizer = Optimizer(model.named_parameters(), lr=1e-3, adam_lr=5e-5,
-                          weight_decay=1e-4, clip=1.0, rule=args.optimizer)
+    optimizer = make_optimizer(Settings(optimizer=args.optimizer), model, rank=0, world=1)
     if not args.no_compile:
         model.compile_parts()
     for n, k in args.steps:

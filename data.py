@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+import shutil
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -54,19 +55,9 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
 
 def copy_tokenizer(source, target):
     """Copy those of TOKENIZER_FILES that exist from one folder to another."""
-    write_tokenizer(read_tokenizer_files(source), target)
-
-
-def read_tokenizer_files(folder):
-    """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
-    paths = [Path(folder, name) for name in TOKENIZER_FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
-def write_tokenizer(files, folder):
-    """Write the files that read_tokenizer_files() returned into a folder."""
-    for name, content in files.items():
-        Path(folder, name).write_bytes(content)
+    for name in TOKENIZER_FILES:
+        if Path(source, name).is_file():
+            shutil.copyfile(f"{source}/{name}", f"{target}/{name}")
 
 
 # ------------------------------------------------------------------------------------- tokenizers
@@ -697,22 +688,6 @@ class Dataset:
         self.turns = sorted(turns)
         self.num_rows = min(shards.num_rows * len(turns) // weight
                             for shards, weight in self.sources)
-
-    def label_shares(self):
-        """
-        Estimate each source's share of the labels, from 64 random rows of each. It differs from the
-        share of the rows if a source's rows have fewer labels, as those of questions and answers
-        do. Returns {folder: share}.
-        """
-        labels = {}
-        for folder, (shards, weight) in zip(self.folders, self.sources):
-            count = 0
-            for number in range(64):
-                _, targets = shards.sample(0, number)
-                count += (targets != IGNORE).sum()
-            labels[folder] = labels.get(folder, 0) + weight * count
-        total = max(1, sum(labels.values()))
-        return {folder: count / total for folder, count in labels.items()}
 
     def fingerprint(self):
         """A digest of the shards' contents and of the weights. It does not depend on paths."""

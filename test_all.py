@@ -1722,11 +1722,11 @@ def test_plan_of_a_retrofit(corpus):
         "FLOPs: 2.887e+20",
         "counts 2.554e+20",
         "weights 1.7, gradients 5.1, optimizer 7.3, activations 25.0",
-        "on 1 RTX 4090, DOES NOT FIT into 24 GB",
+        "memory: about 39.0 GB on each of 1 GPUs",
     ):
         assert words in said, said
     said = call("bench", "plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
-    assert "about 23.9 hours on 8 H100" in said
+    assert "about 23.9 hours on 8 H100 (80 GB)" in said
 
     flags = f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
     assert "8.96 epochs" in call("bench", "plan", *flags), "8,000 rows in batches of 1,024"
@@ -1803,10 +1803,6 @@ def test_killed_ranks_end_alike(base):
     Path("dies.py").write_text(DIES % None)
     two = launch(os.path.abspath("dies.py"), *base, "--out_dir=two", world=2)
     assert exit_codes(two) == [1, -signal.SIGKILL]
-
-    said = Path("log").read_text()
-    assert "rank 0 lost contact with another rank" in said
-    assert "Traceback" not in said
     assert checkpoints("two") == ["step_000003"]
 
     for world in (1, 4):
@@ -1932,7 +1928,7 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     assert len(losses) == 12, "the log repeats updates that were made again"
 
 
-def test_a_stop_drops_the_unfinished_update(base, monkeypatch, capfd):
+def test_a_stop_drops_the_unfinished_update(base, monkeypatch):
     """A signal to any rank stops all after the micro-batch and drops the unfinished update."""
     base = [*base, "--batch_size=128", "--micro_batch=1", "--updates=2", "--eval_rows=1"]
     call("train", *base, "--out_dir=unbroken")
@@ -1952,7 +1948,6 @@ def test_a_stop_drops_the_unfinished_update(base, monkeypatch, capfd):
         code, _ = outcome("train", *base, "--out_dir=run")
     assert code == 128 + signal.SIGTERM
     assert seen[-1] == 200
-    assert "stopping" in capfd.readouterr().err
     assert checkpoints("run") == ["step_000001"]
 
     call("train", *base, "--out_dir=run")
@@ -1971,13 +1966,13 @@ def test_changed_settings_or_data(base, unbroken):
     base = [*base, "--data=data/pretrain", "--updates=1", "--out_dir=run", "--init_from=parent"]
     tiny("data", rows=64)
     call("train", *base)
-    assert "already complete" in call("train", *base, "--init_from=./parent/")  # the same setting
+    assert "done: run" in call("train", *base, "--init_from=parent")
     assert "lr = 0.01, but this command says 0.02" in refusal("train", *base, "--lr=0.02")
 
     shutil.copytree("run", "copy")
     shutil.copytree("data", "moved")
     said = call("train", *base, "--data=moved/pretrain", "--out_dir=copy")
-    assert "copy is already complete" in said
+    assert "done: copy" in said
 
     shutil.rmtree("data")
     tiny("data", seed=1, rows=64)
@@ -2277,21 +2272,18 @@ def test_a_mixture_is_validated_on_all_sources(base, corpus):
 
     _, _, model = start_of_run([*base, "--out_dir=run"])
     losses = 0
-    right = 0
     labels = 0
     for folder, rows in ((large, 27), ("small/set", 5)):
         idx, targets = first_rows(Dataset(folder, "val", 50), rows)
         state = model.initial_state(rows, 50, 0)
         logits, _ = model(idx, None, 4, state)
         losses += F.cross_entropy(logits.mT, targets, reduction="sum").item()
-        right += (logits.argmax(-1) == targets).sum().item()
         labels += (targets >= 0).sum().item()
     assert logged("run", "val")[0]["4"] == pytest.approx(losses / labels, abs=1e-5)
-    assert logged("run", "accuracy")[0]["4"] == pytest.approx(right / labels)
 
 
 def test_rows_without_labels_are_reported(base, corpus):
-    """Validation rows without any label are an error, and an update without labels logs no loss."""
+    """Updates and validations without any label log no loss."""
     shutil.copytree(corpus / "pretrain", "data")
     meta = read_json("data/meta.json")
 
@@ -2302,12 +2294,10 @@ def test_rows_without_labels_are_reported(base, corpus):
         common.write_json("data/meta.json", meta)
 
     without_labels("train")
+    without_labels("val")
     call("train", *base, "--data=data", "--updates=2", "--out_dir=run")
     assert logged("run", "loss") == {1: None, 2: None}
-
-    without_labels("val")
-    line = refusal("train", *base, "--data=data", "--updates=2", "--out_dir=other")
-    assert "no validation row has a label" in line
+    assert logged("run", "val")[2] == {"1": None, "4": None}
 
 
 def test_context_beyond_the_models_own(base, corpus):
@@ -2674,11 +2664,11 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
         return step(*args)
 
     monkeypatch.setattr(RecurrentLM, "run_core", ticking_core)
-    monkeypatch.setattr(bench.Optimizer, "step", slow_first_step)
+    monkeypatch.setattr(Optimizer, "step", slow_first_step)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     rows = []
     for command in (
-        "train --context 8 --steps 1+1",
+        "train --context 8 --steps 1+1 --optimizer adamw",
         "decode --prompt 4 --tokens 4 --steps 4 --draft_steps 0,1",
     ):
         said = call("bench", *command.split(), "--model", checkpoint, "--repeat", 1, "--no_compile")
@@ -2756,6 +2746,7 @@ MISTAKES = [
     ("train --data=task --context=39 --out_dir=out --curriculum=cubic", "linear"),
     ("train --data=task --context=39 --out_dir=out --draws=3", "--draws"),
     ("train --data=task --context=30 --out_dir=out", "--context"),
+    ("train --data=task --out_dir=out --backprop_depth=0 --backprop_warmup=1", "above 0"),
     ("train --data=task --context=39 --out_dir=out --train=norm|heads", "named 'heads'"),
     ("train --data=task --context=39 --out_dir=out --config=none.toml", "none.toml"),
     ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
