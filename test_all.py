@@ -1894,70 +1894,57 @@ def test_recompute(base, unbroken):
 
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """A run that signals or a full disk stopped resumes to a bit-identical end."""
-    base = [*base, "--out_dir=run"]
-    lr_scale = train.lr_scale
+    """A signal drops the unfinished update. After signals and a full disk, the end is the same."""
+    alone = [*base, "--out_dir=run"]
+    to_inputs = train.to_inputs
+    trained_rows = []
 
-    def run_with(number):
-        """Run until the signal, which comes in every update. Returns the exit code."""
+    def run_with(number, signalled_row):
+        """Run until a signal, sent with the micro-batch of this row. Returns the exit code."""
 
-        def interrupted(settings, update):
-            os.kill(os.getpid(), number)
-            return lr_scale(settings, update)
+        def signalled(model, batch, seed):
+            _, _, rows = batch
+            if torch.is_grad_enabled():  # not in validation
+                trained_rows.extend(rows.tolist())
+                if signalled_row in rows:
+                    os.kill(os.getpid(), number)
+            return to_inputs(model, batch, seed)
 
         with monkeypatch.context() as patch:
-            patch.setattr(train, "lr_scale", interrupted)
-            code, _ = outcome("train", *base)
+            patch.setattr(train, "to_inputs", signalled)
+            code, _ = outcome("train", *alone)
         return code
 
-    for number in (signal.SIGHUP, signal.SIGINT):
-        assert run_with(number) == 128 + signal.SIGTERM
+    for number, row, saved in (  # rows of the second and third update, of 4 micro-batches each
+        (signal.SIGHUP, 20, "step_000001"),
+        (signal.SIGINT, 36, "step_000002"),
+    ):
+        assert run_with(number, row) == 128 + signal.SIGTERM
+        assert trained_rows[-4] == row
+        assert checkpoints("run") == [saved]
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # as on a full disk
     try:
-        assert "step_000003" in refusal("train", *base)
+        assert "step_000003" in refusal("train", *alone)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints("run") == ["step_000002"]
 
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert run_with(signal.SIGHUP) == 0
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    assert run_with(signal.SIGHUP, 52) == 0
     assert same_end("run", unbroken)
     losses = [line for line in open("run/log.jsonl") if '"loss"' in line]
     assert len(losses) == 12, "the log repeats updates that were made again"
 
 
-def test_a_stop_drops_the_unfinished_update(base, monkeypatch):
-    """A signal to any rank stops all after the micro-batch and drops the unfinished update."""
-    base = [*base, "--batch_size=128", "--micro_batch=1", "--updates=2", "--eval_rows=1"]
-    call("train", *base, "--out_dir=unbroken")
-    to_inputs = train.to_inputs
-    seen = []
-
-    def signalled(model, batch, seed):
-        _, _, numbers = batch
-        if torch.is_grad_enabled():  # not in validation
-            seen.extend(numbers.tolist())
-            if 200 in numbers:  # in the second update
-                os.kill(os.getpid(), signal.SIGTERM)
-        return to_inputs(model, batch, seed)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "to_inputs", signalled)
-        code, _ = outcome("train", *base, "--out_dir=run")
-    assert code == 128 + signal.SIGTERM
-    assert seen[-1] == 200
-    assert checkpoints("run") == ["step_000001"]
-
-    call("train", *base, "--out_dir=run")
-    assert same_end("run", "unbroken")
-
-    two = launch("train.py", *base, "--out_dir=two", "--save_every=1", world=2)
+def test_a_signal_to_one_rank_stops_all(base):
+    """A signal to one rank stops all of them after the same update, which is saved."""
+    two = launch("train.py", *base, "--updates=900", "--save_every=900", "--out_dir=two", world=2)
     wait_until(lambda: logged("two", "loss"), two)
     os.kill(two[1].pid, signal.SIGTERM)
     assert exit_codes(two) == [128 + signal.SIGTERM] * 2
-    assert checkpoints("two") == ["step_000001"]
+    assert len(checkpoints("two")) == 1
 
 
 def test_changed_settings_or_data(base, unbroken):
