@@ -27,7 +27,7 @@ Paper: arXiv 2511.07384, section 3.
 import functools
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -278,9 +278,13 @@ class Block(nn.Module):
         return self.norm_4(x + self.mlp(self.norm_3(x)))
 
 
-def recomputed(function, *args):
-    """Call a function, but keep nothing for the backward pass, which calls it again."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+def recomputed(function):
+    """Wrap a function so that it keeps nothing for the backward pass, which calls it again."""
+    @functools.wraps(function)
+    def call(*args):
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+    return call
 
 
 def run_blocks(blocks, x, rope, caches=None):
@@ -340,8 +344,7 @@ class RecurrentLM(nn.Module):
         s = self.recur(s, e, rope, k, recompute=recompute)
         if targets is None:
             return self.finish(s), None
-        losses, _ = self.score(s, targets)
-        return None, losses
+        return None, self.score(s, targets)
 
     # The parts. Decoding (sample.py) has its own rope, and a cache for each block.
 
@@ -378,12 +381,9 @@ class RecurrentLM(nn.Module):
         """
         if not self.core:
             return s
+        run_core = recomputed(self.run_core) if recompute else self.run_core
         for i in range(count):
-            if recompute:
-                s = recomputed(self.run_core, s, e, rope)
-            else:
-                cache = caches[i] if caches else None
-                s = self.run_core(s, e, rope, cache)
+            s = run_core(s, e, rope, caches[i] if caches else None)
         return s
 
     def run_coda(self, x, rope, caches=None):
@@ -403,40 +403,25 @@ class RecurrentLM(nn.Module):
 
     def score(self, s, targets):
         """
-        Score targets (B, T), given the last state s (B, T, C). Returns the cross-entropy of each
-        target (B, T) float32, 0 where the target is -100; and whether each target is the most
-        likely token (B, T) bool, or None while gradients are enabled.
+        Return the cross-entropy (B, T) float32 of each target (B, T), given the last state s
+        (B, T, C). It is 0 where the target is -100.
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks of
         equal size, and the backward pass computes them again.
         """
         rope = self.rope(s.shape[1])
         x = self.run_coda(s, rope).flatten(0, 1)
-        chunks = math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE)
-        x_chunks = x.chunk(chunks)
-        target_chunks = targets.flatten().chunk(chunks)
+        count = math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE)
         losses = []
-        right = []
-        for chunk in zip(x_chunks, target_chunks):
-            chunk_losses, chunk_right = self.score_chunk(*chunk)
-            losses.append(chunk_losses)
-            right.append(chunk_right)
-        losses = torch.cat(losses).view_as(targets)
-        if torch.is_grad_enabled():
-            return losses, None
-        return losses, torch.cat(right).view_as(targets)
+        for chunk in zip(x.chunk(count), targets.flatten().chunk(count)):
+            losses.append(self.score_chunk(*chunk))
+        return torch.cat(losses).view_as(targets)
 
+    @recomputed
     def score_chunk(self, x, targets):
         """score() of a chunk of the head's input (N, C), and of its targets (N,)."""
-        def compute(x, targets):
-            logits = self.logits(x)
-            losses = F.cross_entropy(logits, targets, reduction="none")
-            right = None
-            if not torch.is_grad_enabled():
-                right = logits.argmax(-1) == targets
-            return losses, right
-
-        return recomputed(compute, x, targets)
+        logits = self.logits(x)
+        return F.cross_entropy(logits, targets, reduction="none")
 
     @torch.no_grad()
     def trajectory(self, idx, steps, state=None):
@@ -523,17 +508,18 @@ class RecurrentLM(nn.Module):
 
     # ------------------------------------------------------------------ counting, initialising
 
-    def num_params(self, trained=False):
+    def num_params(self, trained=False, matrices=False):
         """
         Count the parameters of each part, such as {"embed": ..., "core": ...}. Tied embeddings have
-        no "head". trained: count only parameters that require gradient. Returns a Counter.
+        no "head". trained: count only parameters that require gradient. matrices: count neither
+        norms nor biases. Returns a Counter.
         """
-        n = Counter()
+        counted = Counter()
         for name, p in self.named_parameters():
-            if p.requires_grad or not trained:
+            if (p.requires_grad or not trained) and (p.dim() == 2 or not matrices):
                 part, *_ = name.split(".")
-                n[part] += p.numel()
-        return n
+                counted[part] += p.numel()
+        return counted
 
     def flops_per_token(self, steps, T=1, training=False, recompute=False):
         """
@@ -545,13 +531,10 @@ class RecurrentLM(nn.Module):
         """
         n, k = self.split_steps(steps)
         c = self.config
-        matrices = Counter()  # {part: numbers in its matrices}
-        trained = Counter()   # those of them that need a gradient
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                part, *_ = name.replace("adapter", "core").split(".")
-                matrices[part] += p.numel()
-                trained[part] += p.numel() * p.requires_grad
+        matrices = self.num_params(matrices=True)
+        trained = self.num_params(matrices=True, trained=True)
+        for size in (matrices, trained):
+            size["core"] += size["adapter"]
         # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel; a
         # causal kernel skips half of them. The backward pass takes five, because it recomputes the
         # scores.
@@ -686,8 +669,4 @@ def load_config(folder):
     if kind != "loopgraft":
         raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: "
                         f"`python surgery.py {folder} OUT`, with --shape unless it is recurrent")
-    known = [item.name for item in fields(Config)]
-    for key in values:
-        if key not in known:
-            raise UserError(f"{path}: {key} is unknown to this version of loopgraft")
     return Config(**values)

@@ -264,7 +264,7 @@ def test_roundings_of_a_bfloat16_model():
     assert logits.dtype == torch.float32
     assert far(logits, exact) <= 2**-8 * exact.abs().max()
     targets = torch.randint(17, (64,))
-    losses, _ = model.score_chunk(x, targets)
+    losses = model.score_chunk(x, targets)
     assert far(losses, F.cross_entropy(logits, targets, reduction="none")) < 1e-6
 
     idx = torch.randint(17, (2, 5))
@@ -327,9 +327,7 @@ def test_losses_in_chunks(compiled, monkeypatch):
 
     ((_, s),) = model.trajectory(idx, [2], state)
     with torch.no_grad():
-        losses, right = model.score(s, targets)
-    assert far(losses, exact) < 1e-5
-    assert right.equal(logits.argmax(-1) == targets)
+        assert far(model.score(s, targets), exact) < 1e-5
 
 
 def test_random_weights_have_the_papers_sizes():

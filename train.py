@@ -409,7 +409,7 @@ def validate(settings, model, val_sets):
             idx, targets, state = to_inputs(model, batch, 0)
             labels += (targets != IGNORE).sum()
             for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
-                token_losses, _ = model.score(s, targets)
+                token_losses = model.score(s, targets)
                 losses[j] += token_losses.double().sum()
     if WORLD > 1:
         dist.all_reduce(totals)

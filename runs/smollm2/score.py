@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import Parser, cli, opening, recurrences, write_json
@@ -49,10 +50,12 @@ def score_answers(model, documents, steps):
     losses = {r: [] for r in steps}
     right = {r: [] for r in steps}
     for tokens in documents:
-        idx, targets = torch.from_numpy(tokens).long()[:, None]
-        state = model.initial_state(1, idx.shape[1], 0) if model.core else None
-        for r, s in model.trajectory(idx, steps, state):
-            scores, hits = model.score(s, targets)
+        idx, targets = torch.from_numpy(tokens).long()
+        state = model.initial_state(1, len(idx), 0) if model.core else None
+        for r, s in model.trajectory(idx[None], steps, state):
+            logits = model.finish(s)[0]
+            scores = F.cross_entropy(logits, targets, reduction="none")
+            hits = logits.argmax(-1) == targets
             losses[r].append(scores.double().sum().item())
             right[r].append(hits[targets != IGNORE].int().tolist())
     return losses, right
