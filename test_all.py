@@ -20,7 +20,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -215,12 +214,12 @@ def test_recurrence_is_the_papers_code(name):
                 assert relative_error(grad, wanted) < 1e-5, key
 
 
-def test_bfloat16_is_nearer_than_autocast():
-    """Gradients of a bfloat16 model at (24, 8) are closer to float32's than autocast's."""
+def test_gradients_of_a_bfloat16_model():
+    """At (24, 8), the gradients of a bfloat16 model differ from float32's by less than 3%."""
     torch.manual_seed(0)
     idx = torch.randint(1000, (4, 65))
     grads = {}
-    for way in ("float32", "bfloat16", "autocast"):
+    for dtype in (torch.float32, torch.bfloat16):
         model = small(
             vocab_size=1000,
             n_embd=256,
@@ -231,22 +230,13 @@ def test_bfloat16_is_nearer_than_autocast():
             n_coda=2,
             mean_recurrence=32,
         )
-        trained = [*model.parameters()]
-        if way == "bfloat16":
-            model.bfloat16()
-        if way == "autocast":  # there, the residual stream of core and coda is bfloat16, too
-            model.run_core = lambda s, e, *place: run_blocks(
-                model.core, model.adapter(torch.cat((s, e), -1)), *place
-            )
+        model.to(dtype)
         state = model.initial_state(4, 64, 0)
-        with torch.autocast("cpu", torch.bfloat16, way == "autocast", cache_enabled=False):
-            _, losses = model(idx[:, :-1], idx[:, 1:], (24, 8), state)
-            losses.mean().backward()
-        grads[way] = torch.cat([p.grad.flatten().float() for p in trained])
-
-    exact = grads.pop("float32")
-    error = relative_error(grads["bfloat16"], exact)
-    assert error < 0.9 * relative_error(grads["autocast"], exact)
+        _, losses = model(idx[:, :-1], idx[:, 1:], (24, 8), state)
+        losses.mean().backward()
+        grads[dtype] = torch.cat([p.grad.flatten().float() for p in model.parameters()])
+    error = relative_error(grads[torch.bfloat16], grads[torch.float32])
+    assert error < 0.03
 
 
 def test_roundings_of_a_bfloat16_model():
@@ -354,14 +344,6 @@ def test_random_weights_have_the_papers_sizes():
 
 
 # ---------------------------------------------------------------------------------------- surgery
-def test_shape_takes_the_papers_layers(llama):
-    """--shape takes the prelude from the start, and core and coda from the end."""
-    said = call("surgery", llama, "m", "--shape", "1,2,1")
-    assert "prelude, core and coda: [0] [3, 4] [5]" in said
-    said = call("surgery", llama, "parent", "--shape", "1,2,1", "--feed_forward")
-    assert "prelude, core and coda: [0, 3, 4, 5] [] []" in said
-
-
 def test_all_layers_are_the_parent(llama):
     """With a --shape of all layers, the logits at r = 1 equal the parent's to the last bit."""
     parent = convert(llama, "parent", "--feed_forward")
@@ -414,13 +396,15 @@ def test_what_we_cannot_compute_is_refused(wrong):
 def test_surgery_keeps_the_layers_in_a_row():
     """With the identity adapter, r = 1 gives transformers' logits of the kept layers in a row."""
     for name, flags, kept in (
+        ("hf_llama", "--shape 2,3,2", "0134567"),  # the prelude from the start, the rest from the end
+        ("hf_llama", "--shape 2,3,2 --feed_forward", "0134567"),
         ("hf_llama", "--prelude 0-1 --core 3-5 --coda 6,7", "0134567"),
         ("hf_qwen3", "--prelude 0 --core 2,3 --coda 5", "0235"),
     ):
-        model = convert(ORACLE / name, name, *flags.split())
+        model = convert(ORACLE / name, flags, *flags.split())
         x = expected(name)
         logits, _ = model(x["input_ids"], steps=1)
-        assert far(logits, x[f"logits.layers_{kept}"]) < 1e-5
+        assert far(logits, x[f"logits.layers_{kept}"]) < 1e-5, flags
 
 
 def test_weights_are_never_rounded():
@@ -469,13 +453,6 @@ def test_export_is_the_inverse_of_import(name):
         assert theirs["torch_dtype"] == "float32"
         assert ours["torch_dtype"] == "bfloat16"
         assert ours["num_hidden_layers"] == 4 + 3 * theirs["mean_recurrence"]
-
-
-def test_scaled_embeddings_of_an_ordinary_model_stay_here():
-    """Hugging Face's layout has no scale of embeddings, so such a model is not exported."""
-    small(n_core=0, n_coda=0, embed_scale=2.0).save("m")
-    flags = "--feed_forward", "--export", "hf"
-    assert "embed_scale = 2.0" in refusal("surgery", "m", "out", *flags)
 
 
 def test_text_files_follow_the_model(llama, corpus, speaker):
@@ -819,18 +796,14 @@ def test_ids_of_transformers(kind, monkeypatch):
         pytest.skip(f"hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir {folder}")
 
     theirs = tf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    if kind in ("qwen", "olmo2"):
-        monkeypatch.setitem(sys.modules, "tokenizers", None)
-    ours = Tokenizer.load(folder)
     readme = (HERE / "README.md").read_text()
-    for text in (
-        *HARD,
-        *readme.splitlines(),
-        readme * 40,
-        " " * 10**6,
-        "<think>\u0338 <think> a</think> 1",
-        "10  20 a  3\n4 ²½ 1²  ½",
-    ):
+    texts = [*HARD, *readme.splitlines(), "<think>\u0338 <think> a</think> 1"]
+    texts.append("10  20 a  3\n4 ²½ 1²  ½")
+    if kind in ("qwen", "olmo2"):  # read without the tokenizers library, in pieces of a text
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+        texts += [readme * 40, " " * 10**6]
+    ours = Tokenizer.load(folder)
+    for text in texts:
         ids = ours.encode(text)
         options = {"add_special_tokens": False, "split_special_tokens": True}
         assert ids == theirs.encode(text, **options), text[:200]
@@ -1345,7 +1318,7 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
         print(f"{world} processes are off by {worst:.2g}")
 
 
-@pytest.mark.parametrize("preset", bench.presets())
+@pytest.mark.parametrize("preset", ["tinyllama-4-8-4", "llama-3.1-8b-8-12-8"])
 def test_ranks_keep_even_shares(preset):
     """Ranks share the optimizer's memory and Muon's work evenly to 15%, in few pieces."""
     source, (P, R, C) = bench.presets()[preset]
@@ -1473,8 +1446,10 @@ def test_drafts_give_up_and_wait_for_others(monkeypatch):
 
 
 @torch.no_grad()
-def test_drafts_keep_the_distribution():
+def test_drafts_keep_the_distribution(monkeypatch):
     """With drafts, sampled pairs of tokens have the distribution at r, not that of the drafts."""
+    monkeypatch.setattr(sample, "DRAFTS", 2)
+    monkeypatch.setattr(sample, "TOO_FEW", -1)
     model = decode_model(vocab_size=6)
     samples = 8000
     options = {"temperature": 0.7, "top_k": 5}
@@ -1822,40 +1797,6 @@ def test_killed_ranks_end_alike(base):
     assert same_end("two", "restarted")
 
 
-# train.py on each of two nodes. The one with LOST in its environment dies in its first attempt,
-# before it has met the other.
-NODE = """
-import os, train
-if "LOST" in os.environ and not os.path.exists("lost"):
-    open("lost", "w").close()
-    os.kill(os.getpid(), 9)
-train.cli(train.main)
-"""
-
-
-def test_a_lost_process_of_several_nodes(base, unbroken):
-    """Two nodes restart together after one of them has lost its process."""
-    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
-    flags = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d"
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    Path("node.py").write_text(NODE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags.split()]
-    torchrun.append(f"--rdzv_endpoint=127.0.0.1:{port}")
-    command = [*torchrun, "node.py", *base, "--out_dir=run"]
-    nodes = [
-        subprocess.Popen(command, env=env),
-        subprocess.Popen(command, env=env | {"LOST": "1"}),
-    ]
-    try:
-        assert [node.wait(timeout=300) for node in nodes] == [0, 0]
-    finally:
-        for node in nodes:
-            node.terminate()  # it ends its process, too
-
-    assert os.path.exists("lost")
-    assert logged("run", "loss") == pytest.approx(logged(unbroken, "loss"), abs=1e-2)
-
-
 @needs_compiler
 def test_compiled_run_resumes_alike(base):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
@@ -2162,9 +2103,7 @@ RECIPES = """
 OTHERS = """
     --activation_budget=0.5; --recompute; --eval_every=1; --eval_rows=8; --eval_recurrences=2;
     --save_every=1; --keep=1; --log_every=2; --embed_scale=2 --init_from={m};
-    --n_embd=32 --init_from={m}; --n_head=4 --init_from={m}; --n_kv_head=1 --init_from={m};
-    --n_ffn=24 --init_from={m}; --n_prelude=2 --init_from={m}; --n_core=2 --init_from={m};
-    --n_coda=2 --init_from={m}"""
+    --n_embd=32 --init_from={m}"""
 
 
 def test_the_recipe_decides_the_result(unbroken, corpus):
@@ -2340,33 +2279,24 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     "output, reference, right",
     [
         ("17 + 25 = 42", "17 + 25 = 42", True),
-        ("it is 42.", "17 + 25 = 42", True),
         ("it is 43.", "17 + 25 = 42", False),
-        ("17", "17 + 25 = 42", False),
         ("42\n", "42", True),
         ("18", "#### 18", True),
         ("$1,234.50", "1234.5", True),
         ("-3", "3", False),
         ("\u22123", "-3", True),
         ("", "42", False),
-        ("forty-two", "42", False),
         (" paris.\n", "Paris", True),
         ("in Paris", "Paris", False),
-        ("", "Paris", False),
-        ("room B2", "B2", False),
         ("1/4", "3/4", False),
-        ("10-12", "10-12", True),
         ("42 apples", "42 apples", True),
         ("she has 1, 2 or 3", "3", True),
         ("3,12", "312", False),
-        ("3,12", "12", False),
         ("1,2345", "12345", False),
         ("1,234,567", "1234567", True),
-        ("1 000 000", "0", False),
         ("1 000 000", "1000000", True),
         ("1 234", "1\u202f234", True),
         ("June 5, 2024", "May 3, 2024", False),
-        ("may 3, 2024", "May 3, 2024", True),
         ("version 1.2.3", "3", False),
         ("x = 5, y = 4", "x = 3, y = 4", False),
     ],
@@ -2721,6 +2651,7 @@ MISTAKES = [
     ("surgery ./lama out --feed_forward", "no such folder"),
     ("surgery truncated out --feed_forward", "damaged"),
     ("surgery biased out --feed_forward", "q_proj.bias' has no"),
+    ("surgery scaled out --feed_forward --export hf", "embed_scale = 2.0"),
     ("data prepare --input latin.txt --tokenizer m --out out", "latin.txt: not UTF-8"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
@@ -2760,6 +2691,7 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
     (folder / "latin.txt").write_bytes(b"has 1\ncaf\xe9\n")
     call("surgery", checkpoint, folder / "exported", "--export", "hf")
+    small(n_core=0, n_coda=0, embed_scale=2.0).save(folder / "scaled")
     for name in ("truncated", "biased"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
@@ -3039,15 +2971,6 @@ def test_transformers_runs_the_export(changes):
         assert new[:, 12:].equal(wanted), way
     assisted = greedy(ids[1:], assistant_model=load("out", mean_recurrence=2))
     assert assisted[:, 12:].equal(wanted[1:])
-
-
-def test_a_half_made_change_is_refused(monkeypatch):
-    """An adapter that only some of the files know is refused by Config or by run_core()."""
-    with pytest.raises(AssertionError, match="adapter = scaled"):
-        small(adapter="scaled")
-    monkeypatch.setattr("model.ADAPTERS", (*ADAPTERS, "scaled"))
-    with pytest.raises(UnboundLocalError):
-        small(adapter="scaled")(torch.ones(1, 4, dtype=torch.int64))
 
 
 def test_forward_takes_what_others_give(checkpoint):
@@ -3366,9 +3289,9 @@ def test_a_recorded_step_gives_the_same_text(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
     for lengths, limits, recorded_so_far in (
-        ([9], [40], 1),
-        ([250], [20], 2),
-        ([3, 5], [20, 10], 4),  # once for 2 rows, once for the one that goes on
+        ([9], [12], 1),
+        ([250], [8], 2),
+        ([3, 5], [8, 4], 4),  # once for 2 rows, once for the one that goes on
     ):
         prompts = random_prompts(*lengths)
         rows, _ = generate_rows(decoder, prompts, limits, 3)
