@@ -32,7 +32,6 @@ import math
 import os
 import re
 import shutil
-import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -70,8 +69,8 @@ EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
 class Tokenizer:
     """Turns text into ids, and ids into text."""
     encode_text: Callable  # text -> ids; the names of control tokens are encoded as ordinary text
-    decode_ids: Callable   # list of known ids -> text
-    known: set             # ids that decode_ids accepts (or a range); a vocabulary may have gaps
+    decode_ids: Callable   # list of ids below vocab_size -> text
+    vocab_size: int        # the highest id + 1
     special: dict          # {name: id} of control tokens
     bos_id: int | None     # put before a text, if transformers does so with the same files
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
@@ -87,15 +86,10 @@ class Tokenizer:
             found = read_tokenizer_json(path)
         else:
             found = read_sentencepiece(path, config)
-        encode, decode, known, special, bos_id = found
+        encode, decode, vocab_size, special, bos_id = found
         eos_id = find_eos(path, config, special)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
-        return Tokenizer(encode, decode, known, special, bos_id, eos_id, fingerprint)
-
-    @functools.cached_property
-    def vocab_size(self):
-        """The highest id + 1."""
-        return max(self.known) + 1
+        return Tokenizer(encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
 
     def encode(self, text, bos=False):
         """
@@ -110,7 +104,7 @@ class Tokenizer:
         Turn a list of ids into text. Skips ids that only the model has, as padding of its
         vocabulary.
         """
-        return self.decode_ids([i for i in ids if i in self.known])
+        return self.decode_ids([i for i in ids if i < self.vocab_size])
 
 
 def find_eos(path, config, special):
@@ -168,7 +162,7 @@ def check_tokenizer(config, folder, *others):
     return tokenizer
 
 
-# These two readers return encode_text, decode_ids, known, special and bos_id: see Tokenizer.
+# These two readers return encode_text, decode_ids, vocab_size, special and bos_id: see Tokenizer.
 
 def read_sentencepiece(path, config):
     """
@@ -176,146 +170,47 @@ def read_sentencepiece(path, config):
     """
     import sentencepiece
     model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    known = range(model.vocab_size())
-    special = {model.id_to_piece(i): i for i in known if model.is_control(i)}
+    vocab_size = model.vocab_size()
+    special = {model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)}
     # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer adds it
     # unless tokenizer_config.json says otherwise.
     bos_id = None
     if config.get("add_bos_token", True):
         name = token_name(config.get("bos_token", "<s>"))
         bos_id = special.get(name)
-    return model.encode, model.decode, known, special, bos_id
+    return model.encode, model.decode, vocab_size, special, bos_id
 
 
 def read_tokenizer_json(path):
     """
-    Read a tokenizer.json. Whole words, as in the corpus of tiny.sh, and byte-level BPE that suits
-    tiktoken (Llama 3, OLMo 2, Qwen) are read without the tokenizers library, which is slower.
+    Read a tokenizer.json (Llama 3, OLMo 2, Qwen). The file says which token it puts before a text;
+    as in transformers, tokenizer_config.json has no say in it. A token that it puts after a text is
+    ignored, because a prompt is to be continued. Raises UserError if it puts several before.
     """
-    spec = read_json(path)
-    special = {}  # {name: id} of control tokens
-    in_text = {}  # {name: id} of added tokens that are recognized in any text
-    for token in spec["added_tokens"]:
-        names = special if token["special"] else in_text
-        names[token["content"]] = token["id"]
-    match spec:
-        case {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
-              "pre_tokenizer": {"type": "WhitespaceSplit"}} if not spec.get("normalizer"):
-            encode, decode, known = whole_words(vocab)
-        case {"model": {"type": "BPE"}, "normalizer": None | {"type": "NFC"},
-              "pre_tokenizer": {"pretokenizers": [
-                  {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-                  | {"pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True},
-                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}
-              } if suits_tiktoken(spec):
-            encode, decode, known = byte_level(spec, pattern, special, in_text)
-        case _:
-            encode, decode, known = tokenizers_library(path)
-    return encode, decode, known, special, leading_token(path, spec)
-
-
-def leading_token(path, spec):
-    """
-    Find the id of the token that a tokenizer.json puts before a text, or None. As in transformers,
-    tokenizer_config.json has no say in it. A token that the file puts after a text is ignored,
-    because a prompt is to be continued. Raises UserError if it puts several before.
-    """
-    ids = []
-    processor = spec.get("post_processor") or {}
-    for step in processor.get("processors", [processor]):
-        for piece in step.get("single", []):
-            if "Sequence" in piece:  # the text
-                break
-            name = piece["SpecialToken"]["id"]
-            ids += step["special_tokens"][name]["ids"]
-    if len(ids) > 1:
-        raise UserError(f"{path}: puts {len(ids)} tokens before a text; only one is supported")
-    return ids[0] if ids else None
-
-
-# These three return encode_text, decode_ids and known: see Tokenizer.
-
-def whole_words(vocab):
-    """Tokens that are words between blanks. vocab: {word: id}."""
-    words = {i: word for word, i in vocab.items()}
-
-    def encode(text):
-        return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
-
-    def decode(ids):
-        return " ".join(words[i] for i in ids)
-
-    return encode, decode, set(words)
-
-
-# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
-# (from 0) as character 256 + n. BYTES[ord(character)] is the byte.
-BYTES = [*range(256), *(b for b in range(256) if b == 32 or not chr(b).isprintable())]
-
-# Text to encode at a time, because tiktoken's regex fails on a million blanks in a row. It ends
-# where a line begins, if possible, because a word begins there anyway.
-CHUNK = re.compile(r"(?s).{1,400000}(?:(?<=\n)(?=\S)|\Z)|.{1,400000}")
-
-
-def suits_tiktoken(spec):
-    """
-    Whether tiktoken gives the ids of a byte-level BPE. It needs a token for each byte, and merges
-    in the order of ids. byte_level() itself needs added tokens that are recognized as they are.
-    """
-    ids = spec["model"]["vocab"]
-    merges = spec["model"]["merges"]  # each "a b" or [a, b]
-    merged = [ids["".join(pair).replace(" ", "")] for pair in merges]
-    num_bytes = sum(len(token) == 1 for token in ids)
-    unusual = any(token[option] for token in spec["added_tokens"] if not token["special"]
-                  for option in ("lstrip", "rstrip", "single_word", "normalized"))
-    return num_bytes >= 256 and merged == sorted(merged) and not unusual
-
-
-def byte_level(spec, word_pattern, special, in_text):
-    """
-    Byte-level BPE, with tiktoken. word_pattern: the regular expression that splits text into words.
-    special: {name: id} of control tokens. in_text: of added tokens that any text may contain.
-    """
-    import tiktoken
-    added = special | in_text
-    tokens = {bytes(BYTES[ord(c)] for c in text): i for text, i in spec["model"]["vocab"].items()
-              if text not in added}
-    coder = tiktoken.Encoding("", pat_str=word_pattern, mergeable_ranks=tokens,
-                              special_tokens=added)
-    longest_first = sorted(map(re.escape, in_text), key=len, reverse=True)
-    added_name = re.compile(f"({'|'.join(longest_first)})")
-
-    def encode(text):
-        ids = []
-        segments = added_name.split(text) if in_text else [text]
-        for segment in segments:
-            if segment in in_text:
-                ids.append(in_text[segment])
-                continue
-            if spec["normalizer"]:
-                segment = unicodedata.normalize("NFC", segment)
-            for chunk in CHUNK.findall(segment):
-                ids += coder.encode_ordinary(chunk)
-        return ids
-
-    return encode, coder.decode, {*tokens.values(), *added.values()}
-
-
-def tokenizers_library(path):
-    """A tokenizer.json of any kind, with Hugging Face's tokenizers library."""
     import tokenizers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() has threads of its own
     coder = tokenizers.Tokenizer.from_file(str(path))
-    coder.encode_special_tokens = True  # as ordinary text
     coder.no_truncation()
     coder.no_padding()
+    vocab_size = max(coder.get_vocab().values()) + 1  # there may be gaps
+    added_tokens = coder.get_added_tokens_decoder().items()
+    special = {token.content: i for i, token in added_tokens if token.special}
+    example = coder.encode("a")
+    num_before = example.special_tokens_mask.index(0)
+    if num_before > 1:
+        raise UserError(f"{path}: puts {num_before} tokens before a text; only one is supported")
+    bos_id = example.ids[0] if num_before else None
+    coder.encode_special_tokens = True  # as ordinary text
 
     def encode(text):
-        return coder.encode(text, add_special_tokens=False).ids
+        # Unlike encode(), this releases the GIL, so that threads encode at the same time.
+        (encoding,) = coder.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
     def decode(ids):
         return coder.decode(ids, skip_special_tokens=False)
 
-    return encode, decode, set(coder.get_vocab().values())
+    return encode, decode, vocab_size, special, bos_id
 
 
 # ---------------------------------------------------------------------------------------- prepare
