@@ -412,9 +412,9 @@ class RecurrentLM(nn.Module):
         rope = self.rope(s.shape[1])
         x = self.run_coda(s, rope).flatten(0, 1)
         count = math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE)
-        losses = []
-        for chunk in zip(x.chunk(count), targets.flatten().chunk(count)):
-            losses.append(self.score_chunk(*chunk))
+        x_chunks = x.chunk(count)
+        target_chunks = targets.flatten().chunk(count)
+        losses = [self.score_chunk(*chunk) for chunk in zip(x_chunks, target_chunks)]
         return torch.cat(losses).view_as(targets)
 
     @recomputed

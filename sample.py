@@ -85,22 +85,19 @@ class KVCache:
         self.core = [layers(c.n_core) for _ in range(r)]
         self.coda = layers(c.n_coda)
         self.layers = sum(self.core, self.prelude + self.coda)
-        self.length_read = 0
 
     def keep(self, rows):
         """Remove all rows except these, a tensor of indices such as [0, 3]."""
-        self.length_read = 0
         for layer in self.layers:
-            layer.keys = layer.keys[rows]
-            layer.values = layer.values[rows]
+            layer.keep(rows)
 
     def go_to(self, positions, end):
         """
-        Choose the T tokens of each row that the methods below run: 1 in a plain step, up to PREFILL
-        of a prompt. All tensors in and out of them are (rows, T, ...).
+        Begin a pass over T tokens of each row: 1 in a plain step, up to PREFILL of a prompt. The
+        methods below run its parts. All tensors in and out of them are (rows, T, ...).
 
-        positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound of them, such as 9,
-        which the CPU knows without waiting for the GPU.
+        positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound of them, such as 9:
+        the CPU has to know it without waiting for the GPU.
         """
         self.rope = self.all_rope[:, positions].unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
         self.noise = self.all_noise[positions]            # (rows, T, C)
@@ -114,12 +111,7 @@ class KVCache:
         rows = torch.arange(len(positions), device=positions.device)
         write = rows[:, None], positions
         for layer in self.layers:
-            layer.mask = mask
-            layer.write = write
-            if length != self.length_read:  # slicing in each pass takes 3% of a small model's time
-                layer.keys_read = layer.keys[:, :length]
-                layer.values_read = layer.values[:, :length]
-        self.length_read = length
+            layer.go_to(write, length, mask)
 
     def begin(self, tokens, r):
         """Run the prelude, which gives e, and r recurrences, which give the state s."""
@@ -141,23 +133,34 @@ class KVCache:
 
 
 class LayerCache:
-    """
-    The keys and values of one layer at one recurrence. KVCache.go_to() sets
-
-    mask: (rows, 1, groups * T, length);
-    write: where the tokens are stored, as indices (rows, 1) and (rows, T);
-    keys_read, values_read: the first `length` of keys and values.
-    """
+    """The keys and values of one layer at one recurrence."""
 
     def __init__(self, zeros):
         self.keys = zeros.clone()  # (rows, capacity, n_kv_head, head_dim), such as (2, 320, 4, 64)
         self.values = zeros.clone()
+        self.length = 0
+
+    def keep(self, rows):
+        self.keys = self.keys[rows]
+        self.values = self.values[rows]
+        self.length = 0
+
+    def go_to(self, write, length, mask):
+        """
+        Choose where update() stores new tokens, as indices (rows, 1) and (rows, T), and that it
+        reads the first `length` positions with this mask (rows, 1, groups * T, length).
+        """
+        self.write = write
+        self.mask = mask
+        if length != self.length:  # slicing in each pass takes 3% of a small model's time
+            self.length = length
+            self.keys_read = self.keys[:, :length]
+            self.values_read = self.values[:, :length]
 
     def update(self, k, v):
         """
         Store the keys and values of new tokens, each (rows, n_kv_head, T, head_dim). Returns all
-        stored keys and values, each (rows, n_kv_head, length, head_dim), and the attention mask of
-        the new tokens.
+        that are read, each (rows, n_kv_head, length, head_dim), and the attention mask.
         """
         self.keys_read[self.write] = k.transpose(1, 2)
         self.values_read[self.write] = v.transpose(1, 2)
@@ -235,21 +238,24 @@ class Batch:
                                half of it
         token     [[9], [7]]   the last token of each row, (B, 1) int64
         position  [[2], [1]]   the positions of these tokens, (B, 1) int64
-        end       3            an exclusive upper bound of the positions
+        end       3            an exclusive upper bound of the positions, which the CPU knows
         graph     None         the step at this number of rows, recorded on CUDA
     """
 
-    def __init__(self, cache, token, position, end, temperature, top_k, seed):
+    def __init__(self, cache, prompts, temperature, top_k, seed):
+        device = cache.index.device
+        last = [[prompt[-1]] for prompt in prompts]
+        positions = [[len(prompt) - 1] for prompt in prompts]
         self.cache = cache
-        self.token = token
-        self.position = position
-        self.end = end
-        self.graph = None
-        self.rows = list(range(len(token)))
+        self.rows = list(range(len(prompts)))
         self.live = set(self.rows)
+        self.token = torch.tensor(last, device=device)
+        self.position = torch.tensor(positions, device=device)
+        self.end = max(map(len, prompts))
+        self.graph = None
         self.temperature = temperature
         self.top_k = top_k
-        self.rng = torch.Generator(token.device).manual_seed(seed)
+        self.rng = torch.Generator(device).manual_seed(seed)
 
     def distribution(self, logits):
         return distribution(logits, self.temperature, self.top_k)
@@ -331,8 +337,8 @@ class Decoder:
         if self.use_graph:
             gc.collect()  # the last graph with its cache: torch keeps them in a reference cycle
         cache = KVCache(self.model, r, len(prompts), T + max_new_tokens, seed)
-        token, position = self.prefill(cache, prompts)
-        batch = Batch(cache, token, position, T, temperature, top_k, seed)
+        self.prefill(cache, prompts)
+        batch = Batch(cache, prompts, temperature, top_k, seed)
         rounds = self.plain_rounds(batch)
         if 0 < draft_steps < r:
             rounds = itertools.chain(self.draft_rounds(batch, draft_steps), rounds)
@@ -350,16 +356,12 @@ class Decoder:
     def prefill(self, cache, prompts):
         """
         Fill the cache with all tokens of the prompts except the last of each, which the first step
-        reads. Returns the last tokens and their positions, see Batch.
+        reads.
         """
-        lengths = [len(prompt) for prompt in prompts]
-        T = max(lengths)
-        device = cache.index.device
+        T = max(map(len, prompts))
         # What the cache holds of the padding is overwritten before any token sees it.
         padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
-        tokens = torch.tensor(padded, device=device)
-        last = [[length - 1] for length in lengths]
-        position = torch.tensor(last, device=device)
+        tokens = torch.tensor(padded, device=cache.index.device)
         eager = contextlib.nullcontext()
         if self.compiled:  # large products gain little from compiling
             eager = torch.compiler.set_stance("force_eager")
@@ -370,8 +372,6 @@ class Decoder:
                 cache.go_to(positions, end)
                 _, s = cache.begin(tokens[:, start:end], cache.r)
                 cache.run_coda(s)  # fills the coda's layers
-        token = tokens.gather(1, position)
-        return token, position
 
     def step(self, batch):
         """
@@ -458,12 +458,10 @@ class Decoder:
 
             # One tensor, because the CPU waits for the GPU at each transfer.
             columns = batch.position, accepted, token, drafts
-            outcome = torch.column_stack(columns)
+            outcome = torch.column_stack(columns).tolist()
+            batch.end = max(position for position, *_ in outcome) + 1
             new = []
-            batch.end = 0
-            for row, numbers in zip(batch.rows, outcome.tolist()):
-                position, count, last, *guesses = numbers
-                batch.end = max(batch.end, position + 1)
+            for row, (_, count, last, *guesses) in zip(batch.rows, outcome):
                 for guess in guesses[:count]:
                     new.append((row, guess, True))
                 new.append((row, last, False))
@@ -530,9 +528,6 @@ def trace(model, tokenizer, args, prompt, steps):
     counts those without a star.
     """
     ids = tokenizer.encode(prompt, bos=True)
-    context = model.config.context
-    if not 0 < len(ids) <= context:
-        raise UserError(f"the prompt has {len(ids)} tokens, the model's context {context}")
     names = [token_text(tokenizer, token) for token in ids]
     shown = range(len(ids))
     if args.only:
@@ -622,9 +617,6 @@ def respond(decoder, tokenizer, args, prompt):
         return
     if args.top_k and not args.temperature:
         raise UserError("--top_k needs a --temperature above 0: greedy decoding ignores it")
-    if args.draft_steps >= min(steps) > 0:
-        raise UserError(f"--draft_steps {args.draft_steps}: drafts need fewer recurrences than "
-                        f"r = {min(steps)}")
     for r in steps:
         stream(decoder, tokenizer, args, prompt, r)
 
@@ -713,7 +705,7 @@ def make_parsers():
          help="seed of the initial state and of sampling (0)")
     flag("--draft_steps", type=natural, default=0, metavar="R",
          help="draft tokens with this many recurrences; one pass at full depth checks "
-              f"{DRAFTS} of them; 0 (default): off")
+              f"{DRAFTS} of them; 0 (default), or r and more: off")
 
     parser = Parser(
         usage="sample.py [flags]",

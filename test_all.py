@@ -2663,7 +2663,6 @@ MISTAKES = [
     ("sample --prompt 3 --model llama", "--shape"),
     ("sample --prompt 3 --model m --steps=0", "--steps"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
-    ("sample --prompt 3 --model m --steps=2,4 --draft_steps=2", "fewer recurrences than r = 2"),
     ("eval_gsm8k --model m --data none.jsonl", "No such file"),
     ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
