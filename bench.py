@@ -56,7 +56,7 @@ def main():
     flag = timed.add_argument
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
-    flag("--repeat", type=positive, default=5, metavar="N", help="timed runs per measurement (5)")
+    flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
     flag("--no_compile", action="store_true", help="do not use torch.compile")
 
     parser = Parser(description=opening(__doc__))
@@ -64,22 +64,22 @@ def main():
     flag = commands.add_parser("train", parents=[timed], help="time updates").add_argument
     flag("--steps", type=n_plus_k, default="0+4,24+8", metavar="N+K,N+K",
          help="recurrences without + with gradient (%(default)s)")
-    flag("--batch_size", type=positive, default=4, metavar="N", help="rows per update (4)")
-    flag("--context", type=positive, default=256, metavar="N", help="tokens per row (256)")
+    flag("--batch_size", type=positive, default=4, help="rows per update (4)")
+    flag("--context", type=positive, default=256, help="tokens per row (256)")
     flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
 
     flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
     flag("--steps", type=recurrences, default="1,2,4,8,16,32", metavar="R,R",
          help="recurrences r (%(default)s)")
-    flag("--batch_size", type=positive, default=1, metavar="N", help="prompts at once (1)")
-    flag("--prompt", type=positive, default=32, metavar="N", help="tokens per prompt (32)")
-    flag("--tokens", type=positive, default=64, metavar="N", help="new tokens per row (64)")
+    flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
+    flag("--prompt", type=positive, default=32, help="tokens per prompt (32)")
+    flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
     flag("--draft_steps", type=several(natural), default="0", metavar="R,R",
          help="recurrences of a draft; 0 (default): none")
 
     flag = commands.add_parser("plan", help="say what a training run will cost",
                                usage="bench.py plan [flags]", description=PLAN).add_argument
-    flag("--gpus", type=positive, default=1, metavar="N", help="number of GPUs (1)")
+    flag("--gpus", type=positive, default=1, help="number of GPUs (1)")
     flag("--preset", choices=presets(), metavar="NAME",
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
     flag("--flops_of", metavar="RUN", help="make as many updates as it takes to spend the FLOPs "

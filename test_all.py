@@ -2224,13 +2224,18 @@ def test_context_beyond_the_models_own(base, corpus):
     assert load_config("run-long/step_000001").embed_scale == 2, "--embed_scale is for new weights"
 
 
-def test_ranks_start_alike(base):
-    """A rank whose settings differ from rank 0's says which, and exits."""
+def test_ranks_start_alike(base, corpus):
+    """A rank with other settings than rank 0's says which, and exits; paths of data may differ."""
     two = launch("train.py", *base, "--out_dir=new", world=2, last=["--lr=0.02"])
     _, last_code = exit_codes(two)
     assert "rank 1 has lr = 0.02, but rank 0 has 0.01" in Path("log").read_text()
     assert last_code == 1
     assert not checkpoints("new")
+
+    Path("moved").symlink_to(corpus / "pretrain")
+    base = [*base, "--updates=1", "--out_dir=new"]
+    finish("train.py", *base, world=2, last=["--data=moved"])
+    assert checkpoints("new") == ["step_000001"]
 
 
 def test_no_updates_only_validate(corpus, base, unbroken):
