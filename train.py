@@ -477,6 +477,9 @@ def catch_signals():
     received = []
 
     def receive(number, frame):
+        if RANK == 0 and not received:
+            # Not print(), which this signal may have interrupted.
+            os.write(2, b"stopping after the last complete update\n")
         received.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
