@@ -114,7 +114,8 @@ def normal(seed, row, position, C):
     (..., C) float32.
     """
     key = mix(mix(mix(seed) + row) + position)
-    bits = mix(key[..., None] + torch.arange(C, device=key.device))
+    channels = torch.arange(C, device=key.device)
+    bits = mix(key[..., None] + channels)
     within = math.erf(3 / math.sqrt(2))  # the probability of less than 3 standard deviations
     uniform = ((bits >> 8) - 2**23).float()  # 24 bits, which float32 holds exactly
     uniform = uniform * (within / 2**23)
@@ -383,7 +384,8 @@ class RecurrentLM(nn.Module):
             return s
         run_core = recomputed(self.run_core) if recompute else self.run_core
         for i in range(count):
-            s = run_core(s, e, rope, caches[i] if caches else None)
+            cache = caches[i] if caches else None
+            s = run_core(s, e, rope, cache)
         return s
 
     def run_coda(self, x, rope, caches=None):
@@ -483,7 +485,8 @@ class RecurrentLM(nn.Module):
             smooth = (turns - low) / (high - low)
             smooth = smooth.clamp(0, 1)
             f = f * (smooth + (1 - smooth) / scaling["factor"])
-        angle = torch.arange(T, device=device)[:, None, None] * f
+        position = torch.arange(T, device=device)
+        angle = position[:, None, None] * f
         return angle.cos(), angle.sin()
 
     def compile_parts(self, **how):
@@ -504,7 +507,8 @@ class RecurrentLM(nn.Module):
         for block in [*self.prelude, *self.coda]:
             block.forward = functools.partial(layer, block)
         for part in ("run_core", "logits", "score_chunk"):
-            setattr(self, part, torch.compile(getattr(self, part), **how))
+            compiled = torch.compile(getattr(self, part), **how)
+            setattr(self, part, compiled)
 
     # ------------------------------------------------------------------ counting, initialising
 
@@ -635,7 +639,8 @@ class RecurrentLM(nn.Module):
         new = folder / "model.safetensors.tmp"  # the old file may be mapped
         save_file(tensors, new, {"format": "pt"})
         new.rename(folder / "model.safetensors")
-        write_json(folder / "config.json", {"model_type": "loopgraft", **asdict(self.config)})
+        config = {"model_type": "loopgraft"} | asdict(self.config)
+        write_json(folder / "config.json", config)
 
 
 def checkpoints(folder):

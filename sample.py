@@ -104,7 +104,8 @@ class KVCache:
         length = CHUNK * math.ceil(end / CHUNK)
         seen = self.index[:length] <= positions[:, :, None]
         # Attention joins the query heads that share a kv head, and each needs the same mask.
-        groups = self.model.config.n_head // self.model.config.n_kv_head
+        c = self.model.config
+        groups = c.n_head // c.n_kv_head
         seen = seen.repeat(1, groups, 1)
         mask = torch.where(seen, 0.0, -torch.inf)
         mask = mask.to(self.all_rope.dtype).unsqueeze(1)
@@ -327,7 +328,8 @@ class Decoder:
         Raises UserError if a prompt is empty, or does not fit into the context.
         """
         c = self.model.config
-        r = sum(self.model.split_steps(steps)) if c.n_core else 0
+        n, k = self.model.split_steps(steps)
+        r = n + k if c.n_core else 0
         if not prompts or not all(prompts) or max_new_tokens < 1:
             raise UserError("no prompt, an empty prompt, or max_new_tokens is less than 1")
         T = max(map(len, prompts))
