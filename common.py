@@ -18,8 +18,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 # torchrun sets these. A script that is started without torchrun is rank 0 of 1.
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -82,10 +80,10 @@ def opening(doc, paragraphs=2):
     return "\n\n".join(doc.strip("\n").split("\n\n")[:paragraphs])
 
 
-def between(lowest, highest=math.inf, kind=int):
+def between(lowest, highest=math.inf, number_type=int):
     """Return the type of a flag that takes a number from `lowest` to `highest`, both included."""
     def number(text):
-        value = kind(text)
+        value = number_type(text)
         if not lowest <= value <= highest:
             raise argparse.ArgumentTypeError(f"must be from {lowest} to {highest}, not {text}")
         return value
@@ -95,7 +93,7 @@ def between(lowest, highest=math.inf, kind=int):
 # The types of most flags that take a number.
 natural = between(0)
 positive = between(1)
-non_negative = between(0, kind=float)
+non_negative = between(0, number_type=float)
 fraction = between(0, 1, float)
 random_seed = between(0, 2**31 - 1)
 
@@ -107,13 +105,13 @@ def yes_or_no(text):
     return text.lower() == "true"
 
 
-def several(kind):
+def several(number_type):
     """
     Return the type of a flag that takes several numbers: "32,1,4", or "[32, 1, 4]" as a list in a
     TOML file arrives, becomes [1, 4, 32], without duplicates.
     """
     def numbers(text):
-        return sorted({kind(part) for part in text.strip("[]").split(",")})
+        return sorted({number_type(part) for part in text.strip("[]").split(",")})
     return numbers
 
 
@@ -134,22 +132,19 @@ def write_atomically(path):
     A killed process leaves the temporary folder, `path`.tmp-*, behind; locked() removes it.
     """
     target = Path(path).resolve()
-    try:
-        os.makedirs(target.parent, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
-            new = Path(folder, target.name)
-            yield new
-            # safetensors makes files that only their owner can read. In a folder, all files get the
-            # permissions that the umask gave to the folder.
-            permissions = new.stat().st_mode & 0o666
-            for item in (*new.rglob("*"), new):
-                if item.is_file():
-                    item.chmod(permissions)
-                    with open(item) as file:
-                        os.fsync(file)
-            new.rename(target)
-    except (OSError, SafetensorError) as e:  # safetensors reports a full disk as its own error
-        raise UserError(f"{path}: not written ({e})")
+    os.makedirs(target.parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
+        new = Path(folder, target.name)
+        yield new
+        # safetensors makes files that only their owner can read. In a folder, all files get the
+        # permissions that the umask gave to the folder.
+        permissions = new.stat().st_mode & 0o666
+        for item in (*new.rglob("*"), new):
+            if item.is_file():
+                item.chmod(permissions)
+                with open(item) as file:
+                    os.fsync(file)
+        new.rename(target)
 
 
 # The temporary folders of write_atomically() that a killed process may leave in a data set or a
@@ -181,11 +176,8 @@ def locked(folder):
 
 
 def read_json(path):
-    """Return the value in a JSON file. Raises UserError if it cannot be read or is not JSON."""
-    try:
-        return json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read as JSON ({e})")
+    """Return the value in a JSON file."""
+    return json.loads(Path(path).read_bytes())
 
 
 def nan_to_null(value):

@@ -38,7 +38,6 @@ from pathlib import Path
 from string import Template
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import (Parser, UserError, cli, natural, opening, positive, read_json,
@@ -66,12 +65,7 @@ def layer_list(text):
 
 
 def shape(text):
-    """
-    Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). For a model without a recurrent
-    block, '8' -> (8, 0, 0).
-    """
-    if "," not in text:
-        text += ",0,0"
+    """Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). Else raises ValueError."""
     n_prelude, n_core, n_coda = map(natural, text.split(","))
     return n_prelude, n_core, n_coda
 
@@ -209,15 +203,15 @@ def open_source(src):
     else:
         folder = find_checkpoint(src if path.exists() else download(src))
         tensors = map_tensors(folder)
-    kind, config = read_config(folder, tensors)
+    layout, config = read_config(folder, tensors)
     if has_tokenizer(folder):
         tokenizer = check_tokenizer(config, folder)
-        if kind == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
+        if layout == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
             config.bos_token_id = tokenizer.bos_id
             config.eos_token_id = tokenizer.eos_id
     model = RecurrentLM.empty(config)
     model.folder = folder
-    model.fill(to_ours(folder, kind, config, tensors))
+    model.fill(to_ours(folder, layout, config, tensors))
     return model
 
 
@@ -236,19 +230,16 @@ def map_tensors(folder):
                         "safetensors")
     tensors = {}
     for path in paths:
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as e:
-            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
+        tensors |= load_file(path)
     return tensors
 
 
-def to_ours(folder, kind, config, tensors):
+def to_ours(folder, layout, config, tensors):
     """
-    Turn a checkpoint's {name: tensor} in the layout `kind` into {our name: tensor}, all cast to the
-    smallest dtype that holds every one of them exactly. folder: for messages.
+    Turn a checkpoint's {name: tensor} in a layout, which is a model_type, into {our name: tensor},
+    all cast to the smallest dtype that holds every one of them exactly. folder: for messages.
     """
-    names = tensor_names(config, kind)
+    names = tensor_names(config, layout)
     used = set().union(*names.values())
     missing = sorted(used - tensors.keys())
     if missing:
@@ -257,7 +248,7 @@ def to_ours(folder, kind, config, tensors):
     if unused:  # released files have stale ones
         print("note: the model does not use these tensors:", *map(repr, unused[:5]))
     odd = [name for name in unused if name.endswith((".bias", "_norm.weight"))]
-    if odd and kind in DEFAULTS:
+    if odd and layout in DEFAULTS:
         raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
                         "config.json describes")
     dtypes = {tensors[name].dtype for name in used}
@@ -265,7 +256,7 @@ def to_ours(folder, kind, config, tensors):
     ours = {}
     for name, pieces in names.items():
         t = torch.cat([tensors[piece] for piece in pieces])
-        if kind == "huginn_raven":
+        if layout == "huginn_raven":
             t = rotary_order(config, name, t)
         ours[name] = t.to(dtype)
     return ours
@@ -298,22 +289,11 @@ def read_gguf(path):
     Read a .gguf file with transformers, which dequantizes its weights.
 
     Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
-    when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
-    is damaged or not supported.
+    when the process ends, and the weights {name: tensor} in float32.
     """
-    import gguf
     import transformers
-    transformers.logging.set_verbosity_error()
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    try:
-        stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except ValueError as e:
-        one_line = " ".join(str(e).split())
-        raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
-    quantized = stored - {"F32", "F16", "BF16"}
-    if quantized:
-        print("note: what quantization lost is not restored:", *quantized)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
@@ -359,16 +339,16 @@ def read_config(folder, names):
     """
     path = Path(folder, "config.json")
     raw = read_json(path)
-    kind = raw["model_type"]
-    if kind == "loopgraft":
-        return kind, load_config(folder)
+    layout = raw["model_type"]
+    if layout == "loopgraft":
+        return layout, load_config(folder)
     for key, supported in SUPPORTED.items():
         value = raw.get(key, supported[0])
         if value not in supported:
             raise UserError(f"{path}: {key} = {value!r} is not supported, only {supported}")
-    if kind == "huginn_raven":
-        return kind, from_raven(raw, names)
-    return kind, from_hf(path, DEFAULTS[kind] | raw)
+    if layout == "huginn_raven":
+        return layout, from_raven(raw, names)
+    return layout, from_hf(path, DEFAULTS[layout] | raw)
 
 
 def read_rope(raw):
@@ -377,9 +357,9 @@ def read_rope(raw):
     has rope_parameters in transformers 5 and rope_scaling in older files.
     """
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
-    if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: RoPE of type {kind!r} is not supported, only llama3's")
+    rope_type = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
+    if rope_type not in ("default", "llama3"):
+        raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
     older = raw.get("rope_theta", 10000.0)
     theta = rope.pop("rope_theta", older)
     return {"rope_theta": theta, "rope_scaling": rope if "factor" in rope else None}
@@ -387,11 +367,11 @@ def read_rope(raw):
 
 def from_hf(path, raw):
     """Return the Config of an ordinary model from its config.json, `raw`, read from `path`."""
-    kind = raw["model_type"]
+    layout = raw["model_type"]
     context = raw["max_position_embeddings"]
     # Qwen's files have a window, too, but switch it off with use_sliding_window.
     window = raw.get("sliding_window")
-    if kind == "mistral" and window and window < context:
+    if layout == "mistral" and window and window < context:
         raise UserError(f"{path}: a sliding_window of {window} tokens, shorter than the context of "
                         f"{context}, is not supported")
     eos_token_id = raw.get("eos_token_id")
@@ -406,9 +386,9 @@ def from_hf(path, raw):
         n_ffn=raw["intermediate_size"],
         n_prelude=raw["num_hidden_layers"],
         head_dim=raw.get("head_dim") or 0,
-        norm="post" if kind == "olmo2" else "pre",
-        head_norm=kind == "qwen3",
-        qkv_bias=kind == "qwen2",
+        norm="post" if layout == "olmo2" else "pre",
+        head_norm=layout == "qwen3",
+        qkv_bias=layout == "qwen2",
         norm_eps=raw["rms_norm_eps"],
         context=context,
         tie_embeddings=raw.get("tie_word_embeddings", False),
@@ -434,7 +414,7 @@ def from_raven(raw, names):
         # Huginn's own key. The other released files have it, too, but their code never reads it.
         rope["rope_theta"] = raw["rope_base"]
     ours = "norm" in raw
-    init = raw.get("init_values", {})
+    init = raw["init_values"]
     return Config(
         vocab_size=raw["vocab_size"],
         n_embd=raw["n_embd"],
@@ -450,10 +430,10 @@ def from_raven(raw, names):
         qkv_bias=raw.get("qkv_bias", False),
         norm_eps=raw["norm_eps"],
         context=raw.get("max_position_embeddings") or raw["block_size"],
-        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
-        adapter=raw.get("injection_type", "linear"),
-        state_std=init.get("std", Config.state_std),
-        embed_scale=init.get("embed_scale", Config.embed_scale),
+        tie_embeddings=raw["tie_embeddings"],
+        adapter=raw["injection_type"],
+        state_std=init["std"],
+        embed_scale=init["embed_scale"],
         mean_recurrence=raw["mean_recurrence"],
         backprop_depth=raw["mean_backprop_depth"],
         # The paper's released files keep Huginn's ids, whatever their tokenizer is.
@@ -465,19 +445,16 @@ def from_raven(raw, names):
 
 def to_hf(c):
     """Return config.json in Hugging Face layout, a dict, for the Config of an ordinary model."""
-    if c.embed_scale != 1:
-        raise UserError(f"embed_scale = {c.embed_scale}: Hugging Face's layouts for ordinary "
-                        "models have no such setting")
-    kind = "llama"  # a Mistral without a window is the same
+    layout = "llama"  # a Mistral without a window is the same
     if c.norm == "post":
-        kind = "olmo2"
+        layout = "olmo2"
     elif c.head_norm:
-        kind = "qwen3"
+        layout = "qwen3"
     elif c.qkv_bias:
-        kind = "qwen2"
+        layout = "qwen2"
     return shared_keys(c) | {
-        "model_type": kind,
-        "architectures": [kind.capitalize() + "ForCausalLM"],
+        "model_type": layout,
+        "architectures": [layout.capitalize() + "ForCausalLM"],
         "hidden_act": "silu",
         "hidden_size": c.n_embd,
         "num_attention_heads": c.n_head,
@@ -571,18 +548,18 @@ RAVEN_NAMES = {
 }
 
 
-def tensor_names(config, kind):
+def tensor_names(config, layout):
     """
-    Map each of our tensor names to its names in the layout `kind` (a model_type), in stacking
-    order, such as {"prelude.0.mlp.fc.weight": ["model.layers.0.mlp.gate_proj.weight",
+    Map each of our tensor names to its names in a layout, a model_type, in stacking order,
+    such as {"prelude.0.mlp.fc.weight": ["model.layers.0.mlp.gate_proj.weight",
     "model.layers.0.mlp.up_proj.weight"]}.
     """
     names = {}
     for ours, _ in RecurrentLM.empty(config).named_parameters():
         first, _, rest = ours.partition(".")
-        if kind == "loopgraft":
+        if layout == "loopgraft":
             theirs = [ours]
-        elif kind == "huginn_raven":
+        elif layout == "huginn_raven":
             theirs = [f"{RAVEN_NAMES[first]}.{rest}".replace("attn.qkv", "attn.Wqkv")]
         elif first in HF_NAMES:
             theirs = [f"{HF_NAMES[first]}.{rest}"]
@@ -696,8 +673,8 @@ def parse_args():
     add("src", metavar="SRC", help="a folder, a run, a .gguf file, or a hub id")
     add("out", metavar="OUT", type=Path, help="a new folder")
     add("--shape", type=shape,
-        help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule; or 8 "
-             "with --feed_forward. If they add up to all layers, r = 1 is the parent")
+        help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule. If they "
+             "add up to all layers, r = 1 is the parent")
     for part in PARTS:
         add(f"--{part}", type=layer_list, default=[], help="layers such as 0-3 or 0,2,5-7")
     add("--feed_forward", action="store_true",
@@ -709,9 +686,10 @@ def parse_args():
         help="how the loop's state s and the prelude's output e are merged: linear (default), a "
              "matrix on both; or add, s + e")
     add("--adapter_init", choices=["identity", "half", "torch"],
-        help="identity (default): pass the prelude's output through, so that r = 1 equals the kept "
-             "layers in a row; half: add half of the state to it, so that training uses the state "
-             "from the start; torch: the default of torch's Linear, as in the paper")
+        help="weights of a linear adapter. identity (default): pass the prelude's output through, "
+             "so that r = 1 equals the kept layers in a row; half: add half of the state to it, so "
+             "that training uses the state from the start; torch: the default of torch's Linear, "
+             "as in the paper")
     add("--mean_recurrence", type=positive,
         help="default r of OUT; set it for released models, whose config.json always says 32")
     add("--export", choices=["hf"], help="write OUT in Hugging Face layout")

@@ -3,7 +3,7 @@ Keep the layers that change the hidden state most on a text, then run surgery.py
 ShortGPT's choice (arXiv 2403.03853), the baseline of the paper's Figure 12.
 
     python runs/block_influence.py SRC OUT --shape 4,8,4 --text FILE
-    python runs/block_influence.py SRC OUT --shape 8 --text FILE --feed_forward
+    python runs/block_influence.py SRC OUT --shape 8,0,0 --text FILE --feed_forward
 
 It prints a table of the layers and their influence. Further flags go to surgery.py.
 """
@@ -68,7 +68,7 @@ def main():
     flag("src", metavar="SRC", help="an ordinary model: a folder, a run, a .gguf file, or a hub id")
     flag("out", metavar="OUT", help="a new folder")
     flag("--shape", type=surgery.shape, required=True,
-         help="sizes of prelude, core and coda, such as 4,8,4; or 8 with --feed_forward")
+         help="sizes of prelude, core and coda, such as 4,8,4; or 8,0,0 with --feed_forward")
     flag("--text", type=Path, required=True,
          help=f"a text file; at most its first {TOKENS:,} tokens are read")
     flag("--window", type=positive, default=1024,

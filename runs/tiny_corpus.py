@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (Parser, check_settings, cli, natural, opening, positive, read_json,
                     write_atomically, write_json)
 from data import write_shard
+from model import IGNORE
 
 SENTENCES = 12  # of a worked row, and the longest questions of test.jsonl
 VAL_ROWS = 1024  # of each data set
@@ -57,15 +58,22 @@ class Task(NamedTuple):
 def count(total, draw):
     """A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1."""
     if total is None:
-        return ["has", str(draw % 10)], draw % 10
-    verb, x = divmod(draw % 12, 4)
-    x = 2 + x % 2 if verb == 2 else 1 + x
-    total = (total + x, total - x, total * x)[verb] % 10
-    return [("gets", "loses", "times")[verb], str(x)], total
+        digit = draw % 10
+        return ["has", str(digit)], digit
+    verb = ("gets", "loses", "times")[draw % 12 // 4]
+    x = 1 + draw % 4
+    if verb == "gets":
+        total += x
+    elif verb == "loses":
+        total -= x
+    else:
+        x = 2 + draw % 2
+        total *= x
+    return [verb, str(x)], total % 10
 
 
 # Four random elements of S5, the group of permutations of five things.
-FACTORS = dict(a="23514", b="31542", c="52413", d="41325")
+FACTORS = {"a": "23514", "b": "31542", "c": "52413", "d": "41325"}
 
 
 def multiply(product, draw):
@@ -75,13 +83,23 @@ def multiply(product, draw):
     attention averages over equal words.
     """
     letter = "abcd"[draw % 4]
-    return [letter], "".join((product or "12345")[int(i) - 1] for i in FACTORS[letter])
+    product = product or "12345"
+    places = [int(digit) - 1 for digit in FACTORS[letter]]
+    return [letter], "".join(product[place] for place in places)
 
 
+PRODUCTS = ["".join(digits) for digits in itertools.permutations("12345")]
 TASKS = {
-    "stories": Task("has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(), count, (5, 4, 3)),
-    "s5": Task(["<s>", "so", *FACTORS, *map("".join, itertools.permutations("12345"))], multiply,
-               (8, 5, 3)),
+    "stories": Task(
+        words="has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(),
+        step=count,
+        lengths=(5, 4, 3),
+    ),
+    "s5": Task(
+        words=["<s>", "so", *FACTORS, *PRODUCTS],
+        step=multiply,
+        lengths=(8, 5, 3),
+    ),
 }
 
 
@@ -149,17 +167,28 @@ def make_tokenizer(ids):
     The content of a tokenizer.json for {word: id}. The tokenizers library and transformers can read
     it, too. If there is a word <s>, each text begins with it.
     """
-    special = [dict(id=ids[word], content=word, special=True, single_word=False, lstrip=False,
-                    rstrip=False, normalized=False) for word in ids if word in ("<s>", "</s>")]
-    spec = dict(version="1.0", added_tokens=special, pre_tokenizer={"type": "WhitespaceSplit"},
-                model={"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
+    special = []
+    for word in ids:
+        if word in ("<s>", "</s>"):
+            token = {"id": ids[word], "content": word, "special": True}
+            token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            special.append(token)
+    spec = {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"},
+    }
     if "<s>" in ids:
         bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
         first = {"Sequence": {"id": "A", "type_id": 0}}
         second = {"Sequence": {"id": "B", "type_id": 0}}
-        spec["post_processor"] = dict(
-            type="TemplateProcessing", single=[bos, first], pair=[bos, first, bos, second],
-            special_tokens={"<s>": dict(id="<s>", ids=[ids["<s>"]], tokens=["<s>"])})
+        spec["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [bos, first],
+            "pair": [bos, first, bos, second],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [ids["<s>"]], "tokens": ["<s>"]}},
+        }
     return spec
 
 
@@ -168,67 +197,85 @@ def write_rows(folder, split, ids, rows):
     bos = [("<s>", None)] if "<s>" in ids else []
     made = []
     for document in itertools.chain.from_iterable(rows):
-        pairs = [[ids.get(word, -100) for word in pair] for pair in bos + document]
+        pairs = [(ids[word], ids.get(target, IGNORE)) for word, target in bos + document]
         made.append(np.array(pairs, np.int32))
     array = np.concatenate(made).T.copy()  # (2, number of rows * their length)
     return write_shard(folder, f"{split}_000000.npy", array)
+
+
+def write_set(folder, ids, arguments, train_rows, val_rows):
+    """Write a data set, as `data.py prepare` would: its shards, meta.json and tokenizer."""
+    train = write_rows(folder, "train", ids, train_rows)
+    val = write_rows(folder, "val", ids, val_rows)
+    _, val_tokens, _ = val
+    write_json(folder / "meta.json", {
+        "vocab_size": len(ids),
+        "eos_id": ids["</s>"],
+        "row_length": val_tokens // VAL_ROWS,
+        "shards": {"train": [train], "val": [val]},
+        "arguments": arguments,
+    })
+    write_json(folder / "tokenizer.json", make_tokenizer(ids))
 
 
 def write_questions(path, stories):
     """Write stories to a .jsonl file as questions."""
     with open(path, "w") as file:
         for story in stories:
-            question = " ".join(word for sentence in story for word in sentence[:-1])
-            row = dict(question=question, answer=story[-1][-1], difficulty=len(story))
+            words = []
+            for sentence in story:
+                words += sentence[:-1]
+            answer = story[-1][-1]
+            row = {"question": " ".join(words), "answer": answer, "difficulty": len(story)}
             print(json.dumps(row), file=file)
 
 
 def tiny(out, task="stories", seed=0, rows=50_000):
     """Write the corpus of a task, which depends only on the seed. rows: of each training set."""
-    arguments = dict(task=task, seed=seed, rows=rows)
+    arguments = {"task": task, "seed": seed, "rows": rows}
     if os.path.exists(out):
         earlier = read_json(f"{out}/task/meta.json")["arguments"]
         check_settings(out, earlier, arguments, "choose another --out")
-        return print(f"{out} is already complete")
-    task = TASKS[task]
-    step = task.step
-    ids = {word: i for i, word in enumerate(["<unk>", "</s>", *task.words])}
+        print(f"{out} is already complete")
+        return
+    words, step, lengths = TASKS[task]
+    ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     rng = np.random.default_rng(seed)
-
-    pairs = {split: [story_pair(step, rng) for _ in range(n // 2)]
-             for split, n in (("train", rows), ("val", VAL_ROWS))}
-    sets = {  # generators: rows are made as they are written, which saves memory
-        "pretrain": {
-            "train": pretrain_rows(pairs["train"], step, rng),
-            "val": pretrain_rows(pairs["val"], step, rng),
-        },
-        "task": {
-            "train": (task_row(step, rng, task.lengths) for _ in range(rows)),
-            "val": (validation_row(step, rng, task.lengths) for _ in range(VAL_ROWS)),
-        },
-    }
+    train_pairs = [story_pair(step, rng) for _ in range(rows // 2)]
+    val_pairs = [story_pair(step, rng) for _ in range(VAL_ROWS // 2)]
     # Beginnings of worked stories that are longer than any training question.
     seen = set()
-    for story in itertools.chain(*pairs["train"]):
-        seen |= {tuple(story[:n]) for n in range(max(task.lengths) + 1, len(story) + 1)}
+    for story in itertools.chain(*train_pairs):
+        for n in range(max(lengths) + 1, len(story) + 1):
+            seen.add(tuple(story[:n]))
+
+    def questions(count, length):
+        """Random stories of a length, none of which is in `seen`."""
+        stories = [make_story(step, rng, length) for _ in range(10 * count)]
+        fresh = [story for story in stories if tuple(story) not in seen]
+        return fresh[:count]
+
+    def shuffled(stories):
+        np.random.default_rng(seed).shuffle(stories)
+        return stories
+
     with write_atomically(out) as new:
-        for kind, splits in sets.items():
-            shards = {split: [write_rows(new / kind, split, ids, made)]
-                      for split, made in splits.items()}
-            row_length = shards["val"][0][1] // VAL_ROWS  # in tokens
-            meta = dict(vocab_size=len(ids), eos_id=ids["</s>"], row_length=row_length,
-                        shards=shards, arguments=arguments)
-            write_json(new / kind / "meta.json", meta)
-            write_json(new / kind / "tokenizer.json", make_tokenizer(ids))
-        for name, n, lengths in (("test.jsonl", 100, range(1, SENTENCES + 1)),
-                                 ("test18.jsonl", 300, [18])):
-            questions = []
-            for length in lengths:
-                stories = (make_story(step, rng, length) for _ in range(10 * n))
-                fresh = [story for story in stories if tuple(story) not in seen]
-                questions += fresh[:n]
-            np.random.default_rng(seed).shuffle(questions)
-            write_questions(new / name, questions)
+        # The rows of both sets are generators: they are made as they are written, to save memory.
+        write_set(
+            new / "pretrain", ids, arguments,
+            train_rows=pretrain_rows(train_pairs, step, rng),
+            val_rows=pretrain_rows(val_pairs, step, rng),
+        )
+        write_set(
+            new / "task", ids, arguments,
+            train_rows=(task_row(step, rng, lengths) for _ in range(rows)),
+            val_rows=(validation_row(step, rng, lengths) for _ in range(VAL_ROWS)),
+        )
+        test = []
+        for length in range(1, SENTENCES + 1):
+            test += questions(100, length)
+        write_questions(new / "test.jsonl", shuffled(test))
+        write_questions(new / "test18.jsonl", shuffled(questions(300, 18)))
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 
