@@ -7,7 +7,7 @@ shards, which train.py takes as --data.
     python data.py prepare --input web/*.parquet --tokenizer out/tinyllama --out out/data/web
     python data.py prepare --input chats.jsonl --field messages --tokenizer ...
 
-To download a data set from the Hugging Face Hub (pip install huggingface_hub):
+To download a data set from the Hugging Face Hub:
 
     hf download ORG/NAME --repo-type dataset --include "data/*.parquet" --local-dir data/NAME
 

@@ -15,13 +15,12 @@ number of layers, all are kept, and with the default adapter OUT at r = 1 equals
 last bit; on a laptop, choose such a shape.
 
 SRC is a folder, a .gguf file (pip install transformers accelerate gguf), or a hub id, org/name or
-org/name@REVISION (pip install huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or
-OLMo-2 in Hugging Face layout, one of our checkpoints or runs, a released Recurrent-* model, or
-Huginn-0125. A SRC that is already recurrent takes no layer flags. OUT is a loopgraft checkpoint.
-With --export hf it is in Hugging Face layout instead: in that of its parent if it has no recurrent
-block, and otherwise in that of the released models, with a model card and the code that lets
-transformers load it (assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but
-never rounded.
+org/name@REVISION. It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face
+layout, one of our checkpoints or runs, a released Recurrent-* model, or Huginn-0125. A SRC that is
+already recurrent takes no layer flags. OUT is a loopgraft checkpoint. With --export hf it is in
+Hugging Face layout instead: in that of its parent if it has no recurrent block, and otherwise in
+that of the released models, with a model card and the code that lets transformers load it
+(assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
@@ -220,10 +219,8 @@ def has_tokenizer(folder):
 
 
 def map_tensors(folder):
-    """Return {name: tensor} of a folder's model.safetensors, or of its shards if there is none."""
-    paths = [Path(folder, "model.safetensors")]
-    if not paths[0].exists():
-        paths = sorted(Path(folder).glob("model*.safetensors"))
+    """Return {name: tensor} of a folder's model.safetensors, or of its shards."""
+    paths = list(Path(folder).glob("model*.safetensors"))
     if not paths:
         raise UserError(f"{folder} has no model.safetensors. Loading pickled weights (.bin, .pt) "
                         "can run arbitrary code, so loopgraft never does. Look for a version in "
@@ -404,17 +401,20 @@ def from_raven(raw, names):
     from its config.json, `raw`. names: the names of all tensors, which tell where the norms are;
     only our exports say so in config.json.
     """
-    norm = "pre"
-    if any(".qk_bias" in name for name in names):
+    if "norm" in raw:  # one of our exports
+        norm = raw["norm"]
+    elif any(".qk_bias" in name for name in names):
         norm = "sandwich"
     elif any(".q_norm." in name for name in names):
         norm = "post"
+    else:
+        norm = "pre"
+    if "norm" not in raw:  # the released files keep Huginn's ids, whatever their tokenizer is
+        raw = raw | {"bos_token_id": None, "eos_token_id": None}
     rope = read_rope(raw)
     if norm == "sandwich":
         # Huginn's own key. The other released files have it, too, but their code never reads it.
         rope["rope_theta"] = raw["rope_base"]
-    ours = "norm" in raw
-    init = raw["init_values"]
     return Config(
         vocab_size=raw["vocab_size"],
         n_embd=raw["n_embd"],
@@ -425,20 +425,19 @@ def from_raven(raw, names):
         n_core=raw["n_layers_in_recurrent_block"],
         n_coda=raw["n_layers_in_coda"],
         head_dim=raw.get("head_dim") or 0,
-        norm=raw.get("norm", norm),
+        norm=norm,
         head_norm=raw.get("head_norm", False),
         qkv_bias=raw.get("qkv_bias", False),
         norm_eps=raw["norm_eps"],
         context=raw.get("max_position_embeddings") or raw["block_size"],
-        tie_embeddings=raw["tie_embeddings"],
+        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
         adapter=raw["injection_type"],
-        state_std=init["std"],
-        embed_scale=init["embed_scale"],
+        state_std=raw["init_values"]["std"],
+        embed_scale=raw["init_values"]["embed_scale"],
         mean_recurrence=raw["mean_recurrence"],
         backprop_depth=raw["mean_backprop_depth"],
-        # The paper's released files keep Huginn's ids, whatever their tokenizer is.
-        bos_token_id=raw.get("bos_token_id") if ours else None,
-        eos_token_id=raw.get("eos_token_id") if ours else None,
+        bos_token_id=raw["bos_token_id"],
+        eos_token_id=raw["eos_token_id"],
         **rope,
     )
 
