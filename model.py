@@ -281,7 +281,6 @@ class Block(nn.Module):
 
 def recomputed(function):
     """Wrap a function so that it keeps nothing for the backward pass, which calls it again."""
-    @functools.wraps(function)
     def call(*args):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
