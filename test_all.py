@@ -69,14 +69,9 @@ from helpers import (HARD, QKV, RUN, answers_of, call, checkpoints, contents, co
                      save, slow_attention, small, step_with, typed, unwrap, wait_until, weights)
 
 ORACLE = HERE / "tests" / "oracle"
-TINYLLAMA, _ = bench.presets()["tinyllama-4-8-4"]
-LLAMA, _ = bench.presets()["llama-3.2-1b-4-6-4"]
-OLMO2, _ = bench.presets()["olmo-2-1b-4-6-4"]
 ASSETS = Path(os.environ.get("LOOPGRAFT_ASSETS", HERE / "out"), "assets").resolve()
 TOKENIZERS = ASSETS / "tokenizers"
-EXTRAS = (
-    "pip install transformers accelerate gguf protobuf pyarrow matplotlib lm_eval==0.4.13"
-)
+EXTRAS = "pip install transformers accelerate gguf protobuf pyarrow matplotlib lm_eval==0.4.13"
 needs_compiler = pytest.mark.skipif(
     not shutil.which("g++"), reason="no C++ compiler for torch.compile"
 )
@@ -213,28 +208,18 @@ def test_recurrence_is_the_papers_code(name):
 
 
 def test_gradients_of_a_bfloat16_model():
-    """At (24, 8), the gradients of a bfloat16 model differ from float32's by less than 3%."""
+    """At (24, 8), the gradients of a bfloat16 model differ from float32's by less than 1.8%."""
     torch.manual_seed(0)
-    idx = torch.randint(1000, (4, 65))
+    idx = torch.randint(17, (4, 65))
     grads = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = small(
-            vocab_size=1000,
-            n_embd=256,
-            n_kv_head=4,
-            n_ffn=704,
-            n_prelude=2,
-            n_core=4,
-            n_coda=2,
-            mean_recurrence=32,
-        )
-        model.to(dtype)
+        model = small(n_embd=256, n_kv_head=4, n_core=4, mean_recurrence=32).to(dtype)
         state = model.initial_state(4, 64, 0)
         _, losses = model(idx[:, :-1], idx[:, 1:], (24, 8), state)
         losses.mean().backward()
         grads[dtype] = torch.cat([p.grad.flatten().float() for p in model.parameters()])
     error = relative_error(grads[torch.bfloat16], grads[torch.float32])
-    assert error < 0.03
+    assert error < 0.018, "with a residual stream in bfloat16 it is 0.021"
 
 
 def test_roundings_of_a_bfloat16_model():
@@ -394,7 +379,7 @@ def test_what_we_cannot_compute_is_refused(wrong):
 def test_surgery_keeps_the_layers_in_a_row():
     """With the identity adapter, r = 1 gives transformers' logits of the kept layers in a row."""
     for name, flags, kept in (
-        ("hf_llama", "--shape 2,3,2", "0134567"),  # the prelude from the start, the rest from the end
+        ("hf_llama", "--shape 2,3,2", "0134567"),
         ("hf_llama", "--shape 2,3,2 --feed_forward", "0134567"),
         ("hf_llama", "--prelude 0-1 --core 3-5 --coda 6,7", "0134567"),
         ("hf_qwen3", "--prelude 0 --core 2,3 --coda 5", "0235"),
@@ -1276,17 +1261,13 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
         )
         ranks = [load_file(f"{world}_{rank}") for rank in range(world)]
         first = ranks[0]
-        worst = 0
         for key, t in load_file("1_0").items():
             if key.endswith("kept"):
                 assert sum(rank[key] for rank in ranks) == t
                 continue
-            off = far(first[key], t).item()
-            assert off < 0.01, key
-            worst = max(worst, off)
+            assert far(first[key], t) < 0.01, key
             if " all " not in key:  # masters and moments, which rank 0 alone gathers
                 assert all(rank[key].equal(first[key]) for rank in ranks), key
-        print(f"{world} processes are off by {worst:.2g}")
 
 
 @pytest.mark.parametrize("preset", ["tinyllama-4-8-4", "llama-3.1-8b-8-12-8"])
@@ -1307,10 +1288,6 @@ def test_ranks_keep_even_shares(preset):
             work.append(sum(t.numel() for t in matrices))
         for shares in (kept, work):
             assert max(shares) < 1.15 * sum(shares) / world, (world, shares)
-        moments = set().union(*(opt.moments for opt in optimizers))
-        for name, p in model.named_parameters():
-            matrix = p.dim() == 2 and name not in ("embed.weight", "head.weight")
-            assert (f"{name}.momentum" in moments) == matrix
 
         for rule in ("muon", "adamw"):
             opt = train.make_optimizer(Settings(optimizer=rule), model, 0, world)
@@ -1335,7 +1312,7 @@ def test_greedy_tokens_of_the_papers_code(name):
     "n_core, norm, steps, chunk",
     [
         (2, "pre", 5, 512),
-        (2, "post", 64, 3),
+        (2, "post", 6, 3),
         (2, "sandwich", 4, 3),
         (2, "pre", 0, 3),
         (0, "pre", None, 3),
@@ -1369,10 +1346,8 @@ def test_batch_equals_alone(way):
     "norm, steps, draft_steps, scale",
     [
         ("pre", 8, 2, 0.2),
-        ("pre", 3, 3, 1.0),
         ("post", 4, 2, 0.3),
         ("sandwich", 6, 1, 0.3),
-        ("pre", 32, 4, 0.4),
     ],
 )
 def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
@@ -1385,7 +1360,7 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
     rows, kinds = generate_rows(Decoder(model), prompts, limits, steps, draft_steps=draft_steps)
     for row, prompt, limit in zip(rows, prompts, limits, strict=True):
         assert row == decode(model, [prompt], limit, steps=steps)[0].tolist()
-    assert kinds == ({False} if draft_steps == steps else {False, True})
+    assert kinds == {False, True}, "some drafts are right, others wrong"
 
 
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
@@ -1407,9 +1382,8 @@ def test_drafts_give_up_and_wait_for_others(monkeypatch):
     monkeypatch.setattr(sample, "accept", accept)
     prompts = [[1], [2], [3]]
     for in_ended, in_others, few_rounds in (
-        (0, 0, True),
         (12, 0, True),
-        (12, 3, False),
+        (0, 3, False),
     ):
         rounds = 0
         list(Decoder(model).generate(prompts, 40, 3, first_ends, draft_steps=1))
@@ -1555,7 +1529,10 @@ def test_schedules_are_the_papers():
 
 def test_flops_are_the_papers():
     """`bench.py plan` counts FLOPs by the paper's rule: those of its result files to 1e-8."""
-    shapes = {"tinyllama": TINYLLAMA, "llama-3.2-1b": LLAMA, "olmo-2-1b": OLMO2}
+    shapes = {}
+    for preset, (parent, _) in bench.presets().items():
+        name = re.sub(r"-\d+-\d+-\d+$", "", preset)
+        shapes[name] = parent
     # From the fraction of r to that of the warm-up at which the curriculum reaches it.
     inverses = {"linear": lambda share: share, "1-sqrt": lambda share: 1 - (1 - share) ** 2}
     for row in read_json(ORACLE / "flops.json")["rows"]:
@@ -2369,14 +2346,14 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     rows = [json.loads(line) for line in open(corpus / "test.jsonl")]
     lines = [json.dumps(row | {"index": 3}) for row in rows]  # an "index" of the file is ignored
     Path("asked.jsonl").write_text("\n\n".join(lines))
-    flags = "--template=plain", "--max_new_tokens=3", "--batch_size=4", "--limit=60"
+    flags = "--template=plain", "--max_new_tokens=3", "--batch_size=4", "--limit=32"
     here = f"--model={checkpoint}", "--data=asked.jsonl", *flags
     call("eval_gsm8k", *here, "--steps=1,32", "--out=unbroken.json")
     call("eval_gsm8k", *here, "--steps=1", "--out=unbroken.json")  # r = 32 stays in the summary
 
     path = Path("killed.jsonl")
     processes = launch("eval_gsm8k.py", *here, "--steps=1,32", "--out=killed.json")
-    kill(processes, lambda: path.exists() and path.read_bytes().count(b"\n") > 70)
+    kill(processes, lambda: path.exists() and path.read_bytes().count(b"\n") > 38)
     with open(path, "a") as f:
         f.write('{"index": 3, "steps"')
 
@@ -2385,7 +2362,7 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     there = "--model=moved", "--data=moved.jsonl", *flags, "--steps=1,32", "--out=killed.json"
     call("eval_gsm8k", *there)
     assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
-    assert len(answers_of("killed.jsonl")) == 2 * 60
+    assert len(answers_of("killed.jsonl")) == 2 * 32
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
     for flag in ("--max_new_tokens=2", "--dtype=bfloat16", "--seed=1"):
@@ -2536,26 +2513,19 @@ def test_plot_results():
         rows = []
         for r in steps:
             row = {"steps": r, "metric": "flexible", "value": value, "standard_error": 0.25 * value}
-            row["by_difficulty"] = {"1": [value, 0.1, 9], "12": [value / 2, 0.1, 9]}
             rows.append(row)
         config = vars(small(n_core=n_core).config)
         result = {"config": config, "task": "count", "training": {"update": 7}, "results": rows}
         common.write_json(f"{name}.json", result)
 
-    def cells(*flags):
-        said = call("runs/plot", "loop.json", "parent.json", "--out=a.svg", *flags)
-        lines = [line for line in said.splitlines() if line.startswith("|")]
-        return [[text.strip() for text in line.split("|")[1:-1]] for line in lines]
-
-    header, _, loop, parent, *_ = cells("--labels", "a,b")
+    said = call("runs/plot", "loop.json", "parent.json", "--out=a.svg", "--labels=a,b")
+    lines = [line.split("|") for line in said.splitlines() if line.startswith("|")]
+    table = [[text.strip() for text in line[1:-1]] for line in lines]
+    header, _, loop, parent, *_ = table
     assert header == ["", "3", "5", "7", "9", "11", "13", "15"]
     assert loop == ["a"] + 7 * ["50.0 ± 12.5"]
     assert parent == ["b"] + 7 * ["100.0 ± 25.0"]
     assert "recurrences r at test time" in Path("a.svg").read_text()
-
-    rows = cells("--x", "difficulty", "--labels", "a,b")
-    assert ["a, r = 15", "50.0", "25.0"] in rows
-    assert ["b", "100.0", "50.0"] in rows
 
 
 # --------------------------------------------------------------------------------------- mistakes
@@ -2693,10 +2663,10 @@ def test_readme_does_what_it_says(taught, monkeypatch):
     exec(blocks["python"], {})
 
     # These name models and data that are not here.
-    needs_more = re.compile(r"venv|pytest|parent|fig|llama|my-model|evening|mine|smollm2|smcleish|\*")
+    needs_more = r"venv|pytest|parent|fig|llama|my-model|evening|mine|smollm2|smcleish|\*"
     lines = [line.strip() for line in blocks["sh"].splitlines()]
     lines = [line for line in lines if line.startswith("python")]
-    lines = [line for line in lines if not needs_more.search(line)]
+    lines = [line for line in lines if not re.search(needs_more, line)]
     assert len(lines) >= 2
 
     for line in lines:
