@@ -97,11 +97,10 @@ def choose_layers(args, n):
 
 # --------------------------------------------------------------------------------------- retrofit
 
-def retrofit_config(parent, sizes, adapter="linear", untie=False):
+def retrofit_config(parent, sizes, adapter="linear"):
     """
     Return the Config of the model that keeps (n_prelude, n_core, n_coda) layers of an ordinary
-    parent. The head of a recurrent model is never tied to its embeddings, and that of an ordinary
-    one only if its parent's is, and not with `untie`.
+    parent. The head of a recurrent model is never tied to its embeddings.
     """
     n_prelude, n_core, n_coda = sizes
     return replace(
@@ -110,7 +109,7 @@ def retrofit_config(parent, sizes, adapter="linear", untie=False):
         n_core=n_core,
         n_coda=n_coda,
         adapter=adapter,
-        tie_embeddings=parent.tie_embeddings and not n_core and not untie,
+        tie_embeddings=parent.tie_embeddings and not n_core,
     )
 
 
@@ -133,14 +132,14 @@ def initial_adapter(config, how="identity"):
     return {"adapter.weight": weight}
 
 
-def retrofit(parent, layers, adapter="linear", adapter_init="identity", untie=False):
+def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
     """
     Build the model that keeps the given layers of an ordinary model: three lists of layer numbers,
     such as ([0, 1], [4, 5], [7]), for prelude, core and coda. adapter_init: the `how` of
-    initial_adapter(). untie: see retrofit_config().
+    initial_adapter().
     """
     sizes = [len(chosen) for chosen in layers]
-    config = retrofit_config(parent.config, sizes, adapter, untie)
+    config = retrofit_config(parent.config, sizes, adapter)
     embeddings = parent.embed.weight.data
     weights = {"embed.weight": embeddings, "norm_f.weight": parent.norm_f.weight.data}
     if not config.tie_embeddings:
@@ -708,8 +707,9 @@ def main():
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         print("layers for prelude, core and coda:", *layers)
-        model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity",
-                         args.untie)
+        if args.untie:
+            source.config.tie_embeddings = False
+        model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity")
     else:
         for flag in (*PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"):
             if getattr(args, flag):
