@@ -163,10 +163,7 @@ def validation_row(step, rng, lengths):
 # ---------------------------------------------------------------------------------------- files
 
 def make_tokenizer(ids):
-    """
-    The content of a tokenizer.json for {word: id}. The tokenizers library and transformers can read
-    it, too. If there is a word <s>, each text begins with it.
-    """
+    """The content of a tokenizer.json for {word: id}. If <s> is a word, texts begin with it."""
     special = []
     for word in ids:
         if word in ("<s>", "</s>"):
@@ -218,8 +215,9 @@ def write_set(folder, ids, arguments, train_rows, val_rows):
     write_json(folder / "tokenizer.json", make_tokenizer(ids))
 
 
-def write_questions(path, stories):
-    """Write stories to a .jsonl file as questions."""
+def write_questions(path, stories, seed):
+    """Write stories in random order to a .jsonl file as questions."""
+    np.random.default_rng(seed).shuffle(stories)
     with open(path, "w") as file:
         for story in stories:
             words = []
@@ -255,10 +253,6 @@ def tiny(out, task="stories", seed=0, rows=50_000):
         fresh = [story for story in stories if tuple(story) not in seen]
         return fresh[:count]
 
-    def shuffled(stories):
-        np.random.default_rng(seed).shuffle(stories)
-        return stories
-
     with write_atomically(out) as new:
         # The rows of both sets are generators: they are made as they are written, to save memory.
         write_set(
@@ -274,8 +268,8 @@ def tiny(out, task="stories", seed=0, rows=50_000):
         test = []
         for length in range(1, SENTENCES + 1):
             test += questions(100, length)
-        write_questions(new / "test.jsonl", shuffled(test))
-        write_questions(new / "test18.jsonl", shuffled(questions(300, 18)))
+        write_questions(new / "test.jsonl", test, seed)
+        write_questions(new / "test18.jsonl", questions(300, 18), seed)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 
