@@ -15,10 +15,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import surgery
-from common import Parser, UserError, cli, opening, positive
+from common import Parser, cli, opening
 from data import Tokenizer
 
 TOKENS = 16_384  # at most this many tokens of the text are read
+WINDOW = 1024  # tokens that the model reads at once
 
 
 @torch.no_grad()
@@ -41,17 +42,14 @@ def block_influence(model, idx):
     return (influence / len(idx)).tolist()
 
 
-def most_influential(model, path, window, count):
+def most_influential(model, path, count):
     """
     Print the influence of each layer of an ordinary model on the text of the file `path`. Returns
-    the numbers of the `count` layers that have the most, in the order of the model. window: how
-    many tokens the model reads at once. Raises UserError if there is no text.
+    the numbers of the `count` layers that have the most, in the order of the model.
     """
     text = Path(path).read_text("utf-8-sig")[:1_000_000]  # more than the tokens that are used
     ids = Tokenizer.load(model.folder).encode(text, bos=True)[:TOKENS]
-    T = min(window, model.config.context, len(ids))
-    if T == 0:
-        raise UserError(f"{path} has no text")
+    T = min(WINDOW, model.config.context, len(ids))
     idx = torch.tensor(ids).unfold(0, T, T)  # (B, T), without the last tokens if they are fewer
     influence = block_influence(model.float(), idx)
     most = torch.tensor(influence).topk(count)
@@ -71,15 +69,9 @@ def main():
          help="sizes of prelude, core and coda, such as 4,8,4; or 8,0,0 with --feed_forward")
     flag("--text", type=Path, required=True,
          help=f"a text file; at most its first {TOKENS:,} tokens are read")
-    flag("--window", type=positive, default=1024,
-         help="tokens that the model reads at once (%(default)s)")
     args, flags = parser.parse_known_args()
     model = surgery.open_source(args.src)
-    count = sum(args.shape)
-    if count > model.config.n_prelude:
-        raise UserError(f"--shape has {count} layers, but {args.src} has only "
-                        f"{model.config.n_prelude}")
-    layers = most_influential(model, args.text, args.window, count)
+    layers = most_influential(model, args.text, sum(args.shape))
     for part, size in zip(surgery.PARTS, args.shape):
         numbers = ",".join(map(str, layers[:size]))
         flags += [f"--{part}", numbers]
