@@ -162,7 +162,7 @@ def check_tokenizer(config, folder, *others):
     return tokenizer
 
 
-# These two readers return encode_text, decode_ids, vocab_size, special and bos_id: see Tokenizer.
+# These readers return encode_text, decode_ids, vocab_size, special and bos_id: see Tokenizer.
 
 def read_sentencepiece(path, config):
     """
@@ -187,6 +187,9 @@ def read_tokenizer_json(path):
     as in transformers, tokenizer_config.json has no say in it. A token that it puts after a text is
     ignored, because a prompt is to be continued. Raises UserError if it puts several before.
     """
+    spec = read_json(path)
+    if spec["model"]["type"] == "WordLevel":
+        return read_words(spec)
     import tokenizers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() has threads of its own
     coder = tokenizers.Tokenizer.from_file(str(path))
@@ -211,6 +214,21 @@ def read_tokenizer_json(path):
         return coder.decode(ids, skip_special_tokens=False)
 
     return encode, decode, vocab_size, special, bos_id
+
+
+def read_words(spec):
+    """Read the tokenizer.json of runs/tiny.sh, whose tokens are words, without any package."""
+    vocab = spec["model"]["vocab"]
+    words = {i: word for word, i in vocab.items()}
+    special = {token["content"]: token["id"] for token in spec["added_tokens"]}
+
+    def encode(text):
+        return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
+
+    def decode(ids):
+        return " ".join(words[i] for i in ids)
+
+    return encode, decode, len(vocab), special, vocab.get("<s>")
 
 
 # ---------------------------------------------------------------------------------------- prepare
