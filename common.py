@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 # torchrun sets these. A script that is started without torchrun is rank 0 of 1.
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -132,19 +134,22 @@ def write_atomically(path):
     A killed process leaves the temporary folder, `path`.tmp-*, behind; locked() removes it.
     """
     target = Path(path).resolve()
-    os.makedirs(target.parent, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
-        new = Path(folder, target.name)
-        yield new
-        # safetensors makes files that only their owner can read. In a folder, all files get the
-        # permissions that the umask gave to the folder.
-        permissions = new.stat().st_mode & 0o666
-        for item in (*new.rglob("*"), new):
-            if item.is_file():
-                item.chmod(permissions)
-                with open(item) as file:
-                    os.fsync(file)
-        new.rename(target)
+    try:
+        os.makedirs(target.parent, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
+            new = Path(folder, target.name)
+            yield new
+            # safetensors makes files that only their owner can read. In a folder, all files get the
+            # permissions that the umask gave to the folder.
+            permissions = new.stat().st_mode & 0o666
+            for item in (*new.rglob("*"), new):
+                if item.is_file():
+                    item.chmod(permissions)
+                    with open(item) as file:
+                        os.fsync(file)
+            new.rename(target)
+    except (OSError, SafetensorError) as e:  # safetensors reports a full disk as its own error
+        raise UserError(f"{path}: not written ({e})")
 
 
 # The temporary folders of write_atomically() that a killed process may leave in a data set or a

@@ -31,7 +31,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,9 +53,19 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
 
 def copy_tokenizer(source, target):
     """Copy those of TOKENIZER_FILES that exist from one folder to another."""
-    for name in TOKENIZER_FILES:
-        if Path(source, name).is_file():
-            shutil.copyfile(f"{source}/{name}", f"{target}/{name}")
+    write_tokenizer(read_tokenizer_files(source), target)
+
+
+def read_tokenizer_files(folder):
+    """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
+    paths = [Path(folder, name) for name in TOKENIZER_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def write_tokenizer(files, folder):
+    """Write the files that read_tokenizer_files() returned into a folder."""
+    for name, content in files.items():
+        Path(folder, name).write_bytes(content)
 
 
 # ------------------------------------------------------------------------------------- tokenizers
@@ -459,16 +468,20 @@ def prepare(args):
     }
     out = Path(args.out)
     finished = out / "meta.json"
-    unfinished = out / "progress.json"  # written with each shard; becomes meta.json at the end
+    unfinished = out / "progress.json"  # becomes meta.json at the end
     with locked(out):
         earlier = finished if finished.exists() else unfinished
         if earlier.exists():
             found = read_json(earlier)
-            check_settings(out, found["arguments"], meta["arguments"], "Choose another --out")
-            meta = found
+            if found["shards"]["train"]:  # otherwise there is nothing to keep
+                check_settings(out, found["arguments"], meta["arguments"], "Choose another --out")
+                meta = found
+        elif set(os.listdir(out)) - {".lock"}:
+            raise UserError(f"{out}: contains other files. Choose another --out")
         if finished.exists():
             print(f"{out} is already complete")
             return
+        write_json(unfinished, meta)
         pack(args, tokenizer, meta)
         copy_tokenizer(args.tokenizer, out)
         unfinished.rename(finished)

@@ -78,18 +78,22 @@ def read_questions(path, limit=None):
 
     Returns a list of dicts, such as {"question": "has 1 so", "answer": "1", "difficulty": "2",
     "index": 0}, where "index" counts the questions of the file, and "difficulty" may be None.
+    Raises UserError if a line is not a question.
     """
-    with open(path, encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f if line.strip()]
     questions = []
-    for index, row in enumerate(rows):
+    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+        if not line.strip():  # files may have empty lines
+            continue
+        try:
+            row = json.loads(line)
+            question = {"question": as_text(row["question"]), "answer": as_text(row["answer"])}
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f'{path}: line {number} is not a JSON object with "question" and '
+                            f'"answer" ({e!r})')
         difficulty = row.get("difficulty")
-        questions.append({
-            "index": index,
-            "question": as_text(row["question"]),
-            "answer": as_text(row["answer"]),
-            "difficulty": None if difficulty is None else str(difficulty),
-        })
+        question["difficulty"] = None if difficulty is None else str(difficulty)
+        question["index"] = len(questions)
+        questions.append(question)
     count = len(questions)
     kept = min(limit or count, count)
     return [questions[i * count // kept] for i in range(kept)]

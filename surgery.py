@@ -15,12 +15,13 @@ number of layers, all are kept, and with the default adapter OUT at r = 1 equals
 last bit; on a laptop, choose such a shape.
 
 SRC is a folder, a .gguf file (pip install transformers accelerate gguf), or a hub id, org/name or
-org/name@REVISION. It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face
-layout, one of our checkpoints or runs, a released Recurrent-* model, or Huginn-0125. A SRC that is
-already recurrent takes no layer flags. OUT is a loopgraft checkpoint. With --export hf it is in
-Hugging Face layout instead: in that of its parent if it has no recurrent block, and otherwise in
-that of the released models, with a model card and the code that lets transformers load it
-(assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but never rounded.
+org/name@REVISION (pip install huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or
+OLMo-2 in Hugging Face layout, one of our checkpoints or runs, a released Recurrent-* model, or
+Huginn-0125. A SRC that is already recurrent takes no layer flags. OUT is a loopgraft checkpoint.
+With --export hf it is in Hugging Face layout instead: in that of its parent if it has no recurrent
+block, and otherwise in that of the released models, with a model card and the code that lets
+transformers load it (assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but
+never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
 the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
@@ -37,6 +38,7 @@ from pathlib import Path
 from string import Template
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import (Parser, UserError, cli, natural, opening, positive, read_json,
@@ -226,7 +228,10 @@ def map_tensors(folder):
                         "safetensors")
     tensors = {}
     for path in paths:
-        tensors |= load_file(path)
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as e:
+            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
     return tensors
 
 
@@ -285,11 +290,22 @@ def read_gguf(path):
     Read a .gguf file with transformers, which dequantizes its weights.
 
     Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
-    when the process ends, and the weights {name: tensor} in float32.
+    when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
+    is damaged or not supported.
     """
+    import gguf
     import transformers
+    transformers.logging.set_verbosity_error()
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    try:
+        stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    except ValueError as e:
+        one_line = " ".join(str(e).split())
+        raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
+    quantized = stored - {"F32", "F16", "BF16"}
+    if quantized:
+        print("note: what quantization lost is not restored:", *quantized)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
@@ -443,6 +459,9 @@ def from_raven(raw, names):
 
 def to_hf(c):
     """Return config.json in Hugging Face layout, a dict, for the Config of an ordinary model."""
+    if c.embed_scale != 1:
+        raise UserError(f"embed_scale = {c.embed_scale}: Hugging Face's layouts for ordinary "
+                        "models have no such setting")
     layout = "llama"  # a Mistral without a window is the same
     if c.norm == "post":
         layout = "olmo2"

@@ -36,7 +36,6 @@ if not GPU:  # hide any GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -1822,8 +1821,7 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # as on a full disk
     try:
-        with pytest.raises(SafetensorError, match="File too large"):
-            call("train", *alone)
+        assert "step_000003" in refusal("train", *alone)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints("run") == ["step_000002"]
@@ -2539,8 +2537,10 @@ MISTAKES = [
     ("surgery llama out --shape 1,2,1 --prelude 0", "either --shape, or --prelude"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
     ("surgery ./lama out --feed_forward", "no such folder"),
+    ("surgery truncated out --feed_forward", "damaged"),
     ("surgery biased out --feed_forward", "q_proj.bias' has no"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
+    ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
     ("train --data=task --context=39 --out_dir=out --uptades=3", "did you mean --updates?"),
     ("train --data=task --context=39 --out_dir=out --lr=x", "--lr"),
@@ -2558,6 +2558,7 @@ MISTAKES = [
     ("sample --prompt 3 --model m --steps=0", "--steps"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
     ("eval_gsm8k --model m --data none.jsonl", "No such file"),
+    ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
     ("runs/plot m/config.json", "nothing to draw"),
 ]
@@ -2572,7 +2573,9 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "task").symlink_to(corpus / "task")
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
     call("surgery", checkpoint, folder / "exported", "--export", "hf")
-    shutil.copytree(llama, folder / "biased")
+    for name in ("truncated", "biased"):
+        shutil.copytree(llama, folder / name)
+    os.truncate(folder / "truncated" / "model.safetensors", 100_000)
     bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
     save_file(weights(llama) | bias, folder / "biased" / "model.safetensors")
     return folder
@@ -2690,14 +2693,13 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt each line is continued, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
-    lines += [b"/draft_steps 2", b"has 1", b"/steps 8", b"has 1"]
+    lines += [b"/draft_steps 2", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     call("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert errors.count("of them accepted drafts") == 1
-    for words in ("argument --steps", "arguments: --model", "fewer recurrences than r = 2"):
-        assert words in errors
+    assert "argument --steps" in errors and "arguments: --model" in errors
 
 
 def check_trace(folder, prompt, steps):

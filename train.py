@@ -42,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, fraction, locked,
                     nan_to_null, natural, non_negative, opening, positive, random_seed, read_json,
                     recurrences, say, write_atomically, write_json, yes_or_no)
-from data import Dataset, check_tokenizer, copy_tokenizer, read_mixture
+from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config)
 from muon import MOMENTS, Optimizer, stacked_rows
@@ -272,6 +272,8 @@ def train(settings, device):
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     train_set = Dataset(settings.data, "train", settings.context)
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
+    # Read now, since --init_from may be gone when the first checkpoint is written.
+    tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
     digest = train_set.fingerprint()
     progress = read_progress(settings, resumed, model, digest)
     start = progress["update"]
@@ -325,7 +327,7 @@ def train(settings, device):
             losses, labels, stops, total_norm = torch.stack((*totals, total_norm)).tolist()
             if stops:  # at least one rank left this update early, so it is dropped
                 if update > start and update % settings.save_every:  # if not saved yet
-                    save_checkpoint(settings, model, weights, optimizer, progress)
+                    save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
                 say(f"stopped by a signal after update {update}. Run the same command to resume")
                 return 128 + signal.SIGTERM
 
@@ -358,7 +360,7 @@ def train(settings, device):
             if last or done % settings.eval_every == 0:
                 log(settings, progress, validate(settings, model, val_sets))
             if last or done % settings.save_every == 0:
-                save_checkpoint(settings, model, weights, optimizer, progress)
+                save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
     say(f"done: {settings.out_dir}")
     return 0
 
@@ -446,7 +448,7 @@ def log(settings, progress, entry):
         wandb.log(entry, step=entry["update"])
 
 
-def save_checkpoint(settings, model, weights, optimizer, progress):
+def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress):
     """
     Write the checkpoint out_dir/step_*, on rank 0, which collects it from all ranks. Then delete
     the oldest checkpoints, so that --keep are left.
@@ -458,10 +460,9 @@ def save_checkpoint(settings, model, weights, optimizer, progress):
     if RANK > 0:
         return
     moments = {key: t for key, t in kept.items() if key not in optimizer.params}
-    data_folder, _ = read_mixture(settings.data)[0]  # its tokenizer is the model's
     with write_atomically(f"{settings.out_dir}/step_{progress['update']:06d}") as folder:
         model.save(folder, weights | kept)
-        copy_tokenizer(data_folder, folder)
+        write_tokenizer(tokenizer_files, folder)
         save_file(moments, folder / "optimizer.safetensors")
         write_json(folder / "train.json", progress | {"config": vars(settings)})
     for path in checkpoints(settings.out_dir)[:-settings.keep]:
