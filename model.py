@@ -200,10 +200,8 @@ class Attention(nn.Module):
         """
         x (B, T, C) -> (B, T, C). rope: see rotate().
 
-        Attention is causal. With a cache it is as the cache's mask says: cache.update(k, v) stores
-        the new keys and values, each (B, n_kv_head, T, D). It returns all of them, each
-        (B, n_kv_head, columns, D), and the mask (B, 1, G * T, columns), where G query heads share a
-        kv head.
+        Attention is causal. With a cache, cache.attend(q, k, v) stores the new keys and values, each
+        (B, n_kv_head, T, D), and returns the attention of q (B, n_head, T, D) to all that it holds.
         """
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
@@ -231,11 +229,7 @@ class Attention(nn.Module):
             grouped = q.shape[1] != k.shape[1]
             y = attend(q, k, v, is_causal=True, enable_gqa=grouped)
         else:
-            k, v, mask = cache.update(k, v)
-            # Stack the query heads that share a kv head along T, so that the cache is read once.
-            q = q.reshape(B, self.n_kv_head, -1, self.head_dim)
-            y = attend(q, k, v, mask)
-            y = y.view(B, self.n_head, T, -1)
+            y = cache.attend(q, k, v)
         y = y.transpose(1, 2).reshape(B, T, -1)
         return self.proj(y)
 
