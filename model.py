@@ -200,8 +200,9 @@ class Attention(nn.Module):
         """
         x (B, T, C) -> (B, T, C). rope: see rotate().
 
-        Attention is causal. With a cache, cache.attend(q, k, v) stores the new keys and values, each
-        (B, n_kv_head, T, D), and returns the attention of q (B, n_head, T, D) to all that it holds.
+        Attention is causal. With a cache, cache.attend(q, k, v) stores the new keys and values,
+        each (B, n_kv_head, T, D), and returns the attention of q (B, n_head, T, D) to all that it
+        holds.
         """
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
