@@ -211,7 +211,7 @@ def memory(settings, model, gpus):
     """Return what each GPU holds during training: {what: GB}."""
     optimizer = make_optimizer(settings, model, rank=0, world=gpus)
     weights = sum(p.nbytes for p in model.parameters())
-    gradients = optimizer.sums.nbytes  # sums in float32, and below the gradients in settings.dtype
+    gradients = optimizer.sums.nbytes  # float32 sums; the next line adds those of one micro-batch
     gradients += optimizer.sums.numel() * model.embed.weight.element_size()
     states = [*optimizer.moments.values()]
     if settings.dtype != "float32":  # otherwise the weights are their own masters

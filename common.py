@@ -109,8 +109,8 @@ def yes_or_no(text):
 
 def several(number_type):
     """
-    Return the type of a flag that takes several numbers: "32,1,4", or "[32, 1, 4]" as a list in a
-    TOML file arrives, becomes [1, 4, 32], without duplicates.
+    Return the type of a flag that takes several numbers: "32,1,4", or "[32, 1, 4]" from a list in
+    a TOML file, becomes [1, 4, 32], without duplicates.
     """
     def numbers(text):
         return sorted({number_type(part) for part in text.strip("[]").split(",")})

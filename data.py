@@ -503,7 +503,9 @@ def read_mixture(data):
             raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
                             "`python data.py prepare`, or the one of runs/tiny.sh with "
                             "`python runs/tiny_corpus.py --out out/tiny/data`")
-        mixture.append((folder, int(weight or 1)))
+        weight = int(weight or 1)
+        assert weight > 0, f"--data={data}: weights are whole numbers above 0"
+        mixture.append((folder, weight))
     return mixture
 
 

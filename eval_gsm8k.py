@@ -407,8 +407,8 @@ def main():
     model, tokenizer = load_model(args.model, args.dtype)
     steps = args.steps if model.config.n_core else [0]
     count_cut = encode_prompts(questions, model, tokenizer, args)
-    numbers = sum(reference_number(question["answer"]) is not None for question in questions)
-    if args.template == "cot" and not numbers:
+    count_numbers = sum(reference_number(question["answer"]) is not None for question in questions)
+    if args.template == "cot" and not count_numbers:
         raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
                         "else. --template plain compares text")
     path = f"{args.out}l"
@@ -422,8 +422,8 @@ def main():
     known = f"; {path} holds {len(answers)} answers already" if answers else ""
     tell(f"{model.folder}, {device}, {dtype}: {len(questions)} questions{depths}{known}")
     if args.template == "plain":
-        tell(f"answers are compared as numbers in {numbers} of these questions, as text in the "
-             f"other {len(questions) - numbers}")
+        tell(f"answers are compared as numbers in {count_numbers} of these questions, as text in "
+             f"the other {len(questions) - count_numbers}")
     if count_cut:
         tell(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
              f"{args.max_new_tokens} leaves too little of the model's context")

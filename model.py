@@ -402,8 +402,8 @@ class RecurrentLM(nn.Module):
         Return the cross-entropy (B, T) float32 of each target (B, T), given the last state s
         (B, T, C). It is 0 where the target is -100.
 
-        The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks of
-        equal size, and the backward pass computes them again.
+        The logits (B, T, V) would be the largest tensor of all, so they are computed in
+        chunks, and the backward pass computes them again.
         """
         rope = self.rope(s.shape[1])
         x = self.run_coda(s, rope).flatten(0, 1)

@@ -126,8 +126,8 @@ def stacked_rows(model):
     """
     {name: [rows of each matrix]} of those weights of an ordinary model in which q, k and v, or gate
     and up, are stacked. The paper's static baselines are Hugging Face models, where these are
-    separate matrices, so Muon and AdamW* have to update each one separately. The paper's recurrent
-    models stack them, too.
+    separate matrices, so Muon and AdamW* have to update each one separately. Its recurrent models
+    stack them as ours do.
     """
     rows = {}
     for i, block in enumerate(model.prelude):
@@ -193,8 +193,8 @@ class Optimizer:
             stacked=None,
             rank=0,
             world=1):
-        # The smallest first; make_pieces() goes the other way and deals out the largest first.
-        self.params = dict(sorted(named, key=lambda item: item[1].numel()))
+        # The largest first, as make_pieces() deals them out.
+        self.params = dict(sorted(named, key=lambda item: -item[1].numel()))
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
         self.eps = 1e-10 if rule == "muon" else 1e-8
@@ -233,7 +233,7 @@ class Optimizer:
         """
         pieces = []
         loads = [0] * self.world
-        for name, p in reversed(self.params.items()):
+        for name, p in self.params.items():
             table = name.startswith(("embed.", "head."))
             piece_rule = rule
             if rule == "muon" and (table or p.dim() == 1):
@@ -257,7 +257,6 @@ class Optimizer:
                 )
                 pieces.append(piece)
                 loads[owner] += piece.weight.numel()
-        pieces.reverse()
         return sorted(pieces, key=lambda piece: piece.owner)
 
     @property

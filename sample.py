@@ -51,10 +51,10 @@ COMPILE_HELP = f"use torch.compile: {COMPILING}"
 
 class KVCache:
     """
-    A model with the keys and values of a batch, and with the rotary angles and the noise of each
-    position. The token at position p of a row is at index p, and no token sees later ones. So texts
-    of different lengths share a batch, and going back to an earlier position undoes all that came
-    after it.
+    The keys and values of a batch, the rotary angles and the noise of each position, and the model
+    that runs on them. The token at position p of a row is at index p, and no token sees later ones.
+    So texts of different lengths share a batch, and going back to an earlier position undoes all
+    that came after it.
 
     length: of the longest text in tokens. seed: of the noise s_0.
 
@@ -446,7 +446,6 @@ class Decoder:
         A round gives its accepted drafts and one more token. With 2 recurrences per draft at
         r = 32, it calls the recurrent block 13 * 2 + 30 = 56 times, less often than 2 plain tokens
         do (64). On a CPU more rows per call cost time, too, so a round has to yield more there.
-        Drafting ends once the running mean of accepted drafts is no higher than TOO_FEW.
         """
         cache = batch.cache
         mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself

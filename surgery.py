@@ -102,7 +102,7 @@ def choose_layers(args, n):
 def retrofit_config(parent, sizes, adapter="linear"):
     """
     Return the Config of the model that keeps (n_prelude, n_core, n_coda) layers of an ordinary
-    parent. The head of a recurrent model is never tied to its embeddings.
+    parent. A loop unties the head from the embeddings.
     """
     n_prelude, n_core, n_coda = sizes
     return replace(
@@ -416,15 +416,14 @@ def from_raven(raw, names):
     from its config.json, `raw`. names: the names of all tensors, which tell where the norms are;
     only our exports say so in config.json.
     """
-    if "norm" in raw:  # one of our exports
-        norm = raw["norm"]
-    elif any(".qk_bias" in name for name in names):
-        norm = "sandwich"
-    elif any(".q_norm." in name for name in names):
-        norm = "post"
-    else:
+    norm = raw.get("norm")  # only our exports have it
+    if not norm:
         norm = "pre"
-    if "norm" not in raw:  # the released files keep Huginn's ids, whatever their tokenizer is
+        if any(".qk_bias" in name for name in names):
+            norm = "sandwich"
+        elif any(".q_norm." in name for name in names):
+            norm = "post"
+        # The released files keep Huginn's ids, whatever their tokenizer is.
         raw = raw | {"bos_token_id": None, "eos_token_id": None}
     rope = read_rope(raw)
     if norm == "sandwich":

@@ -2539,6 +2539,7 @@ MISTAKES = [
     ("train --data=task --out_dir=out --backprop_depth=0 --backprop_warmup=1", "above 0"),
     ("train --data=task --context=39 --out_dir=out --train=norm|heads", "named 'heads'"),
     ("train --data=task --context=39 --out_dir=out --config=none.toml", "none.toml"),
+    ("train --data=task --context=39 --out_dir=out --config=test.jsonl", "test.jsonl"),
     ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
     ("train --data=task --context=39 --out_dir=out --init_from=none", "no such folder"),
     ("sample --prompt 3 --model none", "no such folder"),

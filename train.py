@@ -160,7 +160,10 @@ def read_settings(argv, world=1):
     parser = settings_parser()
     config = parser.parse_known_args(argv)[0].config
     if config:
-        values = tomllib.loads(Path(config).read_text())
+        try:
+            values = tomllib.loads(Path(config).read_text())
+        except tomllib.TOMLDecodeError as e:
+            raise UserError(f"{config}: {e}")
         argv = [f"--{name}={value}" for name, value in values.items()] + argv
     settings = Settings(**vars(parser.parse_args(argv)))
     if not (settings.data and settings.out_dir):
@@ -394,8 +397,9 @@ def update_flops(settings, model, optimizer, draws):
 @torch.no_grad()
 def validate(settings, model, val_sets):
     """
-    Validate on the first --eval_rows rows of each data set, or on all that it has. Returns an entry
-    for the log: "val" {r: mean loss of a label}, for each r of --eval_recurrences.
+    Validate on --eval_rows rows of each data set, always the same random ones, or on all that it
+    has. Returns an entry for the log: "val" {r: mean loss of a label}, for each r of
+    --eval_recurrences.
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
     B = settings.micro_batch
@@ -667,19 +671,17 @@ def warm_up(settings, model, train_set):
     began = time.time()
     batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
-    k = largest_depth(settings)
     try:
-        _, losses = model(idx, targets, (1, k), state, settings.recompute)
+        _, losses = model(idx, targets, (1, largest_depth(settings)), state, settings.recompute)
         losses.sum().backward()
     except torch.OutOfMemoryError:
-        raise UserError(f"out of memory with --micro_batch={settings.micro_batch} at k = {k}. "
-                        "Lower --micro_batch or --context, or try --activation_budget=0.5, then "
-                        "--recompute")
+        raise UserError(f"out of memory with --micro_batch={settings.micro_batch}. Lower it or "
+                        "--context, or try --activation_budget=0.5, then --recompute")
     model.zero_grad()
     memory = ""
     if model.embed.weight.is_cuda:
         memory = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
-    say(f"warm-up at k = {k}: {time.time() - began:.0f} s{memory}")
+    say(f"warm-up: {time.time() - began:.0f} s{memory}")
 
 
 def start_processes():
