@@ -40,6 +40,10 @@ def collect(out):
             "flops": made["flops"],
             "lr": made["config"]["lr"],
         }
+    for path in sorted(Path(out).glob("generation-*-*.json")):
+        _, task, arm = path.stem.split("-")
+        shares = {result["steps"]: result["value"] for result in read_json(path)["results"]}
+        found.setdefault("generation", {})[f"{task} {arm}"] = shares
     write_json(HERE / "results.json", found)
 
 
@@ -162,13 +166,15 @@ def main():
     if args.collect:
         collect(args.collect)
     found = read_json(HERE / "results.json")
-    for task in sorted(set(found) - {"language"}):
+    for task in ("counts", "short"):
         print(f"{task}\n")
         print_counts(found[task])
         print()
         print_gains(found[task])
         print()
     print_language(found["language"])
+    for name, shares in found["generation"].items():
+        print(name, *(f"{share:.0%} at r = {r}" for r, share in shares.items()))
     draw(found)
 
 

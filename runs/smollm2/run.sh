@@ -2,11 +2,14 @@
 # The experiment of runs/smollm2/README.md, one run after another on one core: about 6 hours. The
 # same command resumes it.
 #
-#   bash runs/smollm2/run.sh GSM8K
+#   bash runs/smollm2/run.sh GSM8K [QUESTIONS.jsonl ...]
 #
 # GSM8K: a folder with train.jsonl and test.jsonl of github.com/openai/grade-school-math.
+# QUESTIONS: files for eval_gsm8k.py, to ask the models of GSM8K's text.
 set -euo pipefail
 gsm8k=$(realpath "$1")
+questions=()
+for file in "${@:2}"; do questions+=("$(realpath "$file")"); done
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 out=out/smollm2
@@ -50,5 +53,12 @@ for arm in {loop,parent}-{0,1,2}; do
     done
     python runs/smollm2/score.py --model $out/language-$arm --data $out/test.jsonl \
         --out $out/language-$arm/score.json
+done
+for file in "${questions[@]}"; do
+    for arm in loop parent; do
+        python eval_gsm8k.py --model $out/language-$arm-0 --data "$file" --template plain --steps 1,4 \
+            --max_new_tokens 160 --batch_size 50 --dtype bfloat16 \
+            --out $out/generation-$(basename "$file" .jsonl)-$arm.json
+    done
 done
 python runs/smollm2/report.py --collect $out
