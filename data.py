@@ -230,6 +230,14 @@ def read_words(spec):
     vocab = spec["model"]["vocab"]
     words = {i: word for word, i in vocab.items()}
     special = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    before = []  # the ids of tokens before a text
+    processor = spec.get("post_processor") or {}
+    for step in processor.get("processors", [processor]):
+        for piece in step.get("single", []):
+            if "Sequence" in piece:  # the text
+                break
+            name = piece["SpecialToken"]["id"]
+            before += step["special_tokens"][name]["ids"]
 
     def encode(text):
         return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
@@ -237,7 +245,7 @@ def read_words(spec):
     def decode(ids):
         return " ".join(words[i] for i in ids)
 
-    return encode, decode, len(vocab), special, vocab.get("<s>")
+    return encode, decode, max(words) + 1, special, before[0] if before else None
 
 
 # ---------------------------------------------------------------------------------------- prepare
