@@ -243,7 +243,7 @@ def read_words(spec):
         return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
 
     def decode(ids):
-        return " ".join(words[i] for i in ids)
+        return " ".join(words[i] for i in ids if i in words)
 
     return encode, decode, max(words) + 1, special, before[0] if before else None
 
