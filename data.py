@@ -7,7 +7,7 @@ shards, which train.py takes as --data.
     python data.py prepare --input web/*.parquet --tokenizer out/tinyllama --out out/data/web
     python data.py prepare --input chats.jsonl --field messages --tokenizer ...
 
-To download a data set from the Hugging Face Hub:
+To download a data set from the Hugging Face Hub (pip install huggingface_hub):
 
     hf download ORG/NAME --repo-type dataset --include "data/*.parquet" --local-dir data/NAME
 
@@ -281,8 +281,13 @@ def read_records(path):
 
 
 def column_value(record, column):
-    """Look up a column of a record, where "a.b" is column b of the dict in column a."""
+    """
+    Look up a column of a record. "a.b" is column b of the dict in column a, or None if that is
+    null.
+    """
     for name in column.split("."):
+        if record is None:
+            return None
         record = record[name]
     return record
 

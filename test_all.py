@@ -867,6 +867,13 @@ def prepare(corpus, source, out, *flags):
     return ("prepare", "--input", source, "--tokenizer", corpus / "task", "--out", out, *flags)
 
 
+def test_null_struct_is_not_dropped():
+    """A column of a struct that is null is None, so --drop keeps the record."""
+    record = {"meta": None}
+    assert data.column_value(record, "meta.by") is None
+    assert not data.is_dropped(record, "meta.by=llama")
+
+
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_prepare_resumes_byte_identical(source, corpus):
     """After kills and a move, prepare ends with the bytes of a run that was never killed."""

@@ -248,7 +248,7 @@ def tiny(out, task="stories", seed=0, rows=50_000):
             seen.add(tuple(story[:n]))
 
     def questions(count, length):
-        """Random stories of a length, none of which is in `seen`."""
+        """Draw random stories of the given length that are not in `seen`."""
         stories = [make_story(step, rng, length) for _ in range(10 * count)]
         fresh = [story for story in stories if tuple(story) not in seen]
         return fresh[:count]
