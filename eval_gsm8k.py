@@ -95,6 +95,8 @@ def read_questions(path, limit=None):
         question["index"] = len(questions)
         questions.append(question)
     count = len(questions)
+    if not count:
+        raise UserError(f"{path} has no questions")
     kept = min(limit or count, count)
     return [questions[i * count // kept] for i in range(kept)]
 
