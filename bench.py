@@ -62,19 +62,19 @@ def main():
     parser = Parser(description=opening(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
     flag = commands.add_parser("train", parents=[timed], help="time updates").add_argument
-    flag("--steps", type=n_plus_k, default="0+4,24+8", metavar="N+K,N+K",
+    flag("--steps", type=n_plus_k, default="0+4,24+8",
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, help="rows per update (4)")
     flag("--context", type=positive, default=256, help="tokens per row (256)")
     flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
 
     flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
-    flag("--steps", type=recurrences, default="1,2,4,8,16,32", metavar="R,R",
+    flag("--steps", type=recurrences, default="1,2,4,8,16,32",
          help="recurrences r (%(default)s)")
     flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
     flag("--prompt", type=positive, default=32, help="tokens per prompt (32)")
     flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
-    flag("--draft_steps", type=several(natural), default="0", metavar="R,R",
+    flag("--draft_steps", type=several(natural), default="0",
          help="recurrences of a draft; 0 (default): none")
 
     flag = commands.add_parser("plan", help="say what a training run will cost",
@@ -251,8 +251,16 @@ def bench(args):
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)
     else:
-        config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
-                        n_prelude=2, n_core=4, n_coda=2)
+        config = Config(
+            vocab_size=4096,
+            n_embd=512,
+            n_head=8,
+            n_kv_head=2,
+            n_ffn=1408,
+            n_prelude=2,
+            n_core=4,
+            n_coda=2,
+        )
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
     model.to(dtype)
@@ -271,9 +279,11 @@ def bench(args):
             row["mfu"] = row["flops_per_s"] / peak
         if DEVICE == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        cells = []
         for key, value in row.items():
-            print(key, f"{value:.4g}" if isinstance(value, float) else value, end="  ")
-        print(flush=True)
+            text = f"{value:.4g}" if isinstance(value, float) else value
+            cells.append(f"{key} {text}")
+        print("  ".join(cells), flush=True)
         result["rows"].append(row)
     print(json.dumps(result))
 
@@ -373,19 +383,20 @@ def bench_decode(model, args):
     decoder = Decoder(model, not args.no_compile)
     torch.manual_seed(0)
     idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
+    prompts = idx.tolist()
     for r in args.steps:
         for draft_steps in args.draft_steps:
             drafts = []  # whether each token was an accepted draft
 
             def run():
                 drafts.clear()
-                tokens = decoder.generate(idx.tolist(), args.tokens, r, draft_steps=draft_steps)
-                for _, _, accepted in tokens:
+                events = decoder.generate(prompts, args.tokens, r, draft_steps=draft_steps)
+                for _, _, accepted in events:
                     drafts.append(accepted)
 
             first, seconds = time_runs(run, args.repeat)
             row = {"r": r, "draft_steps": draft_steps}
-            row |= speeds(len(idx) * args.tokens, first, seconds)
+            row |= speeds(len(prompts) * args.tokens, first, seconds)
             if draft_steps:
                 row["accepted"] = statistics.fmean(drafts)
             yield row

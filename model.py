@@ -17,10 +17,7 @@ recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
 sample.py continues a text.
 
 In a bfloat16 model the weights and the matrix products are bfloat16, and so is the sum of a
-weight's gradients over the recurrences. The residual stream and the state s stay float32. The
-paper's autocast does the opposite: weights and gradient sums are float32, and in its Llama the
-residual stream becomes bfloat16 at the adapter. Our gradients are at least as close to those of a
-float32 model (runs/README.md).
+weight's gradients over the recurrences. The residual stream and the state s stay float32.
 
 Paper: arXiv 2511.07384, section 3.
 """
@@ -113,7 +110,9 @@ def normal(seed, row, position, C):
     position, channel) alone. row, position: int64 tensors that broadcast to a shape (...). Returns
     (..., C) float32.
     """
-    key = mix(mix(mix(seed) + row) + position)
+    key = mix(seed)
+    key = mix(key + row)
+    key = mix(key + position)
     channels = torch.arange(C, device=key.device)
     bits = mix(key[..., None] + channels)
     within = math.erf(3 / math.sqrt(2))  # the probability of less than 3 standard deviations
@@ -128,8 +127,10 @@ class RMSNorm(nn.RMSNorm):
     """Normalise in float32, cast to the weights' dtype, then scale, as Llama does."""
 
     def forward(self, x):
-        x = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
-        return x.to(self.weight.dtype) * self.weight
+        x = x.float()
+        x = F.rms_norm(x, self.normalized_shape, eps=self.eps)
+        x = x.to(self.weight.dtype)
+        return x * self.weight
 
 
 class HeadNorm(RMSNorm):
@@ -147,7 +148,8 @@ class Linear(nn.Linear):
         super().__init__(fan_in, fan_out, bias)
 
     def forward(self, x):
-        return super().forward(x.to(self.weight.dtype))
+        x = x.to(self.weight.dtype)
+        return super().forward(x)
 
 
 def rotate(x, rope):
@@ -205,7 +207,8 @@ class Attention(nn.Module):
         holds.
         """
         B, T, _ = x.shape
-        q, k, v = self.qkv(x).split(self.split, dim=-1)
+        qkv = self.qkv(x)
+        q, k, v = qkv.split(self.split, dim=-1)
         q = self.q_norm(q)
         k = self.k_norm(k)
         heads = B, T, -1, self.head_dim
@@ -217,8 +220,10 @@ class Attention(nn.Module):
             k = k + self.qk_bias[1]
         # Rotate before transposing: SDPA's output has the memory layout of q, so that joining the
         # heads below needs no copy.
-        q = rotate(q, rope).transpose(1, 2)  # (B, H, T, D)
-        k = rotate(k, rope).transpose(1, 2)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
+        q = q.transpose(1, 2)  # (B, H, T, D)
+        k = k.transpose(1, 2)
         v = v.transpose(1, 2)
         if cache is None:
             if q.is_cuda and q.dtype == torch.float32:
@@ -231,7 +236,8 @@ class Attention(nn.Module):
             y = attend(q, k, v, is_causal=True, enable_gqa=grouped)
         else:
             y = cache.attend(q, k, v)
-        y = y.transpose(1, 2).reshape(B, T, -1)
+        y = y.transpose(1, 2)
+        y = y.reshape(B, T, -1)
         return self.proj(y)
 
 
@@ -242,8 +248,10 @@ class MLP(nn.Module):
         self.proj = Linear(c.n_ffn, c.n_embd)
 
     def forward(self, x):
-        gate, up = self.fc(x).chunk(2, dim=-1)
-        return self.proj(F.silu(gate) * up)
+        both = self.fc(x)
+        gate, up = both.chunk(2, dim=-1)
+        x = F.silu(gate) * up
+        return self.proj(x)
 
 
 class Block(nn.Module):
@@ -270,8 +278,10 @@ class Block(nn.Module):
         if self.norm == "post":
             x = x + self.norm_1(self.attn(x, rope, cache))
             return x + self.norm_2(self.mlp(x))
-        x = self.norm_2(x + self.attn(self.norm_1(x), rope, cache))
-        return self.norm_4(x + self.mlp(self.norm_3(x)))
+        y = self.attn(self.norm_1(x), rope, cache)
+        x = self.norm_2(x + y)
+        y = self.mlp(self.norm_3(x))
+        return self.norm_4(x + y)
 
 
 def recomputed(function):
@@ -284,7 +294,9 @@ def recomputed(function):
 
 def run_blocks(blocks, x, rope, caches=None):
     """Run x (B, T, C) through a list of blocks. caches: one for each block, or None."""
-    for block, cache in zip(blocks, caches or [None] * len(blocks)):
+    if caches is None:
+        caches = [None] * len(blocks)
+    for block, cache in zip(blocks, caches):
         x = block(x, rope, cache)
     return x
 
@@ -317,7 +329,14 @@ class RecurrentLM(nn.Module):
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, idx, targets=None, steps=None, state=None, recompute=False):
+    def forward(
+        self,
+        idx,
+        targets=None,
+        steps=None,
+        state=None,
+        recompute=False,
+    ):
         """
         idx (B, T) int64: token ids.
         targets (B, T) int64: the next tokens, -100 where there is no loss.
@@ -350,7 +369,8 @@ class RecurrentLM(nn.Module):
         """
         # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed
         # order, so a resumed run would end with different bits.
-        x = self.embed(idx).float() * self.config.embed_scale
+        x = self.embed(idx).float()
+        x = x * self.config.embed_scale
         e = run_blocks(self.prelude, x, rope, caches)
         if not self.core:
             return e, e
@@ -367,7 +387,15 @@ class RecurrentLM(nn.Module):
             x = s + e
         return run_blocks(self.core, x, rope, caches)
 
-    def recur(self, s, e, rope, count, caches=None, recompute=False):
+    def recur(
+        self,
+        s,
+        e,
+        rope,
+        count,
+        caches=None,
+        recompute=False,
+    ):
         """
         Apply `count` recurrences to state s (B, T, C). An ordinary model returns s unchanged.
 
@@ -386,7 +414,8 @@ class RecurrentLM(nn.Module):
         """Last state (B, T, C) -> the head's input (B, T, C)."""
         if self.config.norm == "sandwich":
             x = self.norm_f(x)  # Huginn has its final norm before the coda, too
-        return self.norm_f(run_blocks(self.coda, x, rope, caches))
+        x = run_blocks(self.coda, x, rope, caches)
+        return self.norm_f(x)
 
     def logits(self, x):
         """The output (..., C) of run_coda() -> logits (..., V) float32."""
@@ -407,10 +436,13 @@ class RecurrentLM(nn.Module):
         """
         rope = self.rope(s.shape[1])
         x = self.run_coda(s, rope).flatten(0, 1)
-        count = math.ceil(len(x) * self.config.vocab_size / LOGITS_AT_ONCE)
+        num_logits = len(x) * self.config.vocab_size
+        count = math.ceil(num_logits / LOGITS_AT_ONCE)
         x_chunks = x.chunk(count)
         target_chunks = targets.flatten().chunk(count)
-        losses = [self.score_chunk(*chunk) for chunk in zip(x_chunks, target_chunks)]
+        losses = []
+        for chunk in zip(x_chunks, target_chunks):
+            losses.append(self.score_chunk(*chunk))
         return torch.cat(losses).view_as(targets)
 
     @recomputed
@@ -462,7 +494,8 @@ class RecurrentLM(nn.Module):
         std = c.state_std
         if c.norm == "sandwich":
             std *= c.embed_scale  # Huginn scales its state, too
-        return std * normal(seed, rows[:, None], position, c.n_embd)
+        noise = normal(seed, rows[:, None], position, c.n_embd)
+        return std * noise
 
     def rope(self, T):
         """cos and sin, each (T, 1, head_dim / 2) float32, of positions 0..T-1; see rotate()."""
@@ -514,12 +547,21 @@ class RecurrentLM(nn.Module):
         """
         counted = Counter()
         for name, p in self.named_parameters():
-            if (p.requires_grad or not trained) and (p.dim() == 2 or not matrices):
-                part, *_ = name.split(".")
-                counted[part] += p.numel()
+            if trained and not p.requires_grad:
+                continue
+            if matrices and p.dim() != 2:
+                continue
+            part, *_ = name.split(".")
+            counted[part] += p.numel()
         return counted
 
-    def flops_per_token(self, steps, T=1, training=False, recompute=False):
+    def flops_per_token(
+        self,
+        steps,
+        T=1,
+        training=False,
+        recompute=False,
+    ):
         """
         Count the FLOPs per token of a forward pass over rows of T tokens, in matrix products and
         attention; with training=True also those of the backward pass.
@@ -558,14 +600,15 @@ class RecurrentLM(nn.Module):
         head = self.head.weight
         flops += 2 * head.numel()
         if training:  # the backward pass computes the logits again
-            flops += 2 * head.numel() * (1 + reached + head.requires_grad)
+            times = 1 + reached + head.requires_grad
+            flops += times * 2 * head.numel()
         return flops
 
     @torch.no_grad()
     def init_weights(self, seed):
         """Takase/Huginn initialisation, for baselines from scratch (the paper's Figure 2)."""
         c = self.config
-        depth = c.n_prelude + c.n_coda + c.n_core * c.mean_recurrence  # effective depth
+        depth = c.n_prelude + c.n_core * c.mean_recurrence + c.n_coda  # effective depth
         device = self.embed.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, p in self.named_parameters():

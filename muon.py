@@ -11,19 +11,12 @@ matrix products alone.
     total = opt.reduce().item()           # once an update, on every rank
     norm = opt.step(total, labels)        # labels: of all micro-batches of all ranks
 
-What each rank holds, sends and receives in an update, for example with 4 ranks, a matrix
-(2048, 5632) that Muon updates, and embeddings (32000, 2048) that AdamW updates:
-
-- Every rank holds all weights and their gradients in the model's dtype, and a float32 sum of the
-  gradients of its micro-batches.
-- Newton-Schulz needs whole matrices, so one rank owns the matrix. Only this rank holds its float32
-  master weights and its momentum, 46 MB each.
-- AdamW treats each number separately, so the embeddings are split: each rank owns 8,000 rows of
-  them, with master weights and two moments of 66 MB each. With N ranks, a rank owns about 1/N of
-  all masters and moments.
-- reduce() sends each sum of gradients to its owner (46 MB from each rank for the matrix). step()
-  updates the masters there, rounds them to the model's dtype, and broadcasts them to all ranks (23
-  MB in bfloat16).
+With several ranks, every rank holds all weights and gradients, but only the owner of a tensor holds
+its float32 master weights and its moments. Newton-Schulz needs whole matrices, so a matrix has one
+owner. AdamW treats each number separately, so embeddings and head are split by rows over all ranks.
+With N ranks, each owns about 1/N of all masters and moments. reduce() sends the sums of gradients
+to their owners; step() updates the masters there, rounds them to the model's dtype, and broadcasts
+them to all ranks.
 
 Sources: Keller Jordan, "Muon: an optimizer for hidden layers" (2024) and its official code; AdamW:
 Loshchilov and Hutter (2019); AdamW*: Huginn's variant. Hyperparameters: arXiv 2511.07384,
@@ -35,7 +28,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-MOMENTUM, BETA1, BETA2 = 0.95, 0.9, 0.95
+MOMENTUM = 0.95  # Muon's
+BETA1 = 0.9      # AdamW's
+BETA2 = 0.95
 MOMENTS = {  # what each rule keeps beside the master weights
     "muon": ["momentum"],
     "adamw": ["exp_avg", "exp_avg_sq"],
@@ -113,9 +108,10 @@ def adamw_star_(w, g, m, v, t, lr, decay):
         m.copy_(g)
         v.copy_(g.square())
     m.lerp_(g, 1 - BETA1)
-    v.lerp_(g.square(), 1 - BETA2).clamp_(min=1e-12)
-    excess = (g.square() / v).mean().sqrt()
-    excess = excess.clamp(min=1)
+    v.lerp_(g.square(), 1 - BETA2)
+    v.clamp_(min=1e-12)
+    excess = (g.square() / v).mean()
+    excess = excess.sqrt().clamp(min=1)
     step = lr / (1 - BETA1**t) / excess
     w.mul_(1 - decay)
     size = v.sqrt() / math.sqrt(1 - BETA2**t)
@@ -194,7 +190,8 @@ class Optimizer:
             rank=0,
             world=1):
         # The largest first, as make_pieces() deals them out.
-        self.params = dict(sorted(named, key=lambda item: -item[1].numel()))
+        by_size = sorted(named, key=lambda item: -item[1].numel())
+        self.params = dict(by_size)
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
         self.eps = 1e-10 if rule == "muon" else 1e-8
@@ -221,9 +218,12 @@ class Optimizer:
         for piece in self.own:
             piece.master = piece.weight
             if piece.master.dtype != torch.float32:
-                exact = (weights or self.params)[piece.name].detach()[piece.rows]
+                exact = piece.weight
+                if weights:
+                    exact = weights[piece.name][piece.rows]
                 piece.master = exact.to(device, torch.float32)
-            piece.moments = {key: torch.zeros_like(piece.master) for key in piece.keys}
+            for key in piece.keys:
+                piece.moments[key] = torch.zeros_like(piece.master)
 
     def make_pieces(self, rule, stacked):
         """
@@ -267,7 +267,10 @@ class Optimizer:
     @property
     def moments(self):
         """{name.moment: tensor} of the rows that this rank owns."""
-        return {key: t for piece in self.own for key, t in piece.moments.items()}
+        moments = {}
+        for piece in self.own:
+            moments |= piece.moments
+        return moments
 
     def flops(self):
         """FLOPs of Newton-Schulz in one update, over all ranks; AdamW's are negligible."""
@@ -276,7 +279,8 @@ class Optimizer:
             if piece.rule == "muon":
                 for rows in piece.splits:
                     small, large = sorted((rows, piece.weight.shape[1]))
-                    total += 5 * (4 * small**2 * large + 2 * small**3)
+                    one_step = 4 * small**2 * large + 2 * small**3
+                    total += 5 * one_step
         return total
 
     @torch.no_grad()
@@ -306,7 +310,8 @@ class Optimizer:
         for piece in self.own:
             # Row by row, because one float32 sum over 65M weights is off by 1% (on a CPU).
             norms = torch.linalg.vector_norm(piece.grad, dim=-1)
-            total += norms.double().square().sum()
+            squares = norms.double().square()
+            total += squares.sum()
         if self.world > 1:
             dist.all_reduce(total)
         return total.sqrt()

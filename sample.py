@@ -26,6 +26,8 @@ import math
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -74,7 +76,8 @@ class KVCache:
         self.index = torch.arange(capacity, device=weight.device)
         rope = torch.stack(model.rope(capacity))
         self.all_rope = rope.to(weight.dtype)                       # (2, capacity, 1, head_dim / 2)
-        self.all_noise = model.initial_state(1, capacity, seed)[0]  # (capacity, C)
+        noise = model.initial_state(1, capacity, seed)
+        self.all_noise = noise[0]  # (capacity, C)
         # Zeros and not empty(): what is masked is multiplied by 0, and 0 times NaN would be NaN.
         zeros = weight.new_zeros(rows, capacity, c.n_kv_head, c.head_dim)
 
@@ -99,16 +102,20 @@ class KVCache:
         positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound of them, such as 9:
         the CPU has to know it without waiting for the GPU.
         """
-        self.rope = self.all_rope[:, positions].unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
+        rope = self.all_rope[:, positions]
+        self.rope = rope.unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
         self.noise = self.all_noise[positions]            # (rows, T, C)
+        c = self.model.config
         length = CHUNK * math.ceil(end / CHUNK)
+        if length == c.head_dim:  # torch.compile would take the two for one fixed number
+            length += CHUNK
         seen = self.index[:length] <= positions[:, :, None]
         # Attention joins the query heads that share a kv head, and each needs the same mask.
-        c = self.model.config
         groups = c.n_head // c.n_kv_head
         seen = seen.repeat(1, groups, 1)
         mask = torch.where(seen, 0.0, -torch.inf)
-        mask = mask.to(self.all_rope.dtype).unsqueeze(1)
+        mask = mask.to(self.all_rope.dtype)
+        mask = mask.unsqueeze(1)
         rows = torch.arange(len(positions), device=positions.device)
         write = rows[:, None], positions
         for layer in self.layers:
@@ -169,13 +176,14 @@ class LayerCache:
         v = self.values_read.transpose(1, 2)
         # Stack the query heads that share a kv head along T, so that the cache is read once.
         rows, n_kv_head, _, head_dim = k.shape
-        stacked = q.reshape(rows, n_kv_head, -1, head_dim)
-        one_token = q.shape[2] == 1
-        if one_token and not q.is_cuda and torch.compiler.is_compiling():
-            y = attend_one(stacked, k, v, self.mask)
+        T = q.shape[2]
+        q = q.reshape(rows, n_kv_head, -1, head_dim)
+        compiled_on_cpu = torch.compiler.is_compiling() and not q.is_cuda
+        if compiled_on_cpu and T == 1:
+            y = attend_one(q, k, v, self.mask)
         else:
-            y = attend(stacked, k, v, self.mask)
-        return y.view(rows, -1, q.shape[2], head_dim)
+            y = attend(q, k, v, self.mask)
+        return y.view(rows, -1, T, head_dim)
 
 
 def attend_one(q, k, v, mask):
@@ -183,12 +191,15 @@ def attend_one(q, k, v, mask):
     attend() for one token per row. Compiled for a CPU, these are two loops over the cache, which
     take about two thirds of the time of SDPA's kernel.
     """
-    q = q.unsqueeze(3)
-    k = k.unsqueeze(2)  # (rows, n_kv_head, 1, length, head_dim)
+    q = q.unsqueeze(3).float()
+    k = k.unsqueeze(2).float()  # (rows, n_kv_head, 1, length, head_dim)
     v = v.unsqueeze(2)
-    scores = (q.float() * k.float()).sum(-1) / math.sqrt(q.shape[-1])
+    products = (q * k).sum(-1)
+    scores = products / math.sqrt(q.shape[-1])
     p = (scores + mask).softmax(-1)
-    return (p.unsqueeze(-1) * v.float()).sum(-2).type_as(v)
+    weighted = p.unsqueeze(-1) * v.float()
+    y = weighted.sum(-2)
+    return y.type_as(v)
 
 
 # -------------------------------------------------------------------------------- choosing tokens
@@ -200,7 +211,8 @@ def distribution(logits, temperature, top_k):
     """
     if temperature == 0:
         likeliest = logits.argmax(-1, keepdim=True)
-        return torch.zeros_like(logits).scatter_(-1, likeliest, 1.0)
+        p = torch.zeros_like(logits)
+        return p.scatter_(-1, likeliest, 1.0)
     if top_k:
         k = min(top_k, logits.shape[-1])
         likeliest = logits.topk(k).values
@@ -217,7 +229,8 @@ def sample_token(p, rng):
     token. torch.multinomial() would make the CPU wait for the GPU.
     """
     noise = torch.empty_like(p).exponential_(generator=rng)
-    return (p / noise).argmax(-1)
+    scores = p / noise
+    return scores.argmax(-1)
 
 
 def accept(p, q, drafts, rng):
@@ -237,8 +250,10 @@ def accept(p, q, drafts, rng):
     ratio = (p_of_drafts / q_of_drafts).squeeze(2)
     uniform = torch.empty_like(ratio).uniform_(generator=rng)
     right = uniform < ratio
-    accepted = right.long().cumprod(1).sum(1, keepdim=True)
-    rows = torch.arange(len(p), device=p.device)[:, None]
+    right_so_far = right.long().cumprod(1)
+    accepted = right_so_far.sum(1, keepdim=True)
+    rows = torch.arange(len(p), device=p.device)
+    rows = rows[:, None]
     q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
     p = p[rows, accepted]
     q = q[rows, accepted]
@@ -250,34 +265,19 @@ def accept(p, q, drafts, rng):
 
 # ------------------------------------------------------------------- the two loops that decode
 
+@dataclass
 class Batch:
-    """
-    A batch that is being decoded, with its temperature, top_k and random numbers. For prompts
-    [[1, 5, 9], [1, 7]] it begins as
-
-        rows      [0, 1]       the numbers of its B texts, in the order of the cache
-        live      {0, 1}       the unfinished ones; finished rows leave the cache once they make up
-                               half of it
-        token     [[9], [7]]   the last token of each row, (B, 1) int64
-        position  [[2], [1]]   the positions of these tokens, (B, 1) int64
-        end       3            an exclusive upper bound of the positions, which the CPU knows
-        graph     None         the step at this number of rows, recorded on CUDA
-    """
-
-    def __init__(self, cache, prompts, temperature, top_k, seed):
-        device = cache.index.device
-        last = [[prompt[-1]] for prompt in prompts]
-        positions = [[len(prompt) - 1] for prompt in prompts]
-        self.cache = cache
-        self.rows = list(range(len(prompts)))
-        self.live = set(self.rows)
-        self.token = torch.tensor(last, device=device)
-        self.position = torch.tensor(positions, device=device)
-        self.end = max(map(len, prompts))
-        self.graph = None
-        self.temperature = temperature
-        self.top_k = top_k
-        self.rng = torch.Generator(device).manual_seed(seed)
+    """A batch that is being decoded; examples for the prompts [[1, 5, 9], [1, 7]]."""
+    cache: KVCache
+    rows: list[int]         # the numbers of its texts, in the order of the cache, [0, 1]
+    live: set[int]          # those of the unfinished ones, {0, 1}
+    token: torch.Tensor     # the last token of each row, (B, 1) int64, [[9], [7]]
+    position: torch.Tensor  # of these tokens, (B, 1) int64, [[2], [1]]
+    end: int                # an exclusive upper bound of the positions, which the CPU knows, 3
+    temperature: float
+    top_k: int
+    rng: torch.Generator
+    graph: Callable | None = None  # the step at this number of rows, recorded on CUDA
 
     def distribution(self, logits):
         return distribution(logits, self.temperature, self.top_k)
@@ -290,10 +290,13 @@ class Batch:
         self.position = position.clamp(max=self.cache.length)
 
     def shrink(self):
-        """Remove the finished rows once they are half of the batch."""
+        """Remove the finished rows from the cache, too, once they are half of the batch."""
         if 2 * len(self.live) > len(self.rows):
             return
-        kept = [i for i, row in enumerate(self.rows) if row in self.live]
+        kept = []
+        for i, row in enumerate(self.rows):
+            if row in self.live:
+                kept.append(i)
         self.rows = [self.rows[i] for i in kept]
         index = torch.tensor(kept, device=self.token.device)
         self.graph = None
@@ -354,14 +357,29 @@ class Decoder:
         if not prompts or not all(prompts) or max_new_tokens < 1:
             raise UserError("no prompt, an empty prompt, or max_new_tokens is less than 1")
         T = max(map(len, prompts))
-        if T + max_new_tokens > c.context:
+        length = T + max_new_tokens
+        if length > c.context:
             raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
                             f"the context of {c.context}")
         if self.use_graph:
             gc.collect()  # the last graph with its cache: torch keeps them in a reference cycle
-        cache = KVCache(self.model, r, len(prompts), T + max_new_tokens, seed)
+        cache = KVCache(self.model, r, len(prompts), length, seed)
         self.prefill(cache, prompts)
-        batch = Batch(cache, prompts, temperature, top_k, seed)
+        rows = range(len(prompts))
+        last = [[prompt[-1]] for prompt in prompts]
+        positions = [[len(prompt) - 1] for prompt in prompts]
+        device = cache.index.device
+        batch = Batch(
+            cache=cache,
+            rows=list(rows),
+            live=set(rows),
+            token=torch.tensor(last, device=device),
+            position=torch.tensor(positions, device=device),
+            end=T,
+            temperature=temperature,
+            top_k=top_k,
+            rng=torch.Generator(device).manual_seed(seed),
+        )
         rounds = self.plain_rounds(batch)
         if 0 < draft_steps < r:
             rounds = itertools.chain(self.draft_rounds(batch, draft_steps), rounds)
@@ -373,7 +391,8 @@ class Decoder:
                     continue
                 yield row, token, accepted
                 remaining[row] -= 1
-                if not remaining[row] or (ends and ends(row, token)):
+                has_ended = ends and ends(row, token)
+                if has_ended or not remaining[row]:
                     batch.live.remove(row)
 
     def prefill(self, cache, prompts):
@@ -383,7 +402,10 @@ class Decoder:
         """
         T = max(map(len, prompts))
         # What the cache holds of the padding is overwritten before any token sees it.
-        padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
+        padded = []
+        for prompt in prompts:
+            padding = [0] * (T - len(prompt))
+            padded.append(prompt + padding)
         tokens = torch.tensor(padded, device=cache.index.device)
         eager = contextlib.nullcontext()
         if self.compiled:  # large products gain little from compiling
@@ -391,9 +413,11 @@ class Decoder:
         with eager:
             for start in range(0, T - 1, PREFILL):
                 end = min(start + PREFILL, T - 1)
-                positions = cache.index[start:end].expand(len(prompts), -1)
+                positions = cache.index[start:end]
+                positions = positions.expand(len(prompts), -1)
                 cache.go_to(positions, end)
-                _, s = cache.begin(tokens[:, start:end], cache.r)
+                chunk = tokens[:, start:end]
+                _, s = cache.begin(chunk, cache.r)
                 cache.run_coda(s)  # fills the coda's layers
 
     def step(self, batch):
@@ -434,7 +458,7 @@ class Decoder:
             batch.advance(token, 1)
             batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
             new = []
-            for row, (value,) in zip(batch.rows, token.tolist()):
+            for row, value in zip(batch.rows, token.flatten().tolist()):
                 new.append((row, value, False))
             yield new
 
@@ -481,14 +505,17 @@ class Decoder:
             # One tensor, because the CPU waits for the GPU at each transfer.
             columns = batch.position, accepted, token, drafts
             outcome = torch.column_stack(columns).tolist()
-            batch.end = max(position for position, *_ in outcome) + 1
+            positions = [numbers[0] for numbers in outcome]
+            batch.end = max(positions) + 1
             new = []
-            for row, (_, count, last, *guesses) in zip(batch.rows, outcome):
+            for row, numbers in zip(batch.rows, outcome):
+                _, count, last, *guesses = numbers
                 for guess in guesses[:count]:
                     new.append((row, guess, True))
                 new.append((row, last, False))
                 if row in batch.live:  # a running mean over about four rounds
-                    mean_accepted += (count - mean_accepted) / (4 * len(batch.live))
+                    change = count - mean_accepted
+                    mean_accepted += change / (4 * len(batch.live))
             yield new
 
 
@@ -506,16 +533,17 @@ class FewRows(nn.Module):
 
     def forward(self, x):
         x = x.to(self.weight.dtype)
-        rows = x.numel() // x.shape[-1]
+        *shape, fan_in = x.shape
+        rows = math.prod(shape)
         if rows > FEW_ROWS or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         weight = self.weight.float()
         y = []
-        for row in x.view(rows, -1):
+        for row in x.view(rows, fan_in):
             products = weight * row.float()
             y.append(products.sum(-1))
         y = torch.stack(y).type_as(x)
-        y = y.view(*x.shape[:-1], -1)
+        y = y.view(*shape, -1)
         if self.bias is not None:
             y = y + self.bias
         return y
@@ -537,9 +565,10 @@ def token_text(tokenizer, token):
         if token == control:
             return name
     text = tokenizer.decode([token])
-    if not text.strip() or not text.isprintable() or "\ufffd" in text:
-        return repr(text)
-    return text
+    whole = text.isprintable() and "\ufffd" not in text
+    if text.strip() and whole:
+        return text
+    return repr(text)
 
 
 @torch.inference_mode()
@@ -553,7 +582,8 @@ def trace(model, tokenizer, args, prompt, steps):
     names = [token_text(tokenizer, token) for token in ids]
     shown = range(len(ids))
     if args.only:
-        shown = [t for t in shown if names[t].strip() == args.only]
+        words = [name.strip() for name in names]
+        shown = [t for t in shown if words[t] == args.only]
         names = [names[t] for t in shown]
     if not shown:
         raise UserError(f"--only {args.only}: no token of the prompt is this word")
@@ -568,22 +598,24 @@ def trace(model, tokenizer, args, prompt, steps):
     p = torch.stack(at_each_r)  # (len(steps), len(shown), V)
     probabilities, tokens = p.max(-1)
 
+    agrees = tokens == tokens[-1]
     columns = [["", *names, "settled"]]
     for i, r in enumerate(steps):
         column = [f"  r = {r}" if r else "  next"]
         for t in range(len(shown)):
-            star = "" if tokens[i, t] == tokens[-1, t] else "*"
-            text = token_text(tokenizer, tokens[i, t].item())
+            token = tokens[i, t].item()
+            text = token_text(tokenizer, token)
+            star = "" if agrees[i, t] else "*"
             column.append(f"  {probabilities[i, t]:4.0%} {text}{star}")
-        settled = (tokens[i] == tokens[-1]).sum()
-        column.append(f"  {settled} of {len(shown)}")
+        column.append(f"  {agrees[i].sum()} of {len(shown)}")
         columns.append(column)
     widths = [max(map(len, column)) for column in columns]
     for row in zip(*columns):
         cells = [cell.ljust(width) for cell, width in zip(row, widths)]
         print(" ".join(cells).rstrip())
     if args.picture:
-        of_last_choice = p[:, range(len(shown)), tokens[-1]]
+        each = range(len(shown))
+        of_last_choice = p[:, each, tokens[-1]]
         draw(args.picture, names, steps, of_last_choice)
 
 
@@ -631,10 +663,13 @@ def load_model(folder, dtype=None):
 def respond(decoder, tokenizer, args, prompt):
     """Continue a prompt at each r, or trace it."""
     c = decoder.model.config
-    steps = args.steps or (DEPTHS if args.trace else [c.mean_recurrence])
+    steps = args.steps
+    tracing = args.trace or args.only or args.picture
+    if not steps:
+        steps = DEPTHS if tracing else [c.mean_recurrence]
     if not c.n_core:
         steps = [0]
-    if args.trace:
+    if tracing:
         trace(decoder.model, tokenizer, args, prompt, steps)
         return
     if args.top_k and not args.temperature:
@@ -684,9 +719,9 @@ def stream(decoder, tokenizer, args, prompt, r):
     tell(message)
 
 
-def converse(decoder, tokenizer, args, settings):
+def converse(decoder, tokenizer, args, parser):
     """Read prompts from the terminal, and answer each on its own. "/steps 16" sets a flag."""
-    tell("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.")
+    tell("Type a prompt. /steps 16 sets a flag (not --model, --dtype or --compile); Ctrl-D ends.")
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         try:
@@ -697,7 +732,7 @@ def converse(decoder, tokenizer, args, settings):
             if line.startswith("/"):
                 changed = Namespace(**vars(args))  # a copy: errors may leave it half changed
                 flag = "--" + line[1:]
-                args = settings.parse_args(flag.split(), changed)
+                args = parser.parse_args(flag.split(), changed)
             elif line:
                 respond(decoder, tokenizer, args, line)
         except UserError as e:  # a mistake does not end the session
@@ -709,50 +744,43 @@ def tell(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def make_parsers():
-    """Return the parser of the command line, and one of the flags that a session may change."""
-    settings = Parser(add_help=False)
-    group = settings.add_argument_group("for each prompt, also as /NAME VALUE in the terminal")
-    flag = group.add_argument
-    flag("--steps", type=recurrences, metavar="R,R",
-         help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
-              f"--trace {','.join(map(str, DEPTHS))}")
-    flag("--tokens", type=positive, default=256, metavar="N",
-         help="generate at most this many tokens (256)")
-    flag("--temperature", type=non_negative, default=0.0, metavar="X",
-         help="of sampling; 0 (default): always the likeliest token")
-    flag("--top_k", type=natural, default=0, metavar="N",
-         help="sample from the N likeliest tokens only; 0 (default): from all")
-    flag("--seed", type=random_seed, default=0, metavar="N",
-         help="seed of the initial state and of sampling (0)")
-    flag("--draft_steps", type=natural, default=0, metavar="R",
-         help="draft tokens with this many recurrences; one pass at full depth checks "
-              f"{DRAFTS} of them; 0 (default), or r and more: off")
-
-    parser = Parser(
-        usage="sample.py [flags]",
-        description=opening(__doc__),
-        parents=[settings],
-    )
+def make_parser():
+    parser = Parser(usage="sample.py [flags]", description=opening(__doc__))
     flag = parser.add_argument
     flag("--model", metavar="FOLDER", default="out/tiny/task",
          help="checkpoint or run folder; default: %(default)s, which runs/tiny.sh makes")
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=("float32", "bfloat16"), help="default: that of its training")
     flag("--compile", action="store_true", help=COMPILE_HELP)
+
+    group = parser.add_argument_group("for each prompt, also as /NAME VALUE in the terminal")
+    flag = group.add_argument
+    flag("--steps", type=recurrences,
+         help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
+              f"--trace {','.join(map(str, DEPTHS))}")
+    flag("--tokens", type=positive, default=256,
+         help="generate at most this many tokens (256)")
+    flag("--temperature", type=non_negative, default=0.0,
+         help="of sampling; 0 (default): always the likeliest token")
+    flag("--top_k", type=natural, default=0,
+         help="sample from this many of the likeliest tokens only; 0 (default): from all")
+    flag("--seed", type=random_seed, default=0,
+         help="seed of the initial state and of sampling (0)")
+    flag("--draft_steps", type=natural, default=0,
+         help="draft tokens with this many recurrences; one pass at full depth checks "
+              f"{DRAFTS} of them; 0 (default), or r and more: off")
     flag("--trace", action="store_true",
          help="instead of a text, show what each r would say after each token of the prompt; of "
-              "the flags for each prompt, only --steps and --seed matter")
+              "these flags, only --steps and --seed matter")
     flag("--only", metavar="WORD", help="--trace, but show only the lines of this token")
     flag("--picture", metavar="FILE", help="--trace, and draw to a file how likely each r finds "
          "the choice of the largest r")
-    return parser, settings
+    return parser
 
 
 def main():
-    parser, settings = make_parsers()
+    parser = make_parser()
     args = parser.parse_args()
-    args.trace |= bool(args.only or args.picture)
     model, tokenizer = load_model(args.model, args.dtype)
     c = model.config
     tell(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
@@ -761,7 +789,7 @@ def main():
     if args.compile:
         tell(COMPILING)
     if args.prompt is None:
-        converse(decoder, tokenizer, args, settings)
+        converse(decoder, tokenizer, args, parser)
     else:
         respond(decoder, tokenizer, args, args.prompt)
 

@@ -132,8 +132,9 @@ def speaker(tmp_path_factory):
     # Bytes are never the likeliest token: libraries decode an incomplete character differently.
     model.head.weight.data[:259] = 0
     model.save(folder)
+    lines = (HERE / "LICENSE").read_text().splitlines()
     sentencepiece.SentencePieceTrainer.train(  # with the settings of Llama's tokenizer
-        input=HERE / "README.md",
+        sentence_iterator=iter(lines[4:]),  # without the names, which a fork may change
         model_prefix=folder / "tokenizer",
         vocab_size=512,
         minloglevel=2,
@@ -2392,16 +2393,16 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
     """An answer is what Decoder generates as the flags say, up to a stop of the paper's prompt."""
     compiled = []
     monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
-    monkeypatch.setattr(eval_gsm8k, "STOPS", ("4", "7"))
+    monkeypatch.setattr(eval_gsm8k, "STOPS", ("ANY", "mis"))
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
 
-    def wanted(steps=3, seed=0, max_new_tokens=12, template="cot"):
-        model, tokenizer = sample.load_model(looped, "float32")
+    def wanted(steps=3, seed=0, max_new_tokens=12, template="cot", dtype="float32"):
+        model, tokenizer = sample.load_model(looped, dtype)
         prompt = make_prompt(ASKED[0]["question"], template)
         ids = [1, *tokenizer.encode(prompt)]
         events = Decoder(model).generate([ids], max_new_tokens, steps, seed=seed)
         text = tokenizer.decode([token for _, token, _ in events])
-        return text if template == "plain" else re.split("4|7", text)[0]
+        return text if template == "plain" else re.split("ANY|mis", text)[0]
 
     def answer(out, *flags):
         flags = "--steps=3", "--max_new_tokens=12", f"--out={out}.json", *flags
@@ -2416,7 +2417,7 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
         assert answer(key, f"--{key}={value}") == text
         answers.add(text)
     assert len(answers) == 5, "a flag changes nothing"
-    assert answer("compiled", "--compile", "--dtype=bfloat16") == wanted()
+    assert answer("compiled", "--compile", "--dtype=bfloat16") == wanted(dtype="bfloat16")
     assert len(compiled) == 1
     assert read_json("compiled.json")["dtype"] == "bfloat16"
 
@@ -2689,14 +2690,14 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt each line is continued, /NAME VALUE sets a flag, mistakes change nothing."""
-    lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
+    lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/stepz 8", b"has 1"]
     lines += [b"/draft_steps 2", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     call("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert errors.count("of them accepted drafts") == 1
-    assert "argument --steps" in errors and "arguments: --model" in errors
+    assert "argument --steps" in errors and "arguments: --stepz" in errors
 
 
 def check_trace(folder, prompt, steps):
@@ -2751,12 +2752,12 @@ def test_trace_is_what_the_model_says(speaker, corpus):
 def test_tokens_as_text(speaker):
     """--trace shows a token by decoding it, and in quotes what is no whole printable character."""
     tokenizer = Tokenizer.load(speaker)
-    ids = tokenizer.encode("na\u00efve\n", bos=True)  # with the two bytes of a character
+    ids = tokenizer.encode("the\u00efve\n", bos=True)  # with the two bytes of a character
     bos, *shown, end = [sample.token_text(tokenizer, i) for i in ids]
     assert bos == "<s>"
     assert end == "'\\n'"
     assert shown.count("'\ufffd'") == 2
-    assert "".join(shown).replace("'\ufffd'", "") == "nave"
+    assert "".join(shown).replace("'\ufffd'", "") == "theve"
 
 
 def test_characters_stream_whole(speaker, monkeypatch):
