@@ -11,8 +11,8 @@ Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4
 weights: except with --draft_steps, speed does not depend on their values. The last line of output
 is JSON.
 
-Tokens/s mean little across different r, so training also shows its FLOPs utilisation (mfu): those
-that it executes in matrix products and attention, as the logs of train.py count them.
+Tokens/s mean little across different r, so training also shows mfu: the FLOP/s that it executes in
+matrix products and attention, as a share of those of a large matrix product.
 """
 import bisect
 import json
@@ -25,7 +25,7 @@ from dataclasses import replace
 import torch
 
 from common import (Parser, UserError, cli, natural, opening, positive, read_json, recurrences,
-                    several)
+                    several, yes_or_no)
 from data import Dataset
 from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS
@@ -57,7 +57,7 @@ def main():
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
     flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
-    flag("--no_compile", action="store_true", help="do not use torch.compile")
+    flag("--compile", type=yes_or_no, default=True, help="use torch.compile (true)")
 
     parser = Parser(description=opening(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
@@ -72,7 +72,7 @@ def main():
     flag("--steps", type=recurrences, default="1,2,4,8,16,32",
          help="recurrences r (%(default)s)")
     flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
-    flag("--prompt", type=positive, default=32, help="tokens per prompt (32)")
+    flag("--prompt_tokens", type=positive, default=32, help="tokens per prompt (32)")
     flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
     flag("--draft_steps", type=several(natural), default="0",
          help="recurrences of a draft; 0 (default): none")
@@ -244,8 +244,8 @@ def bench(args):
     Time training or decoding. Prints a line for each measurement, and then all of them as one line
     of JSON.
 
-    matmul_peak: FLOP/s of a large square matrix product. mfu: the share of it that an update
-    reaches. peak_mib: the most GPU memory in use so far, in MiB.
+    matmul_peak: FLOP/s of a large square matrix product. peak_mib: the most GPU memory in use so
+    far, in MiB.
     """
     dtype = getattr(torch, args.dtype)
     if args.model:
@@ -343,7 +343,7 @@ def bench_train(model, args):
     shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     optimizer = make_optimizer(Settings(optimizer=args.optimizer), model, rank=0, world=1)
-    if not args.no_compile:
+    if args.compile:
         model.compile_parts()
     for n, k in args.steps:
         def update():
@@ -380,9 +380,9 @@ def bench_decode(model, args):
 
     accepted: the share of the new tokens that were accepted drafts.
     """
-    decoder = Decoder(model, not args.no_compile)
+    decoder = Decoder(model, args.compile)
     torch.manual_seed(0)
-    idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt))
+    idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt_tokens))
     prompts = idx.tolist()
     for r in args.steps:
         for draft_steps in args.draft_steps:

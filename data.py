@@ -133,9 +133,7 @@ def find_eos(path, config, special):
 
 
 def token_name(token):
-    """
-    The name of a token in tokenizer_config.json, where it may be text, a dict, or null (gives "").
-    """
+    """The name of a token in tokenizer_config.json: text, a dict, or null (gives "")."""
     if isinstance(token, dict):
         token = token["content"]
     return token or ""
@@ -193,7 +191,7 @@ def read_sentencepiece(path, config):
 def read_tokenizer_json(path):
     """
     Read a tokenizer.json (Llama 3, OLMo 2, Qwen). The file says which token it puts before a text;
-    as in transformers, tokenizer_config.json has no say in it. A token that it puts after a text is
+    as in transformers, tokenizer_config.json is ignored. A token that it puts after a text is
     ignored, because a prompt is to be continued. Raises UserError if it puts several before.
     """
     spec = read_json(path)
@@ -230,14 +228,6 @@ def read_words(spec):
     vocab = spec["model"]["vocab"]
     words = {i: word for word, i in vocab.items()}
     special = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    before = []  # the ids of tokens before a text
-    processor = spec.get("post_processor") or {}
-    for step in processor.get("processors", [processor]):
-        for piece in step.get("single", []):
-            if "Sequence" in piece:  # the text
-                break
-            name = piece["SpecialToken"]["id"]
-            before += step["special_tokens"][name]["ids"]
 
     def encode(text):
         return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
@@ -245,7 +235,8 @@ def read_words(spec):
     def decode(ids):
         return " ".join(words[i] for i in ids if i in words)
 
-    return encode, decode, max(words) + 1, special, before[0] if before else None
+    bos_id = special.get("<s>") if spec.get("post_processor") else None
+    return encode, decode, max(words) + 1, special, bos_id
 
 
 # ---------------------------------------------------------------------------------------- prepare
@@ -516,9 +507,9 @@ def read_mixture(data):
             raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
                             "`python data.py prepare`, or the one of runs/tiny.sh with "
                             "`python runs/tiny_corpus.py --out out/tiny/data`")
-        weight = int(weight or 1)
-        assert weight > 0, f"--data={data}: weights are whole numbers above 0"
-        mixture.append((folder, weight))
+        if not re.fullmatch("[1-9][0-9]*|", weight):
+            raise UserError(f"--data={data}: weights must be whole numbers above 0")
+        mixture.append((folder, int(weight or 1)))
     return mixture
 
 

@@ -5,9 +5,10 @@ Ask a model the questions of GSM8K, or your own, at several numbers of recurrenc
     python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
         --template plain --max_new_tokens 1
 
-Unusual: every question is answered once per r. All else follows the paper, which used
-lm-evaluation-harness 0.4.13 (gsm8k_cot_zeroshot with one shot): greedy, float32, at most 256 new
-tokens. "flexible" scores the last number of the output, "strict" the one after "The answer is".
+Unusual: every question is answered once per r. All else follows the paper, which used the task
+gsm8k_cot_zeroshot of lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, float32, at most
+256 new tokens. "flexible" scores the last number of the output, "strict" the one after "The answer
+is".
 For other tasks, run the harness itself on an export (README.md has the command).
 
 Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. Each line of
@@ -150,33 +151,18 @@ def strict_extract(text):
     return found[1] if found else INVALID
 
 
-def equals(extracted, answer):
-    """
-    Whether two numbers are equal as text, so "18.00" is not "18". answer: the field of the data
-    set, such as "... #### 18".
-    """
-    return normalise(extracted) == normalise(answer)
-
-
 def normalise(text):
     """
     Drop commas, dollar signs, everything up to "#### " and a final full stop, as the harness's
-    exact_match does.
+    exact_match does. It then compares text, so "18.00" is not "18".
     """
     for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"):
         text = re.sub(pattern, "", text)
     return text.lower()
 
 
-# A number in the output of --template plain, such as -3, $1,234.50 or 1 000 000. It does not belong
-# to a word, a fraction, a date, a range or a version, and its groups of thousands are complete.
-NUMBER = re.compile(r"""
-    (?<! [\w.,/:\u2212-] )
-    [\u2212-]? \$?                              # a minus may be U+2212
-    (?: \d{1,3} (?:[,\ \u00a0\u202f]\d{3})+ | \d+ )
-    (?: \.\d+ )?
-    (?! [\w/:\u2212-] | [.,]\d )
-    """, re.VERBOSE)
+# A number in the output of --template plain, such as -3 or $1,234.50. A minus may be U+2212.
+NUMBER = re.compile(r"(?:(?<!\d)[\u2212-])?\$?\d[\d,]*(?:\.\d+)?")
 
 
 def reference_text(answer):
@@ -195,7 +181,7 @@ def reference_number(answer):
 
 def to_number(text):
     """"$1,234.50" -> Decimal("1234.50"), which equals Decimal("1234.5")"""
-    return Decimal(re.sub(r"[$,\s]", "", text).replace("\u2212", "-"))
+    return Decimal(re.sub("[$,]", "", text).replace("\u2212", "-"))
 
 
 def same_answer(output, answer):
@@ -215,8 +201,8 @@ def same_answer(output, answer):
 # What is scored with each template, as {metric: (output, reference) -> whether it is right}.
 METRICS = {
     "cot": {
-        "flexible": lambda output, answer: equals(flexible_extract(output), answer),
-        "strict": lambda output, answer: equals(strict_extract(output), answer),
+        "flexible": lambda output, answer: normalise(flexible_extract(output)) == normalise(answer),
+        "strict": lambda output, answer: normalise(strict_extract(output)) == normalise(answer),
     },
     "plain": {"accuracy": same_answer},
 }
@@ -260,30 +246,12 @@ def cut(text, stops):
     return text
 
 
-def answer_questions(decoder, tokenizer, questions, r, args):
-    """
-    Answer a batch of questions at depth r.
-
-    Returns a line of the file of answers for each question: a dict of "index", "steps", "output",
-    and whether the output is right by each metric.
-    """
-    prompts = [question["ids"] for question in questions]
-    stops = STOPS if args.template == "cot" else ()
-    texts = answer_batch(decoder, tokenizer, prompts, args.max_new_tokens, stops, r, args.seed)
-    lines = []
-    for question, text in zip(questions, texts):
-        line = {"index": question["index"], "steps": r, "output": text}
-        for metric, is_right in METRICS[args.template].items():
-            line[metric] = is_right(text, question["answer"])
-        lines.append(line)
-    return lines
-
-
 def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
     """
     Answer the batches of questions that are not complete in `answers`, {(r, index): line}, and add
     their lines to it and to the file.
     """
+    stops = STOPS if args.template == "cot" else ()
     # Sorted by length, so that batches need little padding. The longest come first, so that
     # running out of memory happens early.
     order = sorted(questions, key=lambda question: -len(question["ids"]))
@@ -294,10 +262,15 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
             # on all of its rows.
             if all((r, question["index"]) in answers for question in batch):
                 continue
-            lines = answer_questions(decoder, tokenizer, batch, r, args)
+            prompts = [question["ids"] for question in batch]
+            limit = args.max_new_tokens
+            texts = answer_batch(decoder, tokenizer, prompts, limit, stops, r, args.seed)
             with open(path, "a") as f:
-                for line in lines:
-                    answers[r, line["index"]] = line
+                for question, text in zip(batch, texts):
+                    line = {"index": question["index"], "steps": r, "output": text}
+                    for metric, is_right in METRICS[args.template].items():
+                        line[metric] = is_right(text, question["answer"])
+                    answers[r, question["index"]] = line
                     f.write(json.dumps(line) + "\n")
             tell(f"r = {r}: {first + len(batch)} of {len(order)} questions")
 
@@ -370,9 +343,7 @@ def summarise(questions, answers, steps, metrics):
 # ---- the command ------------------------------------------------------------------------------
 
 def parse_args():
-    p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__),
-               epilog="Answers are appended to a .jsonl file beside the summary as they come, and "
-                      "the same command resumes from there.")
+    p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__))
     flag = p.add_argument
     flag("--model", required=True, metavar="FOLDER", help="checkpoint or run folder")
     flag("--data", metavar="FILE",

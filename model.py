@@ -518,9 +518,9 @@ class RecurrentLM(nn.Module):
 
     def compile_parts(self, **how):
         """
-        Compile three graphs with torch.compile: one of the core, which runs r times; one of a
-        layer, which all layers of prelude and coda share, so that a deep model compiles as quickly
-        as a small one; and one of the head. how: arguments of torch.compile. Raises UserError if
+        Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
+        of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
+        head. how: arguments of torch.compile. Raises UserError if
         this machine cannot compile.
         """
         try:  # something small first, to see whether compiling works at all
@@ -566,8 +566,7 @@ class RecurrentLM(nn.Module):
         Count the FLOPs per token of a forward pass over rows of T tokens, in matrix products and
         attention; with training=True also those of the backward pass.
 
-        steps: r or (n, k), as for forward(). recompute: as for forward(). A compiled model with an
-        --activation_budget below 1 computes a little more again than this count says.
+        steps, recompute: as for forward(). What --activation_budget recomputes is not counted.
         """
         n, k = self.split_steps(steps)
         c = self.config

@@ -194,7 +194,7 @@ class Optimizer:
         self.params = dict(by_size)
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
-        self.eps = 1e-10 if rule == "muon" else 1e-8
+        self.eps = 1e-10 if rule == "muon" else 1e-8  # as in the paper's runs
         self.weight_decay = weight_decay
         self.clip = clip
         self.rank = rank
@@ -227,16 +227,15 @@ class Optimizer:
 
     def make_pieces(self, rule, stacked):
         """
-        Split the parameters into Pieces, sorted by owner. AdamW treats each number separately, so
-        embeddings and head are split by rows over all ranks. Any other parameter goes as a whole to
-        the rank that owns the fewest numbers so far.
+        Split the parameters into Pieces, sorted by owner (see the top). A parameter that is not
+        split goes to the rank that owns the fewest numbers so far.
         """
         pieces = []
         loads = [0] * self.world
         for name, p in self.params.items():
             table = name.startswith(("embed.", "head."))
             piece_rule = rule
-            if rule == "muon" and (table or p.dim() == 1):
+            if rule == "muon" and (table or p.dim() != 2):
                 piece_rule = "adamw"
             owners = [loads.index(min(loads))]
             if table and piece_rule == "adamw":

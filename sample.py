@@ -45,6 +45,7 @@ CHUNK = 64      # passes read the cache in multiples of this, so that few shapes
 PREFILL = 512   # prompt tokens per row in one pass
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
+CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed", "draft_steps"  # in a session
 
 COMPILE_HELP = f"use torch.compile: {COMPILING}"
 
@@ -58,7 +59,7 @@ class KVCache:
     So texts of different lengths share a batch, and going back to an earlier position undoes all
     that came after it.
 
-    length: of the longest text in tokens. seed: of the noise s_0.
+    length: tokens in the longest text. seed: decides the noise s_0.
 
     prelude, coda: a LayerCache for each layer. core: a list of them for each recurrence.
     """
@@ -114,8 +115,7 @@ class KVCache:
         groups = c.n_head // c.n_kv_head
         seen = seen.repeat(1, groups, 1)
         mask = torch.where(seen, 0.0, -torch.inf)
-        mask = mask.to(self.all_rope.dtype)
-        mask = mask.unsqueeze(1)
+        mask = mask.to(self.all_rope.dtype).unsqueeze(1)
         rows = torch.arange(len(positions), device=positions.device)
         write = rows[:, None], positions
         for layer in self.layers:
@@ -252,8 +252,7 @@ def accept(p, q, drafts, rng):
     right = uniform < ratio
     right_so_far = right.long().cumprod(1)
     accepted = right_so_far.sum(1, keepdim=True)
-    rows = torch.arange(len(p), device=p.device)
-    rows = rows[:, None]
+    rows = torch.arange(len(p), device=p.device)[:, None]
     q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
     p = p[rows, accepted]
     q = q[rows, accepted]
@@ -344,8 +343,8 @@ class Decoder:
         steps: r, by default config.mean_recurrence; an ordinary model ignores it.
         ends: a row ends after max_new_tokens, or after a token for which ends(row, token) returns
         True; there is no built-in end of text.
-        temperature: of sampling; 0: greedy. top_k: sample from the k likeliest tokens; 0: from all.
-        seed: of the noise s_0, and of sampling.
+        temperature: 0 is greedy decoding. top_k: sample from the k likeliest tokens; 0: from all.
+        seed: decides the noise s_0, and sampling.
         draft_steps: recurrences of a draft, see draft_rounds(); 0, or r and more: no drafts. They
         change the speed, not the distribution of the text.
 
@@ -651,9 +650,7 @@ def load_model(folder, dtype=None):
     if not dtype and run.exists():
         dtype = read_json(run)["config"]["dtype"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = RecurrentLM.load(folder, device)
-    if dtype:
-        model.to(getattr(torch, dtype))
+    model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype))
     tokenizer = check_tokenizer(model.config, model.folder)
     return model.eval(), tokenizer
 
@@ -721,7 +718,7 @@ def stream(decoder, tokenizer, args, prompt, r):
 
 def converse(decoder, tokenizer, args, parser):
     """Read prompts from the terminal, and answer each on its own. "/steps 16" sets a flag."""
-    tell("Type a prompt. /steps 16 sets a flag (not --model, --dtype or --compile); Ctrl-D ends.")
+    tell("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.")
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         try:
@@ -730,9 +727,10 @@ def converse(decoder, tokenizer, args, parser):
             return
         try:
             if line.startswith("/"):
-                changed = Namespace(**vars(args))  # a copy: errors may leave it half changed
-                flag = "--" + line[1:]
-                args = parser.parse_args(flag.split(), changed)
+                name, _, value = line[1:].partition(" ")
+                if name not in CHANGEABLE:
+                    raise UserError(f"/{name}: not one of {', '.join(CHANGEABLE)}")
+                args = parser.parse_args([f"--{name}={value}"], Namespace(**vars(args)))
             elif line:
                 respond(decoder, tokenizer, args, line)
         except UserError as e:  # a mistake does not end the session
@@ -752,9 +750,6 @@ def make_parser():
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=("float32", "bfloat16"), help="default: that of its training")
     flag("--compile", action="store_true", help=COMPILE_HELP)
-
-    group = parser.add_argument_group("for each prompt, also as /NAME VALUE in the terminal")
-    flag = group.add_argument
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
               f"--trace {','.join(map(str, DEPTHS))}")
@@ -770,10 +765,9 @@ def make_parser():
          help="draft tokens with this many recurrences; one pass at full depth checks "
               f"{DRAFTS} of them; 0 (default), or r and more: off")
     flag("--trace", action="store_true",
-         help="instead of a text, show what each r would say after each token of the prompt; of "
-              "these flags, only --steps and --seed matter")
+         help="instead of a text, show what each r would say after each token of the prompt")
     flag("--only", metavar="WORD", help="--trace, but show only the lines of this token")
-    flag("--picture", metavar="FILE", help="--trace, and draw to a file how likely each r finds "
+    flag("--picture", metavar="FILE", help="--trace, and plot the probability that each r gives to "
          "the choice of the largest r")
     return parser
 

@@ -788,14 +788,21 @@ def test_ids_of_transformers(kind):
 def test_texts_begin_as_in_transformers():
     """A text begins with the control token with which it begins in transformers, or with none."""
     tf = need("transformers")
-    tiny("s5", "s5", rows=64)
-    spec = read_json("s5/task/tokenizer.json")
-    bos = spec["post_processor"]  # begins a text with <s>
-    eos = json.loads(json.dumps(bos).replace("<s>", "</s>"))
-    eos["special_tokens"]["</s>"]["ids"] = [1]
+    tokenizers = need("tokenizers")
+    write_bpe("bpe")
+    spec = read_json("bpe/tokenizer.json")
+
+    def template(single):
+        coder = tokenizers.Tokenizer.from_file("bpe/tokenizer.json")
+        names = [("<s>", 0), ("</s>", 1)]
+        coder.post_processor = tokenizers.processors.TemplateProcessing(single, None, names)
+        return json.loads(coder.to_str())["post_processor"]
+
+    bos = template("<s> $A")
+    eos = template("</s> $A")
+    at_the_end = template("$A </s>")
     no_tokens = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
     both = {"type": "Sequence", "processors": [no_tokens, bos]}
-    at_the_end = eos | {"single": eos["single"][::-1]}
     first_tokens = set()
     for processor, adds, name, kind in itertools.product(
         (None, bos, eos, no_tokens, both, at_the_end),
@@ -1183,7 +1190,7 @@ def test_muon_beside_adamw_is_torchs(products, monkeypatch):
     matrices = []
     rest = []
     for name, p in theirs.items():
-        in_rest = p.dim() == 1 or name in ("embed.weight", "head.weight")
+        in_rest = p.dim() != 2 or name in ("embed.weight", "head.weight")
         (rest if in_rest else matrices).append(p)
 
     peers = [
@@ -1204,7 +1211,7 @@ def test_muon_beside_adamw_is_torchs(products, monkeypatch):
 
     assert ours[QKV].equal(torch.cat(parts))
     for name, p in theirs.items():
-        exact = name.startswith("core")
+        exact = name.startswith("core") and p.dim() == 2
         assert far(ours[name], p) <= (0 if exact else 1e-6), name
 
 
@@ -2219,10 +2226,8 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
         (" paris.\n", "Paris", True),
         ("1/4", "3/4", False),
         ("she has 1, 2 or 3", "3", True),
-        ("1,2345", "12345", False),
         ("1,234,567", "1234567", True),
-        ("1 000 000", "1000000", True),
-        ("1 234", "1\u202f234", True),
+        ("5-3", "3", True),
         ("June 5, 2024", "May 3, 2024", False),
         ("x = 5, y = 4", "x = 3, y = 4", False),
     ],
@@ -2480,9 +2485,10 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     rows = []
     for command in (
         "train --context 8 --steps 1+1 --optimizer adamw",
-        "decode --prompt 4 --tokens 4 --steps 4 --draft_steps 0,1",
+        "decode --prompt_tokens 4 --tokens 4 --steps 4 --draft_steps 0,1",
     ):
-        said = call("bench", *command.split(), "--model", checkpoint, "--repeat", 1, "--no_compile")
+        flags = "--model", checkpoint, "--repeat", 1, "--compile=false"
+        said = call("bench", *command.split(), *flags)
         result = json.loads(said.splitlines()[-1])
         rows += result["rows"]
         assert result["matmul_peak"] == 2 * 2048**3, "in a second: the clock at the end"
@@ -2690,14 +2696,14 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt each line is continued, /NAME VALUE sets a flag, mistakes change nothing."""
-    lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/stepz 8", b"has 1"]
+    lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
     lines += [b"/draft_steps 2", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     call("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert errors.count("of them accepted drafts") == 1
-    assert "argument --steps" in errors and "arguments: --stepz" in errors
+    assert "argument --steps" in errors and "/model: not one of steps" in errors
 
 
 def check_trace(folder, prompt, steps):

@@ -209,7 +209,7 @@ def scheduled_depth(settings, update):
 
 def draw_steps(settings, update, number):
     """
-    Return (n, k) of a draw at an update. number: of this draw, counted from 1 over the whole run.
+    Return (n, k) of a draw at an update. number: counts the draws of the whole run, from 1.
 
     Huginn's sampler draws a rate from a log-normal distribution whose mean is the scheduled one,
     and r from a Poisson distribution of that rate, plus 1. The mean of r is therefore the scheduled
@@ -275,7 +275,7 @@ def train(settings, device):
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     train_set = Dataset(settings.data, "train", settings.context)
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
-    # Read now, since --init_from may be gone when the first checkpoint is written.
+    # Read now: when a checkpoint is written, --init_from may be gone, or the one before deleted.
     tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
     digest = train_set.fingerprint()
     progress = read_progress(settings, resumed, model, digest)
@@ -290,7 +290,11 @@ def train(settings, device):
 
     # ---- The loop. No files are written before this point.
     lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
-    with lock, attention_kernel(settings, device):
+    kernel = contextlib.nullcontext()
+    if device == "cpu" and settings.context <= 128:
+        # For short rows, the backward pass of SDPA's fused kernel takes twice as long.
+        kernel = sdpa_kernel(SDPBackend.MATH)
+    with lock, kernel:
         if start < settings.updates:
             warm_up(settings, model, train_set)
         if start == 0:
@@ -304,30 +308,30 @@ def train(settings, device):
         for update in range(start, settings.updates):
             began = time.time()
 
-            # ---- Gradients: each micro-batch runs n recurrences without and k with gradient.
+            # ---- Gradients: each micro-batch runs n recurrences without gradient, where forward()
+            # cuts it, and k with it.
             draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
-            totals = torch.zeros(3, dtype=torch.float64, device=device)
-            losses, labels, stops = totals  # views of it
+            sums = torch.zeros(3, dtype=torch.float64, device=device)
+            loss_sum, num_labels, num_stops = sums  # views of it
             for i in range(num_micro_batches):
                 if signals:
-                    stops += 1
+                    num_stops += 1
                     break
                 index = update * num_micro_batches + i
                 batch = train_set.batch(settings.seed, index, RANK, WORLD, B)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
-                # forward() cuts the gradient before the last k recurrences.
                 _, token_losses = model(idx, targets, (n, k), state, settings.recompute)
                 loss = token_losses.sum()
                 loss.backward()
                 optimizer.accumulate()
-                losses += loss.detach()
-                labels += (targets != IGNORE).sum()
+                loss_sum += loss.detach()
+                num_labels += (targets != IGNORE).sum()
             if WORLD > 1:
-                dist.all_reduce(totals)
+                dist.all_reduce(sums)
             total_norm = optimizer.reduce()
             # The only wait for the device in an update.
-            losses, labels, stops, total_norm = torch.stack((*totals, total_norm)).tolist()
+            losses, labels, stops, total_norm = torch.stack((*sums, total_norm)).tolist()
             if stops:  # at least one rank left this update early, so it is dropped
                 if update > start and update % settings.save_every:  # if not saved yet
                     save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
@@ -351,7 +355,7 @@ def train(settings, device):
             last = done == settings.updates
             if last or skips or done % settings.log_every == 0:
                 pace = (time.time() - run_began) / (done - start)  # seconds an update
-                report(settings, progress, {
+                entry = {
                     "loss": losses / labels if labels else math.nan,
                     "norm": norm,
                     "n": mean(n for n, _ in draws),
@@ -359,7 +363,12 @@ def train(settings, device):
                     "lr": settings.lr * lr_factor,
                     "tokens_per_s": round(tokens / (time.time() - began)),
                     "minutes_left": pace * (settings.updates - done) / 60,
-                })
+                }
+                say(f"update {done:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
+                    f"n {entry['n']:g} k {entry['k']:g}  norm {norm:.2f}  "
+                    f"{entry['tokens_per_s']:,} tokens/s  "
+                    f"{entry['minutes_left']:.1f} min left at this pace")
+                log(settings, progress, entry)
             if last or done % settings.eval_every == 0:
                 log(settings, progress, validate(settings, model, val_sets))
             if last or done % settings.save_every == 0:
@@ -425,14 +434,6 @@ def validate(settings, model, val_sets):
     return {"val": val}
 
 
-def report(settings, progress, entry):
-    """Print how an update went, and log it."""
-    say(f"update {progress['update']:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
-        f"n {entry['n']:g} k {entry['k']:g}  norm {entry['norm']:.2f}  "
-        f"{entry['tokens_per_s']:,} tokens/s  {entry['minutes_left']:.1f} min left at this pace")
-    log(settings, progress, entry)
-
-
 def log(settings, progress, entry):
     """
     Append an entry to log.jsonl. Truncates the log to the newest checkpoint first, because a killed
@@ -476,8 +477,8 @@ def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progre
 def catch_signals():
     """
     Return a list to which SIGTERM, Ctrl-C and a closed terminal add their number, instead of ending
-    the process. A rank that has received one leaves out the rest of its update, and then all ranks
-    drop this update and stop.
+    the process. A rank that has received one skips the rest of its update; all ranks then discard
+    this update and stop.
     """
     received = []
 
@@ -647,14 +648,6 @@ def describe_run(settings, model):
             f"most the last {largest_depth(settings)}")
 
 
-def attention_kernel(settings, device):
-    """Return the context manager that chooses the kernel of attention in training."""
-    if device == "cpu" and settings.context <= 128:
-        # For short rows, the backward pass of SDPA's fused kernel takes twice as long.
-        return sdpa_kernel(SDPBackend.MATH)
-    return contextlib.nullcontext()
-
-
 def warm_up(settings, model, train_set):
     """
     Compile the model, and run one forward and backward pass at the run's largest k. Compiling, and
@@ -692,14 +685,13 @@ def start_processes():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         gpu = torch.device(device)
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
     if WORLD == 1:
         return device
     store, *_ = next(dist.rendezvous("env://"))
-    if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):
-        # All attempts on one node share torchrun's store, which still holds the addresses of
-        # processes that died, so each attempt gets a key prefix of its own. Several nodes may count
-        # their restarts differently; for them see runs/README.md.
+    if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
+        # When torchrun restarts the ranks after a crash, its store still holds the addresses of the
+        # dead ones. So each attempt writes under a prefix of its own. Several nodes may count their
+        # restarts differently; for them see runs/README.md.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
                             timeout=timedelta(hours=1))  # another rank may compile or save

@@ -259,7 +259,7 @@ def check_attention():
 def run_scripts(corpus, folder):
     """Run every other script that uses a GPU, from its command line."""
     for command in (
-            "bench train --steps=1+1 --batch_size=1 --context=8 --repeat=1 --no_compile",
+            "bench train --steps=1+1 --batch_size=1 --context=8 --repeat=1 --compile=false",
             "bench decode --tokens=4 --steps=2 --repeat=1",
             f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --compile",
             f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "

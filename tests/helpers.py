@@ -268,6 +268,7 @@ SHAPES = {
     "embed.weight": (30, 8),
     "prelude.0.norm_1.weight": (8,),
     "adapter.weight": (8, 16),
+    "core.0.attn.qk_bias": (2, 1, 2, 4),  # Huginn's
     QKV: (24, 8),
     "core.0.mlp.fc.weight": (40, 8),
     "core.0.mlp.proj.weight": (8, 20),
