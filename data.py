@@ -632,10 +632,10 @@ def main():
               "column a, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
-    flag("--val", type=fraction, default=0.01, metavar="X",
+    flag("--val", type=fraction, default=0.01,
          help="fraction of each shard's documents to use for validation (0.01), but at least 32, "
               "or a tenth if that is fewer")
-    flag("--shard_tokens", type=positive, default=100_000_000, metavar="N",
+    flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
     flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")
     prepare(parser.parse_args())

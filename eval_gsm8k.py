@@ -39,7 +39,8 @@ import torch
 from common import (Parser, UserError, check_settings, cli, digest, opening, positive, random_seed,
                     read_json, recurrences, write_atomically, write_json)
 from data import as_text
-from sample import COMPILE_HELP, DEPTHS, Decoder, describe, load_model, tell
+from model import COMPILING
+from sample import DEPTHS, Decoder, describe, load_model, tell
 
 GSM8K = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
          "grade_school_math/data/test.jsonl")
@@ -87,7 +88,10 @@ def read_questions(path, limit=None):
             continue
         try:
             row = json.loads(line)
-            question = {"question": as_text(row["question"]), "answer": as_text(row["answer"])}
+            question = {
+                "question": as_text(row["question"]),
+                "answer": as_text(row["answer"]),
+            }
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{path}: line {number} is not a JSON object with "question" and '
                             f'"answer" ({e!r})')
@@ -167,7 +171,8 @@ NUMBER = re.compile(r"(?:(?<!\d)[\u2212-])?\$?\d[\d,]*(?:\.\d+)?")
 
 def reference_text(answer):
     """Return the text of a reference answer: what follows its last "####", if it has one."""
-    return answer.rpartition("####")[2].strip().removesuffix(".").rstrip()
+    text = answer.rpartition("####")[2].strip()
+    return text.removesuffix(".").rstrip()
 
 
 def reference_number(answer):
@@ -348,20 +353,20 @@ def parse_args():
     flag("--model", required=True, metavar="FOLDER", help="checkpoint or run folder")
     flag("--data", metavar="FILE",
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
-    flag("--limit", type=positive, metavar="N",
-         help="ask only N questions, spread evenly over the file")
-    flag("--steps", type=recurrences, default=",".join(map(str, DEPTHS)), metavar="R,R",
+    flag("--limit", type=positive,
+         help="ask only this many questions, spread evenly over the file")
+    flag("--steps", type=recurrences, default=",".join(map(str, DEPTHS)),
          help="recurrences r, comma-separated; default: %(default)s")
     flag("--template", choices=("cot", "plain"), default="cot",
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
-    flag("--max_new_tokens", type=positive, default=256, metavar="N",
+    flag("--max_new_tokens", type=positive, default=256,
          help="longest answer; default: %(default)s")
-    flag("--batch_size", type=positive, default=32, metavar="N",
+    flag("--batch_size", type=positive, default=32,
          help="questions at once; default: %(default)s")
-    flag("--compile", action="store_true", help=COMPILE_HELP)
+    flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
     flag("--dtype", choices=("float32", "bfloat16"), default="float32",
          help="default: %(default)s")
-    flag("--seed", type=random_seed, default=0, metavar="N", help="seed of the initial state (0)")
+    flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
     flag("--out", metavar="FILE.json",
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")
     flag("--task", metavar="NAME",
@@ -389,7 +394,8 @@ def main():
     answers = read_answers(path, settings)
     # Rewritten without the unfinished line of a killed process.
     with write_atomically(path) as new, open(new, "w") as f:
-        f.writelines(json.dumps(line) + "\n" for line in (settings, *answers.values()))
+        for line in (settings, *answers.values()):
+            f.write(json.dumps(line) + "\n")
     device, dtype = describe(model)
     depths = f" at r = {steps}" if model.config.n_core else ""
     known = f"; {path} holds {len(answers)} answers already" if answers else ""

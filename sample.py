@@ -47,8 +47,6 @@ FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a 
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
 CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed", "draft_steps"  # in a session
 
-COMPILE_HELP = f"use torch.compile: {COMPILING}"
-
 
 # -------------------------------------------------------------------------------------- the cache
 
@@ -80,7 +78,8 @@ class KVCache:
         noise = model.initial_state(1, capacity, seed)
         self.all_noise = noise[0]  # (capacity, C)
         # Zeros and not empty(): what is masked is multiplied by 0, and 0 times NaN would be NaN.
-        zeros = weight.new_zeros(rows, capacity, c.n_kv_head, c.head_dim)
+        shape = rows, capacity, c.n_kv_head, c.head_dim
+        zeros = weight.new_zeros(shape)
 
         def layers(count):
             return [LayerCache(zeros) for _ in range(count)]
@@ -214,8 +213,7 @@ def distribution(logits, temperature, top_k):
         p = torch.zeros_like(logits)
         return p.scatter_(-1, likeliest, 1.0)
     if top_k:
-        k = min(top_k, logits.shape[-1])
-        likeliest = logits.topk(k).values
+        likeliest = logits.topk(top_k).values
         lowest = likeliest[..., -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     return (logits / temperature).softmax(-1)
@@ -353,8 +351,8 @@ class Decoder:
         c = self.model.config
         n, k = self.model.split_steps(steps)
         r = n + k if c.n_core else 0
-        if not prompts or not all(prompts) or max_new_tokens < 1:
-            raise UserError("no prompt, an empty prompt, or max_new_tokens is less than 1")
+        if not all(prompts):
+            raise UserError("a prompt has no tokens")
         T = max(map(len, prompts))
         length = T + max_new_tokens
         if length > c.context:
@@ -421,8 +419,7 @@ class Decoder:
 
     def step(self, batch):
         """
-        Run the last token of each row. Returns the logits (B, 1, V) float32 of the tokens after
-        these.
+        Run the last token of each row. Returns the logits (B, 1, V) float32 of the next ones.
 
         On CUDA a compiled step is recorded as a graph and replayed, because its thousands of small
         kernels take longer to launch than to run. The next call overwrites the logits.
@@ -433,7 +430,8 @@ class Decoder:
         if not batch.graph:
             gc.collect()  # the graph of more rows
             # The graph serves all positions, up to that of rows that have ended, see advance().
-            run = functools.partial(self.run_step, cache, cache.length + 1)
+            end = cache.length + 1
+            run = functools.partial(self.run_step, cache, end)
             inputs = batch.token.clone(), batch.position.clone()
             batch.graph = torch.cuda.make_graphed_callables(run, inputs)
         return batch.graph(batch.token, batch.position)
@@ -468,7 +466,7 @@ class Decoder:
 
         A round gives its accepted drafts and one more token. With 2 recurrences per draft at
         r = 32, it calls the recurrent block 13 * 2 + 30 = 56 times, less often than 2 plain tokens
-        do (64). On a CPU more rows per call cost time, too, so a round has to yield more there.
+        do (64).
         """
         cache = batch.cache
         mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself
@@ -650,7 +648,9 @@ def load_model(folder, dtype=None):
     if not dtype and run.exists():
         dtype = read_json(run)["config"]["dtype"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = RecurrentLM.load(folder, device, dtype and getattr(torch, dtype))
+    if dtype:
+        dtype = getattr(torch, dtype)
+    model = RecurrentLM.load(folder, device, dtype)
     tokenizer = check_tokenizer(model.config, model.folder)
     return model.eval(), tokenizer
 
@@ -730,7 +730,8 @@ def converse(decoder, tokenizer, args, parser):
                 name, _, value = line[1:].partition(" ")
                 if name not in CHANGEABLE:
                     raise UserError(f"/{name}: not one of {', '.join(CHANGEABLE)}")
-                args = parser.parse_args([f"--{name}={value}"], Namespace(**vars(args)))
+                copy = Namespace(**vars(args))  # an error may leave it half changed
+                args = parser.parse_args([f"--{name}={value}"], copy)
             elif line:
                 respond(decoder, tokenizer, args, line)
         except UserError as e:  # a mistake does not end the session
@@ -749,10 +750,10 @@ def make_parser():
          help="checkpoint or run folder; default: %(default)s, which runs/tiny.sh makes")
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=("float32", "bfloat16"), help="default: that of its training")
-    flag("--compile", action="store_true", help=COMPILE_HELP)
+    flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
-              f"--trace {','.join(map(str, DEPTHS))}")
+              "--trace several from 1 to 32")
     flag("--tokens", type=positive, default=256,
          help="generate at most this many tokens (256)")
     flag("--temperature", type=non_negative, default=0.0,
