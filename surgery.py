@@ -248,9 +248,9 @@ def to_ours(folder, layout, config, tensors):
     unused = sorted(tensors.keys() - used)
     if unused:  # released files have stale ones
         print("note: the model does not use these tensors:", *map(repr, unused[:5]))
-    odd = [name for name in unused if name.endswith((".bias", "_norm.weight"))]
-    if odd and layout in DEFAULTS:
-        raise UserError(f"{folder}: tensor {odd[0]!r} has no counterpart in the model that "
+    needed = [name for name in unused if name.endswith((".bias", "_norm.weight"))]
+    if needed and layout in DEFAULTS:
+        raise UserError(f"{folder}: tensor {needed[0]!r} has no counterpart in the model that "
                         "config.json describes")
     dtypes = {tensors[name].dtype for name in used}
     dtype = functools.reduce(torch.promote_types, dtypes)
@@ -659,10 +659,10 @@ def copy_other_files(source, config, folder):
 def write_tokenizer_config(folder):
     """
     Write the tokenizer_config.json of an export: the names of BOS and EOS, and the transformers
-    class that reads the tokenizer. For a tokenizer.json that is the class which follows the file to
-    the letter and so gives our ids; the classes for Llama and GPT-2 split spaces and digits in ways
-    of their own. For a tokenizer.model alone, Llama's class comes closest: it differs in leading
-    and repeated spaces, and in text after a control token.
+    class that reads the tokenizer. With a tokenizer.json, PreTrainedTokenizerFast reproduces our
+    ids; Llama's and GPT-2's classes would split spaces and digits in their own ways. With a
+    tokenizer.model alone, LlamaTokenizer comes closest: it differs in leading and repeated spaces,
+    and after control tokens.
     """
     tokenizer = Tokenizer.load(folder)
     path = folder / "tokenizer_config.json"

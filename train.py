@@ -443,7 +443,7 @@ def log(settings, progress, entry):
         return
     entry = nan_to_null(entry | {key: progress[key] for key in ("update", "tokens", "flops")})
     with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-        size = min(f.tell(), progress["log_bytes"])
+        size = min(f.tell(), progress["log_bytes"])  # as of the newest checkpoint
         f.truncate(size)
         progress["log_bytes"] = size + f.write(json.dumps(entry).encode() + b"\n")
     if settings.wandb:
