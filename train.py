@@ -643,9 +643,12 @@ def describe_run(settings, model):
         extra = 0 if settings.recurrence_sampler == "fixed" else 1  # see draw_steps()
         first = scheduled_mean(settings, 0) + extra
         last = settings.mean_recurrence + extra
-        warmup = num_updates(settings, settings.curriculum_warmup)
-        say(f"mean of r: {first} at first, {last} after {warmup:,} updates; gradients through at "
-            f"most the last {largest_depth(settings)}")
+        rise = ""
+        if first < last:
+            warmup = num_updates(settings, settings.curriculum_warmup)
+            rise = f" after {warmup:,} updates, {first} at first"
+        say(f"mean of r: {last}{rise}; gradients through at most the last "
+            f"{largest_depth(settings)}")
 
 
 def warm_up(settings, model, train_set):
