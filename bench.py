@@ -2,7 +2,7 @@
 Say what a training run will cost, and measure the speed of training and decoding. A speed is the
 median of repeated runs after a warm-up, printed with the lowest and the highest.
 
-    python bench.py plan --config=config/fig4.toml --gpus=8     # what a run will cost
+    python bench.py plan --config=config/fig4.toml --preset=tinyllama-4-8-4 --gpus=8
     python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
     python bench.py decode --model out/tiny/task --draft_steps 0,2,4
@@ -43,11 +43,11 @@ GPUS = {
 
 PLAN = """\
 Say what a run of train.py will cost: tokens and epochs, FLOPs, hours and memory (estimates). Takes
-the flags of train.py. Neither weights nor data need to be there.
+the flags of train.py. With --preset, neither weights nor data need to be there.
 
     python bench.py plan --config=config/evening.toml --preset=tinyllama-4-8-4
     python bench.py plan --config=config/mine.toml --init_from=PARENT --flops_of=out/mine/loop
-                                        as many updates as cost what out/mine/loop has cost"""
+                                        spend as many FLOPs as out/mine/loop did"""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

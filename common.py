@@ -33,8 +33,9 @@ class UserError(Exception):
 
 def cli(main):
     """
-    Run a script's main(). A UserError, an OSError, or an optional package that is missing ends it
-    with one line on stderr; any other exception is a bug and keeps its traceback.
+    Run a script's main(). A UserError, an OSError, a damaged file of weights, or an optional package
+    that is missing ends it with one line on stderr; any other exception is a bug and keeps its
+    traceback.
     """
     # A data set keeps all of its shards open, which may be more than the usual limit of 1,024.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -45,6 +46,8 @@ def cli(main):
         sys.exit(130)
     except (UserError, OSError) as e:
         sys.exit(f"error: {e}")
+    except SafetensorError as e:
+        sys.exit(f"error: a .safetensors file is truncated or damaged ({e})")
     except ModuleNotFoundError as e:
         sys.exit(f"error: this needs `pip install {e.name}`")
 
@@ -112,9 +115,9 @@ def several(number_type):
     Return the type of a flag that takes several numbers: "32,1,4", or "[32, 1, 4]" from a list in
     a TOML file, becomes [1, 4, 32], without duplicates.
     """
-    def numbers(text):
+    def number_list(text):
         return sorted({number_type(part) for part in text.strip("[]").split(",")})
-    return numbers
+    return number_list
 
 
 recurrences = several(positive)  # the type of --steps

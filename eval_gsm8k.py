@@ -408,7 +408,8 @@ def main():
              f"{args.max_new_tokens} leaves too little of the model's context")
     answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, path, args)
 
-    # Earlier commands may have answered all of these questions at other r, too.
+    # Other commands may have answered all of these questions at other r, too.
+    answers = read_answers(path, settings)
     answered = sorted({r for r, _ in answers})
     steps = [r for r in answered if all((r, x["index"]) in answers for x in questions)]
     results = summarise(questions, answers, steps, METRICS[args.template])

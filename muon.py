@@ -177,18 +177,19 @@ class Optimizer:
     """
 
     def __init__(
-            self,
-            named,
-            *,
-            lr,
-            adam_lr,
-            weight_decay,
-            clip=math.inf,
-            rule="muon",
-            weights=None,
-            stacked=None,
-            rank=0,
-            world=1):
+        self,
+        named,
+        *,
+        lr,
+        adam_lr,
+        weight_decay,
+        clip=math.inf,
+        rule="muon",
+        weights=None,
+        stacked=None,
+        rank=0,
+        world=1,
+    ):
         # The largest first, as make_pieces() deals them out.
         by_size = sorted(named, key=lambda item: -item[1].numel())
         self.params = dict(by_size)

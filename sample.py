@@ -213,7 +213,7 @@ def distribution(logits, temperature, top_k):
         p = torch.zeros_like(logits)
         return p.scatter_(-1, likeliest, 1.0)
     if top_k:
-        likeliest = logits.topk(top_k).values
+        likeliest = logits.topk(min(top_k, logits.shape[-1])).values
         lowest = likeliest[..., -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     return (logits / temperature).softmax(-1)
@@ -389,7 +389,7 @@ class Decoder:
                 yield row, token, accepted
                 remaining[row] -= 1
                 has_ended = ends and ends(row, token)
-                if has_ended or not remaining[row]:
+                if has_ended or remaining[row] < 1:
                     batch.live.remove(row)
 
     def prefill(self, cache, prompts):
@@ -767,9 +767,9 @@ def make_parser():
               f"{DRAFTS} of them; 0 (default), or r and more: off")
     flag("--trace", action="store_true",
          help="instead of a text, show what each r would say after each token of the prompt")
-    flag("--only", metavar="WORD", help="--trace, but show only the lines of this token")
-    flag("--picture", metavar="FILE", help="--trace, and plot the probability that each r gives to "
-         "the choice of the largest r")
+    flag("--only", metavar="WORD", help="like --trace, but only for this token")
+    flag("--picture", metavar="FILE", help="like --trace, and plot the probability that each r "
+         "gives to the choice of the largest r")
     return parser
 
 

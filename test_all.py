@@ -1459,6 +1459,7 @@ def test_sampling_follows_its_settings():
     for temperature, top_k, wanted in (
         (1.0, 0, [0.15, 0.5, 0.05, 0.3]),
         (1.0, 2, [0.0, 0.625, 0.0, 0.375]),
+        (1.0, 9, [0.15, 0.5, 0.05, 0.3]),
         (0.5, 0, [0.0616, 0.6849, 0.0068, 0.2466]),
     ):
         p = distribution(logits, temperature, top_k)
@@ -1895,7 +1896,7 @@ def test_as_many_flops_as_another_run(base, unbroken):
     totals = [*logged("deeper", "flops").values()]
     assert abs(deeper["flops"] - spent) <= max(np.diff(totals))
 
-    # A run from random weights is a parent; what later runs spend counts from its end on.
+    # What a chain of runs spends is counted from its parent on, random weights or not.
     start = f"--init_from={unbroken}"
     trained("first", start, "--updates=7", "--seed=4")
     second = trained("second", "--init_from=first", "--updates=5")
@@ -1903,7 +1904,7 @@ def test_as_many_flops_as_another_run(base, unbroken):
     assert planned("first", start, "--seed=4") == 7
     assert planned("second", "--init_from=first") == 5
     trained("new", start, "--reinit", "--updates=2")
-    assert trained("after", "--init_from=new", "--updates=1")["tokens"] == 16 * 50
+    assert trained("after", "--init_from=new", "--updates=1")["tokens"] == (2 + 1) * 16 * 50
 
 
 def test_train_some_parameters(base, unbroken):
@@ -2556,6 +2557,7 @@ MISTAKES = [
     ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model exported", "surgery.py exported OUT"),
     ("sample --prompt 3 --model llama", "--shape"),
+    ("sample --prompt 3 --model damaged", "truncated or damaged"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
     ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
@@ -2575,6 +2577,8 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     for name in ("truncated", "biased"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
+    shutil.copytree(checkpoint, folder / "damaged")
+    os.truncate(folder / "damaged" / "model.safetensors", 10_000)
     bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
     save_file(weights(llama) | bias, folder / "biased" / "model.safetensors")
     return folder

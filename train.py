@@ -8,7 +8,7 @@ resumes a run that was stopped.
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      override settings
     python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     validate only
 
-`python bench.py plan --config=config/fig4.toml` says beforehand what a run will cost.
+`python bench.py plan` says beforehand what a run will cost.
 
 Unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed distribution
 whose mean follows a curriculum, and only the last k carry gradient. All randomness (rows,
@@ -256,11 +256,10 @@ def lr_scale(settings, update):
     """
     warmup = num_updates(settings, settings.warmup)
     cooldown = num_updates(settings, settings.cooldown)
-    if update < warmup:
-        scale = update / warmup
-    else:
-        done = max(0, update - (settings.updates - cooldown)) / max(1, cooldown)
-        scale = 0.5 * (1 + math.cos(math.pi * done))
+    rising = update / warmup if warmup else 1
+    done = max(0, update - (settings.updates - cooldown)) / max(1, cooldown)
+    falling = 0.5 * (1 + math.cos(math.pi * done))
+    scale = min(rising, 1, falling)
     return 0.001 + 0.999 * scale
 
 
@@ -418,10 +417,9 @@ def validate(settings, model, val_sets):
     for val_set in val_sets:
         rows = min(settings.eval_rows, val_set.num_rows)
         for i in range(math.ceil(rows / (B * WORLD))):
-            batch = val_set.batch(0, i, RANK, WORLD, B)
-            _, targets, numbers = batch
+            idx, targets, numbers = val_set.batch(0, i, RANK, WORLD, B)
             targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
-            idx, targets, state = to_inputs(model, batch, 0)
+            idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
             labels += (targets != IGNORE).sum()
             for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
                 token_losses = model.score(s, targets)
@@ -443,7 +441,7 @@ def log(settings, progress, entry):
         return
     entry = nan_to_null(entry | {key: progress[key] for key in ("update", "tokens", "flops")})
     with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-        size = min(f.tell(), progress["log_bytes"])  # as of the newest checkpoint
+        size = min(f.tell(), progress["log_bytes"])
         f.truncate(size)
         progress["log_bytes"] = size + f.write(json.dumps(entry).encode() + b"\n")
     if settings.wandb:
@@ -607,11 +605,11 @@ def spent_before(folder):
     """
     Return {"tokens": ..., "flops": ...} that earlier runs have spent on the checkpoint `folder`
     since the parent; zeros for None. A parent is a checkpoint that train.py did not make, such as
-    one of surgery.py, or the end of a run from random weights, which was pretraining.
+    one of surgery.py, or the end of a run without --init_from, which was pretraining.
     """
     if folder and Path(folder, "train.json").exists():
         earlier = read_json(f"{folder}/train.json")
-        if earlier["config"]["init_from"] and not earlier["config"]["reinit"]:
+        if earlier["config"]["init_from"]:
             return {key: earlier[key] for key in ("tokens", "flops")}
     return {"tokens": 0, "flops": 0}
 
