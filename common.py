@@ -33,9 +33,8 @@ class UserError(Exception):
 
 def cli(main):
     """
-    Run a script's main(). A UserError, an OSError, a damaged file of weights, or an optional package
-    that is missing ends it with one line on stderr; any other exception is a bug and keeps its
-    traceback.
+    Run a script's main(). A UserError, an OSError, a damaged file of weights or a missing optional
+    package ends it with one line on stderr; any other exception is a bug and keeps its traceback.
     """
     # A data set keeps all of its shards open, which may be more than the usual limit of 1,024.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -213,7 +213,8 @@ def distribution(logits, temperature, top_k):
         p = torch.zeros_like(logits)
         return p.scatter_(-1, likeliest, 1.0)
     if top_k:
-        likeliest = logits.topk(min(top_k, logits.shape[-1])).values
+        k = min(top_k, logits.shape[-1])
+        likeliest = logits.topk(k).values
         lowest = likeliest[..., -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     return (logits / temperature).softmax(-1)
