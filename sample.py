@@ -109,7 +109,7 @@ class KVCache:
         length = CHUNK * math.ceil(end / CHUNK)
         if length == c.head_dim:  # torch.compile would take the two for one fixed number
             length += CHUNK
-        seen = self.index[:length] <= positions[:, :, None]
+        seen = self.index[:length] <= positions.unsqueeze(2)
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = c.n_head // c.n_kv_head
         seen = seen.repeat(1, groups, 1)
@@ -243,7 +243,7 @@ def accept(p, q, drafts, rng):
     Returns the number of accepted drafts of each row, such as [[12], [3]], and the token that
     follows them, both (B, 1) int64.
     """
-    index = drafts[:, :, None]
+    index = drafts.unsqueeze(2)
     p_of_drafts = p[:, :-1].gather(2, index)
     q_of_drafts = q.gather(2, index)
     ratio = (p_of_drafts / q_of_drafts).squeeze(2)
@@ -354,18 +354,19 @@ class Decoder:
         r = n + k if c.n_core else 0
         if not all(prompts):
             raise UserError("a prompt has no tokens")
-        T = max(map(len, prompts))
-        length = T + max_new_tokens
-        if length > c.context:
+        lengths = [len(prompt) for prompt in prompts]
+        T = max(lengths)
+        total = T + max_new_tokens
+        if total > c.context:
             raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
                             f"the context of {c.context}")
         if self.use_graph:
             gc.collect()  # the last graph with its cache: torch keeps them in a reference cycle
-        cache = KVCache(self.model, r, len(prompts), length, seed)
+        cache = KVCache(self.model, r, len(prompts), total, seed)
         self.prefill(cache, prompts)
         rows = range(len(prompts))
         last = [[prompt[-1]] for prompt in prompts]
-        positions = [[len(prompt) - 1] for prompt in prompts]
+        positions = [[length - 1] for length in lengths]
         device = cache.index.device
         batch = Batch(
             cache=cache,
