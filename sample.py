@@ -58,8 +58,6 @@ class KVCache:
     that came after it.
 
     length: tokens in the longest text. seed: decides the noise s_0.
-
-    prelude, coda: a LayerCache for each layer. core: a list of them for each recurrence.
     """
 
     def __init__(self, model, r, rows, length, seed):
@@ -641,9 +639,8 @@ def describe(model):
 
 def load_model(folder, dtype=None):
     """
-    Load the model and the Tokenizer of a checkpoint or of a run's folder, on the GPU if there is
-    one. dtype: "float32" or "bfloat16"; by default that of its training, or as stored if it was not
-    trained here.
+    Load the model and the Tokenizer of a checkpoint or a run, on the GPU if there is one. dtype:
+    "float32" or "bfloat16"; by default that of its training, or as stored.
     """
     folder = find_checkpoint(folder)
     run = Path(folder, "train.json")
