@@ -348,8 +348,8 @@ def summarise(questions, answers, steps, metrics):
 # ---- the command ------------------------------------------------------------------------------
 
 def parse_args():
-    p = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__))
-    flag = p.add_argument
+    parser = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__))
+    flag = parser.add_argument
     flag("--model", required=True, metavar="FOLDER", help="checkpoint or run folder")
     flag("--data", metavar="FILE",
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
@@ -371,7 +371,7 @@ def parse_args():
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")
     flag("--task", metavar="NAME",
          help="name of the questions in tables and pictures; default: the name of the --data file")
-    return p.parse_args()
+    return parser.parse_args()
 
 
 def main():

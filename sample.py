@@ -118,7 +118,7 @@ class KVCache:
         for layer in self.layers:
             layer.go_to(write, length, mask)
 
-    def begin(self, tokens, r):
+    def run(self, tokens, r):
         """Run the prelude, which gives e, and r recurrences, which give the state s."""
         e, s = self.model.begin(tokens, self.noise, self.rope, self.prelude)
         s = self.recur(s, e, 0, r)
@@ -414,7 +414,7 @@ class Decoder:
                 positions = positions.expand(len(prompts), -1)
                 cache.go_to(positions, end)
                 chunk = tokens[:, start:end]
-                _, s = cache.begin(chunk, cache.r)
+                _, s = cache.run(chunk, cache.r)
                 cache.run_coda(s)  # fills the coda's layers
 
     def step(self, batch):
@@ -438,7 +438,7 @@ class Decoder:
 
     def run_step(self, cache, end, token, position):
         cache.go_to(position, end)
-        _, s = cache.begin(token, cache.r)
+        _, s = cache.run(token, cache.r)
         return cache.logits(s)
 
     # Both loops advance a Batch. After each round they yield the new tokens of its rows, and
@@ -478,7 +478,7 @@ class Decoder:
             states = []
             for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
                 cache.go_to(batch.position + i, batch.end + i)
-                e, s = cache.begin(token, draft_steps)
+                e, s = cache.run(token, draft_steps)
                 es.append(e)
                 states.append(s)
                 if i < DRAFTS:

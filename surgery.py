@@ -685,32 +685,32 @@ def write_tokenizer_config(folder):
 
 def parse_args():
     parser = Parser(usage="surgery.py SRC OUT [flags]", description=opening(__doc__, 3))
-    add = parser.add_argument
-    add("src", metavar="SRC", help="a folder, a run, a .gguf file, or a hub id")
-    add("out", metavar="OUT", type=Path, help="a new folder")
-    add("--shape", type=shape,
-        help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule. If they "
-             "add up to all layers, r = 1 is the parent")
+    flag = parser.add_argument
+    flag("src", metavar="SRC", help="a folder, a run, a .gguf file, or a hub id")
+    flag("out", metavar="OUT", type=Path, help="a new folder")
+    flag("--shape", type=shape,
+         help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule. If they "
+              "add up to all layers, r = 1 is the parent")
     for part in PARTS:
-        add(f"--{part}", type=layer_list, default=[], help="layers such as 0-3 or 0,2,5-7")
-    add("--feed_forward", action="store_true",
-        help="make a model without a recurrent block: of all layers, or of those that the other "
-             "flags choose, in a row")
-    add("--untie", action="store_true",
-        help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
-    add("--adapter", choices=ADAPTERS,
-        help="how the loop's state s and the prelude's output e are merged: linear (default), a "
-             "matrix on both; or add, s + e")
-    add("--adapter_init", choices=["identity", "half", "torch"],
-        help="weights of a linear adapter. identity (default): pass the prelude's output through, "
-             "so that r = 1 equals the kept layers in a row; half: add half of the state to it, so "
-             "that training uses the state from the start; torch: the default of torch's Linear, "
-             "as in the paper")
-    add("--mean_recurrence", type=positive,
-        help="default r of OUT; set it for released models, whose config.json always says 32")
-    add("--export", choices=["hf"], help="write OUT in Hugging Face layout")
-    add("--verify", action="store_true",
-        help="check that OUT has exactly the logits of the layers of SRC that it keeps")
+        flag(f"--{part}", type=layer_list, default=[], help="layers such as 0-3 or 0,2,5-7")
+    flag("--feed_forward", action="store_true",
+         help="make a model without a recurrent block: of all layers, or of those that the other "
+              "flags choose, in a row")
+    flag("--untie", action="store_true",
+         help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
+    flag("--adapter", choices=ADAPTERS,
+         help="how the loop's state s and the prelude's output e are merged: linear (default), a "
+              "matrix on both; or add, s + e")
+    flag("--adapter_init", choices=["identity", "half", "torch"],
+         help="weights of a linear adapter. identity (default): pass the prelude's output through, "
+              "so that r = 1 equals the kept layers in a row; half: add half of the state to it, "
+              "so that training uses the state from the start; torch: the default of torch's "
+              "Linear, as in the paper")
+    flag("--mean_recurrence", type=positive,
+         help="default r of OUT; set it for released models, whose config.json always says 32")
+    flag("--export", choices=["hf"], help="write OUT in Hugging Face layout")
+    flag("--verify", action="store_true",
+         help="check that OUT has exactly the logits of the layers of SRC that it keeps")
     args = parser.parse_args()
     if args.out.exists():
         raise UserError(f"{args.out} exists already. Choose another OUT")
