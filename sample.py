@@ -105,8 +105,8 @@ class KVCache:
         self.noise = self.all_noise[positions]            # (rows, T, C)
         c = self.model.config
         length = CHUNK * math.ceil(end / CHUNK)
-        if length == c.head_dim:  # torch.compile would take the two for one fixed number
-            length += CHUNK
+        if length == c.head_dim:
+            length += CHUNK  # or torch.compile would fix it to head_dim, and compile again later
         seen = self.index[:length] <= positions.unsqueeze(2)
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = c.n_head // c.n_kv_head
