@@ -15,8 +15,6 @@ What is unusual here:
   continues from there. Only the coda runs twice.
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position depends on (seed,
   position) alone, not on what else is in the batch.
-
-The model's text goes to stdout, everything else to stderr.
 """
 import contextlib
 import functools
@@ -52,10 +50,9 @@ CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed", "draft_steps"  #
 
 class KVCache:
     """
-    The keys and values of a batch, the rotary angles and the noise of each position, and the model
-    that runs on them. The token at position p of a row is at index p, and no token sees later ones.
-    So texts of different lengths share a batch, and going back to an earlier position undoes all
-    that came after it.
+    The keys and values of a batch, and the rotary angles and the noise of each position. The token
+    at position p of a row is at index p, and no token sees later ones. So texts of different
+    lengths share a batch, and going back to an earlier position undoes all that came after it.
 
     length: tokens in the longest text. seed: decides the noise s_0.
     """
@@ -63,7 +60,7 @@ class KVCache:
     def __init__(self, model, r, rows, length, seed):
         c = model.config
         weight = model.embed.weight
-        self.model = model
+        self.config = c
         self.r = r
         self.length = length
         # Room for drafts, which run ahead of the text, and for passes, which read a multiple of
@@ -85,7 +82,8 @@ class KVCache:
         self.prelude = layers(c.n_prelude)
         self.core = [layers(c.n_core) for _ in range(r)]
         self.coda = layers(c.n_coda)
-        self.layers = sum(self.core, self.prelude + self.coda)
+        outside = self.prelude + self.coda
+        self.layers = sum(self.core, outside)
 
     def keep(self, rows):
         """Remove all rows except these, a tensor of indices such as [0, 3]."""
@@ -94,8 +92,7 @@ class KVCache:
 
     def go_to(self, positions, end):
         """
-        Begin a pass over T tokens of each row: 1 in a plain step, up to PREFILL of a prompt. The
-        methods below run its parts. All tensors in and out of them are (rows, T, ...).
+        Prepare a pass over T tokens of each row: 1 in a plain step, up to PREFILL of a prompt.
 
         positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound of them, such as 9:
         the CPU has to know it without waiting for the GPU.
@@ -103,7 +100,7 @@ class KVCache:
         rope = self.all_rope[:, positions]
         self.rope = rope.unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
         self.noise = self.all_noise[positions]            # (rows, T, C)
-        c = self.model.config
+        c = self.config
         length = CHUNK * math.ceil(end / CHUNK)
         if length == c.head_dim:
             length += CHUNK  # or torch.compile would fix it to head_dim, and compile again later
@@ -117,24 +114,6 @@ class KVCache:
         write = rows[:, None], positions
         for layer in self.layers:
             layer.go_to(write, length, mask)
-
-    def run(self, tokens, r):
-        """Run the prelude, which gives e, and r recurrences, which give the state s."""
-        e, s = self.model.begin(tokens, self.noise, self.rope, self.prelude)
-        s = self.recur(s, e, 0, r)
-        return e, s
-
-    def recur(self, s, e, first, last):
-        """Take the state from recurrence `first` to `last`, such as 2 to 32."""
-        caches = self.core[first:last]
-        return self.model.recur(s, e, self.rope, last - first, caches)
-
-    def run_coda(self, s):
-        return self.model.run_coda(s, self.rope, self.coda)
-
-    def logits(self, s):
-        x = self.run_coda(s)
-        return self.model.logits(x)
 
 
 class LayerCache:
@@ -414,8 +393,8 @@ class Decoder:
                 positions = positions.expand(len(prompts), -1)
                 cache.go_to(positions, end)
                 chunk = tokens[:, start:end]
-                _, s = cache.run(chunk, cache.r)
-                cache.run_coda(s)  # fills the coda's layers
+                _, s = self.run(cache, chunk, cache.r)
+                self.run_coda(cache, s)  # fills the coda's layers
 
     def step(self, batch):
         """
@@ -438,8 +417,29 @@ class Decoder:
 
     def run_step(self, cache, end, token, position):
         cache.go_to(position, end)
-        _, s = cache.run(token, cache.r)
-        return cache.logits(s)
+        _, s = self.run(cache, token, cache.r)
+        return self.logits(cache, s)
+
+    # The parts of a pass, after cache.go_to(). All tensors in and out of them are (rows, T, ...).
+
+    def run(self, cache, tokens, r):
+        """Run the prelude, which gives e, and r recurrences, which give the state s."""
+        e, s = self.model.begin(tokens, cache.noise, cache.rope, cache.prelude)
+        s = self.recur(cache, s, e, 0, r)
+        return e, s
+
+    def recur(self, cache, s, e, first, last):
+        """Take the state from recurrence `first` to `last`, such as 2 to 32."""
+        caches = cache.core[first:last]
+        count = last - first
+        return self.model.recur(s, e, cache.rope, count, caches)
+
+    def run_coda(self, cache, s):
+        return self.model.run_coda(s, cache.rope, cache.coda)
+
+    def logits(self, cache, s):
+        x = self.run_coda(cache, s)
+        return self.model.logits(x)
 
     # Both loops advance a Batch. After each round they yield the new tokens of its rows, and
     # whether each was a draft: [(0, 278, True), (0, 4996, False), (3, 29889, False)], for example.
@@ -453,7 +453,8 @@ class Decoder:
             else:
                 token = sample_token(batch.distribution(logits), batch.rng)
             batch.advance(token, 1)
-            batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
+            end = min(batch.end, batch.cache.length)  # see advance()
+            batch.end = end + 1
             new = []
             for row, value in zip(batch.rows, token.flatten().tolist()):
                 new.append((row, value, False))
@@ -478,11 +479,11 @@ class Decoder:
             states = []
             for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
                 cache.go_to(batch.position + i, batch.end + i)
-                e, s = cache.run(token, draft_steps)
+                e, s = self.run(cache, token, draft_steps)
                 es.append(e)
                 states.append(s)
                 if i < DRAFTS:
-                    logits = cache.logits(s)
+                    logits = self.logits(cache, s)
                     q.append(batch.distribution(logits))
                     token = sample_token(q[-1], batch.rng)
                     drafts.append(token)
@@ -493,8 +494,8 @@ class Decoder:
 
             ahead = cache.index[:DRAFTS + 1]
             cache.go_to(batch.position + ahead, batch.end + DRAFTS)
-            s = cache.recur(s, e, draft_steps, cache.r)
-            logits = cache.logits(s)
+            s = self.recur(cache, s, e, draft_steps, cache.r)
+            logits = self.logits(cache, s)
             p = batch.distribution(logits)
             accepted, token = accept(p, q, drafts, batch.rng)
             batch.advance(token, accepted + 1)
@@ -512,7 +513,8 @@ class Decoder:
                 new.append((row, last, False))
                 if row in batch.live:  # a running mean over about four rounds
                     change = count - mean_accepted
-                    mean_accepted += change / (4 * len(batch.live))
+                    window = 4 * len(batch.live)
+                    mean_accepted += change / window
             yield new
 
 
@@ -572,8 +574,7 @@ def token_text(tokenizer, token):
 def trace(model, tokenizer, args, prompt, steps):
     """
     Print a line for each token of the prompt, or only for those that --only names. It shows the
-    likeliest next token at each r, with a star if the largest r chooses another. The last line
-    counts those without a star.
+    likeliest next token at each r, with a star if the largest r chooses another.
     """
     ids = tokenizer.encode(prompt, bos=True)
     names = [token_text(tokenizer, token) for token in ids]
@@ -627,7 +628,7 @@ def draw(path, names, steps, probabilities):
     figure.savefig(path)
 
 
-# --------------------------------------------------- loading a model, here and in eval_gsm8k.py
+# ------------------------------------------------------------------------------------ the command
 
 def describe(model):
     """Return the names of a model's device and dtype, such as ("NVIDIA A100", "bfloat16")."""
@@ -653,8 +654,6 @@ def load_model(folder, dtype=None):
     tokenizer = check_tokenizer(model.config, model.folder)
     return model.eval(), tokenizer
 
-
-# ------------------------------------------------------------------------------------ the command
 
 def respond(decoder, tokenizer, args, prompt):
     """Continue a prompt at each r, or trace it."""
