@@ -57,7 +57,8 @@ def main():
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
     flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
-    flag("--compile", type=yes_or_no, default=True, help="use torch.compile (true)")
+    flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
+         help="use torch.compile (true)")
 
     parser = Parser(description=opening(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)

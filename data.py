@@ -191,8 +191,8 @@ def read_sentencepiece(path, config):
 def read_tokenizer_json(path):
     """
     Read a tokenizer.json (Llama 3, OLMo 2, Qwen). The file says which token it puts before a text;
-    as in transformers, tokenizer_config.json is ignored. A token that it puts after a text is
-    ignored, because a prompt is to be continued. Raises UserError if it puts several before.
+    as in transformers, tokenizer_config.json is ignored. A token after the text is left out,
+    because the model is to continue a prompt. Raises UserError if there are several before it.
     """
     spec = read_json(path)
     if spec["model"]["type"] == "WordLevel":

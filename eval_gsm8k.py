@@ -8,8 +8,7 @@ Ask a model the questions of GSM8K, or your own, at several numbers of recurrenc
 Unusual: every question is answered once per r. All else follows the paper, which used the task
 gsm8k_cot_zeroshot of lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, float32, at most
 256 new tokens. "flexible" scores the last number of the output, "strict" the one after "The answer
-is".
-For other tasks, run the harness itself on an export (README.md has the command).
+is". For other tasks, run the harness itself on an export (README.md has the command).
 
 Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. Each line of
 --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the

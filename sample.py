@@ -54,7 +54,7 @@ class KVCache:
     at position p of a row is at index p, and no token sees later ones. So texts of different
     lengths share a batch, and going back to an earlier position undoes all that came after it.
 
-    length: tokens in the longest text. seed: decides the noise s_0.
+    length: tokens in the longest text. seed: seeds the noise s_0.
     """
 
     def __init__(self, model, r, rows, length, seed):
@@ -103,7 +103,7 @@ class KVCache:
         c = self.config
         length = CHUNK * math.ceil(end / CHUNK)
         if length == c.head_dim:
-            length += CHUNK  # or torch.compile would fix it to head_dim, and compile again later
+            length += CHUNK  # or torch.compile would take both for one constant, and recompile
         seen = self.index[:length] <= positions.unsqueeze(2)
         # Attention joins the query heads that share a kv head, and each needs the same mask.
         groups = c.n_head // c.n_kv_head
@@ -247,7 +247,7 @@ class Batch:
     rows: list[int]         # the numbers of its texts, in the order of the cache, [0, 1]
     live: set[int]          # those of the unfinished ones, {0, 1}
     token: torch.Tensor     # the last token of each row, (B, 1) int64, [[9], [7]]
-    position: torch.Tensor  # of these tokens, (B, 1) int64, [[2], [1]]
+    position: torch.Tensor  # the positions of these tokens, (B, 1) int64, [[2], [1]]
     end: int                # an exclusive upper bound of the positions, which the CPU knows, 3
     temperature: float
     top_k: int
@@ -265,7 +265,7 @@ class Batch:
         self.position = position.clamp(max=self.cache.length)
 
     def shrink(self):
-        """Remove the finished rows from the cache, too, once they are half of the batch."""
+        """Once half of the rows are finished, remove them from the batch and from the cache."""
         if 2 * len(self.live) > len(self.rows):
             return
         kept = []
@@ -320,7 +320,7 @@ class Decoder:
         ends: a row ends after max_new_tokens, or after a token for which ends(row, token) returns
         True; there is no built-in end of text.
         temperature: 0 is greedy decoding. top_k: sample from the k likeliest tokens; 0: from all.
-        seed: decides the noise s_0, and sampling.
+        seed: seeds the noise s_0 and the sampling.
         draft_steps: recurrences of a draft, see draft_rounds(); 0, or r and more: no drafts. They
         change the speed, not the distribution of the text.
 

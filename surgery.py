@@ -694,8 +694,8 @@ def parse_args():
     for part in PARTS:
         flag(f"--{part}", type=layer_list, default=[], help="layers such as 0-3 or 0,2,5-7")
     flag("--feed_forward", action="store_true",
-         help="make a model without a recurrent block: of all layers, or of those that the other "
-              "flags choose, in a row")
+         help="build an ordinary model, without a loop: all layers in a row, or only those that "
+              "the other flags choose")
     flag("--untie", action="store_true",
          help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
     flag("--adapter", choices=ADAPTERS,

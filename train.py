@@ -209,7 +209,7 @@ def scheduled_depth(settings, update):
 
 def draw_steps(settings, update, number):
     """
-    Return (n, k) of a draw at an update. number: counts the draws of the whole run, from 1.
+    Return (n, k) of a draw at an update. number: index of the draw over the whole run, from 1.
 
     Huginn's sampler draws a rate from a log-normal distribution whose mean is the scheduled one,
     and r from a Poisson distribution of that rate, plus 1. The mean of r is therefore the scheduled
@@ -274,7 +274,7 @@ def train(settings, device):
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     train_set = Dataset(settings.data, "train", settings.context)
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
-    # Read now: when a checkpoint is written, --init_from may be gone, or the one before deleted.
+    # Read now, because the folder may be deleted before the first checkpoint is written.
     tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
     digest = train_set.fingerprint()
     progress = read_progress(settings, resumed, model, digest)
