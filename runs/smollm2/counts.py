@@ -6,10 +6,10 @@ tokens of a real model.
 
 In `Tom has 7, loses 4, gets 2,` each comma asks for the count so far: 7, 3 and 5, always one digit.
 The answers are targets only and not part of the text. A training row holds three stories, of 3, 4
-and 5 steps in random order. In a validation row only the last 3 answers of a story of 8 steps
+and 5 events in random order. In a validation row only the last 3 answers of a story of 8 events
 count. OUT is a data set for train.py. In it, test.jsonl has 100 questions of each length from 1 to
-12 steps for eval_gsm8k.py, and stories.jsonl 400 other stories of 12 steps for score.py, which
-looks at every step of each.
+12 events for eval_gsm8k.py, and stories.jsonl 400 other stories of 12 events for score.py, which
+looks at every event of each.
 """
 import json
 import sys
@@ -22,30 +22,30 @@ from common import Parser, cli, opening, write_atomically, write_json
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE
 
-ROW = 54  # tokens: three stories have 12 steps of 4 tokens, and a name and an EOS each
+ROW = 54  # tokens: three stories have 12 events of 4 tokens, and a name and an EOS each
 NAMES = "Tom Anna Ben Mary Sam Lucy Jack Emma".split()
 CHANGES = [-4, -3, -2, -1, 1, 2, 3, 4]
 
 
 def tell(rng, length):
-    """Return the steps and the answers of a story of `length` steps, as text."""
+    """Return the events and the answers of a story of `length` events, as text."""
     total = int(rng.integers(10))
-    steps = [f" {rng.choice(NAMES)} has {total},"]
+    events = [f" {rng.choice(NAMES)} has {total},"]
     answers = [str(total)]
     for _ in range(length - 1):
         change = rng.choice([x for x in CHANGES if 0 <= total + x <= 9])
         total += change
-        steps.append(f" {'gets' if change > 0 else 'loses'} {abs(change)},")
+        events.append(f" {'gets' if change > 0 else 'loses'} {abs(change)},")
         answers.append(str(total))
-    return steps, answers
+    return events, answers
 
 
-def encode_story(tokenizer, steps, answers):
-    """Return ids and targets, two lists: the answer is the target of a step's last token."""
+def encode_story(tokenizer, events, answers):
+    """Return ids and targets, two lists: the answer is the target of an event's last token."""
     ids = []
     targets = []
-    for step, answer in zip(steps, answers):
-        tokens = tokenizer.encode(step)
+    for event, answer in zip(events, answers):
+        tokens = tokenizer.encode(event)
         ids += tokens
         targets += [IGNORE] * (len(tokens) - 1) + tokenizer.encode(answer)
     return ids, targets
@@ -53,7 +53,7 @@ def encode_story(tokenizer, steps, answers):
 
 def make_row(rng, tokenizer, lengths, first=1):
     """
-    Return ids and targets (2, ROW) of stories of these lengths, padded with EOS. Answers to steps
+    Return ids and targets (2, ROW) of stories of these lengths, padded with EOS. Answers to events
     before number `first` are no targets.
     """
     row = []
@@ -96,17 +96,17 @@ def main():
         with open(folder / "test.jsonl", "w") as file:
             for length in range(1, 13):
                 for _ in range(100):
-                    steps, answers = tell(rng, length)
+                    events, answers = tell(rng, length)
                     question = {
-                        "question": "".join(steps),
+                        "question": "".join(events),
                         "answer": answers[-1],
                         "difficulty": length,
                     }
                     print(json.dumps(question), file=file)
         with open(folder / "stories.jsonl", "w") as file:
             for _ in range(400):
-                steps, answers = tell(rng, 12)
-                print(json.dumps({"steps": steps, "answers": answers}), file=file)
+                events, answers = tell(rng, 12)
+                print(json.dumps({"events": events, "answers": answers}), file=file)
 
 
 if __name__ == "__main__":

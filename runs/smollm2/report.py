@@ -69,8 +69,8 @@ def right_answers(run, r, lengths):
 
 
 def print_counts(found):
-    """Print right answers by number of steps: one row for each r of the loop, and the parent."""
-    print("| | " + " | ".join(f"{name} steps" for name in LENGTHS) + " |")
+    """Print right answers by number of events: one row for each r of the loop, and the parent."""
+    print("| | " + " | ".join(f"{name} events" for name in LENGTHS) + " |")
     print("| --- " * (1 + len(LENGTHS)) + "|")
     rows = [(f"loop, r = {r}", "loop", r) for r in DEPTHS]
     rows.append(("parent, equal FLOPs", "parent", 0))
@@ -93,7 +93,7 @@ def print_gains(found):
             for seed in seeds_of(found, arm):
                 ours = right_answers(found[f"loop {seed}"], 8, lengths)
                 gains.append(ours - right_answers(found[f"{arm} {seed}"], r, lengths))
-            print(f"loop, r = 8, over {title}, {name} steps: {mean_and_error(gains)}")
+            print(f"loop, r = 8, over {title}, {name} events: {mean_and_error(gains)}")
     for r in (2, 3, 4, 8, 16, 64):
         moves = [100 * found[f"loop {seed}"]["moves"][r - 1] for seed in seeds_of(found)]
         print(f"the state moves in recurrence {r} by {mean_and_error(moves)}%")
@@ -130,19 +130,19 @@ def print_language(found):
 
 
 def draw(found):
-    """Draw right answers by number of steps, and NLL over r, as smollm2.png."""
+    """Draw right answers by number of events, and NLL over r, as smollm2.png."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
     counts = found["counts"]
-    steps = range(1, 13)
+    lengths = range(1, 13)
     for arm, r in [*(("loop", r) for r in DEPTHS), ("parent", 0)]:
         runs = [counts[f"{arm} {seed}"] for seed in seeds_of(counts, arm)]
-        means = [statistics.fmean(right_answers(run, r, [n]) for run in runs) for n in steps]
-        left.plot(steps, means, "k--" if arm == "parent" else "-", label=f"r = {r}" if r else arm)
+        means = [statistics.fmean(right_answers(run, r, [n]) for run in runs) for n in lengths]
+        left.plot(lengths, means, "k--" if arm == "parent" else "-", label=f"r = {r}" if r else arm)
     left.axvspan(3, 5, alpha=0.1, label="trained")
-    left.set(xlabel="steps of the question", ylabel="right answers, %", ylim=(0, 103))
+    left.set(xlabel="events in the story", ylabel="right answers, %", ylim=(0, 103))
     left.legend(fontsize=8)
     language = found["language"]
     for seed in seeds_of(language):

@@ -6,7 +6,7 @@ how far the state still moves.
 
 Each line of the data is a question with its answer, whose tokens are scored as train.py does after
 `data.py prepare --prompt question --field answer`, or a story of counts.py, in which the answer to
-each step is scored. The move of recurrence i is the norm of s_i - s_(i-1) divided by the norm of
+each event is scored. The move of recurrence i is the norm of s_i - s_(i-1) divided by the norm of
 s_i, a mean over all tokens of the first 16 lines.
 """
 import json
@@ -33,8 +33,8 @@ def read_documents(path, tokenizer):
     documents = []
     for line in open(path):
         record = json.loads(line)
-        if "steps" in record:
-            tokens = np.array(encode_story(tokenizer, record["steps"], record["answers"]))
+        if "events" in record:
+            tokens = np.array(encode_story(tokenizer, record["events"], record["answers"]))
         else:
             tokens = document(tokenizer, record, how)
         documents.append(tokens)
@@ -93,10 +93,10 @@ def main():
     found = {"model": args.model, "labels": labels, "losses": losses}
     for r in steps:
         print(f"r = {r}: {sum(losses[r]) / sum(labels):.4f} nats per token")
-    if len(set(labels)) == 1:  # stories, all of 12 steps
+    if len(set(labels)) == 1:  # stories, all of 12 events
         found["right"] = {r: np.mean(right[r], axis=0).tolist() for r in steps}
         for r in steps:
-            print(f"r = {r}: right after each step:", *(f"{x:.0%}" for x in found["right"][r]))
+            print(f"r = {r}: right after each event:", *(f"{x:.0%}" for x in found["right"][r]))
     moves = state_moves(model, documents[:16]) if model.core else None
     write_json(args.out, found | {"moves": moves})
 

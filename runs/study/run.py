@@ -323,7 +323,7 @@ def panel(arms, task):
         for r in (1, 2, 4, 8, 32) if label == LOOP else (32,):
             curve = f"{label}, r = {r}" if label == LOOP else label
             curves[curve] = [(n, *mean_se([right(x, [n], r) for x in entries])) for n in lengths]
-    return {"title": task, "x": f"{UNIT[task]} of the question", "y": "accuracy",
+    return {"title": task, "x": f"{UNIT[task]} in the question", "y": "accuracy",
             "curves": curves, "ticks": [2, 4, 6, 8, 10, 12, 18],
             "line": (ASKED[task][0] - 1, "longest question\nin training")}
 
