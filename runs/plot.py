@@ -174,8 +174,12 @@ def draw(panels, out):
     rows = math.ceil(len(panels) / 2)
     columns = min(2, len(panels))
     picture = pyplot.figure(figsize=(7.2 * columns, 3.7 * rows), layout="constrained")
-    for i, panel in enumerate(panels, 1):
-        draw_panel(picture.add_subplot(rows, columns, i), panel)
+    labels = [list(panel["curves"]) for panel in panels]
+    for i, panel in enumerate(panels):
+        axes = picture.add_subplot(rows, columns, i + 1)
+        draw_panel(axes, panel)
+        if labels[i + 1:i + 2] != labels[i:i + 1]:  # else the next panel has the same legend
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     picture.savefig(out)
     print(f"\nwrote {out}")
 
@@ -219,7 +223,6 @@ def draw_panel(axes, panel):
     if panel["y"] == "accuracy":
         axes.set_ylim(0, 1.03)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 if __name__ == "__main__":

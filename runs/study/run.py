@@ -33,6 +33,7 @@ PAGES = HERE / "README.md", ROOT / "README.md"
 STEPS = "1,2,4,8,16,32,64,128,256"  # r at which a model is asked
 ASKED = {"stories": range(6, 13), "s5": range(9, 13)}  # lengths of the outcome, at r = 32
 UNIT = {"stories": "sentences", "s5": "letters"}
+TITLE = {"stories": "running counts", "s5": "products of permutations (S5)"}
 
 
 # ---------------------------------------------------------------------------- what is compared
@@ -323,7 +324,7 @@ def panel(arms, task):
         for r in (1, 2, 4, 8, 32) if label == LOOP else (32,):
             curve = f"{label}, r = {r}" if label == LOOP else label
             curves[curve] = [(n, *mean_se([right(x, [n], r) for x in entries])) for n in lengths]
-    return {"title": task, "x": f"{UNIT[task]} in the question", "y": "accuracy",
+    return {"title": TITLE[task], "x": f"{UNIT[task]} in the question", "y": "accuracy",
             "curves": curves, "ticks": [2, 4, 6, 8, 10, 12, 18],
             "line": (ASKED[task][0] - 1, "longest question\nin training")}
 
