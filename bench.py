@@ -3,7 +3,7 @@ Say what a training run will cost, and measure the speed of training and decodin
 median of repeated runs after a warm-up, printed with the lowest and the highest.
 
     python bench.py plan --config=config/fig4.toml --preset=tinyllama-4-8-4 --gpus=8
-    python bench.py train                        # tokens/s, FLOPs utilisation, GPU memory
+    python bench.py train                        # tokens/s, FLOPs utilization, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
     python bench.py decode --model out/tiny/task --draft_steps 0,2,4
 

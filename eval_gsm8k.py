@@ -154,7 +154,7 @@ def strict_extract(text):
     return found[1] if found else INVALID
 
 
-def normalise(text):
+def normalize(text):
     """
     Drop commas, dollar signs, everything up to "#### " and a final full stop, as the harness's
     exact_match does. It then compares text, so "18.00" is not "18".
@@ -205,8 +205,8 @@ def same_answer(output, answer):
 # What is scored with each template, as {metric: (output, reference) -> whether it is right}.
 METRICS = {
     "cot": {
-        "flexible": lambda output, answer: normalise(flexible_extract(output)) == normalise(answer),
-        "strict": lambda output, answer: normalise(strict_extract(output)) == normalise(answer),
+        "flexible": lambda output, answer: normalize(flexible_extract(output)) == normalize(answer),
+        "strict": lambda output, answer: normalize(strict_extract(output)) == normalize(answer),
     },
     "plain": {"accuracy": same_answer},
 }
@@ -316,7 +316,7 @@ def accuracy(questions, answers, r, metric):
     return p, math.sqrt(p * (1 - p) / n), n
 
 
-def summarise(questions, answers, steps, metrics):
+def summarize(questions, answers, steps, metrics):
     """Return and print a result for each r and metric, with the accuracy at each difficulty."""
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
@@ -411,7 +411,7 @@ def main():
     answers = read_answers(path, settings)
     answered = sorted({r for r, _ in answers})
     steps = [r for r in answered if all((r, x["index"]) in answers for x in questions)]
-    results = summarise(questions, answers, steps, METRICS[args.template])
+    results = summarize(questions, answers, steps, METRICS[args.template])
     # What training cost is recorded, too, so that plotting a summary does not need the model.
     train_json = Path(model.folder, "train.json")
     training = read_json(train_json) if train_json.exists() else {}

@@ -124,7 +124,7 @@ def normal(seed, row, position, C):
 # ------------------------------------------------------------------------------- the layers
 
 class RMSNorm(nn.RMSNorm):
-    """Normalise in float32, cast to the weights' dtype, then scale, as Llama does."""
+    """Normalize in float32, cast to the weights' dtype, then scale, as Llama does."""
 
     def forward(self, x):
         x = x.float()
@@ -134,7 +134,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class HeadNorm(RMSNorm):
-    """Qwen3's norm: normalises each head of x (B, T, H * D) by itself, with the same weights."""
+    """Qwen3's norm: normalizes each head of x (B, T, H * D) by itself, with the same weights."""
 
     def forward(self, x):
         heads = x.unflatten(-1, (-1, *self.normalized_shape))
@@ -190,7 +190,7 @@ class Attention(nn.Module):
         if c.head_norm:
             self.q_norm = HeadNorm(c.head_dim, c.norm_eps)
             self.k_norm = HeadNorm(c.head_dim, c.norm_eps)
-        elif c.norm == "post":  # OLMo-2 normalises all heads together
+        elif c.norm == "post":  # OLMo-2 normalizes all heads together
             self.q_norm = RMSNorm(q, c.norm_eps)
             self.k_norm = RMSNorm(kv, c.norm_eps)
         self.qk_bias = None
@@ -537,7 +537,7 @@ class RecurrentLM(nn.Module):
             compiled = torch.compile(getattr(self, part), **how)
             setattr(self, part, compiled)
 
-    # ------------------------------------------------------------------ counting, initialising
+    # ------------------------------------------------------------------ counting, initializing
 
     def num_params(self, trained=False, matrices=False):
         """
@@ -605,7 +605,7 @@ class RecurrentLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Takase/Huginn initialisation, for baselines from scratch (the paper's Figure 2)."""
+        """Takase/Huginn initialization, for baselines from scratch (the paper's Figure 2)."""
         c = self.config
         depth = c.n_prelude + c.n_core * c.mean_recurrence + c.n_coda  # effective depth
         device = self.embed.weight.device

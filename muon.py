@@ -44,8 +44,8 @@ CPU_PRODUCTS = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torc
 
 def newton_schulz(G):
     """
-    Push all singular values of G (rows, cols) towards 1, in bfloat16. The coefficients of the
-    quintic maximise its slope at zero. Singular values end roughly between 0.7 and 1.2, which is
+    Push all singular values of G (rows, cols) toward 1, in bfloat16. The coefficients of the
+    quintic maximize its slope at zero. Singular values end roughly between 0.7 and 1.2, which is
     enough. Returns (rows, cols).
     """
     a, b, c = 3.4445, -4.7750, 2.0315

@@ -618,7 +618,7 @@ def trace(model, tokenizer, args, prompt, steps):
 
 
 def draw(path, names, steps, probabilities):
-    """Draw probabilities (len(steps), len(names)) as colours, with a row for each token."""
+    """Draw probabilities (len(steps), len(names)) as colors, with a row for each token."""
     from matplotlib.figure import Figure
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(xlabel="recurrences r")

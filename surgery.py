@@ -119,7 +119,7 @@ def initial_adapter(config, how="identity"):
     """
     Return the initial weights {name: tensor} of an adapter. how: "identity" passes the prelude's
     output through, so that r = 1 equals the kept layers in a row (with "add", from a state of
-    zeros); "half" adds half of the state to it; "torch" is the default initialisation of torch's
+    zeros); "half" adds half of the state to it; "torch" is the default initialization of torch's
     Linear, as in the paper, with seed 0.
     """
     if config.adapter != "linear":

@@ -265,9 +265,9 @@ def test_initial_state():
     for power, moment in enumerate(moments, 1):
         assert abs((s**power).mean() - moment) < 0.006 * power
 
-    neighbours = [model.initial_state(128, 128, 6)]
-    neighbours += [torch.roll(s, 1, dim) for dim in range(3)]
-    for other in neighbours:
+    neighbors = [model.initial_state(128, 128, 6)]
+    neighbors += [torch.roll(s, 1, dim) for dim in range(3)]
+    for other in neighbors:
         assert abs((s * other).mean()) < 0.004  # 4 standard errors
     part = s[6:8, :9]
     assert model.initial_state(2, 9, 5, row=6).equal(part)
@@ -2938,7 +2938,7 @@ def test_card_runs_as_pasted(checkpoint):
     assert "`num_steps` times, 5 by default" in card
     assert "(1,2,1) layers" in card
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
-    exec(code.replace("ORGANISATION/out", "out"), {})
+    exec(code.replace("ORGANIZATION/out", "out"), {})
 
 
 # ---------------------------------------------------------------------------------------- the GPU

@@ -81,7 +81,7 @@ class LoopgraftConfig(PretrainedConfig):
 # RMSNorm, mix() and normal() are copies of those in loopgraft's model.py. They change together.
 
 class RMSNorm(nn.RMSNorm):
-    """Normalise in float32, cast to the weights' dtype, then scale: the order that Llama has."""
+    """Normalize in float32, cast to the weights' dtype, then scale: the order that Llama has."""
 
     def forward(self, x):
         x = nn.functional.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
@@ -159,7 +159,7 @@ class Attention(Slot):
         if config.head_norm:  # Qwen3
             self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
-        elif config.norm == "post":  # OLMo-2 normalises all heads together, before the split
+        elif config.norm == "post":  # OLMo-2 normalizes all heads together, before the split
             self.q_norm = RMSNorm(self.q, config.norm_eps)
             self.k_norm = RMSNorm(self.kv, config.norm_eps)
 

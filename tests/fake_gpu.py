@@ -272,7 +272,7 @@ def run_scripts(corpus, folder):
 def simulate(corpus, folder):
     """
     Run everything above, and print as JSON where updates and rounds of decoding wait for the GPU.
-    Afterwards this process is of no other use, since much of torch is replaced.
+    Afterward this process is of no other use, since much of torch is replaced.
     """
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "hide real GPUs from the tests"
     gpu = MockGPU()
