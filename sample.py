@@ -1,6 +1,6 @@
 """
-Generate text with a model, at one or several numbers of recurrences. With --trace, show instead
-what each number of recurrences would say after every token of the prompt.
+Generate text with a model, at one or more numbers of recurrences r. With --trace, show instead what
+the model would say at each r after every token of the prompt.
 
     python sample.py --steps 1,4,32                # reads prompts from the terminal
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
@@ -11,8 +11,8 @@ What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r: it
   has prelude + r * core + coda layers.
 - Recurrence i of a token depends only on recurrences up to i of this token and of earlier ones. So
-  the few recurrences of a cheap draft are also the first ones of the pass at full depth, which
-  continues from there. Only the coda runs twice.
+  the pass at full depth continues from the few recurrences of a cheap draft, instead of starting
+  over. Only the coda runs twice.
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position depends on (seed,
   position) alone, not on what else is in the batch.
 """
@@ -38,7 +38,7 @@ from data import check_tokenizer
 from model import COMPILING, Linear, RecurrentLM, attend, find_checkpoint
 
 DRAFTS = 12     # tokens that a row drafts before one pass at full depth checks them
-TOO_FEW = 2     # with this many accepted drafts per round or fewer, drafting stops
+TOO_FEW = 2     # drafting stops once rounds average this many accepted drafts or fewer
 CHUNK = 64      # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens per row in one pass
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
@@ -52,7 +52,7 @@ class KVCache:
     """
     The keys and values of a batch, and the rotary angles and the noise of each position. The token
     at position p of a row is at index p, and no token sees later ones. So texts of different
-    lengths share a batch, and going back to an earlier position undoes all that came after it.
+    lengths can share a batch, and going back to an earlier position discards all that follows it.
 
     length: tokens in the longest text. seed: seeds the noise s_0.
     """
@@ -64,15 +64,15 @@ class KVCache:
         self.r = r
         self.length = length
         # Room for drafts, which run ahead of the text, and for passes, which read a multiple of
-        # CHUNK. CHUNK more than that, because a view of the whole cache would be contiguous, and
-        # torch.compile would compile again for it.
+        # CHUNK. The second CHUNK keeps any pass from reading the whole cache: that view would be
+        # contiguous, and torch.compile would recompile for it.
         capacity = length + DRAFTS + 2 * CHUNK
         self.index = torch.arange(capacity, device=weight.device)
         rope = torch.stack(model.rope(capacity))
         self.all_rope = rope.to(weight.dtype)                       # (2, capacity, 1, head_dim / 2)
         noise = model.initial_state(1, capacity, seed)
         self.all_noise = noise[0]  # (capacity, C)
-        # Zeros and not empty(): what is masked is multiplied by 0, and 0 times NaN would be NaN.
+        # Zeros, not empty(): masked values are multiplied by 0, and 0 times NaN is NaN.
         shape = rows, capacity, c.n_kv_head, c.head_dim
         zeros = weight.new_zeros(shape)
 
@@ -94,8 +94,8 @@ class KVCache:
         """
         Prepare a pass over T tokens of each row: 1 in a plain step, up to PREFILL of a prompt.
 
-        positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound of them, such as 9:
-        the CPU has to know it without waiting for the GPU.
+        positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound on them, such as 9,
+        which the CPU must know without waiting for the GPU.
         """
         rope = self.all_rope[:, positions]
         self.rope = rope.unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
@@ -103,9 +103,9 @@ class KVCache:
         c = self.config
         length = CHUNK * math.ceil(end / CHUNK)
         if length == c.head_dim:
-            length += CHUNK  # or torch.compile would take both for one constant, and recompile
+            length += CHUNK  # or torch.compile would treat the two as one size, and recompile later
         seen = self.index[:length] <= positions.unsqueeze(2)
-        # Attention joins the query heads that share a kv head, and each needs the same mask.
+        # attend() stacks the query heads that share a kv head; all need the same mask.
         groups = c.n_head // c.n_kv_head
         seen = seen.repeat(1, groups, 1)
         mask = torch.where(seen, 0.0, -torch.inf)
@@ -131,12 +131,12 @@ class LayerCache:
 
     def go_to(self, write, length, mask):
         """
-        Choose where attend() stores new tokens, as indices (rows, 1) and (rows, T), and that it
-        reads the first `length` positions with this mask (rows, 1, groups * T, length).
+        Tell attend() to store new tokens at `write`, indices (rows, 1) and (rows, T), and to read
+        the first `length` positions with this mask (rows, 1, groups * T, length).
         """
         self.write = write
         self.mask = mask
-        if length != self.length:  # slicing in each pass takes 3% of a small model's time
+        if length != self.length:  # slicing in every pass would take 3% of a small model's time
             self.length = length
             self.keys_read = self.keys[:, :length]
             self.values_read = self.values[:, :length]
@@ -144,7 +144,7 @@ class LayerCache:
     def attend(self, q, k, v):
         """
         Store the keys and values of new tokens, each (rows, n_kv_head, T, head_dim). Returns the
-        attention (rows, n_head, T, head_dim) of their queries to all that the cache holds.
+        attention (rows, n_head, T, head_dim) of their queries over everything in the cache.
         """
         self.keys_read[self.write] = k.transpose(1, 2)
         self.values_read[self.write] = v.transpose(1, 2)
@@ -164,8 +164,8 @@ class LayerCache:
 
 def attend_one(q, k, v, mask):
     """
-    attend() for one token per row. Compiled for a CPU, these are two loops over the cache, which
-    take about two thirds of the time of SDPA's kernel.
+    attend() for one token per row. Compiled for a CPU, this is two loops over the cache, which
+    take about two thirds as long as SDPA's kernel.
     """
     q = q.unsqueeze(3).float()
     k = k.unsqueeze(2).float()  # (rows, n_kv_head, 1, length, head_dim)
@@ -182,8 +182,8 @@ def attend_one(q, k, v, mask):
 
 def distribution(logits, temperature, top_k):
     """
-    Turn logits (..., V) into the probabilities (..., V) of the next token. Temperature 0: 1 for the
-    likeliest token. top_k: if not 0, the probability of all but the k likeliest is 0.
+    Turn logits (..., V) into the probabilities (..., V) of the next token. temperature: 0 gives the
+    likeliest token probability 1. top_k: if not 0, all but the k likeliest get probability 0.
     """
     if temperature == 0:
         likeliest = logits.argmax(-1, keepdim=True)
@@ -201,8 +201,8 @@ def sample_token(p, rng):
     """
     Draw tokens (...) from probabilities p (..., V), which need not sum to 1.
 
-    If each noise is drawn from Exp(1), p / noise is largest at a token with the probability of that
-    token. torch.multinomial() would make the CPU wait for the GPU.
+    With noise from Exp(1), p / noise is largest at each token with a probability proportional to
+    its p. torch.multinomial() would make the CPU wait for the GPU.
     """
     noise = torch.empty_like(p).exponential_(generator=rng)
     scores = p / noise
@@ -211,10 +211,10 @@ def sample_token(p, rng):
 
 def accept(p, q, drafts, rng):
     """
-    Decide how many drafts of each row are accepted, and draw the token after them (Leviathan et
-    al., arXiv 2211.17192).
+    Decide how many drafts of each row to accept, and draw the token after them (Leviathan et al.,
+    arXiv 2211.17192).
 
-    p (B, n + 1, V): the model's probabilities of each draft, and of the token after the last.
+    p (B, n + 1, V): the model's probabilities for each draft, and for the token after the last.
     q (B, n, V): the probabilities from which the drafts were drawn. drafts (B, n), such as (2, 12).
 
     Returns the number of accepted drafts of each row, such as [[12], [3]], and the token that
@@ -232,8 +232,8 @@ def accept(p, q, drafts, rng):
     q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
     p = p[rows, accepted]
     q = q[rows, accepted]
-    # Negative differences become almost 0, but if all are negative, because p and q differ by
-    # rounding alone, the token is drawn from p.
+    # Negative differences become almost 0, not 0, so that if all are negative, because p and q
+    # differ only by rounding, the token is drawn from p.
     residual = (p - q).clamp(min=1e-30 * p)
     return accepted, sample_token(residual, rng)
 
@@ -242,25 +242,25 @@ def accept(p, q, drafts, rng):
 
 @dataclass
 class Batch:
-    """A batch that is being decoded; examples for the prompts [[1, 5, 9], [1, 7]]."""
+    """A batch that is being decoded. The examples are for prompts [[1, 5, 9], [1, 7]]."""
     cache: KVCache
-    rows: list[int]         # the numbers of its texts, in the order of the cache, [0, 1]
-    live: set[int]          # those of the unfinished ones, {0, 1}
+    rows: list[int]         # the index of each cache row's text, [0, 1]
+    live: set[int]          # the indices of unfinished texts, {0, 1}
     token: torch.Tensor     # the last token of each row, (B, 1) int64, [[9], [7]]
     position: torch.Tensor  # the positions of these tokens, (B, 1) int64, [[2], [1]]
-    end: int                # an exclusive upper bound of the positions, which the CPU knows, 3
+    end: int                # an exclusive upper bound on the positions, known to the CPU, 3
     temperature: float
     top_k: int
     rng: torch.Generator
-    graph: Callable | None = None  # the step at this number of rows, recorded on CUDA
+    graph: Callable | None = None  # the CUDA graph of a step at this number of rows
 
     def distribution(self, logits):
         return distribution(logits, self.temperature, self.top_k)
 
     def advance(self, token, count):
-        """Move on to new last tokens (B, 1), `count` positions further: an int, or (B, 1)."""
+        """Set new last tokens (B, 1), `count` positions further on: an int, or (B, 1)."""
         self.token = token
-        # A row that has ended advances to the end of the cache, too, and stays there.
+        # A finished row keeps advancing until cache.length, and stays there.
         position = self.position + count
         self.position = position.clamp(max=self.cache.length)
 
@@ -290,7 +290,7 @@ class Decoder:
         self.model = model
         self.compiled = compile
         self.use_graph = compile and model.embed.weight.is_cuda
-        # For the whole process: cuDNN would plan each new shape anew, for up to 0.4 s.
+        # Process-wide. cuDNN would spend up to 0.4 s on a plan for each new shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if compile:
             if not self.use_graph:
@@ -312,19 +312,19 @@ class Decoder:
     ):
         """
         Decode a batch of prompts. Yields (row, token, accepted) for every new token, such as
-        (0, 278, False), where accepted tells whether it was a draft.
+        (0, 278, False). accepted: whether it was a draft.
 
         prompts: lists of ids of any lengths, such as [[1, 450, 7483], [1, 20]]. With greedy
-        decoding, each gets the tokens that it would get alone.
+        decoding, each gets the same tokens as it would alone.
         steps: r, by default config.mean_recurrence; an ordinary model ignores it.
         ends: a row ends after max_new_tokens, or after a token for which ends(row, token) returns
         True; there is no built-in end of text.
         temperature: 0 is greedy decoding. top_k: sample from the k likeliest tokens; 0: from all.
         seed: seeds the noise s_0 and the sampling.
-        draft_steps: recurrences of a draft, see draft_rounds(); 0, or r and more: no drafts. They
+        draft_steps: recurrences per draft, see draft_rounds(); 0, or r or more: no drafts. Drafts
         change the speed, not the distribution of the text.
 
-        Raises UserError if a prompt is empty, or does not fit into the context.
+        Raises UserError if a prompt is empty, or leaves no room for max_new_tokens in the context.
         """
         c = self.model.config
         n, k = self.model.split_steps(steps)
@@ -338,7 +338,7 @@ class Decoder:
             raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
                             f"the context of {c.context}")
         if self.use_graph:
-            gc.collect()  # the last graph with its cache: torch keeps them in a reference cycle
+            gc.collect()  # frees the last graph and cache, which torch keeps in a reference cycle
         cache = KVCache(self.model, r, len(prompts), total, seed)
         self.prefill(cache, prompts)
         rows = range(len(prompts))
@@ -377,14 +377,14 @@ class Decoder:
         reads.
         """
         T = max(map(len, prompts))
-        # What the cache holds of the padding is overwritten before any token sees it.
+        # Cache entries of the padding are overwritten before any token sees them.
         padded = []
         for prompt in prompts:
             padding = [0] * (T - len(prompt))
             padded.append(prompt + padding)
         tokens = torch.tensor(padded, device=cache.index.device)
         eager = contextlib.nullcontext()
-        if self.compiled:  # large products gain little from compiling
+        if self.compiled:  # large matmuls gain little from compiling
             eager = torch.compiler.set_stance("force_eager")
         with eager:
             for start in range(0, T - 1, PREFILL):
@@ -407,8 +407,8 @@ class Decoder:
         if not self.use_graph:
             return self.run_step(cache, batch.end, batch.token, batch.position)
         if not batch.graph:
-            gc.collect()  # the graph of more rows
-            # The graph serves all positions, up to that of rows that have ended, see advance().
+            gc.collect()  # frees the graph for more rows
+            # The graph serves all positions, up to where finished rows stay: see advance().
             end = cache.length + 1
             run = functools.partial(self.run_step, cache, end)
             inputs = batch.token.clone(), batch.position.clone()
@@ -420,16 +420,16 @@ class Decoder:
         _, s = self.run(cache, token, cache.r)
         return self.logits(cache, s)
 
-    # The parts of a pass, after cache.go_to(). All tensors in and out of them are (rows, T, ...).
+    # The parts of a pass, to call after cache.go_to(). Inputs and outputs are (rows, T, ...).
 
     def run(self, cache, tokens, r):
-        """Run the prelude, which gives e, and r recurrences, which give the state s."""
+        """Run the prelude, then r recurrences. Returns the prelude's output e and the state s."""
         e, s = self.model.begin(tokens, cache.noise, cache.rope, cache.prelude)
         s = self.recur(cache, s, e, 0, r)
         return e, s
 
     def recur(self, cache, s, e, first, last):
-        """Take the state from recurrence `first` to `last`, such as 2 to 32."""
+        """Advance the state from recurrence `first` to `last`, such as 2 to 32."""
         caches = cache.core[first:last]
         count = last - first
         return self.model.recur(s, e, cache.rope, count, caches)
@@ -462,19 +462,18 @@ class Decoder:
 
     def draft_rounds(self, batch, draft_steps):
         """
-        Draft DRAFTS tokens with few recurrences, then take the states of all drafts on to r in one
-        pass. accept() makes sure that the text has the distribution of r.
+        Draft DRAFTS tokens with few recurrences, then advance the states of all drafts to r in one
+        pass. accept() ensures that the text has the same distribution as without drafts.
 
-        A round gives its accepted drafts and one more token. With 2 recurrences per draft at
-        r = 32, it calls the recurrent block 13 * 2 + 30 = 56 times, less often than 2 plain tokens
-        do (64).
+        A round yields its accepted drafts and one more token. With 2 recurrences per draft at
+        r = 32, it calls the recurrent block 13 * 2 + 30 = 56 times; 2 plain tokens take 64.
         """
         cache = batch.cache
         mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself
         while mean_accepted > TOO_FEW:
             token = batch.token
             drafts = []
-            q = []  # the probabilities (B, 1, V) from which each was drawn
+            q = []  # the probabilities (B, 1, V) that each was drawn from
             es = []
             states = []
             for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
@@ -520,9 +519,9 @@ class Decoder:
 
 class FewRows(nn.Module):
     """
-    Takes the place of a Linear in compiled decoding on a CPU, where reading the weights takes most
-    of the time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a
-    BLAS call.
+    Replaces a Linear in compiled decoding on a CPU, where reading the weights takes most of the
+    time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a BLAS
+    call.
     """
 
     def __init__(self, linear):
@@ -559,7 +558,7 @@ def use_few_rows(model):
 # ---------------------------------------------------------------------------------------- --trace
 
 def token_text(tokenizer, token):
-    """Return the text of a token, such as "so", or its repr where it is no whole character."""
+    """Return a token's text, such as "so", or its repr if blank, unprintable or incomplete."""
     for name, control in tokenizer.special.items():
         if token == control:
             return name
@@ -574,7 +573,7 @@ def token_text(tokenizer, token):
 def trace(model, tokenizer, args, prompt, steps):
     """
     Print a line for each token of the prompt, or only for those that --only names. It shows the
-    likeliest next token at each r, with a star if the largest r chooses another.
+    likeliest next token at each r, with a star where the largest r chooses a different one.
     """
     ids = tokenizer.encode(prompt, bos=True)
     names = [token_text(tokenizer, token) for token in ids]
@@ -618,7 +617,7 @@ def trace(model, tokenizer, args, prompt, steps):
 
 
 def draw(path, names, steps, probabilities):
-    """Draw probabilities (len(steps), len(names)) as colors, with a row for each token."""
+    """Plot probabilities (len(steps), len(names)) as colors, with a row for each token."""
     from matplotlib.figure import Figure
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(xlabel="recurrences r")
@@ -641,7 +640,7 @@ def describe(model):
 def load_model(folder, dtype=None):
     """
     Load the model and the Tokenizer of a checkpoint or a run, on the GPU if there is one. dtype:
-    "float32" or "bfloat16"; by default that of its training, or as stored.
+    "float32" or "bfloat16"; by default the training dtype, or as stored if there was no training.
     """
     folder = find_checkpoint(folder)
     run = Path(folder, "train.json")
@@ -681,7 +680,7 @@ def stream(decoder, tokenizer, args, prompt, r):
     if c.n_core:
         tell(f"--- r = {r}")
     room = c.context - len(ids)
-    limit = max(1, min(args.tokens, room))  # at least 1: generate() refuses too long a prompt
+    limit = max(1, min(args.tokens, room))  # at least 1, so generate() rejects long prompts
     last = c.ends | {tokenizer.eos_id}
     count = 0
     count_accepted = 0
@@ -715,7 +714,7 @@ def stream(decoder, tokenizer, args, prompt, r):
 
 
 def converse(decoder, tokenizer, args, parser):
-    """Read prompts from the terminal, and answer each on its own. "/steps 16" sets a flag."""
+    """Read prompts from the terminal, and answer each independently. "/steps 16" sets a flag."""
     tell("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.")
     while True:
         print("> ", end="", file=sys.stderr, flush=True)

@@ -5,29 +5,27 @@ the prelude's output into the loop.
 
     python surgery.py SRC OUT --shape 4,8,4 --verify            the paper's layers for this shape
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21
-    python surgery.py FILE.gguf OUT --shape 13,4,13             keeps all layers of 30: see below
+    python surgery.py FILE.gguf OUT --shape 13,4,13             keeps all 30 layers: see below
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
     python surgery.py SRC OUT --export hf                       a checkpoint in Hugging Face layout
 
-A model that has lost layers needs much training to recover. If the sizes of --shape add up to the
-number of layers, all are kept, and with the default adapter OUT at r = 1 equals its parent to the
-last bit; on a laptop, choose such a shape.
+A model that has lost layers needs a lot of training to recover. On a laptop, choose a --shape whose
+sizes add up to the number of layers: then all are kept, and with the default adapter, OUT at r = 1
+is bit-identical to its parent.
 
 SRC is a folder, a .gguf file (pip install transformers accelerate gguf), or a hub id, org/name or
 org/name@REVISION (pip install huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or
 OLMo-2 in Hugging Face layout, one of our checkpoints or runs, a released Recurrent-* model, or
 Huginn-0125. A SRC that is already recurrent takes no layer flags. OUT is a loopgraft checkpoint.
-With --export hf it is in Hugging Face layout instead: in that of its parent if it has no recurrent
-block, and otherwise in that of the released models, with a model card and the code that lets
-transformers load it (assets/modeling_loopgraft.py). Tensors are stacked or split on the way, but
-never rounded.
+With --export hf it is in Hugging Face layout instead: its parent's layout if it has no recurrent
+block, otherwise the released models' layout, with a model card and the code that lets transformers
+load it (assets/modeling_loopgraft.py). Tensors may be stacked or split, but are never rounded.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
-the first layers, core and coda from the last ones. runs/block_influence.py chooses by another.
+the first layers, core and coda from the last. runs/block_influence.py uses a different rule.
 
-To support a parent of another architecture, begin with DEFAULTS; runs/README.md has the other
-places.
+To support another architecture, start with DEFAULTS; runs/README.md lists what else to change.
 """
 import atexit
 import functools
@@ -53,7 +51,7 @@ ASSETS = Path(__file__).parent / "assets"
 # --------------------------------------------------------------------------------- choosing layers
 
 def layer_list(text):
-    """Parse the numbers of layers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []. Else raises ValueError."""
+    """Parse layer numbers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []."""
     layers = []
     for piece in filter(None, text.split(",")):
         first, dash, last = piece.partition("-")
@@ -66,7 +64,7 @@ def layer_list(text):
 
 
 def shape(text):
-    """Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4). Else raises ValueError."""
+    """Parse the sizes of prelude, core and coda: '4,8,4' -> (4, 8, 4)."""
     n_prelude, n_core, n_coda = map(natural, text.split(","))
     return n_prelude, n_core, n_coda
 
@@ -74,8 +72,8 @@ def shape(text):
 def choose_layers(args, n):
     """
     Choose among the n layers of an ordinary SRC. Returns three lists of layer numbers, for prelude,
-    core and coda; in a model without a recurrent block, all are in the first list. Raises UserError
-    if the flags do not make a model.
+    core and coda; with --feed_forward, all are in the first list. Raises UserError if the flags do
+    not describe a valid model.
     """
     layers = [args.prelude, args.core, args.coda]
     if args.shape:
@@ -117,10 +115,10 @@ def retrofit_config(parent, sizes, adapter="linear"):
 
 def initial_adapter(config, how="identity"):
     """
-    Return the initial weights {name: tensor} of an adapter. how: "identity" passes the prelude's
-    output through, so that r = 1 equals the kept layers in a row (with "add", from a state of
-    zeros); "half" adds half of the state to it; "torch" is the default initialization of torch's
-    Linear, as in the paper, with seed 0.
+    Return the initial weights {name: tensor} of the adapter; an additive one has none. how:
+    "identity" passes the prelude's output through, so that r = 1 equals the kept layers in a row;
+    "half" adds half of the state to it; "torch" is torch's default initialization of a Linear, as
+    in the paper, with seed 0.
     """
     if config.adapter != "linear":
         return {}
@@ -136,8 +134,8 @@ def initial_adapter(config, how="identity"):
 
 def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
     """
-    Build the model that keeps the given layers of an ordinary model: three lists of layer numbers,
-    such as ([0, 1], [4, 5], [7]), for prelude, core and coda. adapter_init: the `how` of
+    Build a model from layers of an ordinary parent. layers: three lists of layer numbers, for
+    prelude, core and coda, such as ([0, 1], [4, 5], [7]). adapter_init: the `how` of
     initial_adapter().
     """
     sizes = [len(chosen) for chosen in layers]
@@ -145,7 +143,7 @@ def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
     embeddings = parent.embed.weight.data
     weights = {"embed.weight": embeddings, "norm_f.weight": parent.norm_f.weight.data}
     if not config.tie_embeddings:
-        weights["head.weight"] = parent.head.weight.data.clone()  # may be the embeddings
+        weights["head.weight"] = parent.head.weight.data.clone()  # may be tied to the embeddings
     for part, chosen in zip(PARTS, layers):
         for i, layer in enumerate(chosen):
             for name, p in parent.prelude[layer].named_parameters():
@@ -162,9 +160,9 @@ def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
 def verify(source, layers, folder):
     """
     Read a written OUT back from its folder and compare it with the kept layers of SRC in a row: at
-    r = 1, with an adapter that passes the prelude's output through, all logits must be equal to the
-    last bit. If SRC is recurrent, layers is None, and both run at r = 2 with their own adapter.
-    Raises UserError if any logit differs.
+    r = 1, with an adapter that passes the prelude's output through, all logits must be
+    bit-identical. If SRC is recurrent, layers is None, and both run at r = 2 with their own
+    adapter. Raises UserError if any logit differs.
     """
     written = open_source(folder).float()
     config = written.config
@@ -178,10 +176,10 @@ def verify(source, layers, folder):
             written.load_state_dict(initial_adapter(config), strict=False)
     T = min(64, config.context)
     ids = torch.arange(T)[None] * 7 % config.vocab_size  # spread over the vocabulary
-    state = torch.zeros(1, T, config.n_embd)
+    state = torch.zeros(1, T, config.n_embd)  # so that an additive adapter passes e through
     wanted, _ = expected.float()(ids, steps=steps, state=state)
     found, _ = written(ids, steps=steps, state=state)
-    if not found.equal(wanted):  # NaN is not equal to itself, either
+    if not found.equal(wanted):  # also catches NaN, which equals nothing
         raise UserError("--verify: the logits of OUT differ from those of SRC, so it is not kept")
     print(f"verify: all logits of {T} tokens are equal to the last bit, in float32")
 
@@ -192,7 +190,7 @@ def open_source(src):
     """
     Read a checkpoint folder, a run's folder, a .gguf file or a hub id. Returns a RecurrentLM with
     the weights as they are stored, and `folder` set to where its other files are; in an ordinary
-    model, all layers are prelude. Raises UserError if SRC is missing, damaged or not supported.
+    model, all layers are prelude. Raises UserError if SRC is missing, corrupt or not supported.
     """
     path = Path(src)
     gguf_files = [path] if path.suffix == ".gguf" else list(path.glob("*.gguf"))
@@ -237,8 +235,8 @@ def map_tensors(folder):
 
 def to_ours(folder, layout, config, tensors):
     """
-    Turn a checkpoint's {name: tensor} in a layout, which is a model_type, into {our name: tensor},
-    all cast to the smallest dtype that holds every one of them exactly. folder: for messages.
+    Convert a checkpoint's {name: tensor} to {our name: tensor}, all in the smallest dtype that
+    represents every one exactly. layout: its model_type. folder: for messages.
     """
     names = tensor_names(config, layout)
     used = set().union(*names.values())
@@ -272,10 +270,10 @@ def download(spec):
     """
     Download a model from the Hugging Face hub, "org/name" or "org/name@REVISION". Returns the
     folder in huggingface_hub's cache with its config.json, tokenizer and safetensors. Files are
-    downloaded once; after that they open without the hub, too.
+    downloaded only once; after that, this also works offline.
     """
     repo, _, revision = spec.partition("@")
-    # Where the folder out/ exists, out/typo is a misspelled folder, not a hub id.
+    # If the folder out/ exists, out/typo is a misspelled folder, not a hub id.
     if repo.count("/") != 1 or Path(repo).parent.exists():
         raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
                         "org/name@REVISION.)")
@@ -291,7 +289,7 @@ def read_gguf(path):
 
     Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
     when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
-    is damaged or not supported.
+    is corrupt or not supported.
     """
     import gguf
     import transformers
@@ -317,8 +315,8 @@ def read_gguf(path):
 
 # ------------------------------------------------------------------------------------- config.json
 
-# The architectures in Hugging Face layout that we support, each with the values that transformers
-# uses where config.json lacks a key.
+# The architectures that we support in Hugging Face layout, each with transformers' defaults for
+# keys that config.json may lack.
 DEFAULTS = {
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1,
               "eos_token_id": 2},
@@ -343,8 +341,8 @@ SUPPORTED = {  # the values that we support; a missing key means the first one
 
 def read_config(folder, names):
     """
-    Read the config.json of a folder, in any layout. names: the names of all tensors, which tell
-    where the released models have their norms.
+    Read the config.json of a folder, in any layout. names: all tensor names, which show where a
+    released model has its norms.
 
     Returns (model_type, Config). In the Config of an ordinary model, all layers are prelude. Raises
     UserError if config.json asks for something that is not supported.
@@ -365,8 +363,8 @@ def read_config(folder, names):
 
 def read_rope(raw):
     """
-    Return {"rope_theta": ..., "rope_scaling": ...}, the fields of Config, from a config.json, which
-    has rope_parameters in transformers 5 and rope_scaling in older files.
+    Return Config's {"rope_theta": ..., "rope_scaling": ...} from a config.json, which has
+    rope_parameters if transformers 5 wrote it, and rope_scaling if an older version did.
     """
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope_type = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
@@ -413,8 +411,8 @@ def from_hf(path, raw):
 def from_raven(raw, names):
     """
     Return the Config of a released Recurrent-* model, of Huginn-0125, or of one of our exports,
-    from its config.json, `raw`. names: the names of all tensors, which tell where the norms are;
-    only our exports say so in config.json.
+    from its config.json, `raw`. names: all tensor names, which show where the norms are; only our
+    exports say so in config.json.
     """
     norm = raw.get("norm")  # only our exports have it
     if not norm:
@@ -457,7 +455,7 @@ def from_raven(raw, names):
 
 
 def to_hf(c):
-    """Return config.json in Hugging Face layout, a dict, for the Config of an ordinary model."""
+    """Convert an ordinary model's Config to a config.json dict in Hugging Face layout."""
     if c.embed_scale != 1:
         raise UserError(f"embed_scale = {c.embed_scale}: Hugging Face's layouts for ordinary "
                         "models have no such setting")
@@ -484,7 +482,7 @@ def to_hf(c):
 def shared_keys(c):
     """
     Return the keys that have the same name in both layouts. A value of None is written as null on
-    purpose: transformers fills a missing key with a default of its own.
+    purpose: transformers replaces a missing key with its own default.
     """
     return {
         "vocab_size": c.vocab_size,
@@ -499,7 +497,7 @@ def shared_keys(c):
 
 
 def to_raven(c):
-    """Return config.json in the released models' layout, a dict, for a recurrent model's Config."""
+    """Convert a recurrent model's Config to a config.json dict in the released models' layout."""
     config = shared_keys(c) | {
         "model_type": "huginn_raven",
         "n_embd": c.n_embd,
@@ -507,7 +505,7 @@ def to_raven(c):
         "n_layers_in_prelude": c.n_prelude,
         "n_layers_in_recurrent_block": c.n_core,
         "n_layers_in_coda": c.n_coda,
-        # the number of slots of a cache
+        # the number of cache slots
         "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,
         "norm": c.norm,
         "head_norm": c.head_norm,
@@ -538,8 +536,8 @@ def to_raven(c):
 
 # ----------------------------------------------------------------------------------- tensor names
 
-# The beginning or the end of our tensor names, and what the other layouts have there. Where there
-# are several names, our tensor is these tensors, stacked along dim 0.
+# Parts of our tensor names, and their counterparts in the other layouts. Where several are listed,
+# ours is their concatenation along dim 0.
 HF_NAMES = {"embed": "model.embed_tokens", "norm_f": "model.norm", "head": "lm_head"}
 HF_BLOCK = {
     "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -566,7 +564,7 @@ RAVEN_NAMES = {
 
 def tensor_names(config, layout):
     """
-    Map each of our tensor names to its names in a layout, a model_type, in stacking order,
+    Map each of our tensor names to its names in a layout (a model_type), in stacking order,
     such as {"prelude.0.mlp.fc.weight": ["model.layers.0.mlp.gate_proj.weight",
     "model.layers.0.mlp.up_proj.weight"]}.
     """
@@ -590,10 +588,10 @@ def tensor_names(config, layout):
 
 def rotary_order(c, name, t, back=False):
     """
-    Reorder a tensor of a Huginn model from Huginn's rotary order to ours, or back. Huginn rotates
-    adjacent channels of a head as pairs, where Llama pairs the two halves of the head; the rows of
-    q and k are the same, in another order. name: our name of the tensor t. All other tensors, and
-    those of other models, are returned unchanged.
+    Reorder a tensor of a Huginn model from Huginn's rotary order to ours, or back. Huginn pairs
+    adjacent channels of a head, and Llama the two halves of the head, so the rows of q and k differ
+    only in their order. name: our name of the tensor t. All other tensors, and those of other
+    models, are returned unchanged.
     """
     order = torch.arange(c.head_dim).view(-1, 2).T.flatten()  # 0 2 4 ... 1 3 5 ...
     if back:

@@ -1,6 +1,6 @@
 """
-Train a model, recurrent or ordinary, from pretraining to a task of your own. The same command
-resumes a run that was stopped.
+Train a model, recurrent or ordinary: pretraining, healing, or a task of your own. To resume a run
+that was stopped, repeat its command.
 
     python runs/tiny_corpus.py --out out/tiny/data                         make some data
     python train.py --config=config/tiny.toml                              run one process
@@ -8,13 +8,13 @@ resumes a run that was stopped.
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      override settings
     python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     validate only
 
-`python bench.py plan` says beforehand what a run will cost.
+`python bench.py plan` estimates what a run will cost.
 
-Unusual: each update draws its number of recurrences, r = n + k, from a heavy-tailed distribution
-whose mean follows a curriculum, and only the last k carry gradient. All randomness (rows,
-recurrences, initial states) is a function of (seed, update), so a killed run resumes with the same
-command. On a CPU, with the same number of processes, the result is bit-identical to that of a run
-that was never killed; otherwise it is equal up to rounding.
+What is unusual here: each update draws its number of recurrences, r = n + k, from a heavy-tailed
+distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness
+(rows, recurrences, initial states) is a function of (seed, update). So on a CPU, with the same
+number of processes, the result of a run that was killed and resumed is bit-identical to that of an
+uninterrupted one; otherwise it is equal up to rounding.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
@@ -47,10 +47,10 @@ from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_che
                    load_config)
 from muon import MOMENTS, Optimizer, stacked_rows
 
-MAX_SKIPS = 10  # updates in a row that may lack a finite gradient; one more ends the run
+MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
 
-# How the sampler's mean rises from 1 to R during the curriculum's warm-up: functions from the
-# fraction of the warm-up that is done to the fraction of R.
+# How the sampler's mean rises from 1 to R over the curriculum's warm-up. Each function maps the
+# completed fraction of the warm-up to a fraction of R.
 CURRICULA = {
     "linear": lambda done: done,
     "1-sqrt": lambda done: 1 - math.sqrt(1 - done),
@@ -61,14 +61,14 @@ CURRICULA = {
 # ----------------------------------------------------------------------------------- the settings
 
 def setting(default, meaning):
-    """A field of Settings, whose annotation is the type of its flag. meaning: its help text."""
+    """Return a field for Settings. Its annotation is the flag's type, `meaning` the help text."""
     return field(default=default, metadata={"meaning": meaning})
 
 
 @dataclass
 class Recipe:
     """
-    The settings that decide the result. The defaults are the paper's (appendix D); the files in
+    The settings that determine the result. The defaults are the paper's (appendix D); the files in
     config/ override some of them.
     """
     init_from: str = setting("", "a checkpoint or run to start from; empty: random weights")
@@ -134,7 +134,7 @@ class Settings(Recipe):
 
 
 def settings_parser():
-    """Return the command line's parser, which has a flag for each field of Settings."""
+    """Return a command-line parser with a flag for each field of Settings."""
     parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
     for item in fields(Settings):
         meaning = item.metadata["meaning"]
@@ -153,9 +153,8 @@ def read_settings(argv, world=1):
     """
     Read the Settings from --config=FILE.toml (flat keys), overridden by --key=value.
 
-    world: the number of ranks. micro_batch is lowered to a rank's rows per update if it exceeds
-    them. Raises UserError for an invalid setting, or an update that does not divide into draws and
-    micro-batches.
+    world: the number of ranks. micro_batch is capped at a rank's rows per update. Raises UserError
+    if a setting is invalid, or an update does not divide evenly into draws and micro-batches.
     """
     parser = settings_parser()
     config = parser.parse_known_args(argv)[0].config
@@ -181,12 +180,12 @@ def read_settings(argv, world=1):
 # ------------------------------------------------------------ schedules: functions of the update
 
 def num_updates(settings, share):
-    """Return a fraction of the run as a number of updates, rounded up."""
+    """Convert a fraction of the run to a number of updates, rounded up."""
     return math.ceil(share * settings.updates)
 
 
 def scheduled_mean(settings, update):
-    """Return the mean that the sampler is given at an update, which rises from 1 to R."""
+    """Return the sampler's mean at an update, which rises from 1 to R."""
     R = settings.mean_recurrence
     warmup = num_updates(settings, settings.curriculum_warmup)
     if update >= warmup:
@@ -209,11 +208,11 @@ def scheduled_depth(settings, update):
 
 def draw_steps(settings, update, number):
     """
-    Return (n, k) of a draw at an update. number: index of the draw over the whole run, from 1.
+    Return (n, k) for one draw of an update. number: the draw's index in the whole run, from 1.
 
-    Huginn's sampler draws a rate from a log-normal distribution whose mean is the scheduled one,
-    and r from a Poisson distribution of that rate, plus 1. The mean of r is therefore the scheduled
-    mean + 1. Seed 0 gives the paper's own sequence.
+    Huginn's sampler draws a rate from a log-normal distribution with the scheduled mean, then r - 1
+    from a Poisson distribution with that rate. The mean of r is therefore the scheduled mean + 1.
+    Seed 0 gives the paper's own sequence.
     """
     scheduled = scheduled_mean(settings, update)
     r = scheduled
@@ -251,8 +250,8 @@ def largest_depth(settings):
 
 def lr_scale(settings, update):
     """
-    Return the factor on the learning rates at an update, from 0.001 to 1: a linear warm-up, then
-    constant, then a cosine cooldown.
+    Return the factor on the learning rates at an update, from 0.001 to 1: linear warm-up,
+    constant, cosine cooldown.
     """
     warmup = num_updates(settings, settings.warmup)
     cooldown = num_updates(settings, settings.cooldown)
@@ -266,8 +265,8 @@ def lr_scale(settings, update):
 # ----------------------------------------------------------------------------------- the training
 
 def train(settings, device):
-    """Run the training. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
-    # ---- The start: from the newest checkpoint of the run, if there is one.
+    """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
+    # ---- Start, from the run's newest checkpoint if there is one.
     saved = checkpoints(settings.out_dir)
     resumed = saved[-1] if saved else None
     model, weights = make_model(settings, resumed, device)
@@ -301,14 +300,13 @@ def train(settings, device):
         signals = catch_signals()
         skips = 0  # updates in a row without a finite gradient
         B = settings.micro_batch
-        num_micro_batches = settings.batch_size // (B * WORLD)  # of each rank in an update
-        tokens = settings.batch_size * settings.context         # of all ranks in an update
+        num_micro_batches = settings.batch_size // (B * WORLD)  # per update, on each rank
+        tokens = settings.batch_size * settings.context         # per update, over all ranks
         run_began = time.time()
         for update in range(start, settings.updates):
             began = time.time()
 
-            # ---- Gradients: each micro-batch runs n recurrences without gradient, where forward()
-            # cuts it, and k with it.
+            # ---- Gradients: each micro-batch runs n recurrences without gradient, then k with it.
             draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
             sums = torch.zeros(3, dtype=torch.float64, device=device)
             loss_sum, num_labels, num_stops = sums  # views of it
@@ -329,9 +327,9 @@ def train(settings, device):
             if WORLD > 1:
                 dist.all_reduce(sums)
             total_norm = optimizer.reduce()
-            # The only wait for the device in an update.
+            # The update's only wait for the device.
             losses, labels, stops, total_norm = torch.stack((*sums, total_norm)).tolist()
-            if stops:  # at least one rank left this update early, so it is dropped
+            if stops:  # at least one rank left this update early, so discard it
                 if update > start and update % settings.save_every:  # if not saved yet
                     save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
                 say(f"stopped by a signal after update {update}. Run the same command to resume")
@@ -353,7 +351,7 @@ def train(settings, device):
             # ---- The log, validation and checkpoints.
             last = done == settings.updates
             if last or skips or done % settings.log_every == 0:
-                pace = (time.time() - run_began) / (done - start)  # seconds an update
+                pace = (time.time() - run_began) / (done - start)  # seconds per update
                 entry = {
                     "loss": losses / labels if labels else math.nan,
                     "norm": norm,
@@ -378,7 +376,7 @@ def train(settings, device):
 
 def to_inputs(model, batch, seed):
     """
-    Return a batch of a Dataset as the model's inputs, on its device: idx and targets (B, T), and
+    Turn a Dataset's batch into the model's inputs, on its device: idx and targets (B, T), and
     s_0 (B, T, C), which is None for an ordinary model.
     """
     idx, targets, numbers = batch
@@ -393,7 +391,7 @@ def to_inputs(model, batch, seed):
 
 
 def update_flops(settings, model, optimizer, draws):
-    """Return the FLOPs of an update with these draws, on all ranks, Newton-Schulz included."""
+    """Return the FLOPs of an update with these draws, over all ranks, with Newton-Schulz."""
     per_token = [
         model.flops_per_token(steps, settings.context, training=True, recompute=settings.recompute)
         for steps in draws
@@ -405,8 +403,8 @@ def update_flops(settings, model, optimizer, draws):
 @torch.no_grad()
 def validate(settings, model, val_sets):
     """
-    Validate on --eval_rows rows of each data set, always the same random ones, or on all that it
-    has. Returns an entry for the log: "val" {r: mean loss of a label}, for each r of
+    Validate on --eval_rows random rows of each data set, the same ones every time, or on all if it
+    has fewer. Returns a log entry, {"val": {r: mean loss per label}}, for each r in
     --eval_recurrences.
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
@@ -418,7 +416,7 @@ def validate(settings, model, val_sets):
         rows = min(settings.eval_rows, val_set.num_rows)
         for i in range(math.ceil(rows / (B * WORLD))):
             idx, targets, numbers = val_set.batch(0, i, RANK, WORLD, B)
-            targets[numbers >= rows] = IGNORE  # the last batch may reach beyond the rows
+            targets[numbers >= rows] = IGNORE  # the last batch may run past the last row
             idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
             labels += (targets != IGNORE).sum()
             for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
@@ -453,8 +451,8 @@ def log(settings, progress, entry):
 
 def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress):
     """
-    Write the checkpoint out_dir/step_*, on rank 0, which collects it from all ranks. Then delete
-    the oldest checkpoints, so that --keep are left.
+    Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0. Then delete the
+    oldest checkpoints, leaving --keep.
 
     A checkpoint holds the float32 masters, the frozen parameters as in `weights`, the optimizer's
     moments, the tokenizer, and `progress`.
@@ -474,9 +472,9 @@ def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progre
 
 def catch_signals():
     """
-    Return a list to which SIGTERM, Ctrl-C and a closed terminal add their number, instead of ending
-    the process. A rank that has received one skips the rest of its update; all ranks then discard
-    this update and stop.
+    Return a list that collects the numbers of SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed
+    terminal), which no longer end the process. A rank that has received one skips the rest of its
+    update; all ranks then discard this update and stop.
     """
     received = []
 
@@ -497,7 +495,7 @@ def catch_signals():
 def make_config(settings, source=None):
     """
     Return the Config of a run. source: the Config of the checkpoint that it starts from, or None
-    for random weights, whose Config follows from the settings and the data's vocabulary.
+    to build one from the settings and the data's vocabulary.
     """
     random_weights = settings.reinit or not source
     if not source:
@@ -526,10 +524,10 @@ def make_config(settings, source=None):
 def make_model(settings, resumed, device):
     """
     Make the model of a run, on the device and in settings.dtype: from its own checkpoint `resumed`,
-    or else from init_from, or else with random weights. Checks that its tokenizer is the data's.
+    or else from init_from, or else with random weights. Checks that its tokenizer matches the data.
 
-    Returns the model, and its exact weights as {name: tensor} on the CPU. Those of a checkpoint are
-    memory-mapped.
+    Returns the model, and its weights before rounding to that dtype, as {name: tensor} on the CPU.
+    Those of a checkpoint are memory-mapped.
     """
     source = None
     folder = resumed or settings.init_from
@@ -552,10 +550,10 @@ def make_model(settings, resumed, device):
 
 def choose_trained(settings, model):
     """
-    Turn off the gradients of all parameters that --train does not name. Raises UserError if one of
-    its words matches no parameter.
+    Freeze all parameters that --train does not name. Raises UserError if one of its words matches
+    no parameter.
     """
-    words = settings.train.split("|")  # by default [""], which every name contains
+    words = settings.train.split("|")  # by default [""], which matches every name
     names = [name for name, _ in model.named_parameters()]
     for word in words:
         if not any(word in name for name in names):
@@ -565,7 +563,7 @@ def choose_trained(settings, model):
 
 
 def make_optimizer(settings, model, rank, world, weights=None):
-    """Return the Optimizer of the parameters that are trained."""
+    """Return an Optimizer for the parameters that are not frozen."""
     return Optimizer(
         ((name, p) for name, p in model.named_parameters() if p.requires_grad),
         lr=settings.lr,
@@ -582,8 +580,8 @@ def make_optimizer(settings, model, rank, world, weights=None):
 
 def read_progress(settings, resumed, model, digest):
     """
-    Return what train.json says of a run: how far it has come, and its Recipe. digest: of its data.
-    Raises UserError if the run was begun with another Recipe.
+    Return a run's counters and Recipe from its train.json, or fresh ones for a new run. digest: of
+    its data. Raises UserError if the run was started with a different Recipe.
     """
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = digest
@@ -603,9 +601,9 @@ def read_progress(settings, resumed, model, digest):
 
 def spent_before(folder):
     """
-    Return {"tokens": ..., "flops": ...} that earlier runs have spent on the checkpoint `folder`
-    since the parent; zeros for None. A parent is a checkpoint that train.py did not make, such as
-    one of surgery.py, or the end of a run without --init_from, which was pretraining.
+    Return the {"tokens": ..., "flops": ...} that earlier runs spent between the parent and the
+    checkpoint `folder`; zeros if that is None. A parent is a checkpoint that train.py did not make,
+    such as surgery.py's, or one from a run without --init_from, which was pretraining.
     """
     if folder and Path(folder, "train.json").exists():
         earlier = read_json(f"{folder}/train.json")
@@ -615,7 +613,7 @@ def spent_before(folder):
 
 
 def check_ranks(start):
-    """Raise UserError if ranks differ in a value of the dict `start`."""
+    """Raise UserError if the ranks disagree on a value in the dict `start`."""
     if WORLD == 1:
         return
     starts = [None] * WORLD
@@ -651,9 +649,9 @@ def describe_run(settings, model):
 
 def warm_up(settings, model, train_set):
     """
-    Compile the model, and run one forward and backward pass at the run's largest k. Compiling, and
-    running out of memory, thus happen now, and not hours later when the curriculum has risen.
-    Prints the peak memory of a GPU. The gradients are discarded.
+    Compile the model, and run one forward and backward pass at the run's largest k, so that
+    compiling, or running out of memory, happens now and not hours later when the curriculum has
+    risen. Prints a GPU's peak memory. The gradients are discarded.
     """
     if settings.compile:
         functorch_config.activation_memory_budget = settings.activation_budget
@@ -679,7 +677,7 @@ def warm_up(settings, model, train_set):
 
 
 def start_processes():
-    """Join the other ranks, if there are any. Returns this rank's device."""
+    """Join the process group, if there are other ranks. Returns this rank's device."""
     device = "cpu"
     gpu = None  # the device, if it is a GPU, for NCCL
     if torch.cuda.is_available():
@@ -691,11 +689,11 @@ def start_processes():
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
         # When torchrun restarts the ranks after a crash, its store still holds the addresses of the
-        # dead ones. So each attempt writes under a prefix of its own. Several nodes may count their
-        # restarts differently; for them see runs/README.md.
+        # dead ones, so each attempt writes under its own prefix. Several nodes may count restarts
+        # differently; for that, see runs/README.md.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
-                            timeout=timedelta(hours=1))  # another rank may compile or save
+                            timeout=timedelta(hours=1))  # another rank may be compiling or saving
     return device
 
 
