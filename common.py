@@ -1,7 +1,6 @@
 """
-Helpers that all scripts share: error messages of one line, command-line flags, files that are
-written completely or not at all, and torchrun's ranks. This file imports no other file of
-loopgraft.
+Helpers that all scripts share: one-line error messages, command-line flags, files that are written
+completely or not at all, and torchrun's ranks. This file imports nothing else from loopgraft.
 """
 import argparse
 import contextlib
@@ -28,15 +27,15 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 # ------------------------------------------------------------------------- errors and messages
 
 class UserError(Exception):
-    """An error that the user can fix. Scripts print its message, one line, without a traceback."""
+    """An error that the user can fix. Scripts print its one-line message, without a traceback."""
 
 
 def cli(main):
     """
-    Run a script's main(). A UserError, an OSError, a damaged file of weights or a missing optional
+    Run a script's main(). A UserError, an OSError, a corrupt weights file or a missing optional
     package ends it with one line on stderr; any other exception is a bug and keeps its traceback.
     """
-    # A data set keeps all of its shards open, which may be more than the usual limit of 1,024.
+    # A data set keeps all of its shards open, perhaps more than the usual limit of 1,024 files.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
@@ -60,7 +59,7 @@ def say(text):
 # ------------------------------------------------------------------------------- command lines
 
 class Parser(argparse.ArgumentParser):
-    """The command line of a script: errors in it are UserErrors, and no flag is abbreviated."""
+    """An ArgumentParser that raises UserError and accepts no abbreviated flags."""
 
     def __init__(self, **options):
         super().__init__(
@@ -70,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message):
-        """Called by argparse. Raises UserError, which names the known flag nearest to a typo."""
+        """Called by argparse. Raises UserError, which suggests the flag closest to a typo."""
         known = self._option_string_actions  # {flag: ...}; argparse has no public list
         for flag in re.findall(r"--[\w-]+", message):
             near = difflib.get_close_matches(flag, known, 1)
@@ -85,7 +84,7 @@ def opening(doc, paragraphs=2):
 
 
 def between(lowest, highest=math.inf, number_type=int):
-    """Return the type of a flag that takes a number from `lowest` to `highest`, both included."""
+    """Return the type of a flag that takes a number from `lowest` to `highest`, inclusive."""
     def number(text):
         value = number_type(text)
         if not lowest <= value <= highest:
@@ -94,7 +93,7 @@ def between(lowest, highest=math.inf, number_type=int):
     return number
 
 
-# The types of most flags that take a number.
+# Types for most numeric flags.
 natural = between(0)
 positive = between(1)
 non_negative = between(0, number_type=float)
@@ -111,8 +110,8 @@ def yes_or_no(text):
 
 def several(number_type):
     """
-    Return the type of a flag that takes several numbers: "32,1,4", or "[32, 1, 4]" from a list in
-    a TOML file, becomes [1, 4, 32], without duplicates.
+    Return the type of a flag that takes several numbers, and sorts and deduplicates them: "32,1,4",
+    or "[32, 1, 4]" from a list in a TOML file, becomes [1, 4, 32].
     """
     def number_list(text):
         return sorted({number_type(part) for part in text.strip("[]").split(",")})
@@ -130,8 +129,8 @@ def write_atomically(path):
     Write a file or a new folder completely or not at all: `with write_atomically(path) as new: ...`
 
     Yields a Path inside a temporary folder beside `path`, where the caller creates the file or the
-    folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk, a
-    file keeps its previous version.
+    folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk, an
+    existing file keeps its previous version.
 
     A killed process leaves the temporary folder, `path`.tmp-*, behind; locked() removes it.
     """
@@ -141,8 +140,8 @@ def write_atomically(path):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
             new = Path(folder, target.name)
             yield new
-            # safetensors makes files that only their owner can read. In a folder, all files get the
-            # permissions that the umask gave to the folder.
+            # safetensors creates files that only their owner can read, so the files in a folder
+            # get the permissions that the umask gave to the folder.
             permissions = new.stat().st_mode & 0o666
             for item in (*new.rglob("*"), new):
                 if item.is_file():
@@ -188,7 +187,7 @@ def read_json(path):
 
 
 def nan_to_null(value):
-    """Return a value as JSON can store it, with None in place of NaN and infinity."""
+    """Return a copy that JSON can store, with None in place of NaN and infinity."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
@@ -206,9 +205,9 @@ def digest(path):
 
 def check_settings(path, earlier, settings, way_out):
     """
-    Raise UserError if an output was created with other settings than this command's. earlier,
-    settings: {name: value} of the output and of this command. way_out: the last sentence of the
-    message, which says what to do instead.
+    Raise UserError if an output was created with different settings. earlier: the output's {name:
+    value}. settings: this command's. way_out: the last sentence of the message, which says what to
+    do instead.
     """
     for key, value in settings.items():
         if earlier.get(key) != value:

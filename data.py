@@ -11,17 +11,17 @@ To download a data set from the Hugging Face Hub (pip install huggingface_hub):
 
     hf download ORG/NAME --repo-type dataset --include "data/*.parquet" --local-dir data/NAME
 
-What is in the folder: `train_000000.npy` is an array of token ids (uint16, or uint32 if the
-vocabulary exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it
-into rows of T tokens, wherever the documents begin and end, so nothing is padded. The target at
-each position is the next token. If only some tokens carry loss, the file is an int32 array (2, N)
+In the folder, `train_000000.npy` is an array of token ids (uint16, or uint32 if the vocabulary
+exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it into rows of
+T tokens, regardless of where documents begin and end, so nothing is padded. The target at each
+position is the next token. If only some tokens carry loss, the file is an int32 array (2, N)
 instead: token ids, and targets, which are already shifted, with -100 for no loss. `meta.json` lists
-the shards. Its "row_length" is null, or the only T that is allowed, for data that was written in
-rows of that length (runs/tiny_corpus.py). It is written last, so a folder that has one is complete.
+the shards. It is written last, so a folder that has one is complete. Its "row_length" is null if
+any T is allowed; data written in fixed-length rows (runs/tiny_corpus.py) allows only that length.
 
 Unusual: the loader has no state. A batch is a pure function of (seed, index, rank, world, B), where
-index counts micro-batches. So a run can resume from its step number alone, and 2 ranks see what 1
-rank with twice the batch size sees.
+index counts micro-batches. So a run can resume from its step number alone, and 2 ranks see the same
+samples as 1 rank with twice the batch size.
 """
 import bisect
 import functools
@@ -81,7 +81,7 @@ class Tokenizer:
     decode_ids: Callable   # list of ids below vocab_size -> text
     vocab_size: int        # the highest id + 1
     special: dict          # {name: id} of control tokens
-    bos_id: int | None     # put before a text, if transformers does so with the same files
+    bos_id: int | None     # put before a text if transformers, given these files, does so
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
     fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
 
@@ -110,8 +110,8 @@ class Tokenizer:
 
     def decode(self, ids):
         """
-        Turn a list of ids into text. Skips ids that only the model has, as padding of its
-        vocabulary.
+        Turn a list of ids into text. Skips ids that the tokenizer lacks, which a model with a
+        padded vocabulary may produce.
         """
         return self.decode_ids([i for i in ids if i < self.vocab_size])
 
@@ -141,8 +141,8 @@ def token_name(token):
 
 def tokenizer_file(folder):
     """
-    Find the file that defines a folder's tokenizer, which is tokenizer.model if both kinds are
-    there. Raises UserError if neither is.
+    Find the file that defines a folder's tokenizer: tokenizer.model, or if there is none,
+    tokenizer.json. Raises UserError if there is neither.
     """
     for name in ("tokenizer.model", "tokenizer.json"):
         path = Path(folder, name)
@@ -192,13 +192,13 @@ def read_tokenizer_json(path):
     """
     Read a tokenizer.json (Llama 3, OLMo 2, Qwen). The file says which token it puts before a text;
     as in transformers, tokenizer_config.json is ignored. A token after the text is left out,
-    because the model is to continue a prompt. Raises UserError if there are several before it.
+    because the model has to continue a prompt. Raises UserError if it puts several before a text.
     """
     spec = read_json(path)
     if spec["model"]["type"] == "WordLevel":
         return read_words(spec)
     import tokenizers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() has threads of its own
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
     coder = tokenizers.Tokenizer.from_file(str(path))
     coder.no_truncation()
     coder.no_padding()
@@ -213,7 +213,7 @@ def read_tokenizer_json(path):
     coder.encode_special_tokens = True  # as ordinary text
 
     def encode(text):
-        # Unlike encode(), this releases the GIL, so that threads encode at the same time.
+        # Unlike encode(), this releases the GIL, so that threads encode in parallel.
         (encoding,) = coder.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
@@ -240,22 +240,22 @@ def read_words(spec):
 
 
 # ---------------------------------------------------------------------------------------- prepare
-# A record is what the input files consist of: a line of .jsonl, a row of a .parquet file, or a
-# whole text file. It becomes one document.
+# A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
+# one document.
 
 # What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
-# at the start of a line, with the line's end if nothing follows, and any <|im_end|>.
+# at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
 ROLE = "(?:user|human|assistant|system)"
 TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
-MAX_BAD = 0.01  # if more of the records than this cannot be read, something else is wrong
+MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
 
 
 def read_records(path):
     """
     Yield the records of a file: dicts, or bytes of JSON, which tokenize() parses in its thread.
-    Raises UserError if the name ends in none of the known suffixes.
+    Raises UserError if the suffix is unknown.
     """
     suffix = Path(path).suffix
     if suffix in (".txt", ".md", ".rst"):
@@ -273,8 +273,7 @@ def read_records(path):
 
 def column_value(record, column):
     """
-    Look up a column of a record. "a.b" is column b of the dict in column a, or None if that is
-    null.
+    Look up a column of a record. "a.b" is column b of the dict in column a, or None if a is null.
     """
     for name in column.split("."):
         if record is None:
@@ -296,8 +295,8 @@ def as_text(value):
 
 def read_column(record, column):
     """
-    Read a column of text, a number, ids or a chat, whose messages are joined by newlines. Returns
-    text or ids.
+    Read a column that holds text, a number, ids or a chat, whose messages are joined by newlines.
+    Returns text or ids.
     """
     value = as_text(column_value(record, column))
     if isinstance(value, str) or isinstance(value[0], int):
@@ -311,11 +310,11 @@ def document(tokenizer, record, args):
     with -100 for no loss.
 
     The document begins with BOS and ends with EOS, and a newline separates a prompt from the text
-    that carries loss; ids stay as they are. The two are tokenized separately, so that a prompt has
-    the same ids here as when the model is asked.
+    that carries loss; a column of ids is used unchanged. Prompt and text are tokenized separately,
+    so that a prompt has the same ids here as at inference.
 
     args: the flags of prepare. Raises an exception, which tokenize() catches, if a column is
-    missing or of another kind, if ids are out of range, or if no token carries loss.
+    missing or has the wrong type, if ids are out of range, or if no token carries loss.
     """
     pieces = [(read_column(record, args.field), True)]  # (text or ids, whether it carries loss)
     if args.prompt:
@@ -348,8 +347,8 @@ def document(tokenizer, record, args):
 
 def tokenize(tokenizer, args, record):
     """
-    Turn a record into a document: token ids, (1, N), and a second row of targets if some tokens
-    carry no loss. Returns ("kept", the document), ("dropped", None), or ("bad", the reason).
+    Turn a record into a document: token ids (1, N), or with --prompt (2, N), whose second row is
+    the targets. Returns ("kept", the document), ("dropped", None), or ("bad", the reason).
     """
     num_rows = 2 if args.prompt else 1
     try:
@@ -358,7 +357,7 @@ def tokenize(tokenizer, args, record):
         if any(is_dropped(record, rule) for rule in args.drop):
             return "dropped", None
         return "kept", document(tokenizer, record, args)[:num_rows].copy()
-    except Exception as e:  # not JSON, or a column is missing or of another kind
+    except Exception as e:  # not JSON, or a column is missing or has the wrong type
         return "bad", f"{record!r:.80} ({e!r:.300})"
 
 
@@ -375,9 +374,9 @@ def write_shard(folder, name, tokens):
 def cut_validation(documents, share):
     """
     Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
-    validation. The last documents are for validation: the fraction `share` of them, but at least
-    32, or a tenth if that is fewer. With fewer than 10 documents, such as a single book, it is the
-    fraction `share` of the tokens, the last ones, instead.
+    validation. The last documents are for validation: the fraction `share` of all, but at least 32,
+    or a tenth if that is fewer. With fewer than 10 documents, such as a single book, the last
+    tokens are for validation instead, again the fraction `share` of all.
     """
     count = len(documents)
     tokens = np.concatenate(documents, axis=1)
@@ -406,8 +405,8 @@ def write_shards(args, meta, documents):
 
 def pack(args, tokenizer, meta):
     """
-    Tokenize the records that are in no shard yet, and write each shard when it is full. Threads are
-    enough for that, because the tokenizer libraries release the GIL.
+    Tokenize the records that are not in a shard yet, and write each shard when it is full. Threads
+    are enough, because the tokenizer libraries release the GIL.
     """
     counts = meta["counts"]
     records = itertools.chain.from_iterable(map(read_records, args.input))
@@ -446,9 +445,9 @@ def prepare(args):
     """
     Turn the records of files into a data set. args: the command's flags.
 
-    After a kill, the same command keeps the shards that are complete, and ends with the same bytes.
-    It reads the records of those shards again, but does not tokenize them. Raises UserError if the
-    output was begun with other flags, if too many records are bad, or if no text is left.
+    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
+    does not tokenize again, and ends with the same bytes. Raises UserError if the output was
+    started with different flags, if too many records are bad, or if no text is left.
     """
     saved = checkpoints(args.tokenizer)
     if saved:  # the folder of a run, whose checkpoints all have the same tokenizer
@@ -497,8 +496,8 @@ def prepare(args):
 
 def read_mixture(data):
     """
-    Parse --data, such as "A:1,B:1,C:2". Returns [(folder, weight), ...]. Raises UserError if one of
-    them is not a finished data set.
+    Parse --data, such as "A:1,B:1,C:2". Returns [(folder, weight), ...]. Raises UserError if a
+    folder is not a finished data set or a weight is not a whole number above 0.
     """
     mixture = []
     for source in data.split(","):
@@ -517,9 +516,9 @@ class Shards:
     """
     The rows of T tokens of a data set's split, "train" or "val".
 
-    Every epoch has all .num_rows of them in a different random order. The order is computed when
-    the epoch begins, and the last two are kept in memory. With 25 million rows (26 billion tokens
-    at T = 1,024), making one takes 1 to 2 s, and each takes 200 MB.
+    Each epoch has all .num_rows of them in a different random order. The order is computed when the
+    epoch begins, and the last two orders stay in memory. With 25 million rows (26 billion tokens at
+    T = 1,024), an order takes 1 to 2 s to compute and 200 MB of memory.
     """
 
     def __init__(self, folder, split, T):
@@ -550,7 +549,7 @@ class Shards:
 
     def sample(self, seed, number):
         """
-        Return sample `number`: ids and targets, (2, T) int64. Numbers go on from epoch to epoch, so
+        Return sample `number`: ids and targets, (2, T) int64. Numbers continue across epochs, so
         epoch e begins with number e * num_rows.
         """
         epoch, place = divmod(number, self.num_rows)
@@ -562,13 +561,12 @@ class Shards:
 
 class Dataset:
     """
-    The rows of one data set, or of several in fixed shares: "A:1,B:1,C:2" takes 1/4 of the samples
+    The rows of one data set, or a mixture of several: "A:1,B:1,C:2" takes 1/4 of the samples
     from A, 1/4 from B and 1/2 from C.
 
     Each round of sum(weights) samples has exactly weights[k] from source k, evenly spread. Each
-    source has epochs of its own. .num_rows: the number of samples until one of the sources has
-    completed an epoch. .folders: those of the sources; check_tokenizer() makes sure that they share
-    a tokenizer.
+    source has its own epochs. .num_rows: the number of samples until the first source completes an
+    epoch. .folders: those of the sources; check_tokenizer() makes sure that they share a tokenizer.
     """
 
     def __init__(self, data, split, T):
@@ -590,7 +588,7 @@ class Dataset:
 
     def batch(self, seed, index, rank, world, B):
         """
-        Return the B rows of a rank in a micro-batch.
+        Return one rank's B rows of a micro-batch.
 
         index: the number of the micro-batch, from 0. rank: from 0 to world - 1. Returns idx and
         targets (-100: no loss), both (B, T) int64, and numbers (B,) int64: the rows' global sample

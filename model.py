@@ -14,7 +14,7 @@ recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
     _, losses = model(idx, targets, steps=32)     # targets (B, T) -> losses (B, T) float32
 
-sample.py continues a text.
+To generate text, see sample.py.
 
 In a bfloat16 model the weights and the matrix products are bfloat16, and so is the sum of a
 weight's gradients over the recurrences. The residual stream and the state s stay float32.
@@ -36,16 +36,16 @@ from torch.utils.checkpoint import checkpoint
 from common import UserError, read_json, write_json
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)): Huginn's value, used at every width
-IGNORE = -100                      # a target that carries no loss, as in torch
-LOGITS_AT_ONCE = 1 << 26           # the most logits to hold at a time: 256 MB in float32
+IGNORE = -100                      # marks a target without loss, as in torch
+LOGITS_AT_ONCE = 1 << 26           # the most logits in memory at once: 256 MB in float32
 NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
-ADAPTERS = "linear", "add"         # how state and prelude output are joined: see run_core()
+ADAPTERS = "linear", "add"         # how state and prelude output are merged: see run_core()
 COMPILING = "compiling takes half a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)"
 
 
 @dataclass
 class Config:
-    """Everything that decides the forward pass; the content of a checkpoint's config.json."""
+    """Everything that determines the forward pass, as stored in a checkpoint's config.json."""
     vocab_size: int
     n_embd: int                       # C, the width
     n_head: int
@@ -89,9 +89,9 @@ class Config:
 
 def mix(x):
     """
-    Hash 32-bit numbers by splitmix32, except that the first addition keeps its carry. x: an int, or
-    an int64 tensor. No product overflows int64, so the bits are the same on every device, compiled
-    or not.
+    Hash 32-bit numbers with splitmix32, except that the first addition keeps its carry. x: an int
+    or an int64 tensor. No product overflows int64, so the bits are the same on every device,
+    compiled or not.
     """
     x = x + 0x9E3779B9
     x ^= x >> 16
@@ -106,8 +106,8 @@ def mix(x):
 
 def normal(seed, row, position, C):
     """
-    Standard normal numbers, truncated at 3 standard deviations. Each is a function of (seed, row,
-    position, channel) alone. row, position: int64 tensors that broadcast to a shape (...). Returns
+    Draw standard normal numbers, truncated at 3 standard deviations. Each depends only on (seed,
+    row, position, channel). row, position: int64 tensors that broadcast to a shape (...). Returns
     (..., C) float32.
     """
     key = mix(seed)
@@ -115,7 +115,7 @@ def normal(seed, row, position, C):
     key = mix(key + position)
     channels = torch.arange(C, device=key.device)
     bits = mix(key[..., None] + channels)
-    within = math.erf(3 / math.sqrt(2))  # the probability of less than 3 standard deviations
+    within = math.erf(3 / math.sqrt(2))  # P(|z| < 3) for a standard normal z
     uniform = ((bits >> 8) - 2**23).float()  # 24 bits, which float32 holds exactly
     uniform = uniform * (within / 2**23)
     return uniform.erfinv_().mul_(math.sqrt(2))
@@ -134,7 +134,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class HeadNorm(RMSNorm):
-    """Qwen3's norm: normalizes each head of x (B, T, H * D) by itself, with the same weights."""
+    """Qwen3's norm: normalizes each head of x (B, T, H * D) separately, with shared weights."""
 
     def forward(self, x):
         heads = x.unflatten(-1, (-1, *self.normalized_shape))
@@ -142,7 +142,7 @@ class HeadNorm(RMSNorm):
 
 
 class Linear(nn.Linear):
-    """x W^T, perhaps with a bias, in the dtype of W."""
+    """x W^T, plus an optional bias, in the dtype of W."""
 
     def __init__(self, fan_in, fan_out, bias=False):
         super().__init__(fan_in, fan_out, bias)
@@ -168,7 +168,7 @@ def rotate(x, rope):
 
 
 def attend(q, k, v, mask=None, **flags):
-    """torch's SDPA. On ROCm v is copied first: kernels there have given wrong results for views."""
+    """torch's SDPA. On ROCm, v is copied first: some kernels gave wrong results for views."""
     if torch.version.hip:  # github.com/ROCm/pytorch/issues/3230
         v = v.contiguous()
     return F.scaled_dot_product_attention(q, k, v, mask, **flags)
@@ -194,7 +194,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q, c.norm_eps)
             self.k_norm = RMSNorm(kv, c.norm_eps)
         self.qk_bias = None
-        if c.norm == "sandwich":  # Huginn has as many heads of k as of q
+        if c.norm == "sandwich":  # Huginn has as many k heads as q heads
             zeros = torch.zeros(2, 1, c.n_head, c.head_dim)
             self.qk_bias = nn.Parameter(zeros)
 
@@ -203,8 +203,7 @@ class Attention(nn.Module):
         x (B, T, C) -> (B, T, C). rope: see rotate().
 
         Attention is causal. With a cache, cache.attend(q, k, v) stores the new keys and values,
-        each (B, n_kv_head, T, D), and returns the attention of q (B, n_head, T, D) to all that it
-        holds.
+        each (B, n_kv_head, T, D), and lets q (B, n_head, T, D) attend to everything in the cache.
         """
         B, T, _ = x.shape
         qkv = self.qkv(x)
@@ -227,8 +226,8 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is None:
             if q.is_cuda and q.dtype == torch.float32:
-                # Only the memory-efficient kernel takes float32, and it needs one head of k and v
-                # for each head of q.
+                # The only fused kernel that takes float32, the memory-efficient one, needs one head
+                # of k and v for each head of q.
                 groups = self.n_head // self.n_kv_head
                 k = k.repeat_interleave(groups, 1)
                 v = v.repeat_interleave(groups, 1)
@@ -256,8 +255,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """
-    Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). Huginn: norm(x + f(norm(x))). In all of them f is
-    first attention, then the MLP.
+    Llama: x + f(norm(x)). OLMo-2: x + norm(f(x)). Huginn: norm(x + f(norm(x))). Each is applied
+    twice: with attention as f, then with the MLP.
     """
 
     def __init__(self, c):
@@ -265,7 +264,7 @@ class Block(nn.Module):
         self.norm = c.norm
         self.attn = Attention(c)
         self.mlp = MLP(c)
-        self.norm_1 = RMSNorm(c.n_embd, c.norm_eps)  # norm_1 to norm_4 are the released names
+        self.norm_1 = RMSNorm(c.n_embd, c.norm_eps)  # names as in the released models
         self.norm_2 = RMSNorm(c.n_embd, c.norm_eps)
         if c.norm == "sandwich":
             self.norm_3 = RMSNorm(c.n_embd, c.norm_eps)
@@ -285,7 +284,7 @@ class Block(nn.Module):
 
 
 def recomputed(function):
-    """Wrap a function so that it keeps nothing for the backward pass, which calls it again."""
+    """Wrap a function so that the backward pass recomputes its activations; none are stored."""
     def call(*args):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
@@ -305,7 +304,7 @@ def run_blocks(blocks, x, rope, caches=None):
 
 class RecurrentLM(nn.Module):
     """
-    The model that the top of this file describes. folder: the checkpoint that its weights came
+    The model described at the top of this file. folder: the checkpoint that its weights came
     from, or None.
     """
 
@@ -341,14 +340,14 @@ class RecurrentLM(nn.Module):
         idx (B, T) int64: token ids.
         targets (B, T) int64: the next tokens, -100 where there is no loss.
         steps: the number of recurrences r, config.mean_recurrence by default. Only the last
-            config.backprop_depth of them carry gradient. Or (n, k), for n recurrences without
-            gradient and then k with it; the output depends on n + k only. An ordinary model
+            config.backprop_depth of them carry gradient. Or (n, k): n recurrences without
+            gradient, then k with gradient; the output depends only on n + k. An ordinary model
             ignores steps.
         state (B, T, C): s_0; random by default.
-        recompute: save memory at the cost of time, see recur().
+        recompute: save memory at the cost of time; see recur().
 
-        Returns (logits (B, T, V) float32, None), or with targets (None, the cross-entropy of each
-        (B, T) float32, 0 where the target is -100).
+        Returns (logits (B, T, V) float32, None), or, given targets, (None, cross-entropy losses
+        (B, T) float32), which are 0 where the target is -100.
         """
         n, k = self.split_steps(steps)
         rope = self.rope(idx.shape[1])
@@ -360,15 +359,15 @@ class RecurrentLM(nn.Module):
             return self.finish(s), None
         return None, self.score(s, targets)
 
-    # The parts. Decoding (sample.py) has its own rope, and a cache for each block.
+    # The parts of forward(). Decoding (sample.py) calls them with its own rope and caches.
 
     def begin(self, idx, state, rope, caches=None):
         """
         Run the prelude on token ids (B, T). Returns its output e and s_0, both (B, T, C). s_0 is
-        `state`, or random if that is None. An ordinary model has no state: it returns e twice.
+        `state`, or random if that is None. An ordinary model has no state, so it returns e twice.
         """
         # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed
-        # order, so a resumed run would end with different bits.
+        # order, so a resumed run would not be bit-identical.
         x = self.embed(idx).float()
         x = x * self.config.embed_scale
         e = run_blocks(self.prelude, x, rope, caches)
@@ -399,8 +398,8 @@ class RecurrentLM(nn.Module):
         """
         Apply `count` recurrences to state s (B, T, C). An ordinary model returns s unchanged.
 
-        caches: for each recurrence the caches of the core's blocks, or None. recompute: keep no
-        activations of a recurrence for the backward pass, which computes them again.
+        caches: for each recurrence, a list of the core blocks' caches; or None. recompute: store no
+        activations of a recurrence; the backward pass recomputes them.
         """
         if not self.core:
             return s
@@ -413,7 +412,7 @@ class RecurrentLM(nn.Module):
     def run_coda(self, x, rope, caches=None):
         """Last state (B, T, C) -> the head's input (B, T, C)."""
         if self.config.norm == "sandwich":
-            x = self.norm_f(x)  # Huginn has its final norm before the coda, too
+            x = self.norm_f(x)  # Huginn applies its final norm before the coda, too
         x = run_blocks(self.coda, x, rope, caches)
         return self.norm_f(x)
 
@@ -432,7 +431,7 @@ class RecurrentLM(nn.Module):
         (B, T, C). It is 0 where the target is -100.
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in
-        chunks, and the backward pass computes them again.
+        chunks, and the backward pass recomputes them.
         """
         rope = self.rope(s.shape[1])
         x = self.run_coda(s, rope).flatten(0, 1)
@@ -454,8 +453,8 @@ class RecurrentLM(nn.Module):
     @torch.no_grad()
     def trajectory(self, idx, steps, state=None):
         """
-        Run once, up to the largest r of `steps`, such as [1, 2, 4, 8], and yield (r, state
-        (B, T, C)) for each of them in rising order. finish(state) gives forward()'s logits at that
+        Run once, up to the largest r in `steps`, such as [1, 2, 4, 8], and yield (r, state
+        (B, T, C)) for each r in increasing order. finish(state) gives forward()'s logits at that
         r, and score(state, targets) its losses.
         """
         rope = self.rope(idx.shape[1])
@@ -478,12 +477,12 @@ class RecurrentLM(nn.Module):
 
     def initial_state(self, B, T, seed=None, row=0):
         """
-        s_0 (B, T, C) float32: normal numbers of standard deviation state_std, truncated at 3 of
-        them (which leaves 98.7% of it).
+        Draw s_0 (B, T, C) float32: normal numbers with standard deviation state_std, truncated at 3
+        standard deviations (which reduces the standard deviation to 98.7% of state_std).
 
-        With a seed, each number is a function of (seed, index of the row, position, channel), and
-        the rows have the indices row, row + 1, ...; decoding uses index 0 for every text. Without a
-        seed, one is drawn.
+        With a seed, each number depends only on (seed, index of the row, position, channel). The
+        rows have the indices row, row + 1, ...; decoding uses index 0 for every text. Without a
+        seed, a random one is drawn.
         """
         c = self.config
         device = self.embed.weight.device
@@ -520,15 +519,14 @@ class RecurrentLM(nn.Module):
         """
         Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
         of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
-        head. how: arguments of torch.compile. Raises UserError if
-        this machine cannot compile.
+        head. how: arguments of torch.compile. Raises UserError if this machine cannot compile.
         """
         try:  # something small first, to see whether compiling works at all
             torch.compile(torch.sin)(self.norm_f.weight.data)
         except RuntimeError as e:
             raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
-        # Decoding needs more graphs than the default limit: for one row, a few rows and many, and
-        # for each view of the cache.
+        # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
+        # many, and for each view of the cache.
         torch._dynamo.config.recompile_limit = 32
         layer = torch.compile(Block.forward, **how)
         for block in [*self.prelude, *self.coda]:
@@ -542,8 +540,8 @@ class RecurrentLM(nn.Module):
     def num_params(self, trained=False, matrices=False):
         """
         Count the parameters of each part, such as {"embed": ..., "core": ...}. Tied embeddings have
-        no "head". trained: count only parameters that require gradient. matrices: count neither
-        norms nor biases. Returns a Counter.
+        no "head". trained: count only parameters that require gradient. matrices: skip norms
+        and biases. Returns a Counter.
         """
         counted = Counter()
         for name, p in self.named_parameters():
@@ -563,8 +561,8 @@ class RecurrentLM(nn.Module):
         recompute=False,
     ):
         """
-        Count the FLOPs per token of a forward pass over rows of T tokens, in matrix products and
-        attention; with training=True also those of the backward pass.
+        Count the FLOPs per token of the matrix products and attention in a forward pass over rows
+        of T tokens; with training=True, also those of the backward pass.
 
         steps, recompute: as for forward(). What --activation_budget recomputes is not counted.
         """
@@ -575,12 +573,12 @@ class RecurrentLM(nn.Module):
         for size in (matrices, trained):
             size["core"] += size["adapter"]
         # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel; a
-        # causal kernel skips half of them. The backward pass takes five, because it recomputes the
-        # scores.
+        # causal kernel skips half of them. The backward pass takes five products, because it
+        # recomputes the scores.
         attention = 2 * T * c.n_head * c.head_dim
 
         flops = 0
-        reached = trained["embed"] > 0  # the gradient flows back to the first part that is trained
+        reached = trained["embed"] > 0  # gradient flows back as far as the first trained part
         for part, layers, uses, uses_with_gradient in (
             ("prelude", c.n_prelude, 1, 1),
             ("core", c.n_core, n + k, k),
@@ -598,14 +596,14 @@ class RecurrentLM(nn.Module):
 
         head = self.head.weight
         flops += 2 * head.numel()
-        if training:  # the backward pass computes the logits again
+        if training:  # the backward pass recomputes the logits
             times = 1 + reached + head.requires_grad
             flops += times * 2 * head.numel()
         return flops
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Takase/Huginn initialization, for baselines from scratch (the paper's Figure 2)."""
+        """Takase/Huginn initialization, to train baselines from scratch (the paper's Figure 2)."""
         c = self.config
         depth = c.n_prelude + c.n_core * c.mean_recurrence + c.n_coda  # effective depth
         device = self.embed.weight.device
@@ -623,7 +621,7 @@ class RecurrentLM(nn.Module):
 
     @classmethod
     def empty(cls, config):
-        """The model without storage (meta device), to be counted or filled."""
+        """Return a model without storage (on the meta device), to count or fill its parameters."""
         with torch.device("meta"):
             return cls(config)
 
@@ -635,8 +633,8 @@ class RecurrentLM(nn.Module):
         """
         folder = find_checkpoint(folder)
         model, _ = cls.open_mapped(folder, load_config(folder))
-        # A run with --train saves trained parameters in float32, and the others as they were in the
-        # checkpoint that it started from, perhaps in bfloat16.
+        # A run with --train saves trained parameters in float32, and the others in the dtype of the
+        # checkpoint that it started from, perhaps bfloat16.
         dtypes = {p.dtype for p in model.parameters()}
         stored = functools.reduce(torch.promote_types, dtypes)
         return model.to(device, dtype or stored)
@@ -644,9 +642,8 @@ class RecurrentLM(nn.Module):
     @classmethod
     def open_mapped(cls, folder, config):
         """
-        Memory-map a checkpoint folder, so that its tensors are read from the disk when they are
-        used. Returns the model, on the CPU and in the stored dtypes, and its tensors as {name:
-        tensor}.
+        Memory-map a checkpoint folder, so that each tensor is read from disk only when it is used.
+        Returns the model, on the CPU and in the stored dtypes, and its tensors as {name: tensor}.
         """
         model = cls.empty(config)
         tensors = load_file(Path(folder, "model.safetensors"))
@@ -672,7 +669,7 @@ class RecurrentLM(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         weights = weights or self.state_dict()
         tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
-        new = folder / "model.safetensors.tmp"  # the old file may be mapped
+        new = folder / "model.safetensors.tmp"  # the old file may be memory-mapped
         save_file(tensors, new, {"format": "pt"})
         new.rename(folder / "model.safetensors")
         config = {"model_type": "loopgraft"} | asdict(self.config)

@@ -1,20 +1,20 @@
 """
 Muon for the matrices of the blocks and the adapter, AdamW for everything else, sharded over ranks.
 
-Muon replaces the momentum of a matrix by the nearest (semi-)orthogonal matrix, so that every
-direction of the update has the same size. Five Newton-Schulz steps approximate that matrix with
-matrix products alone.
+Muon replaces a matrix's momentum with the nearest (semi-)orthogonal matrix, so that the update has
+the same size in every direction. Five Newton-Schulz steps approximate that matrix, using only
+matrix products.
 
     opt = Optimizer(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4, clip=1.0)
     loss.backward()                       # each micro-batch; loss is the sum over its labels
     opt.accumulate()
-    total = opt.reduce().item()           # once an update, on every rank
+    total = opt.reduce().item()           # once per update, on every rank
     norm = opt.step(total, labels)        # labels: of all micro-batches of all ranks
 
 With several ranks, every rank holds all weights and gradients, but only the owner of a tensor holds
 its float32 master weights and its moments. Newton-Schulz needs whole matrices, so a matrix has one
 owner. AdamW treats each number separately, so embeddings and head are split by rows over all ranks.
-With N ranks, each owns about 1/N of all masters and moments. reduce() sends the sums of gradients
+With N ranks, each owns about 1/N of all masters and moments. reduce() sends the summed gradients
 to their owners; step() updates the masters there, rounds them to the model's dtype, and broadcasts
 them to all ranks.
 
@@ -31,22 +31,22 @@ import torch.distributed as dist
 MOMENTUM = 0.95  # Muon's
 BETA1 = 0.9      # AdamW's
 BETA2 = 0.95
-MOMENTS = {  # what each rule keeps beside the master weights
+MOMENTS = {  # what each rule keeps besides the master weights
     "muon": ["momentum"],
     "adamw": ["exp_avg", "exp_avg_sq"],
     "adamw*": ["exp_avg", "exp_avg_sq"],
 }
 
-# On a CPU without bfloat16 arithmetic, torch's bfloat16 products take three times as long as those
-# in float32 (runs/README.md). There, Newton-Schulz multiplies in float32 and rounds each result.
+# On a CPU without bfloat16 arithmetic, torch's matrix products take three times as long in bfloat16
+# as in float32 (runs/README.md), so Newton-Schulz multiplies in float32 and rounds each result.
 CPU_PRODUCTS = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def newton_schulz(G):
     """
     Push all singular values of G (rows, cols) toward 1, in bfloat16. The coefficients of the
-    quintic maximize its slope at zero. Singular values end roughly between 0.7 and 1.2, which is
-    enough. Returns (rows, cols).
+    quintic maximize its slope at zero. Singular values end up between about 0.7 and 1.2, which is
+    close enough. Returns (rows, cols).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     products = torch.bfloat16 if G.is_cuda else CPU_PRODUCTS
@@ -81,7 +81,7 @@ def muon_(w, g, m, lr, weight_decay):
 def adamw_(w, g, m, v, t, lr, weight_decay, eps):
     """
     Apply AdamW's update number t (the first is 1), in place, to a float32 tensor w with gradient g
-    and moments m and v, with torch's fused kernel.
+    and moments m and v, using torch's fused kernel.
     """
     step = torch.full((), float(t), device=w.device)
     torch._fused_adamw_(
@@ -120,10 +120,10 @@ def adamw_star_(w, g, m, v, t, lr, decay):
 
 def stacked_rows(model):
     """
-    {name: [rows of each matrix]} of those weights of an ordinary model in which q, k and v, or gate
-    and up, are stacked. The paper's static baselines are Hugging Face models, where these are
-    separate matrices, so Muon and AdamW* have to update each one separately. Its recurrent models
-    stack them as ours do.
+    Return {name: [rows of each matrix]} for the weights of an ordinary model in which q, k and v,
+    or gate and up, are stacked. In the paper's static baselines, which are Hugging Face models,
+    these are separate matrices, so Muon and AdamW* must update each one separately. The paper's
+    recurrent models stack them as ours do.
     """
     rows = {}
     for i, block in enumerate(model.prelude):
@@ -135,18 +135,18 @@ def stacked_rows(model):
 @dataclass
 class Piece:
     """
-    Rows of a parameter that one rank owns. Every rank has all Pieces, with `weight` and `grad`. The
-    owner alone has `master` and `moments`.
+    Rows of a parameter that one rank owns. Every rank has all Pieces, with `weight` and `grad`;
+    only the owner has `master` and `moments`. The examples are rank 2's quarter of the embeddings.
     """
-    owner: int                          # the rank, such as 2 of 4
-    name: str                           # of the parameter, "embed.weight" (32000, 2048)
+    owner: int                          # the rank, e.g. 2 (of 4)
+    name: str                           # of the parameter, e.g. "embed.weight" (32000, 2048)
     rule: str                           # "muon", "adamw" or "adamw*"
-    rows: slice                         # of the parameter, slice(16000, 24000)
-    splits: list[int]                   # rows of each matrix that is updated separately, [8000]
+    rows: slice                         # of the parameter, e.g. slice(16000, 24000)
+    splits: list[int]                   # rows of each matrix updated separately, e.g. [8000]
     weight: torch.Tensor                # those rows, in the model's dtype, (8000, 2048)
     grad: torch.Tensor | None = None    # the sum of their gradients, float32, (8000, 2048)
     master: torch.Tensor | None = None  # the exact weights, float32, (8000, 2048)
-    # float32, such as {"embed.weight.exp_avg": (8000, 2048), "embed.weight.exp_avg_sq": ...}
+    # float32, e.g. {"embed.weight.exp_avg": (8000, 2048), "embed.weight.exp_avg_sq": ...}
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def matrices(self):
@@ -167,11 +167,11 @@ class Optimizer:
     named: (name, parameter) pairs, each parameter once.
     rule: "muon" updates the matrices of blocks and adapter with Muon at lr, and everything else
         with AdamW at adam_lr; "adamw" and "adamw*" update everything at lr.
-    clip: the largest norm of a gradient.
-    weights: {name: exact weights} from which the masters start; by default the parameters.
+    clip: the largest norm of an update's mean gradient, over all parameters together.
+    weights: {name: exact weights} to start the masters from; by default, the parameters.
     stacked: {name: [rows of each matrix]} of weights that Muon and AdamW* update matrix by matrix,
         such as {"prelude.0.mlp.fc.weight": [5632, 5632]}.
-    rank, world: with world > 1, all ranks of torch.distributed have to make the same calls.
+    rank, world: with world > 1, all ranks of torch.distributed must make the same calls.
 
     A float32 parameter is its own master.
     """
@@ -190,7 +190,7 @@ class Optimizer:
         rank=0,
         world=1,
     ):
-        # The largest first, as make_pieces() deals them out.
+        # Largest first, so that make_pieces() can give all ranks similar loads.
         by_size = sorted(named, key=lambda item: -item[1].numel())
         self.params = dict(by_size)
         self.lr = lr
@@ -204,8 +204,8 @@ class Optimizer:
         self.pieces = self.make_pieces(rule, stacked or {})
         self.own = [piece for piece in self.pieces if piece.owner == rank]
 
-        # All sums of gradients lie in one tensor, sorted by owner, so that an update sends each
-        # rank its slice in one message.
+        # All summed gradients are in one tensor, sorted by owner, so that an update sends each rank
+        # its slice in one message.
         sizes = [piece.weight.numel() for piece in self.pieces]
         device = self.pieces[0].weight.device
         self.sums = torch.zeros(sum(sizes), device=device)
@@ -299,7 +299,7 @@ class Optimizer:
     @torch.no_grad()
     def reduce(self):
         """
-        Send each rank the sum, over all ranks, of the gradients that it owns. Call it once an
+        Send each rank the sum, over all ranks, of the gradients that it owns. Call it once per
         update. Returns the norm of the whole summed gradient, a float64 scalar that stays on the
         device, so that the caller decides when to wait for it.
         """
@@ -319,17 +319,17 @@ class Optimizer:
     @torch.no_grad()
     def step(self, total_norm, labels=1, lr_factor=1.0):
         """
-        Apply one update, then zero the sums of gradients. The update uses the mean gradient over
+        Apply one update, then zero the summed gradients. The update uses the mean gradient over
         `labels` labels, clipped, at lr_factor times the learning rates. total_norm: what reduce()
-        returned, as a number. Returns the norm of the mean gradient. If that is not finite, the
-        weights stay as they are.
+        returned, as a Python number. Returns the norm of the mean gradient. If that is not finite,
+        the update is skipped.
         """
         norm = total_norm / labels
         if not math.isfinite(norm):
             self.sums.zero_()
             return norm
         self.updates += 1
-        clipping = min(1.0, self.clip / (norm + 1e-6))  # as torch's clip_grad_norm_ does
+        clipping = min(1.0, self.clip / (norm + 1e-6))  # as in torch's clip_grad_norm_
         self.slices[self.rank].mul_(clipping / labels)
         lr = self.lr * lr_factor
         adam_lr = self.adam_lr * lr_factor
