@@ -11,7 +11,7 @@ Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4
 weights: except with --draft_steps, speed does not depend on their values. The last line of output
 is JSON.
 
-Tokens/s mean little across different r, so training also shows mfu: the FLOP/s that it executes in
+Tokens/s mean little across different r, so `train` also reports mfu: the FLOP/s that it executes in
 matrix products and attention, as a share of those of a large matrix product.
 """
 import bisect
@@ -34,7 +34,7 @@ from surgery import ASSETS, retrofit_config
 from train import (Settings, choose_trained, describe_run, draws_of, largest_depth, make_config,
                    make_optimizer, read_settings, spent_before, update_flops)
 
-# The FLOP/s in bfloat16 that we expect of a GPU: not measured, but 61, 61 and 43% of the peak.
+# The bfloat16 FLOP/s that we expect from each GPU: not measured, but 61, 61 and 43% of its peak.
 GPUS = {
     "RTX 4090 (24 GB)": 1.0e14,
     "A100 (80 GB)": 1.9e14,
@@ -158,8 +158,8 @@ def plan(args, settings):
 
 def drawn_steps(settings, model):
     """
-    Return how many updates of a run each (n, k) makes up: {(n, k): updates}. With several draws
-    per update, each of them counts as a fraction of it.
+    Return how many of a run's updates use each (n, k): {(n, k): updates}. With several draws per
+    update, each draw counts as a fraction of an update.
     """
     if not model.config.n_core:
         return {(0, 0): settings.updates}
@@ -180,8 +180,8 @@ def run_flops(settings, model):
 
 def paper_flops(model, steps):
     """
-    Return training FLOPs per token by the paper's rule: for each use of a parameter of a layer 6 if
-    it carries gradient, and 2 if it does not. Each of the n + k recurrences uses the core once.
+    Return training FLOPs per token by the paper's rule: each use of a layer parameter counts 6 if
+    it carries gradient, otherwise 2. Each of the n + k recurrences uses the core once.
     """
     n, k = steps
     size = model.num_params()
@@ -195,7 +195,7 @@ def paper_flops(model, steps):
 
 
 def affordable_updates(settings, model, budget):
-    """Return the number of updates, to the nearest, after which a run has spent `budget` FLOPs."""
+    """Return the number of updates that comes closest to spending `budget` FLOPs."""
     def cost(updates):
         return run_flops(replace(settings, updates=updates), model)
 
@@ -215,7 +215,7 @@ def memory(settings, model, gpus):
     gradients = optimizer.sums.nbytes  # float32 sums; the next line adds those of one micro-batch
     gradients += optimizer.sums.numel() * model.embed.weight.element_size()
     states = [*optimizer.moments.values()]
-    if settings.dtype != "float32":  # otherwise the weights are their own masters
+    if settings.dtype != "float32":  # float32 weights need no master copy
         states += optimizer.masters.values()
 
     # Bytes per layer and token that a compiled forward pass keeps for the backward pass, counted
@@ -307,8 +307,8 @@ def clock():
 
 def time_runs(run, repeat):
     """
-    Call run() once as a warm-up, then `repeat` times. Returns the seconds of the warm-up, and the
-    list of seconds of the others.
+    Call run() once as a warm-up, then `repeat` times. Returns how many seconds the warm-up took,
+    and a list of the seconds of the other calls.
     """
     seconds = []
     for _ in range(repeat + 1):
@@ -322,7 +322,7 @@ def time_runs(run, repeat):
 def speeds(tokens, first, seconds):
     """
     Return the columns of a row as a dict: tokens per second (median, lowest, highest) and the
-    seconds of the warm-up. tokens: of one run. first, seconds: see time_runs().
+    seconds of the warm-up. tokens: how many per run. first, seconds: see time_runs().
     """
     return {
         "tokens_per_s": tokens / statistics.median(seconds),

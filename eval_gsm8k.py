@@ -5,18 +5,18 @@ Ask a model the questions of GSM8K, or your own, at several numbers of recurrenc
     python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
         --template plain --max_new_tokens 1
 
-Unusual: every question is answered once per r. All else follows the paper, which used the task
+Every question is answered once per r. All else follows the paper, which used the task
 gsm8k_cot_zeroshot of lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, float32, at most
 256 new tokens. "flexible" scores the last number of the output, "strict" the one after "The answer
-is". For other tasks, run the harness itself on an export (README.md has the command).
+is". For other tasks, run the harness itself on an export (runs/README.md has the commands).
 
 Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. Each line of
 --data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the
 number of sentences, accuracy is broken down by it.
 
-With --template plain, the prompt is the question alone, and there is one score, "accuracy". Where a
-reference is a number, alone or after "####" or an equals sign, the last number of the output has to
-equal it. Elsewhere the whole output has to be the reference's text.
+With --template plain, the prompt is the question alone, and there is one score, "accuracy". If the
+reference is a number, alone or after "####" or an equals sign, the last number of the output must
+equal it. Otherwise the whole output must match the reference's text.
 
 An ordinary model has no r and gets one row. Answers depend a little on --seed, since s_0 is noise.
 
@@ -147,8 +147,8 @@ def flexible_extract(text):
 
 def strict_extract(text):
     """
-    Return the number in the first "The answer is NUMBER", by the harness's pattern. It wants one
-    more character after the number, so at the end of a line the number loses its last digit.
+    Return the number in the first "The answer is NUMBER", by the harness's pattern, which requires
+    one more character after the number, so a number at the end of a line loses its last digit.
     """
     found = re.search(r"The answer is (-?[0-9.,]+).", text)
     return found[1] if found else INVALID
@@ -156,7 +156,7 @@ def strict_extract(text):
 
 def normalize(text):
     """
-    Drop commas, dollar signs, everything up to "#### " and a final full stop, as the harness's
+    Drop commas, dollar signs, everything up to "#### " and a final period, as the harness's
     exact_match does. It then compares text, so "18.00" is not "18".
     """
     for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"):
@@ -176,7 +176,7 @@ def reference_text(answer):
 
 def reference_number(answer):
     """
-    Return the number that a reference answer is, alone or after its only equals sign, or None. A
+    If a reference answer is a number, alone or after its only equals sign, return it, else None. A
     number at the end of other words does not count: it may be part of a date or of a room's name.
     """
     text = reference_text(answer).split("=", 1)[-1].strip()
@@ -190,8 +190,8 @@ def to_number(text):
 
 def same_answer(output, answer):
     """
-    Whether an output is right where the prompt asks for no particular form of answer. Compares
-    numbers if the reference is one, otherwise text, ignoring case and a final full stop.
+    Whether an output is right when the prompt asks for no particular answer format. Compares
+    numbers if the reference is one, otherwise text, ignoring case and a final period.
     """
     number = reference_number(answer)
     if number is None:
@@ -220,7 +220,7 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     text, or max_new_tokens.
 
     prompts: lists of ids, such as [[1, 660], [1, 29984, 29901]]. stops: strings, such as STOPS, or
-    (). seed: of the noise s_0.
+    (). seed: for the noise s_0.
 
     Returns the new texts, cut at the first stop string, such as [" It is 18.", ""].
     """
@@ -252,8 +252,8 @@ def cut(text, stops):
 
 def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
     """
-    Answer the batches of questions that are not complete in `answers`, {(r, index): line}, and add
-    their lines to it and to the file.
+    Answer each batch of questions that is not complete in `answers`, {(r, index): line}, and add
+    its lines to `answers` and to the file.
     """
     stops = STOPS if args.template == "cot" else ()
     # Sorted by length, so that batches need little padding. The longest come first, so that
@@ -262,8 +262,8 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
     for r in steps:
         for first in range(0, len(order), args.batch_size):
             batch = order[first:first + args.batch_size]
-            # A batch that is only half answered is run again as a whole, because rounding depends
-            # on all of its rows.
+            # A partly answered batch is rerun as a whole, because rounding depends on all of its
+            # rows.
             if all((r, question["index"]) in answers for question in batch):
                 continue
             prompts = [question["ids"] for question in batch]
@@ -283,8 +283,8 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
 
 def answer_settings(args, model):
     """
-    Return all that decides an answer, as the first line of a file of answers holds it. Files are
-    named by their digests, since a file may move, and training may go on in the model's folder.
+    Return everything that determines the answers: the first line of their file. Files are
+    identified by digest, since they may move, and training may continue in the model's folder.
     """
     keys = "template", "max_new_tokens", "dtype", "seed"
     settings = {key: getattr(args, key) for key in keys}
@@ -296,8 +296,8 @@ def answer_settings(args, model):
 
 def read_answers(path, settings):
     """
-    Read a file of answers as {(r, index): line}; {} if there is no file. An unfinished last line,
-    of a process that was killed, is dropped. Raises UserError if the file has other settings.
+    Read a file of answers as {(r, index): line}; {} if there is no file. Drops an unfinished last
+    line, left by a killed process. Raises UserError if the file has different settings.
     """
     if not Path(path).exists():
         return {}
@@ -412,7 +412,7 @@ def main():
     answered = sorted({r for r, _ in answers})
     steps = [r for r in answered if all((r, x["index"]) in answers for x in questions)]
     results = summarize(questions, answers, steps, METRICS[args.template])
-    # What training cost is recorded, too, so that plotting a summary does not need the model.
+    # Record the training cost, too, so that plotting a summary does not need the model.
     train_json = Path(model.folder, "train.json")
     training = read_json(train_json) if train_json.exists() else {}
     write_json(args.out, {

@@ -182,7 +182,7 @@ def test_transformers_reads_the_export():
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrence_is_the_papers_code(name):
-    """Logits at each r, alone or in one pass, and gradients of the last k are the paper's."""
+    """Logits at each r, alone or in one pass, and gradients of the last k are the paper code's."""
     model = convert(ORACLE / name, "m")
     x = expected(name)
     ids = x["input_ids"]
@@ -208,7 +208,7 @@ def test_recurrence_is_the_papers_code(name):
 
 
 def test_gradients_of_a_bfloat16_model():
-    """At (24, 8), the gradients of a bfloat16 model differ from float32's by less than 1.8%."""
+    """At (n, k) = (24, 8), bfloat16 gradients differ from float32's by less than 1.8%."""
     torch.manual_seed(0)
     idx = torch.randint(17, (4, 65))
     grads = {}
@@ -226,7 +226,7 @@ def test_gradients_of_a_bfloat16_model():
 
 
 def test_roundings_of_a_bfloat16_model():
-    """In a bfloat16 model norms round as Llama's, and states, logits and losses are float32."""
+    """A bfloat16 model's norms round like Llama's; its states, logits and losses are float32."""
     model = small(n_embd=256, n_kv_head=4).bfloat16()
     weight = torch.nn.init.normal_(model.norm_f.weight)
     x = torch.randn(64, 256)
@@ -284,7 +284,7 @@ def test_initial_state():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_losses_in_chunks(compiled, monkeypatch):
-    """Losses and gradients are those of one cross-entropy, however few rows of logits fit."""
+    """Losses and gradients equal those of a single cross-entropy, however small the chunks."""
     model = small()
     idx = torch.randint(17, (3, 11))
     targets = torch.randint(17, (3, 11))
@@ -334,7 +334,7 @@ def test_random_weights_have_the_papers_sizes():
 
 # ---------------------------------------------------------------------------------------- surgery
 def test_all_layers_are_the_parent(llama):
-    """With a --shape of all layers, the logits at each r equal the parent's to the last bit."""
+    """If --shape keeps all layers, the logits at each r equal the parent's to the last bit."""
     parent = convert(llama, "parent", "--feed_forward")
     model = convert(llama, "m", "--shape", "2,2,2")
     ids = torch.randint(17, (2, 30))
@@ -346,7 +346,7 @@ def test_all_layers_are_the_parent(llama):
 
 @pytest.mark.parametrize("kind", surgery.DEFAULTS)
 def test_defaults_are_those_of_transformers(kind):
-    """Where config.json lacks a key, we assume the value of transformers' class for that kind."""
+    """If config.json lacks a key, we assume the default of transformers' class for that model."""
     tf = need("transformers")
     sizes = {"hidden_size": 64, "num_attention_heads": 32, "intermediate_size": 96}
     sizes |= {"num_hidden_layers": 2, "vocab_size": 50, "model_type": kind}
@@ -379,7 +379,7 @@ def test_defaults_are_those_of_transformers(kind):
     ],
 )
 def test_what_we_cannot_compute_is_refused(wrong):
-    """A config.json that asks for a layer that we do not have is refused."""
+    """A config.json that asks for something we do not support is refused."""
     config = read_json(ORACLE / "hf_llama/config.json")
     common.write_json("config.json", config | wrong)
     with pytest.raises(UserError, match="is not supported"):
@@ -401,7 +401,7 @@ def test_surgery_keeps_the_layers_in_a_row():
 
 
 def test_weights_are_never_rounded():
-    """surgery.py and load() take the smallest dtype that holds every weight, or that asked for."""
+    """surgery.py and load() use the dtype asked for, else the smallest that holds every weight."""
     shutil.copytree(ORACLE / "hf_llama", "hf")
     call("surgery", "hf", "coarse", "--shape", "1,2,1")
     assert {t.dtype for t in weights("coarse").values()} == {torch.bfloat16}
@@ -489,7 +489,7 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
-    """--verify compares OUT with the kept layers; if a weight is wrong, there is no OUT."""
+    """--verify compares OUT with the kept layers, and leaves no OUT if a weight is wrong."""
     flags = "--shape", "1,2,1", "--adapter", adapter, "--verify"
     assert "logits of 64 tokens are equal" in call("surgery", llama, "m", *flags)
     save_whole = RecurrentLM.save
@@ -542,7 +542,7 @@ def test_flags_of_the_loop(llama):
 
 
 def test_huginn_is_its_formulas():
-    """A Huginn-style model that was exported and read back has the logits of Huginn's formulas."""
+    """A Huginn-style model, exported and read back, gives the logits of Huginn's formulas."""
     model = small(
         norm="sandwich",
         n_kv_head=4,
@@ -581,7 +581,7 @@ olmo-2-1b-4-6-4     411,041,792 1,073,874,944  939,638,784 268,468,224 402,702,3
 
 @pytest.mark.parametrize("row", PRESETS.strip().splitlines())
 def test_tables_of_the_paper(row):
-    """Parameters of parents and presets are those of the paper's Tables 6 and 7."""
+    """Parameter counts of parents and presets match the paper's Tables 6 and 7."""
     preset, *numbers = row.replace(",", "").split()
     embeddings, body, *parts = map(int, numbers)
     parent, sizes = bench.presets()[preset]
@@ -594,7 +594,7 @@ def test_tables_of_the_paper(row):
 
 
 def test_layer_choice(llama, corpus):
-    """Block influence is 1 - mean cosine of input and output; layers with the most are kept."""
+    """Block influence is 1 - mean cosine of input and output; layers with the highest are kept."""
     model = surgery.open_source(llama).float()
     for i in (1, 3):
         model.prelude[i].attn.proj.weight.data.zero_()
@@ -670,7 +670,7 @@ def write_gguf(path, folder, quantized=False):
 @pytest.mark.parametrize("quantized, tolerance", [(False, 1e-5), (True, 0.1)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
-    """A .gguf file, in float32 or Q8_0, gives transformers' logits, and its tokenizer the ids."""
+    """From a .gguf file, in float32 or Q8_0, we get transformers' logits and token ids."""
     transformers = need("transformers")
     need("accelerate")
     parent = small(
@@ -786,7 +786,7 @@ def test_ids_of_transformers(kind):
 
 
 def test_texts_begin_as_in_transformers():
-    """A text begins with the control token with which it begins in transformers, or with none."""
+    """A text begins with the same control token, if any, as in transformers."""
     tf = need("transformers")
     tokenizers = need("tokenizers")
     write_bpe("bpe")
@@ -840,7 +840,7 @@ def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
 
 
 def test_configured_end_of_text(corpus):
-    """EOS is what the config names, or else the first usual name that exists."""
+    """EOS is the token that the config names, or else the first usual name that exists."""
     spec = read_json(corpus / "task" / "tokenizer.json")
     names = {"</s>": 1, "<|end_text|>": 31, "<|eot_id|>": 32}  # after a gap
     spec["model"]["vocab"] |= names
@@ -876,7 +876,7 @@ def prepare(corpus, source, out, *flags):
 
 
 def test_null_struct_is_not_dropped():
-    """A column of a struct that is null is None, so --drop keeps the record."""
+    """A field of a null struct is read as None, so --drop keeps the record."""
     record = {"meta": None}
     assert data.column_value(record, "meta.by") is None
     assert not data.is_dropped(record, "meta.by=llama")
@@ -884,7 +884,7 @@ def test_null_struct_is_not_dropped():
 
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_prepare_resumes_byte_identical(source, corpus):
-    """After kills and a move, prepare ends with the bytes of a run that was never killed."""
+    """After kills and a move, prepare writes the same bytes as an uninterrupted run."""
     documents(4000)
     if source == "a.parquet":
         table = need("pyarrow.json").read_json("a.jsonl")
@@ -965,7 +965,7 @@ def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
 
 
 def test_prepare_counts_bad_documents(corpus):
-    """Up to 1% of bad documents are counted and left out; more of them are an error."""
+    """Bad documents are counted and skipped; more than 1% of them are an error."""
     good = '{"text": "has 1"}\n'
     bad = [
         '{"text": ',  # no JSON
@@ -1028,7 +1028,7 @@ def test_large_ids(corpus):
 
 # ------------------------------------------------------------------------------------- the loader
 def test_loader_is_a_pure_function(corpus):
-    """Two ranks read what one with 2B reads; epochs and seeds have orders of their own."""
+    """Two ranks with B rows read what one reads with 2B; each epoch and seed has its own order."""
     dataset, again = (Dataset(f"{corpus}/task", "val", 39) for _ in range(2))
     whole, *_ = dataset.batch(seed=7, index=3, rank=0, world=1, B=8)
     halves = []
@@ -1089,7 +1089,7 @@ def test_mixture_follows_its_weights(corpus):
 
 # ---------------------------------------------------------------------------- the embedded corpus
 def test_corpus_follows_from_its_seed():
-    """The corpus has the same bytes each time it is made, and others with another seed."""
+    """Equal seeds make byte-identical corpora; different seeds make different ones."""
     for name, seed in (("out", 0), ("again", 0), ("other", 1)):
         tiny(name, rows=64, seed=seed)
     assert contents("out") == contents("again")
@@ -1146,7 +1146,7 @@ def read_stories(folder):
     "task, solve, words, longest", [("stories", solve_stories, 2, 5), ("s5", solve_s5, 1, 8)]
 )
 def test_corpus_tells_the_truth(task, solve, words, longest):
-    """All answers are true, and no story of training begins with a longer test question."""
+    """All answers are right, and no training story begins with a longer test question."""
     tiny("out", task, rows=4000)
     lines = Path("out/test.jsonl").read_text() + Path("out/test18.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
@@ -1290,7 +1290,7 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
 
 @pytest.mark.parametrize("preset", ["tinyllama-4-8-4", "llama-3.1-8b-8-12-8"])
 def test_ranks_keep_even_shares(preset):
-    """Ranks share the optimizer's memory and Muon's work evenly to 15%, in few pieces."""
+    """Ranks share the optimizer's memory and Muon's work evenly within 15%, in few pieces."""
     parent, sizes = bench.presets()[preset]
     model = RecurrentLM.empty(retrofit_config(parent, sizes))
     for world in (2, 4, 8):
@@ -1335,7 +1335,7 @@ def test_greedy_tokens_of_the_papers_code(name):
     ],
 )
 def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch):
-    """Every cached token is the one that a full forward pass over the text so far gives."""
+    """Decoding with a cache gives the tokens of a full forward pass over the text so far."""
     monkeypatch.setattr(sample, "PREFILL", chunk)
     model = decode_model(n_core, norm)
     prompts = torch.randint(64, (3, 7))
@@ -1367,7 +1367,7 @@ def test_batch_equals_alone(way):
     ],
 )
 def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
-    """Drafts do not change greedy text, whether they are right, wrong or both."""
+    """Drafts do not change greedy text, whether they are right or wrong."""
     torch.manual_seed(0)
     model = decode_model(2, norm)
     prompts = random_prompts(1, 34, 3)
@@ -1380,7 +1380,7 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
 
 
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
-    """Drafting stops after wrong drafts in unfinished rows; ended rows stay in their cache."""
+    """Drafting stops if unfinished rows reject drafts; ended rows never outgrow their cache."""
     model = decode_model()
     rounds = 0
     in_ended = 0
@@ -1436,7 +1436,7 @@ def test_drafts_keep_the_distribution(monkeypatch):
 
 @needs_compiler
 def test_every_way_of_decoding_compiles():
-    """Compiled, plain decoding and drafts give the tokens of the uncompiled model with biases."""
+    """Compiled decoding, plain or drafted, gives the uncompiled model's tokens, with biases too."""
     shape = {"vocab_size": 64, "n_core": 1, "context": 64, "state_std": 1.0, "qkv_bias": True}
     model = small(1, **shape)
     again = small(1, **shape)
@@ -1480,7 +1480,7 @@ def test_samples_follow_the_flags(corpus):
 
 
 def test_dtype_of_decoding(checkpoint):
-    """A model decodes in the dtype that is asked for, or of its training, or as stored."""
+    """A model decodes in the dtype asked for, else that of its training, else that stored."""
     shutil.copytree(checkpoint, "trained")
     common.write_json("trained/train.json", {"config": {"dtype": "bfloat16"}})
     for folder, asked, dtype in (
@@ -1545,7 +1545,7 @@ def test_schedules_are_the_papers():
 
 
 def test_flops_are_the_papers():
-    """`bench.py plan` counts FLOPs by the paper's rule: those of its result files to 1e-8."""
+    """`bench.py plan` counts FLOPs by the paper's rule, and matches its result files to 1e-8."""
     shapes = {}
     for preset, (parent, _) in bench.presets().items():
         name = re.sub(r"-\d+-\d+-\d+$", "", preset)
@@ -1585,7 +1585,7 @@ CAUSAL = {  # FLOPs of attention for FlopCounterMode: a causal kernel computes h
 
 
 def test_executed_flops_are_torchs():
-    """FLOPs per token, forward and backward, and those of Newton-Schulz are what torch counts."""
+    """FLOPs per token (forward and backward) and of Newton-Schulz match torch's count."""
     for shape, steps, flags in (
         ({}, (3, 2), []),
         ({"tie_embeddings": True, "adapter": "add"}, (3, 2), []),
@@ -1624,7 +1624,7 @@ def test_executed_flops_are_torchs():
 
 
 def test_flags_override_the_config():
-    """A TOML file gives settings of each type, and flags override it wherever they stand."""
+    """A TOML file gives settings of each type, and flags override it wherever they appear."""
     values = 'data = "a=b"', 'out_dir = "run"', "lr = 1", "compile = false", "updates = 7"
     Path("my.toml").write_text("\n".join([*values, "eval_recurrences = [8, 1]"]))
     s = train.read_settings(["--updates=9", "--config=my.toml", "--draws=2"])
@@ -1652,7 +1652,7 @@ def test_recipes_are_valid():
 
 
 def test_plan_of_a_retrofit(corpus):
-    """`bench.py plan` tells the cost of a run whose model and data need not be there."""
+    """`bench.py plan` estimates the cost of a run whose model and data do not exist yet."""
     config = f"--config={HERE}/config/fig7.toml"
     said = call("bench", "plan", config, "--preset=tinyllama-4-8-4")
     for words in (
@@ -1672,7 +1672,7 @@ def test_plan_of_a_retrofit(corpus):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plan_counts_all_that_a_rank_holds(dtype):
-    """plan's memory is that of weights, gradients, their sums, masters and moments."""
+    """Apart from activations, plan's memory is exactly that of the tensors that a rank holds."""
     s = train.read_settings(["--data=x", "--out_dir=run", f"--dtype={dtype}"])
     model = small().to(getattr(torch, dtype))
     optimizer = train.make_optimizer(s, model, 0, 1)
@@ -1799,7 +1799,7 @@ def test_recompute(base, unbroken):
 
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """A signal drops the unfinished update. After signals and a full disk, the end is the same."""
+    """A signal drops the unfinished update; after signals and a full disk, a run ends the same."""
     alone = [*base, "--out_dir=run"]
     to_inputs = train.to_inputs
     trained_rows = []
@@ -1935,7 +1935,7 @@ def test_train_some_parameters(base, unbroken):
 
 
 def test_a_run_deletes_only_its_own_checkpoints(base):
-    """A new checkpoint replaces the older one, but nothing that only has a similar name."""
+    """A new checkpoint replaces the old one, but nothing that merely has a similar name."""
     others = ["step_000002_keep", "step_best", "step_notes.txt"]
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
         common.write_json(f"run/{path}", {})
@@ -1976,7 +1976,7 @@ def test_updates_that_are_not_finite(base, monkeypatch):
 
 @pytest.mark.parametrize("n_core", [0, 1])
 def test_muon_updates_the_papers_matrices(n_core, base):
-    """Muon updates q, k, v, gate and up one by one in an ordinary model, and stacked in a loop."""
+    """Muon updates q, k, v, gate and up one by one in an ordinary model, but stacked in a loop."""
     flags = [*base, f"--n_core={n_core}", "--updates=1", "--warmup=0", "--cooldown=0", "--clip=0"]
     call("train", *flags, "--out_dir=run")
     s, dataset, model = start_of_run([*flags, "--out_dir=run"])
@@ -2061,7 +2061,7 @@ RECIPES = """
 
 
 def test_the_recipe_decides_the_result(unbroken, corpus):
-    """The end of a run changes when any setting of the Recipe does."""
+    """Changing any setting of the Recipe changes the final weights."""
 
     @functools.cache
     def end(*flags):
@@ -2080,7 +2080,7 @@ def test_the_recipe_decides_the_result(unbroken, corpus):
 
 
 def test_log_and_checkpoint_agree(base, corpus):
-    """train.json counts the FLOPs that were drawn; logged losses are those of the checkpoint."""
+    """train.json counts the FLOPs of the r that were drawn; logged losses are the checkpoint's."""
     run = [*base, "--draws=4", "--backprop_depth=0", "--keep=4", "--updates=6", "--eval_every=3"]
     call("train", *run, "--out_dir=run")
     s = train.read_settings([*run, "--out_dir=run"])
@@ -2111,7 +2111,7 @@ def test_log_and_checkpoint_agree(base, corpus):
 
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
-    """The warm-up runs at the largest k of the run; without memory, it names flags that save it."""
+    """The warm-up uses the run's largest k; if memory runs out, it names flags that save some."""
     call("train", *base, "--backprop_depth=0", "--out_dir=all")
     largest = max(logged("all", "k").values())
     assert largest > 3
@@ -2157,7 +2157,7 @@ def test_context_beyond_the_models_own(base, corpus):
 
 
 def test_ranks_start_alike(base, corpus):
-    """A rank with other settings than rank 0's says which, and exits; paths of data may differ."""
+    """A rank whose settings differ from rank 0's says which and exits; data paths may differ."""
     two = launch("train.py", *base, "--out_dir=new", world=2, last=["--lr=0.02"])
     _, last_code = exit_codes(two)
     assert "rank 1 has lr = 0.02, but rank 0 has 0.01" in Path("log").read_text()
@@ -2171,7 +2171,7 @@ def test_ranks_start_alike(base, corpus):
 
 
 def test_no_updates_only_validate(corpus, base, unbroken):
-    """--updates=0 logs a checkpoint's mean loss over the labels of all data sets, and no more."""
+    """--updates=0 only logs a checkpoint's mean loss over the labels of all data sets."""
     large = f"{corpus}/pretrain"
     shutil.copytree(large, "small")
     meta = read_json("small/meta.json")
@@ -2199,7 +2199,7 @@ def test_no_updates_only_validate(corpus, base, unbroken):
 
 # ------------------------------------------------------------------------------------- evaluation
 def test_gsm8k_is_asked_and_scored_as_in_the_paper():
-    """Prompts, stops, extraction and scores are those of the harness with the paper's task."""
+    """Prompts, stops, extraction and scores match the harness's for the paper's task."""
     asked = read_json(ORACLE / "gsm8k_prompt.json")
     assert make_prompt(asked["doc"]["question"]) == asked["1"]
     assert list(STOPS) == asked["until"]
@@ -2234,7 +2234,7 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     ],
 )
 def test_answers_to_plain_questions(output, reference, right):
-    """Numbers are compared with the last number of the output, other references as text."""
+    """A numeric reference is compared with the output's last number, any other as text."""
     assert same_answer(output, reference) == right
 
 
@@ -2297,7 +2297,7 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
 
 
 def test_a_stop_may_span_several_tokens(speaker, corpus):
-    """A stop ends an answer and is cut off, however many tokens it takes."""
+    """A stop string ends an answer and is cut off, however many tokens it takes."""
     for folder, text, stop, answer in (
         (corpus / "task", "has 1 so gets 2", "so gets", "has 1 "),
         (speaker, "A 漢字 B", "漢字", "A "),
@@ -2310,7 +2310,7 @@ def test_a_stop_may_span_several_tokens(speaker, corpus):
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
-    """--limit asks all over the file, long prompts lose their beginning, GSM8K is fetched once."""
+    """--limit covers the whole file, long prompts lose their start, GSM8K is downloaded once."""
     body = (corpus / "test.jsonl").read_bytes()
     requested = []
 
@@ -2396,7 +2396,7 @@ ASKED = [
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
-    """An answer is what Decoder generates as the flags say, up to a stop of the paper's prompt."""
+    """An answer is what Decoder generates with these flags, up to a stop of the paper's prompt."""
     compiled = []
     monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
     monkeypatch.setattr(eval_gsm8k, "STOPS", ("ANY", "mis"))
@@ -2429,7 +2429,7 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
 
 
 def test_the_harness_scores_an_export(looped):
-    """lm-evaluation-harness finds our likelihoods and answers in an export, at any r."""
+    """lm-evaluation-harness gets our likelihoods and answers from an export, at any r."""
     for package in ("lm_eval", "accelerate", "transformers", "google.protobuf"):
         need(package)
     from lm_eval.api.instance import Instance
@@ -2627,7 +2627,7 @@ def test_tiny_run_end_to_end():
 
 
 def test_no_compiler(base, monkeypatch):
-    """Without a working C++ compiler a run continues without torch.compile."""
+    """Without a working C++ compiler, a run continues without torch.compile."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/bin/false",))
     torch.compiler.reset()  # forgets what other tests compiled
@@ -2674,7 +2674,7 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
-    """Without --prompt each line is continued, /NAME VALUE sets a flag, mistakes change nothing."""
+    """Without --prompt, each line is a prompt, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
     lines += [b"/draft_steps 2", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
@@ -2735,7 +2735,7 @@ def test_trace_is_what_the_model_says(speaker, corpus):
 
 
 def test_tokens_as_text(speaker):
-    """--trace shows a token by decoding it, and in quotes what is no whole printable character."""
+    """--trace shows tokens as text, in quotes if they are not whole printable characters."""
     tokenizer = Tokenizer.load(speaker)
     ids = tokenizer.encode("the\u00efve\n", bos=True)  # with the two bytes of a character
     bos, *shown, end = [sample.token_text(tokenizer, i) for i in ids]
@@ -2746,7 +2746,7 @@ def test_tokens_as_text(speaker):
 
 
 def test_characters_stream_whole(speaker, monkeypatch):
-    """sample.py streams only whole characters, and nothing of the prompt, which begins with BOS."""
+    """sample.py streams only whole characters, and not the prompt, which begins with BOS."""
     text = "naïve 漢字 👍🏽 na e\u0301"
     shown = []
     asked = []
@@ -2788,7 +2788,7 @@ LLAMA3 = {
     ],
 )
 def test_transformers_runs_the_export(changes):
-    """In transformers an export has our logits, gradients and greedy tokens, with any cache."""
+    """In transformers, an export gives our logits, gradients and greedy tokens, with any cache."""
     tf = need("transformers")
     model = small(vocab_size=50, state_std=1.0, backprop_depth=2, rope_theta=500.0, **changes)
     for p in model.parameters():
@@ -2840,7 +2840,7 @@ def test_transformers_runs_the_export(changes):
 
 
 def test_forward_takes_what_others_give(checkpoint):
-    """An export takes the arguments of transformers' models and returns hidden states alike."""
+    """An export takes the arguments of transformers' models and returns our hidden states."""
     tf = need("transformers")
     ids = torch.arange(12)[None]
     call("surgery", checkpoint, "out", "--export", "hf")
@@ -2931,7 +2931,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
 
 
 def test_card_runs_as_pasted(checkpoint):
-    """The Python code of a model card runs as it stands, and the card tells the model's own r."""
+    """A model card's Python code runs as pasted, and the card states the model's own r."""
     need("transformers")
     call("surgery", checkpoint, "out", "--export", "hf", "--mean_recurrence", 5)
     card = Path("out/README.md").read_text()
@@ -2975,7 +2975,7 @@ def bfloat16_limit(cpu_error):
 
 @needs_gpu
 def test_gpu_updates_like_the_cpu():
-    """Logits and an update on a GPU are the CPU's, in bfloat16 as nearly as the CPU's own."""
+    """Logits and an update on a GPU match the CPU's, in bfloat16 about as well as the CPU's own."""
 
     def update(device, dtype):
         """The logits before an update, at r = 1, 4 and 32, and the change of all weights by it."""
@@ -3020,7 +3020,7 @@ def test_gpu_updates_like_the_cpu():
 @needs_gpu
 @pytest.mark.parametrize("way", ["eager", "compiled", "compiled, recomputing"])
 def test_gpu_makes_a_compiled_update(way):
-    """Compiled, bfloat16 loss and gradients are as near to float32's as the CPU's own."""
+    """Compiled or not, a GPU's bfloat16 loss and gradients are about as exact as a CPU's."""
 
     def gradient(device, dtype, compiled=False, recompute=False):
         model, idx, targets, state = gpu_model(device, dtype, width=512, T=512)
@@ -3043,7 +3043,7 @@ def test_gpu_makes_a_compiled_update(way):
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gpu_attends_with_a_fused_kernel(dtype):
-    """Training and decoding choose none of the attention kernels that would be slow there."""
+    """On a GPU, training and decoding avoid the slow attention kernels."""
     model, *_ = gpu_model(DEVICE, dtype)
     assert not slow_attention(model)
 
@@ -3051,7 +3051,7 @@ def test_gpu_attends_with_a_fused_kernel(dtype):
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gpu_decodes_like_the_cpu(compiled):
-    """Plain and drafted, eager and recorded, decoding gives the CPU's tokens for a batch."""
+    """GPU decoding, plain or drafted, eager or recorded, gives the CPU's tokens for a batch."""
     prompts = [list(range(1, n)) for n in (5, 20, 40)]
 
     def texts(decoder, **options):
@@ -3068,7 +3068,7 @@ def test_gpu_decodes_like_the_cpu(compiled):
 
 @needs_gpu
 def test_gpu_run_resumes(base):
-    """A compiled run that was killed, or on two GPUs, ends with the loss of one that was not."""
+    """A compiled run that was killed, or uses two GPUs, ends with the loss of an unbroken run."""
     base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10"]
     call("train", *base, "--out_dir=unbroken")
     killed = launch("train.py", *base, "--out_dir=killed")
@@ -3121,7 +3121,7 @@ def simulation(request, tmp_path_factory):
 
 
 def test_right_device_and_no_hidden_waits(simulation):
-    """On a mock GPU, tensors share one device, and the host waits for it only as WAITS says."""
+    """On a mock GPU, tensors share one device, and the host waits only where WAITS says."""
     if not simulation:
         pytest.skip("needs a C++ compiler and torch for CPUs; with a GPU use LOOPGRAFT_GPU=1")
     process, folder = simulation
@@ -3131,7 +3131,7 @@ def test_right_device_and_no_hidden_waits(simulation):
 
 
 def test_a_recorded_step_gives_the_same_text(monkeypatch):
-    """A step is recorded once per number of rows, replayed as by CUDA, and gives the same text."""
+    """A step, recorded once per number of rows and replayed as CUDA would, gives the same text."""
     model = decode_model(context=600)
     decoder = Decoder(model)
     decoder.use_graph = True

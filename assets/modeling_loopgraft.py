@@ -27,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import can_return_tuple
 
-# create_causal_mask() wants the new tokens' columns in a cache before 5.6. From 5.24 on, it and
-# forward() get what was called past_key_values as `cache`.
+# Before transformers 5.6, create_causal_mask() needs the cache positions of the new tokens. From
+# 5.24 on, it and forward() take past_key_values under the name `cache`.
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
 NEEDS_COLUMNS = "cache_position" in MASK_ARGUMENTS
 CACHE = "cache" if "cache" in MASK_ARGUMENTS else "past_key_values"
@@ -78,7 +78,7 @@ class LoopgraftConfig(PretrainedConfig):
         return super().to_dict() | {"num_hidden_layers": self.num_hidden_layers}
 
 
-# RMSNorm, mix() and normal() are copies of those in loopgraft's model.py. They change together.
+# RMSNorm, mix() and normal() are copies of those in loopgraft's model.py. Keep them in sync.
 
 class RMSNorm(nn.RMSNorm):
     """Normalize in float32, cast to the weights' dtype, then scale: the order that Llama has."""
@@ -103,8 +103,8 @@ def mix(x):
 
 def normal(seed, row, position, C):
     """
-    Normal numbers (..., C), truncated at 3 standard deviations. A number depends on the seed, the
-    row, the position and the channel alone. row and position: int64, (...).
+    Normal numbers (..., C), truncated at 3 standard deviations. Each depends only on the seed, the
+    row, the position and the channel. row and position: int64, (...).
     """
     key = mix(mix(mix(seed) + row) + position)
     bits = mix(key[..., None] + torch.arange(C, device=key.device))
@@ -130,7 +130,7 @@ def rope_table(config, position_ids):
 
 class Slot(nn.Module):
     """
-    Attention without weights, for one slot of a cache. vLLM, which reads this source, wants such an
+    Attention without weights, for one slot of a cache. vLLM, which reads this source, needs such an
     object for each slot.
     """
 
@@ -164,8 +164,7 @@ class Attention(Slot):
             self.k_norm = RMSNorm(self.kv, config.norm_eps)
 
     def forward(self, x, rope, mask, past_key_values, number, slot, columns, **rest):
-        # vLLM replaces these three sizes by those of a tensor-parallel worker, so they are spelled
-        # out.
+        # Spelled out, because vLLM replaces these three sizes with a tensor-parallel worker's.
         q, k, v = self.Wqkv(x).split((self.q, self.kv, self.kv), dim=-1)
         if self.config.norm == "post":
             if q.shape[-1] < self.q:
@@ -269,7 +268,7 @@ class LoopgraftModel(LoopgraftBase):
         depends on config.noise_seed and the position only; in training it is random.
         """
         B, _, C = e.shape
-        position_ids = position_ids.long().expand(B, -1)  # mix() would overflow 32 bits
+        position_ids = position_ids.long().expand(B, -1)  # mix() would overflow int32
         seed = self.config.noise_seed
         row = torch.zeros_like(position_ids)
         if self.training:
@@ -389,7 +388,7 @@ class LoopgraftForCausalLM(LoopgraftBase, GenerationMixin):
 
     def generate(self, *args, num_steps=None, **kwargs):
         """
-        As GenerationMixin.generate(), at r = num_steps. transformers sizes caches by the config, so
+        GenerationMixin.generate() at r = num_steps. transformers sizes caches by the config, so
         config.mean_recurrence is changed during the call. An assistant model runs at its own
         config.mean_recurrence.
         """

@@ -92,8 +92,8 @@ def losses(label, folder, axis):
 def scores(label, path, axis):
     """
     Yield points as losses() does, for each row of a result file; each task and metric has a panel.
-    Over anything but r and parameters, each r is a curve. An ordinary model is a horizontal line
-    over r, and a model that train.py never trained is one over update or flops.
+    Over anything but r and parameters, each r has its own curve. An ordinary model is a horizontal
+    line over r, and a model that train.py never trained is one over update or flops.
     """
     content = read_json(path)
     for name, result in content.get("models", {label: content}).items():
@@ -129,7 +129,7 @@ def print_table(panel):
     curves = panel["curves"]
     xs = sorted({x for points in curves.values() for x, *_ in points if x is not None})
     every = math.ceil(len(xs) / COLUMNS)
-    xs = xs[::-every][::-1] if xs else [None]  # the last one always
+    xs = xs[::-every][::-1] if xs else [None]  # always keeps the last
     rows = [["", *("" if x is None else f"{x:g}" for x in xs)]]
     for label, points in curves.items():
         texts = {x: as_text(panel["y"], score, error) for x, score, error in points}
@@ -185,8 +185,8 @@ def draw(panels, out):
 
 
 def draw_panel(axes, panel):
-    """Draw a panel, see draw(), on an Axes of matplotlib."""
-    colors = {}  # {run: color}; the validation loss of a run has the same one
+    """Draw a panel (see draw()) on a matplotlib Axes."""
+    colors = {}  # {run: color}; a run's validation loss has the same color
     for i, (label, points) in enumerate(panel["curves"].items()):
         run, validation, _ = label.partition(", validation")
         style = {
@@ -203,7 +203,7 @@ def draw_panel(axes, panel):
             xs,
             ys,
             [error or 0 for error in errors],
-            # Hollow markers of different shapes keep curves apart that lie on each other.
+            # Hollow markers of different shapes tell overlapping curves apart.
             marker="os^Dv*PX"[i % 8],
             markerfacecolor="none",
             markevery=math.ceil(len(points) / MARKERS),

@@ -6,8 +6,8 @@
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
 # It takes 4 to 9 minutes on 2 idle cores. --quick runs every stage in about a minute, which is too
-# short to learn anything. Everything goes to out/tiny, with --quick to out/tiny-quick, with
-# --seed 5 to out/tiny-seed5. The same command resumes a run that was stopped; `rm -rf out/tiny`
+# short to learn anything. Output goes to out/tiny, to out/tiny-quick with --quick, or to
+# out/tiny-seed5 with --seed 5. The same command resumes a run that was stopped; `rm -rf out/tiny`
 # starts over. On a busy machine two threads keep waiting for each other, so a single thread is many
 # times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh
 set -euo pipefail
@@ -54,11 +54,11 @@ score() {  # score NAME: evaluate the model in $out/NAME at r = 1 to 32
 }
 
 if [[ ! $quick ]]; then
-    echo "This takes 4 to 9 minutes on 2 idle cores. If others use them, stop it (Ctrl-C) and run"
+    echo "This takes 4 to 9 minutes on 2 idle cores. If they are busy, stop it (Ctrl-C) and run"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('matplotlib'))" ||
-    echo "For a plot at the end: pip install matplotlib. Without it only the numbers are printed."
+    echo "For a plot at the end: pip install matplotlib. Without it, you get only the numbers."
 
 stage "1. Make the corpus" "10 s" \
 "Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. Each 'so' asks
@@ -100,14 +100,13 @@ stage "6. Evaluate all three" "40 s" \
 "Questions of up to 12 sentences, and of 18. No training question has more than 5."
 for model in task parent_tokens parent_flops; do score $model; done
 
-outcome="Right answers in %, over the number of sentences. No training question has more than 5.
-Compare how far beyond that the looped model gets at each r, and how far its parent gets, whose
-depth is fixed. Pretraining also read worked stories of up to 11 sentences, but with every answer
-written out."
+outcome="Accuracy in % by number of sentences. No training question has more than 5. Compare how far
+beyond that the looped model gets at each r with how far its parent gets, whose depth is fixed.
+Pretraining included worked stories of up to 11 sentences, but with every answer written out."
 if [[ $quick ]]; then
     outcome="Every stage works. The numbers below mean nothing: --quick is too short to learn."
 fi
-stage "What came out" "5 s" "$outcome"
+stage "Results" "5 s" "$outcome"
 python runs/plot.py $out/eval_{task,parent_tokens,parent_flops}_{test,test18}.json \
     --x difficulty --out $out/lengths.png --labels \
     "looped,looped,parent (equal tokens),parent (equal tokens),parent (equal FLOPs),parent (equal FLOPs)"

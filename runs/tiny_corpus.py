@@ -22,10 +22,10 @@ in each row, and two files of questions:
     test.jsonl      100 questions of each length from 1 to 12 sentences
     test18.jsonl    300 questions of 18 sentences
 
-So no training story without its answers is longer than 5 sentences (s5: 8 letters). Worked stories
-may be longer, up to 11 sentences, but none of them starts with a test question of more than 5
-sentences (s5: 8 letters). Shorter test questions may also occur in training. Another --seed makes
-another corpus, with other test questions.
+So a training story is no longer than 5 sentences (s5: 8 letters), unless its answers are written
+out. Worked stories have up to 11 sentences, but none of them starts with a test question of more
+than 5 sentences (s5: 8 letters). Shorter test questions may also occur in training. A different
+--seed makes a different corpus, with different test questions.
 """
 import itertools
 import json
@@ -43,8 +43,8 @@ from common import (Parser, check_settings, cli, natural, opening, positive, rea
 from data import write_shard
 from model import IGNORE
 
-SENTENCES = 12  # of a worked row, and the longest questions of test.jsonl
-VAL_ROWS = 1024  # of each data set
+SENTENCES = 12  # in a worked row, and in the longest questions of test.jsonl
+VAL_ROWS = 1024  # in each data set
 
 
 class Task(NamedTuple):
@@ -152,8 +152,8 @@ def task_row(step, rng, lengths):
 
 def validation_row(step, rng, lengths):
     """
-    A story whose last three answers are targets, and two without targets, which make the row as
-    long as a task_row().
+    A story whose last three answers are targets, and two without targets, which pad the row to the
+    length of a task_row().
     """
     longest, middle, shortest = lengths
     stories = [make_story(step, rng, n) for n in (longest + 3, middle - 1, shortest - 2)]
@@ -229,7 +229,7 @@ def write_questions(path, stories, seed):
 
 
 def tiny(out, task="stories", seed=0, rows=50_000):
-    """Write the corpus of a task, which depends only on the seed. rows: of each training set."""
+    """Write the corpus of a task, which depends only on the seed. rows: per training set."""
     arguments = {"task": task, "seed": seed, "rows": rows}
     if os.path.exists(out):
         earlier = read_json(f"{out}/task/meta.json")["arguments"]

@@ -9,7 +9,7 @@ The answers are targets only and not part of the text. A training row holds thre
 and 5 events in random order. In a validation row only the last 3 answers of a story of 8 events
 count. OUT is a data set for train.py. In it, test.jsonl has 100 questions of each length from 1 to
 12 events for eval_gsm8k.py, and stories.jsonl 400 other stories of 12 events for score.py, which
-looks at every event of each.
+scores the answer to every event.
 """
 import json
 import sys
@@ -22,7 +22,7 @@ from common import Parser, cli, opening, write_atomically, write_json
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE
 
-ROW = 54  # tokens: three stories have 12 events of 4 tokens, and a name and an EOS each
+ROW = 54  # tokens: three stories have 12 events of 4 tokens, plus a name and an EOS each
 NAMES = "Tom Anna Ben Mary Sam Lucy Jack Emma".split()
 CHANGES = [-4, -3, -2, -1, 1, 2, 3, 4]
 
@@ -54,7 +54,7 @@ def encode_story(tokenizer, events, answers):
 def make_row(rng, tokenizer, lengths, first=1):
     """
     Return ids and targets (2, ROW) of stories of these lengths, padded with EOS. Answers to events
-    before number `first` are no targets.
+    before number `first` are not targets.
     """
     row = []
     row_targets = []

