@@ -1737,7 +1737,7 @@ train.cli(train.main)
 
 
 def test_killed_ranks_end_alike(base, unbroken):
-    """Runs whose ranks died, were killed or restarted by torchrun end bit-identical."""
+    """Runs whose ranks were killed end bit-identical on as many ranks, and close on others."""
     base = [*base, "--dtype=bfloat16", "--draws=2", f"--init_from={unbroken}", "--reinit"]
     Path("dies.py").write_text(DIES % None)
     two = launch(os.path.abspath("dies.py"), *base, "--out_dir=two", world=2)

@@ -68,8 +68,8 @@ def setting(default, meaning):
 @dataclass
 class Recipe:
     """
-    The settings that determine the result. The defaults are the paper's (appendix D); the files in
-    config/ override some of them.
+    The settings that determine the result. All defaults except the shape are the paper's (appendix
+    D); the files in config/ override some of them.
     """
     init_from: str = setting("", "a checkpoint or run to start from; empty: random weights")
     reinit: bool = setting(False, "random weights in the shape of --init_from")
@@ -702,7 +702,7 @@ def main():
     device = start_processes()
     code = train(settings, device)
     if WORLD > 1:
-        # torchrun kills the other ranks when one exits, and rank 0 may still be saving.
+        # torchrun kills the other ranks when one fails, and rank 0 may still be saving.
         dist.barrier()
         dist.destroy_process_group()
     return code
