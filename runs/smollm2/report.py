@@ -15,6 +15,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 from common import Parser, cli, opening, read_json, write_json
 from model import find_checkpoint
+from runs.study.run import paired_t_test
 
 LENGTHS = {"3 to 5": range(3, 6), "6 to 8": range(6, 9), "9 to 12": range(9, 13)}
 DEPTHS = 1, 2, 4, 8
@@ -84,16 +85,18 @@ def print_counts(found):
 
 def print_gains(found):
     """
-    Print how many points the loop gains at r = 8 over its r = 1, and over the parent; and how far
-    its state moves.
+    Print how many points the loop gains at r = 8 over smaller r and over the parent, with p of a
+    paired t-test if there are five seeds; and how far its state moves.
     """
-    for title, arm, r in (("its r = 1", "loop", 1), ("the parent", "parent", 0)):
+    others = ("its r = 1", "loop", 1), ("its r = 4", "loop", 4), ("the parent", "parent", 0)
+    for title, arm, r in others:
         for name, lengths in LENGTHS.items():
             gains = []
             for seed in seeds_of(found, arm):
                 ours = right_answers(found[f"loop {seed}"], 8, lengths)
                 gains.append(ours - right_answers(found[f"{arm} {seed}"], r, lengths))
-            print(f"loop, r = 8, over {title}, {name} events: {mean_and_error(gains)}")
+            p = f", p = {paired_t_test(gains):.2g}" if len(gains) == 5 else ""
+            print(f"loop, r = 8, over {title}, {name} events: {mean_and_error(gains)}{p}")
     for r in (2, 3, 4, 8, 16, 64):
         moves = [100 * found[f"loop {seed}"]["moves"][r - 1] for seed in seeds_of(found)]
         print(f"the state moves in recurrence {r} by {mean_and_error(moves)}%")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiment of runs/smollm2/README.md, one run after another on one core: about 6 hours. The
+# The experiment of runs/smollm2/README.md, one run after another on one core: about 10 hours. The
 # same command resumes it.
 #
 #   bash runs/smollm2/run.sh GSM8K [QUESTIONS.jsonl ...]
@@ -37,22 +37,20 @@ declare -A flags=(
 as_many_flops() {  # as_many_flops RUN FLAGS: how many updates of the parent cost as much as RUN
     python bench.py plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
 }
-for seed in 0 1 2; do
-    train="python train.py --config=config/smollm2.toml --seed=$seed"
-    for task in counts short language; do
+declare -A seeds=([counts]="0 1 2 3 4" [short]="0 1 2" [language]="0 1 2")
+for task in counts short language; do
+    for seed in ${seeds[$task]}; do
+        train="python train.py --config=config/smollm2.toml --seed=$seed"
         loop=$out/$task-loop-$seed parent=$out/$task-parent-$seed
         $train ${flags[$task]} --out_dir=$loop
         ordinary="${flags[$task]} --init_from=$out/parent --out_dir=$parent"
         $train $ordinary --updates=$(as_many_flops $loop $ordinary)
     done
 done
-for arm in {loop,parent}-{0,1,2}; do
-    for task in counts short; do
-        python runs/smollm2/score.py --model $out/$task-$arm --data $out/counts/stories.jsonl \
-            --out $out/$task-$arm/score.json
-    done
-    python runs/smollm2/score.py --model $out/language-$arm --data $out/test.jsonl \
-        --out $out/language-$arm/score.json
+for run in $out/{counts,short,language}-{loop,parent}-?; do
+    data=$out/counts/stories.jsonl
+    if [[ $run == *language* ]]; then data=$out/test.jsonl; fi
+    python runs/smollm2/score.py --model $run --data $data --out $run/score.json
 done
 for file in "${questions[@]}"; do
     for arm in loop parent; do
