@@ -145,7 +145,7 @@ def draw(found):
         means = [statistics.fmean(right_answers(run, r, [n]) for run in runs) for n in lengths]
         left.plot(lengths, means, "k--" if arm == "parent" else "-", label=f"r = {r}" if r else arm)
     left.axvspan(3, 5, alpha=0.1, label="trained")
-    left.set(xlabel="events in the story", ylabel="right answers, %", ylim=(0, 103))
+    left.set(xlabel="events in the story", ylabel="accuracy, %", ylim=(0, 103))
     left.legend(fontsize=8)
     language = found["language"]
     for seed in seeds_of(language):
