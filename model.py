@@ -317,7 +317,9 @@ class RecurrentLM(nn.Module):
 
         self.config = config
         self.folder = None
-        self.embed = nn.Embedding(c.vocab_size, c.n_embd)
+        # Not nn.Embedding(): on the meta device, its random values would take 1.5 s of imports.
+        weight = torch.zeros(c.vocab_size, c.n_embd)
+        self.embed = nn.Embedding.from_pretrained(weight, freeze=False)
         self.prelude = blocks(c.n_prelude)
         if c.n_core and c.adapter == "linear":
             self.adapter = Linear(2 * c.n_embd, c.n_embd)

@@ -41,7 +41,7 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
     local config=$1 name=$2
     shift 2
     python train.py --config=config/tiny_"$config".toml --seed="${seed:-0}" --out_dir=$out/"$name" \
-        --dtype=$dtype ${quick:+--compile=false} "$@"
+        --dtype=$dtype ${quick:+--compile=false --eval_rows=64} "$@"
 }
 score() {  # score NAME: evaluate the model in $out/NAME at r = 1 to 32
     local test
@@ -49,7 +49,7 @@ score() {  # score NAME: evaluate the model in $out/NAME at r = 1 to 32
         python eval_gsm8k.py --model $out/"$1" --data $out/data/$test.jsonl \
             --out $out/eval_"$1"_$test.json --task "a running count, answered in one token" \
             --template plain --max_new_tokens 1 --batch_size 200 --steps 1,2,4,8,16,32 \
-            ${quick:+--limit 120}
+            ${quick:+--limit 24}
     done
 }
 
