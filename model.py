@@ -317,7 +317,7 @@ class RecurrentLM(nn.Module):
 
         self.config = config
         self.folder = None
-        # Not nn.Embedding(): on the meta device, its random values would take 1.5 s of imports.
+        # nn.Embedding() draws random values, which on the meta device imports much of torch.
         weight = torch.zeros(c.vocab_size, c.n_embd)
         self.embed = nn.Embedding.from_pretrained(weight, freeze=False)
         self.prelude = blocks(c.n_prelude)

@@ -692,8 +692,8 @@ def parse_args():
     for part in PARTS:
         flag(f"--{part}", type=layer_list, default=[], help="layers such as 0-3 or 0,2,5-7")
     flag("--feed_forward", action="store_true",
-         help="build an ordinary model, without a loop: all layers in a row, or only those that "
-              "the other flags choose")
+         help="build an ordinary model, without a loop, from all layers or from those that the "
+              "other flags select")
     flag("--untie", action="store_true",
          help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
     flag("--adapter", choices=ADAPTERS,

@@ -174,11 +174,12 @@ def draw(panels, out):
     rows = math.ceil(len(panels) / 2)
     columns = min(2, len(panels))
     picture = pyplot.figure(figsize=(7.2 * columns, 3.7 * rows), layout="constrained")
-    labels = [list(panel["curves"]) for panel in panels]
-    for i, panel in enumerate(panels):
-        axes = picture.add_subplot(rows, columns, i + 1)
+    for i, panel in enumerate(panels, 1):
+        axes = picture.add_subplot(rows, columns, i)
         draw_panel(axes, panel)
-        if labels[i + 1:i + 2] != labels[i:i + 1]:  # else the next panel has the same legend
+        is_last = i == len(panels)
+        # Panels with the same curves share the legend of the last one.
+        if is_last or list(panel["curves"]) != list(panels[i]["curves"]):
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     picture.savefig(out)
     print(f"\nwrote {out}")
