@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -34,26 +35,40 @@ def cli(main):
     """
     Run a script's main(). A UserError, an OSError, a corrupt weights file or a missing optional
     package ends it with one line on stderr; any other exception is a bug and keeps its traceback.
+    A reader that leaves, such as `| head`, ends it quietly.
     """
+    if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
+        sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
     # A data set keeps all of its shards open, perhaps more than the usual limit of 1,024 files.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
-        sys.exit(main())
+        end = main()
     except KeyboardInterrupt:
-        sys.exit(130)
+        end = 128 + signal.SIGINT
+    except BrokenPipeError:
+        end = 128 + signal.SIGPIPE
     except (UserError, OSError) as e:
-        sys.exit(f"error: {e}")
+        end = f"error: {e}"
     except SafetensorError as e:
-        sys.exit(f"error: a .safetensors file is truncated or damaged ({e})")
+        end = f"error: a .safetensors file is truncated or damaged ({e})"
     except ModuleNotFoundError as e:
-        sys.exit(f"error: this needs `pip install {e.name}`")
+        end = f"error: this needs `pip install {e.name}`"
+    say("", end="")  # flushes what print() has not written yet
+    sys.exit(end)
 
 
-def say(text):
-    """Print a line, on rank 0 only."""
+def say(text, file=None, end="\n"):
+    """
+    Print a line, on rank 0 only, to stdout or another stream. Never raises: if a pipe or a terminal
+    was closed, this line and later ones are lost.
+    """
+    file = file or sys.stdout
     if RANK == 0:
-        print(text, flush=True)
+        try:
+            print(text, file=file, end=end, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 # ------------------------------------------------------------------------------- command lines

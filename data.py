@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, opening,
-                    positive, read_json, write_atomically, write_json)
+                    positive, read_json, say, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
 
@@ -399,7 +399,7 @@ def write_shards(args, meta, documents):
             name = f"{split}_{number:06d}.npy"
             entry = write_shard(args.out, name, tokens.copy())
             meta["shards"][split].append(entry)
-            print(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
+            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
     write_json(f"{args.out}/progress.json", meta)
 
 

@@ -36,7 +36,7 @@ import requests
 import torch
 
 from common import (Parser, UserError, check_settings, cli, digest, opening, positive, random_seed,
-                    read_json, recurrences, write_atomically, write_json)
+                    read_json, recurrences, say, write_atomically, write_json)
 from data import as_text
 from model import COMPILING
 from sample import DEPTHS, Decoder, describe, load_model, tell
@@ -317,12 +317,16 @@ def accuracy(questions, answers, r, metric):
 
 
 def summarize(questions, answers, steps, metrics):
-    """Return and print a result for each r and metric, with the accuracy at each difficulty."""
+    """
+    Return a result for each r and metric, with the accuracy at each difficulty, and the lines of a
+    table of them.
+    """
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
     more = ", and on the right for each difficulty" if levels else ""
-    print(f"\nhow many of n answers are right, with the standard error{more}")
-    print(f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  ", *(f"{x:>4}" for x in levels))
+    table = [f"\nhow many of n answers are right, with the standard error{more}"]
+    table.append(" ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  ",
+                           *(f"{x:>4}" for x in levels)]))
     results = []
     for r in steps:
         for metric in metrics:
@@ -340,8 +344,9 @@ def summarize(questions, answers, steps, metrics):
                 "n": n,
             })
             shares = [f"{right:4.0%}" for right, *_ in by_difficulty.values()]
-            print(f"{r or '-':>6}  {metric:9}{value:6.1%}{error:6.1%}{n:7}  ", *shares)
-    return results
+            first = f"{r or '-':>6}  {metric:9}{value:6.1%}{error:6.1%}{n:7}  "
+            table.append(" ".join([first, *shares]))
+    return results, table
 
 
 # ---- the command ------------------------------------------------------------------------------
@@ -411,7 +416,7 @@ def main():
     answers = read_answers(path, settings)
     answered = sorted({r for r, _ in answers})
     steps = [r for r in answered if all((r, x["index"]) in answers for x in questions)]
-    results = summarize(questions, answers, steps, METRICS[args.template])
+    results, table = summarize(questions, answers, steps, METRICS[args.template])
     # Record the training cost, too, so that plotting a summary does not need the model.
     train_json = Path(model.folder, "train.json")
     training = read_json(train_json) if train_json.exists() else {}
@@ -428,7 +433,8 @@ def main():
         "cut_prompts": count_cut,
         "results": results,
     })
-    print(f"wrote {args.out}, and every answer to {path}")
+    say("\n".join(table))
+    say(f"wrote {args.out}, and every answer to {path}")
 
 
 if __name__ == "__main__":

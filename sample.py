@@ -33,7 +33,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import (Parser, UserError, cli, natural, non_negative, opening, positive,
-                    random_seed, read_json, recurrences)
+                    random_seed, read_json, recurrences, say)
 from data import check_tokenizer
 from model import COMPILING, Linear, RecurrentLM, attend, find_checkpoint
 
@@ -607,13 +607,13 @@ def trace(model, tokenizer, args, prompt, steps):
         column.append(f"  {agrees[i].sum()} of {len(shown)}")
         columns.append(column)
     widths = [max(map(len, column)) for column in columns]
-    for row in zip(*columns):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-        print(" ".join(cells).rstrip())
     if args.picture:
         each = range(len(shown))
         of_last_choice = p[:, each, tokens[-1]]
         draw(args.picture, names, steps, of_last_choice)
+    for row in zip(*columns):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        print(" ".join(cells).rstrip())
 
 
 def draw(path, names, steps, probabilities):
@@ -717,7 +717,7 @@ def converse(decoder, tokenizer, args, parser):
     """Read prompts from the terminal, and answer each independently. "/steps 16" sets a flag."""
     tell("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.")
     while True:
-        print("> ", end="", file=sys.stderr, flush=True)
+        say("> ", sys.stderr, end="")
         try:
             line = input()
         except EOFError:
@@ -737,7 +737,7 @@ def converse(decoder, tokenizer, args, parser):
 
 def tell(text):
     """Print to stderr, where everything but the model's text goes."""
-    print(text, file=sys.stderr, flush=True)
+    say(text, sys.stderr)
 
 
 def make_parser():

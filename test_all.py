@@ -1852,6 +1852,49 @@ def test_a_signal_to_one_rank_stops_all(base):
     assert len(checkpoints("two")) == 1
 
 
+@pytest.mark.parametrize("way", ["terminal", "tee"])
+def test_a_run_whose_reader_is_gone_is_saved(way, base):
+    """A closed terminal, or Ctrl-C of a whole pipeline, saves the last complete update."""
+    flags = " ".join([*base, "--updates=900", "--save_every=900", "--out_dir=run"])
+    line = f"exec {sys.executable} {HERE}/train.py {flags}"
+    if way == "tee":  # which Ctrl-C ends first, so that every later message fails
+        line = f"{line} 2>&1 | tee log"
+    ours, theirs = os.openpty()
+    new = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen(["setsid", "--ctty", "bash", "-c", line], **new)
+    os.close(theirs)
+    seen = b""
+    while b"update     3/" not in seen:
+        seen += os.read(ours, 4096)
+    if way == "tee":
+        os.write(ours, b"\x03")
+        process.wait()
+    os.close(ours)
+    assert process.wait() == 128 + (signal.SIGINT if way == "tee" else signal.SIGTERM)
+    (name,) = checkpoints("run")
+    assert name in [f"step_{update:06d}" for update in logged("run", "loss")]
+
+
+def test_output_that_cannot_be_printed(checkpoint, corpus):
+    """If stdout is closed and cannot encode "±", results are written, and a text ends quietly."""
+    for command, code in (
+        (f"eval_gsm8k.py --data={corpus}/test.jsonl --limit=1 --max_new_tokens=2 --out=a.json", 0),
+        ("sample.py --prompt=has --tokens=4", 128 + signal.SIGPIPE),
+    ):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            [sys.executable, *f"{HERE}/{command} --model={checkpoint} --steps=1".split()],
+            env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(write)
+        assert done.returncode == code and "rror" not in done.stderr, done.stderr
+    assert read_json("a.json")["results"]
+
+
 def test_changed_settings_or_data(base, unbroken):
     """A run resumes after it or its data has moved, but not with other settings or changed data."""
     shutil.copytree(unbroken, "parent")

@@ -479,10 +479,11 @@ def catch_signals():
     received = []
 
     def receive(number, frame):
-        if RANK == 0 and not received:
-            # Not print(), which this signal may have interrupted.
-            os.write(2, b"stopping after the last complete update\n")
         received.append(number)
+        if RANK == 0 and len(received) == 1:
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                # Not print(), which this signal may have interrupted.
+                os.write(2, b"stopping after the last complete update\n")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
