@@ -102,8 +102,10 @@ def between(lowest, highest=math.inf, number_type=int):
     """Return the type of a flag that takes a number from `lowest` to `highest`, inclusive."""
     def number(text):
         value = number_type(text)
-        if not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"must be from {lowest} to {highest}, not {text}")
+        if not lowest <= value <= highest or value == math.inf:
+            above = f"a finite number, at least {lowest}"
+            wanted = above if highest == math.inf else f"from {lowest} to {highest}"
+            raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
         return value
     return number
 

@@ -531,9 +531,14 @@ class Shards:
         if row_length not in (None, T):
             raise UserError(f"{folder}: its rows have {row_length} tokens, not {T}. Use "
                             f"--context={row_length}")
-        for name, *_ in self.meta["shards"][split]:
+        for name, count, *_ in self.meta["shards"][split]:
             path = f"{folder}/{name}"
-            tokens = np.load(path, mmap_mode="r")
+            try:
+                tokens = np.load(path, mmap_mode="r")
+                assert tokens.shape[-1] == count, f"it has {tokens.shape[-1]:,} tokens"
+            except (ValueError, AssertionError) as e:
+                raise UserError(f"{path}: damaged, since meta.json lists {count:,} tokens ({e}). "
+                                "Copy or prepare the data again")
             shard = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append(shard)
             self.starts.append(self.num_rows)

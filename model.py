@@ -631,7 +631,7 @@ class RecurrentLM(nn.Module):
     def load(cls, folder, device="cpu", dtype=None):
         """
         Read a checkpoint folder, or the newest step_* checkpoint of a run's folder. dtype: cast to
-        this; by default the smallest dtype that represents every stored weight exactly.
+        this; by default float32, or bfloat16 if that represents every stored weight exactly.
         """
         folder = find_checkpoint(folder)
         model, _ = cls.open_mapped(folder, load_config(folder))
@@ -639,6 +639,8 @@ class RecurrentLM(nn.Module):
         # checkpoint that it started from, perhaps bfloat16.
         dtypes = {p.dtype for p in model.parameters()}
         stored = functools.reduce(torch.promote_types, dtypes)
+        if stored == torch.float16:  # whose range is too small for many models' activations
+            stored = torch.float32
         return model.to(device, dtype or stored)
 
     @classmethod

@@ -43,6 +43,10 @@ CHUNK = 64      # passes read the cache in multiples of this, so that few shapes
 PREFILL = 512   # prompt tokens per row in one pass
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
+COLDEST = 1e-5  # lower temperatures are greedy, since logits divided by them may overflow
+NO_NUMBER = -1  # in place of a token whose logits are not finite, so that the GPU need not wait
+NOT_FINITE = ("the model's logits are not finite: its weights are damaged, or their dtype is too "
+              "small for its activations. Try --dtype float32")
 CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed", "draft_steps"  # in a session
 
 
@@ -324,7 +328,8 @@ class Decoder:
         draft_steps: recurrences per draft, see draft_rounds(); 0, or r or more: no drafts. Drafts
         change the speed, not the distribution of the text.
 
-        Raises UserError if a prompt is empty, or leaves no room for max_new_tokens in the context.
+        Raises UserError if a prompt is empty or leaves no room for max_new_tokens in the context,
+        or if logits are not finite.
         """
         c = self.model.config
         n, k = self.model.split_steps(steps)
@@ -352,7 +357,7 @@ class Decoder:
             token=torch.tensor(last, device=device),
             position=torch.tensor(positions, device=device),
             end=T,
-            temperature=temperature,
+            temperature=temperature if temperature >= COLDEST else 0,
             top_k=top_k,
             rng=torch.Generator(device).manual_seed(seed),
         )
@@ -365,6 +370,8 @@ class Decoder:
             for row, token, accepted in next(rounds):
                 if row not in batch.live:
                     continue
+                if token == NO_NUMBER:
+                    raise UserError(NOT_FINITE)
                 yield row, token, accepted
                 remaining[row] -= 1
                 has_ended = ends and ends(row, token)
@@ -456,6 +463,7 @@ class Decoder:
             end = min(batch.end, batch.cache.length)  # see advance()
             batch.end = end + 1
             new = []
+            token = token.where(logits.amax(-1).isfinite(), NO_NUMBER)
             for row, value in zip(batch.rows, token.flatten().tolist()):
                 new.append((row, value, False))
             yield new
@@ -499,6 +507,8 @@ class Decoder:
             accepted, token = accept(p, q, drafts, batch.rng)
             batch.advance(token, accepted + 1)
 
+            # A draft whose logits are not finite is never accepted.
+            token = token.where(logits.amax(-1).gather(1, accepted).isfinite(), NO_NUMBER)
             # One tensor, because the CPU waits for the GPU at each transfer.
             columns = batch.position, accepted, token, drafts
             outcome = torch.column_stack(columns).tolist()
@@ -587,13 +597,19 @@ def trace(model, tokenizer, args, prompt, steps):
 
     noise = model.initial_state(1, len(ids), args.seed)  # as in decoding
     idx = torch.tensor([ids], device=noise.device)
-    at_each_r = []
-    for _, s in model.trajectory(idx, steps, noise):
-        logits = model.finish(s)
-        p = logits[0, shown].softmax(-1)
-        at_each_r.append(p.cpu())
-    p = torch.stack(at_each_r)  # (len(steps), len(shown), V)
-    probabilities, tokens = p.max(-1)
+    rope = model.rope(len(ids))
+    states = [s for _, s in model.trajectory(idx, steps, noise)]
+    at_each_r = []  # (probability and token of the best, probability of the last r's best)
+    for s in reversed(states):
+        logits = model.logits(model.run_coda(s, rope)[0, shown])  # (len(shown), V)
+        if not logits.amax(-1).isfinite().all():
+            raise UserError(NOT_FINITE)
+        p = logits.softmax(-1)
+        best, token = p.max(-1)
+        last = at_each_r[0][1] if at_each_r else token
+        of_last = p.gather(1, last[:, None])[:, 0]
+        at_each_r.append((best, token, of_last))
+    probabilities, tokens, of_last_choice = (torch.stack(x[::-1]).cpu() for x in zip(*at_each_r))
 
     agrees = tokens == tokens[-1]
     columns = [["", *names, "settled"]]
@@ -608,8 +624,6 @@ def trace(model, tokenizer, args, prompt, steps):
         columns.append(column)
     widths = [max(map(len, column)) for column in columns]
     if args.picture:
-        each = range(len(shown))
-        of_last_choice = p[:, each, tokens[-1]]
         draw(args.picture, names, steps, of_last_choice)
     for row in zip(*columns):
         cells = [cell.ljust(width) for cell, width in zip(row, widths)]

@@ -1062,6 +1062,17 @@ def test_every_token_of_a_row_has_a_target(corpus):
         Dataset("out", "train", 99)
 
 
+def test_a_shard_that_is_too_short(corpus):
+    """A shard with fewer tokens than meta.json lists, whole or cut off, is reported in one line."""
+    shutil.copytree(corpus / "task", "task")
+    path = Path("task", read_json("task/meta.json")["shards"]["val"][0][0])
+    np.save(path, np.load(path)[..., :-40])
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{path}: damaged.*tokens"):
+            Dataset("task", "val", 39)
+        os.truncate(path, path.stat().st_size - 40)
+
+
 def test_mixture_follows_its_weights(corpus):
     """A mixture has exact shares, evenly spread, and reads the samples of each set in order."""
     for name in "abc":
@@ -1404,6 +1415,33 @@ def test_drafts_give_up_and_wait_for_others(monkeypatch):
         rounds = 0
         list(Decoder(model).generate(prompts, 40, 3, first_ends, draft_steps=1))
         assert (rounds < 9) == few_rounds
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_numbers_that_are_none(bad, checkpoint, corpus):
+    """Decoding, drafted or sampled, and --trace end in one line if logits are not finite."""
+    model = RecurrentLM.load(checkpoint)
+    model.head.weight.data[3] = bad
+    save(model, "bad", corpus)
+    say = "sample", "--model=bad", "--prompt=has 1 so"
+    for flags in ("", "--temperature=1", "--draft_steps=1", "--trace"):
+        assert "logits are not finite" in refusal(*say, *flags.split()), flags
+    Path("q.jsonl").write_text('{"question": "has", "answer": "2"}')
+    ask = "eval_gsm8k", "--model=bad", "--data=q.jsonl", "--template=plain", "--max_new_tokens=2"
+    assert "logits are not finite" in refusal(*ask)
+
+
+def test_float16_weights_run_in_float32():
+    """A float16 checkpoint, whose activations may exceed that range, runs in float32."""
+    small().half().save("m")
+    assert RecurrentLM.load("m").embed.weight.dtype == torch.float32
+
+
+def test_tiny_temperatures_are_greedy():
+    """A temperature too small to divide logits by gives the greedy text."""
+    model = decode_model()
+    greedy = decode(model, [[2, 5]], 12, steps=2)
+    assert decode(model, [[2, 5]], 12, steps=2, temperature=1e-42).equal(greedy)
 
 
 @torch.no_grad()
@@ -2602,6 +2640,8 @@ MISTAKES = [
     ("sample --prompt 3 --model llama", "--shape"),
     ("sample --prompt 3 --model damaged", "truncated or damaged"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
+    ("sample --prompt 3 --model m --temperature inf --top_k=5", "finite number"),
+    ("sample --prompt 3 --model m --temperature nan", "finite number"),
     ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
     ("runs/plot m/config.json", "nothing to draw"),
