@@ -125,6 +125,13 @@ def yes_or_no(text):
     return text.lower() == "true"
 
 
+def new_folder(text):
+    """The type of an argument that names a folder to be created."""
+    if os.path.exists(text):
+        raise argparse.ArgumentTypeError(f"{text} exists already. Choose another folder")
+    return Path(text)
+
+
 def several(number_type):
     """
     Return the type of a flag that takes several numbers, and sorts and deduplicates them: "32,1,4",

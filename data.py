@@ -505,7 +505,7 @@ def read_mixture(data):
         if not os.path.exists(f"{folder}/meta.json"):
             raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
                             "`python data.py prepare`, or the one of runs/tiny.sh with "
-                            "`python runs/tiny_corpus.py --out out/tiny/data`")
+                            "`python -m runs.tiny_corpus --out out/tiny/data`")
         if not re.fullmatch("[1-9][0-9]*|", weight):
             raise UserError(f"--data={data}: weights must be whole numbers above 0")
         mixture.append((folder, int(weight or 1)))

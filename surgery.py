@@ -5,47 +5,39 @@ the prelude's output into the loop.
 
     python surgery.py SRC OUT --shape 4,8,4 --verify            the paper's layers for this shape
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21
-    python surgery.py FILE.gguf OUT --shape 13,4,13             keeps all 30 layers: see below
     python surgery.py SRC OUT --feed_forward                    all layers, unchanged: the parent
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
-    python surgery.py SRC OUT --export hf                       a checkpoint in Hugging Face layout
 
 A model that has lost layers needs a lot of training to recover. On a laptop, choose a --shape whose
 sizes add up to the number of layers: then all are kept, and with the default adapter, OUT at r = 1
 is bit-identical to its parent.
 
-SRC is a folder, a .gguf file (pip install transformers accelerate gguf), or a hub id, org/name or
-org/name@REVISION (pip install huggingface_hub). It holds a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or
-OLMo-2 in Hugging Face layout, one of our checkpoints or runs, a released Recurrent-* model, or
-Huginn-0125. A SRC that is already recurrent takes no layer flags. OUT is a loopgraft checkpoint.
-With --export hf it is in Hugging Face layout instead: its parent's layout if it has no recurrent
-block, otherwise the released models' layout, with a model card and the code that lets transformers
-load it (assets/modeling_loopgraft.py). Tensors may be stacked or split, but are never rounded.
+SRC is a folder, or a hub id, org/name or org/name@REVISION (pip install huggingface_hub). It holds
+a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or
+runs, a released Recurrent-* model, or Huginn-0125. A SRC that is already recurrent takes no layer
+flags. OUT is a loopgraft checkpoint; its tensors may be stacked, but are never rounded.
+tools/from_gguf.py reads a .gguf file, and tools/export.py writes for other software.
 
 Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
-the first layers, core and coda from the last. runs/block_influence.py uses a different rule.
+the first layers, core and coda from the last. tools/block_influence.py uses a different rule.
 
 To support another architecture, start with DEFAULTS; runs/README.md lists what else to change.
 """
-import atexit
+import argparse
 import functools
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-from string import Template
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from common import (Parser, UserError, cli, natural, opening, positive, read_json,
+from common import (Parser, UserError, cli, natural, new_folder, opening, positive, read_json,
                     write_atomically, write_json)
-from data import TOKENIZER_FILES, Tokenizer, check_tokenizer, copy_tokenizer
+from data import TOKENIZER_FILES, check_tokenizer, copy_tokenizer
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
-ASSETS = Path(__file__).parent / "assets"
 
 
 # --------------------------------------------------------------------------------- choosing layers
@@ -161,7 +153,7 @@ def verify(source, layers, folder):
     """
     Read a written OUT back from its folder and compare it with the kept layers of SRC in a row: at
     r = 1, with an adapter that passes the prelude's output through, all logits must be
-    bit-identical. If SRC is recurrent, layers is None, and both run at r = 2 with their own
+    bit-identical. With layers=None, all of SRC must be there, and both run at r = 2 with their own
     adapter. Raises UserError if any logit differs.
     """
     written = open_source(folder).float()
@@ -188,19 +180,17 @@ def verify(source, layers, folder):
 
 def open_source(src):
     """
-    Read a checkpoint folder, a run's folder, a .gguf file or a hub id. Returns a RecurrentLM with
-    the weights as they are stored, and `folder` set to where its other files are; in an ordinary
-    model, all layers are prelude. Raises UserError if SRC is missing, corrupt or not supported.
+    Read a checkpoint folder, a run's folder or a hub id. Returns a RecurrentLM with the weights as
+    they are stored, and `folder` set to where its other files are; in an ordinary model, all layers
+    are prelude. Raises UserError if SRC is missing, corrupt or not supported.
     """
     path = Path(src)
-    gguf_files = [path] if path.suffix == ".gguf" else list(path.glob("*.gguf"))
-    if gguf_files and not Path(src, "config.json").exists():
-        if len(gguf_files) > 1:
-            raise UserError(f"{src}: holds {len(gguf_files)} .gguf files. Name one of them")
-        folder, tensors = read_gguf(gguf_files[0])
-    else:
-        folder = find_checkpoint(src if path.exists() else download(src))
-        tensors = map_tensors(folder)
+    for file in (path, *path.glob("*.gguf")):
+        if file.suffix == ".gguf" and not Path(src, "config.json").exists():
+            raise UserError(f"{src}: run `python -m tools.from_gguf {file} OUT` first, then surgery "
+                            "on its OUT")
+    folder = find_checkpoint(src if path.exists() else download(src))
+    tensors = map_tensors(folder)
     layout, config = read_config(folder, tensors)
     if has_tokenizer(folder):
         tokenizer = check_tokenizer(config, folder)
@@ -279,38 +269,6 @@ def download(spec):
                         "org/name@REVISION.)")
     from huggingface_hub import snapshot_download
     return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
-
-
-# -------------------------------------------------------------------------------------------- gguf
-
-def read_gguf(path):
-    """
-    Read a .gguf file with transformers, which dequantizes its weights.
-
-    Returns a temporary folder with config.json and the tokenizer in Hugging Face layout, deleted
-    when the process ends, and the weights {name: tensor} in float32. Raises UserError if the file
-    is corrupt or not supported.
-    """
-    import gguf
-    import transformers
-    transformers.logging.set_verbosity_error()
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    try:
-        stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except ValueError as e:
-        one_line = " ".join(str(e).split())
-        raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
-    quantized = stored - {"F32", "F16", "BF16"}
-    if quantized:
-        print("note: what quantization lost is not restored:", *quantized)
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder)
-    transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    config = model.config.to_dict()
-    config.pop("quantization_config", None)  # the weights are dequantized
-    write_json(f"{folder}/config.json", config)
-    return folder, {name: p.detach() for name, p in model.named_parameters()}
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -454,86 +412,6 @@ def from_raven(raw, names):
     )
 
 
-def to_hf(c):
-    """Convert an ordinary model's Config to a config.json dict in Hugging Face layout."""
-    if c.embed_scale != 1:
-        raise UserError(f"embed_scale = {c.embed_scale}: Hugging Face's layouts for ordinary "
-                        "models have no such setting")
-    layout = "llama"  # a Mistral without a window is the same
-    if c.norm == "post":
-        layout = "olmo2"
-    elif c.head_norm:
-        layout = "qwen3"
-    elif c.qkv_bias:
-        layout = "qwen2"
-    return shared_keys(c) | {
-        "model_type": layout,
-        "architectures": [layout.capitalize() + "ForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": c.n_embd,
-        "num_attention_heads": c.n_head,
-        "num_hidden_layers": c.n_prelude,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tie_embeddings,
-    }
-
-
-def shared_keys(c):
-    """
-    Return the keys that have the same name in both layouts. A value of None is written as null on
-    purpose: transformers replaces a missing key with its own default.
-    """
-    return {
-        "vocab_size": c.vocab_size,
-        "num_key_value_heads": c.n_kv_head,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.n_ffn,
-        "max_position_embeddings": c.context,
-        "rope_scaling": c.rope_scaling,
-        "bos_token_id": c.bos_token_id,
-        "eos_token_id": c.eos_token_id,
-    }
-
-
-def to_raven(c):
-    """Convert a recurrent model's Config to a config.json dict in the released models' layout."""
-    config = shared_keys(c) | {
-        "model_type": "huginn_raven",
-        "n_embd": c.n_embd,
-        "n_heads": c.n_head,
-        "n_layers_in_prelude": c.n_prelude,
-        "n_layers_in_recurrent_block": c.n_core,
-        "n_layers_in_coda": c.n_coda,
-        # the number of cache slots
-        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,
-        "norm": c.norm,
-        "head_norm": c.head_norm,
-        "qkv_bias": c.qkv_bias,
-        "norm_eps": c.norm_eps,
-        "tie_embeddings": c.tie_embeddings,
-        "injection_type": c.adapter,
-        "mean_recurrence": c.mean_recurrence,
-        "mean_backprop_depth": c.backprop_depth,
-        "init_values": {"std": c.state_std, "embed_scale": c.embed_scale},
-        # keys that only the paper's own code reads
-        "padded_vocab_size": c.vocab_size,
-        "block_size": c.context,
-        "qk_bias": c.norm == "sandwich",
-    }
-    if c.norm == "sandwich":  # these files are for Huginn's own code
-        return config | {"rope_base": c.rope_theta}
-    return config | {
-        "rope_theta": c.rope_theta,
-        "architectures": ["LoopgraftForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "modeling_loopgraft.LoopgraftConfig",
-            "AutoModel": "modeling_loopgraft.LoopgraftModel",
-            "AutoModelForCausalLM": "modeling_loopgraft.LoopgraftForCausalLM",
-        },
-    }
-
-
 # ----------------------------------------------------------------------------------- tensor names
 
 # Parts of our tensor names, and their counterparts in the other layouts. Where several are listed,
@@ -604,39 +482,7 @@ def rotary_order(c, name, t, back=False):
     return t
 
 
-# ------------------------------------------------------------------------------------------ export
-
-def export(model, folder):
-    """
-    Write a model for other software: in Hugging Face's layout if it has no recurrent block,
-    otherwise in the released models' layout, with our code for transformers and a model card.
-    folder: a Path, which is created.
-    """
-    c = model.config
-    config = to_raven(c) if c.n_core else to_hf(c)
-    tensors = model.state_dict()
-    out = {}
-    for ours, names in tensor_names(c, config["model_type"]).items():
-        t = rotary_order(c, ours, tensors[ours], back=True)
-        if len(names) == 3:  # q, k and v, whose sizes may differ
-            sizes = model.prelude[0].attn.split
-        else:
-            sizes = len(t) // len(names)
-        out.update(zip(names, t.split(sizes)))
-    folder.mkdir()
-    save_file(out, folder / "model.safetensors", {"format": "pt"})
-    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # all have this one
-    write_json(folder / "config.json", config | {"torch_dtype": dtype})
-    if "auto_map" in config:
-        shutil.copy(ASSETS / "modeling_loopgraft.py", folder)
-        card = Template((ASSETS / "model_card.md").read_text())
-        text = card.substitute(
-            name=folder.name,
-            layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
-            mean_recurrence=c.mean_recurrence,
-        )
-        (folder / "README.md").write_text(text)
-
+# ------------------------------------------------------------------------------------- the command
 
 def copy_other_files(source, config, folder):
     """
@@ -654,38 +500,11 @@ def copy_other_files(source, config, folder):
         write_json(path, generation)
 
 
-def write_tokenizer_config(folder):
-    """
-    Write the tokenizer_config.json of an export: the names of BOS and EOS, and the transformers
-    class that reads the tokenizer. With a tokenizer.json, PreTrainedTokenizerFast reproduces our
-    ids; Llama's and GPT-2's classes would split spaces and digits in their own ways. With a
-    tokenizer.model alone, LlamaTokenizer comes closest: it differs in leading and repeated spaces,
-    and after control tokens.
-    """
-    tokenizer = Tokenizer.load(folder)
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
-    config.pop("auto_map", None)  # it names code that is not in OUT
-    names = {i: name for name, i in tokenizer.special.items()}
-    for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-        if i in names:
-            config.setdefault(key, names[i])
-    if (folder / "tokenizer.json").exists():
-        config |= {"tokenizer_class": "PreTrainedTokenizerFast",
-                   "model_input_names": ["input_ids", "attention_mask"]}
-    else:
-        config |= {"tokenizer_class": "LlamaTokenizer",
-                   "add_bos_token": tokenizer.bos_id is not None}
-    write_json(path, config)
-
-
-# ------------------------------------------------------------------------------------- the command
-
 def parse_args():
     parser = Parser(usage="surgery.py SRC OUT [flags]", description=opening(__doc__, 3))
     flag = parser.add_argument
-    flag("src", metavar="SRC", help="a folder, a run, a .gguf file, or a hub id")
-    flag("out", metavar="OUT", type=Path, help="a new folder")
+    flag("src", metavar="SRC", help="a folder, a run, or a hub id")
+    flag("out", metavar="OUT", type=new_folder, help="a new folder")
     flag("--shape", type=shape,
          help="sizes of prelude, core and coda, such as 4,8,4, chosen by the paper's rule. If they "
               "add up to all layers, r = 1 is the parent")
@@ -706,12 +525,12 @@ def parse_args():
               "Linear, as in the paper")
     flag("--mean_recurrence", type=positive,
          help="default r of OUT; set it for released models, whose config.json always says 32")
-    flag("--export", choices=["hf"], help="write OUT in Hugging Face layout")
+    flag("--export", help=argparse.SUPPRESS)
     flag("--verify", action="store_true",
          help="check that OUT has exactly the logits of the layers of SRC that it keeps")
     args = parser.parse_args()
-    if args.out.exists():
-        raise UserError(f"{args.out} exists already. Choose another OUT")
+    if args.export:
+        raise UserError("`surgery.py RUN OUT --export hf` is now `python -m tools.export RUN OUT`")
     return args
 
 
@@ -736,13 +555,8 @@ def main():
     parts = ", ".join(f"{part} {size:,}" for part, size in sizes.items())
     print(f"OUT has {sizes.total():,} parameters: {parts}")
     with write_atomically(args.out) as folder:
-        if args.export:
-            export(model, folder)
-        else:
-            model.save(folder)
+        model.save(folder)
         copy_other_files(source.folder, model.config, folder)
-        if args.export and has_tokenizer(folder):
-            write_tokenizer_config(folder)
         if args.verify:
             verify(source, layers, folder)
     print(f"wrote {args.out}")

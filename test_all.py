@@ -52,11 +52,12 @@ from data import Dataset, Tokenizer
 from eval_gsm8k import METRICS, STOPS, cut, make_prompt, same_answer
 from model import ADAPTERS, STATE_STD, RecurrentLM, find_checkpoint, load_config
 from muon import Optimizer
-from runs.block_influence import block_influence
 from runs.study import run as study
 from runs.tiny_corpus import tiny
 from sample import Decoder, distribution, sample_token
 from surgery import PARTS, retrofit_config
+from tools import plan
+from tools.block_influence import block_influence
 from train import Settings
 
 HERE = Path(__file__).resolve().parent
@@ -112,7 +113,7 @@ def llama(corpus, tmp_path_factory):
     """A random Llama of 6 layers in transformers' layout, with the corpus's tokenizer."""
     folder = tmp_path_factory.mktemp("llama")
     save(small(n_prelude=6, n_core=0, n_coda=0), folder / "ours", corpus)
-    call("surgery", folder / "ours", folder / "hf", "--feed_forward", "--export", "hf")
+    call("tools/export", folder / "ours", folder / "hf")
     return folder / "hf"
 
 
@@ -170,7 +171,7 @@ def test_transformers_reads_the_export():
     for name in FEED_FORWARD:
         model = convert(ORACLE / name, f"{name}/m", "--feed_forward")
         ids = expected(name)["input_ids"]
-        call("surgery", f"{name}/m", f"{name}/out", "--feed_forward", "--export", "hf")
+        call("tools/export", f"{name}/m", f"{name}/out")
         _, config = surgery.read_config(f"{name}/out", weights(f"{name}/out"))
         assert config == model.config
         peer = tf.AutoModelForCausalLM.from_pretrained(f"{name}/out", dtype=torch.float32)
@@ -434,7 +435,7 @@ def test_export_is_the_inverse_of_import(name):
     raven = name in RECURRENT
     flags = [] if raven else ["--feed_forward"]
     call("surgery", ORACLE / name, "m", *flags)
-    said = call("surgery", "m", "out", *flags, "--export", "hf", "--verify")
+    said = call("tools/export", "m", "out", "--verify")
     assert "equal to the last bit" in said
     assert same(weights("out"), weights(ORACLE / name, "model"))
 
@@ -459,7 +460,7 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
     call("surgery", "parent", "m", "--shape", "1,2,1")
     flags = "--context=39 --updates=2 --batch_size=2 --compile=false --eval_rows=2 --init_from=m"
     call("train", f"--data={corpus}/task", *flags.split(), "--out_dir=run")
-    call("surgery", "run", "out", "--export", "hf")
+    call("tools/export", "run", "out")
     for folder in ("m", find_checkpoint("run"), "out"):
         assert not [name for name in os.listdir(folder) if name.endswith("token")]
         assert Path(folder, "chat_template.jinja").exists()
@@ -474,7 +475,7 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
 
     small(vocab_size=512).save("recurrent")
     data.copy_tokenizer(speaker, "recurrent")
-    call("surgery", "recurrent", "released", "--export", "hf")
+    call("tools/export", "recurrent", "released")
     huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
     del huginn["norm"]  # which only our exports have
     common.write_json("released/config.json", huginn)
@@ -532,13 +533,14 @@ def test_flags_of_the_loop(llama):
 
     tied = small(n_core=0, n_coda=0, tie_embeddings=True)
     tied.save("tied")
-    for export in ([], ["--export=hf"]):
-        for untie in ([], ["--untie"]):
-            out = f"{len(export)}{len(untie)}"
-            call("surgery", "tied", out, "--feed_forward", *export, *untie)
+    for untie in ([], ["--untie"]):
+        m = f"tied{len(untie)}"
+        call("surgery", "tied", m, "--feed_forward", *untie)
+        call("tools/export", m, f"{m}/hf")
+        for out in (m, f"{m}/hf"):
             heads = [name for name in weights(out) if "head" in name]
             assert len(heads) == len(untie)
-    assert same(convert("11", "m", "--feed_forward").state_dict(), tied.state_dict())
+    assert same(convert("tied1/hf", "m", "--feed_forward").state_dict(), tied.state_dict())
 
 
 def test_huginn_is_its_formulas():
@@ -556,7 +558,7 @@ def test_huginn_is_its_formulas():
         torch.nn.init.normal_(p, float(p.dim() == 1), 0.2)
 
     model.save("ours")
-    call("surgery", "ours", "hf", "--export", "hf")
+    call("tools/export", "ours", "hf")
     again = convert("hf", "m")
     assert same(again.state_dict(), model.state_dict())
 
@@ -584,7 +586,7 @@ def test_tables_of_the_paper(row):
     """Parameter counts of parents and presets match the paper's Tables 6 and 7."""
     preset, *numbers = row.replace(",", "").split()
     embeddings, body, *parts = map(int, numbers)
-    parent, sizes = bench.presets()[preset]
+    parent, sizes = plan.presets()[preset]
     src = RecurrentLM.empty(replace(parent, tie_embeddings=False)).num_params()
     out = RecurrentLM.empty(retrofit_config(parent, sizes)).num_params()
     assert src["embed"] + src["head"] == out["embed"] + out["head"] == embeddings
@@ -617,13 +619,13 @@ def test_layer_choice(llama, corpus):
     assert block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
 
     text = "--text", f"{corpus}/test.jsonl"
-    said = call("runs/block_influence", "idle", "out", "--shape", "1,2,1", *text)
+    said = call("tools/block_influence", "idle", "out", "--shape", "1,2,1", *text)
     assert "core and coda: [0] [2, 4] [5]" in said
 
 
 # ------------------------------------------------------------------------------------------- gguf
-def write_gguf(path, folder, quantized=False):
-    """Write a Hugging Face model as a .gguf file; quantized: the matrices in Q8_0."""
+def write_gguf(path, folder, stored):
+    """Write a Hugging Face model as a .gguf file. stored: the type of its matrices."""
     gguf = need("gguf")
     alphabet = need("tokenizers").pre_tokenizers.ByteLevel.alphabet()
     raw = read_json(folder / "config.json")
@@ -656,8 +658,8 @@ def write_gguf(path, folder, quantized=False):
             t = halves.transpose(1, 2).reshape(t.shape)
         array = t.float().numpy()
         dtype = gguf.GGMLQuantizationType.F32
-        if quantized and array.ndim == 2:
-            dtype = gguf.GGMLQuantizationType.Q8_0
+        if array.ndim == 2:
+            dtype = gguf.GGMLQuantizationType[stored]
             array = gguf.quantize(array, dtype)
         name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         file.add_tensor(name, array, raw_dtype=dtype)
@@ -667,10 +669,10 @@ def write_gguf(path, folder, quantized=False):
     file.close()
 
 
-@pytest.mark.parametrize("quantized, tolerance", [(False, 1e-5), (True, 0.1)])
+@pytest.mark.parametrize("stored, tolerance", [("F32", 1e-5), ("BF16", 1e-5), ("Q8_0", 0.1)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
-    """From a .gguf file, in float32 or Q8_0, we get transformers' logits and token ids."""
+def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
+    """A converted .gguf file has transformers' logits and token ids, and loses no precision."""
     transformers = need("transformers")
     need("accelerate")
     parent = small(
@@ -685,11 +687,16 @@ def test_gguf_is_the_model_it_was_made_from(kind, quantized, tolerance):
     for name, p in parent.named_parameters():
         if name.endswith("bias"):
             p.data.normal_()
-    parent.save("parent")
-    call("surgery", "parent", "hf", "--feed_forward", "--export", "hf")
-    write_gguf("m.gguf", Path("hf"), quantized)
+    dtype = torch.bfloat16 if stored == "BF16" else torch.float32
+    parent.to(dtype).save("parent")
+    parent.float()
+    call("tools/export", "parent", "hf")
+    write_gguf("m.gguf", Path("hf"), stored)
 
-    found = convert("m.gguf", "ours", "--feed_forward")
+    said = call("tools/from_gguf", "m.gguf", "converted")
+    assert ("what quantization lost is not restored: Q8_0" in said) == (stored == "Q8_0")
+    assert {t.dtype for t in weights("converted").values()} == {dtype}
+    found = convert("converted", "ours", "--feed_forward")
     idx = torch.arange(40)[None]
     logits, _ = found(idx)
     wanted, _ = parent(idx)
@@ -1302,7 +1309,7 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
 @pytest.mark.parametrize("preset", ["tinyllama-4-8-4", "llama-3.1-8b-8-12-8"])
 def test_ranks_keep_even_shares(preset):
     """Ranks share the optimizer's memory and Muon's work evenly within 15%, in few pieces."""
-    parent, sizes = bench.presets()[preset]
+    parent, sizes = plan.presets()[preset]
     model = RecurrentLM.empty(retrofit_config(parent, sizes))
     for world in (2, 4, 8):
         optimizers = [train.make_optimizer(Settings(), model, rank, world) for rank in range(world)]
@@ -1583,9 +1590,9 @@ def test_schedules_are_the_papers():
 
 
 def test_flops_are_the_papers():
-    """`bench.py plan` counts FLOPs by the paper's rule, and matches its result files to 1e-8."""
+    """`tools/plan.py` counts FLOPs by the paper's rule, and matches its result files to 1e-8."""
     shapes = {}
-    for preset, (parent, _) in bench.presets().items():
+    for preset, (parent, _) in plan.presets().items():
         name = re.sub(r"-\d+-\d+-\d+$", "", preset)
         shapes[name] = parent
     # From the fraction of r to that of the warm-up at which the curriculum reaches it.
@@ -1606,7 +1613,7 @@ def test_flops_are_the_papers():
         for r in range(1, R + 1):
             updates = max(0, min(edges[r], row["chkpt"]) - edges[r - 1])
             k = min(r, 8)
-            flops += updates * 2**20 * bench.paper_flops(model, (r - k, k))
+            flops += updates * 2**20 * plan.paper_flops(model, (r - k, k))
         # One result file was counted with curriculum edges that are rounded up.
         off = abs(flops / row["FLOPs"] - 1)
         assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
@@ -1690,9 +1697,9 @@ def test_recipes_are_valid():
 
 
 def test_plan_of_a_retrofit(corpus):
-    """`bench.py plan` estimates the cost of a run whose model and data do not exist yet."""
+    """`tools/plan.py` estimates the cost of a run whose model and data do not exist yet."""
     config = f"--config={HERE}/config/fig7.toml"
-    said = call("bench", "plan", config, "--preset=tinyllama-4-8-4")
+    said = call("tools/plan", config, "--preset=tinyllama-4-8-4")
     for words in (
         "2.621e+10 tokens",
         "FLOPs: 2.887e+20",
@@ -1701,11 +1708,11 @@ def test_plan_of_a_retrofit(corpus):
         "memory: about 39.0 GB on each of 1 GPUs",
     ):
         assert words in said, said
-    said = call("bench", "plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
+    said = call("tools/plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
     assert "about 23.9 hours on 8 H100 (80 GB)" in said
 
     flags = f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
-    assert "8.96 epochs" in call("bench", "plan", *flags), "8,000 rows in batches of 1,024"
+    assert "8.96 epochs" in call("tools/plan", *flags), "8,000 rows in batches of 1,024"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -1721,7 +1728,7 @@ def test_plan_counts_all_that_a_rank_holds(dtype):
     held += [*model.parameters(), optimizer.sums]
     held += [*optimizer.masters.values(), *optimizer.moments.values()]
     storages = {t.data_ptr(): t.nbytes for t in held}  # masters may be the weights themselves
-    planned = bench.memory(s, model, gpus=1)
+    planned = plan.memory(s, model, gpus=1)
     planned.pop("activations")
     wanted = sum(storages.values()) / 1e9
     assert sum(planned.values()) == pytest.approx(wanted)
@@ -1957,7 +1964,7 @@ def test_as_many_flops_as_another_run(base, unbroken):
     base = [flag for flag in base if not flag.startswith("--updates")]
 
     def planned(run, *flags):
-        said = call("bench", "plan", *base, "--out_dir=x", f"--flops_of={run}", "--quiet", *flags)
+        said = call("tools/plan", *base, "--out_dir=x", f"--flops_of={run}", "--quiet", *flags)
         return int(said)
 
     def trained(name, *flags):
@@ -2516,7 +2523,7 @@ def test_the_harness_scores_an_export(looped):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    call("surgery", looped, "hf", "--export", "hf")
+    call("tools/export", looped, "hf")
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, ASKED)))
     ask = "eval_gsm8k", "--model", looped, "--data=asked.jsonl", "--max_new_tokens=12"
     call(*ask, "--steps=1,6", "--out=a.json")
@@ -2600,7 +2607,7 @@ def test_plot_results():
         result["results"] = [row | {"steps": r} for r in steps]
         common.write_json(f"{name}.json", result)
 
-    said = call("runs/plot", "loop.json", "parent.json", "--out=a.svg", "--labels=a,b")
+    said = call("tools/plot", "loop.json", "parent.json", "--out=a.svg", "--labels=a,b")
     lines = [line.split("|") for line in said.splitlines() if line.startswith("|")]
     header, _, loop, parent = [[text.strip() for text in line[1:-1]] for line in lines]
     assert header == ["", "2", "8"]
@@ -2614,7 +2621,9 @@ def test_plot_results():
 MISTAKES = [
     ("surgery llama out", "--prelude"),
     ("surgery llama out --shape 4,4,4", "0-5"),
-    ("surgery llama out --export hf", "--feed_forward"),
+    ("surgery llama out --export hf", "python -m tools.export"),
+    ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
+    ("bench plan --config=x", "python -m tools.plan"),
     ("surgery llama out --prelude 0-3 --core 3-4 --coda 5", "only once"),
     ("surgery llama m --feed_forward", "exists already"),
     ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
@@ -2644,7 +2653,7 @@ MISTAKES = [
     ("sample --prompt 3 --model m --temperature nan", "finite number"),
     ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
-    ("runs/plot m/config.json", "nothing to draw"),
+    ("tools/plot m/config.json", "nothing to draw"),
 ]
 
 
@@ -2656,7 +2665,7 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "m").symlink_to(checkpoint)
     (folder / "task").symlink_to(corpus / "task")
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
-    call("surgery", checkpoint, folder / "exported", "--export", "hf")
+    call("tools/export", checkpoint, folder / "exported")
     for name in ("truncated", "biased"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
@@ -2679,7 +2688,7 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
 # ------------------------------------------------------------------------- the paper in miniature
 def test_tiny_run_end_to_end():
     """`bash runs/tiny.sh --quick --seed 5` runs every stage, in a folder of its own."""
-    for name in ("runs", "config", "assets"):
+    for name in ("runs", "config", "tools"):
         shutil.copytree(HERE / name, name)
     for script in HERE.glob("*.py"):
         shutil.copy(script, ".")
@@ -2879,7 +2888,7 @@ def test_transformers_runs_the_export(changes):
             p.data += 0.2 * torch.randn(p.shape)
 
     model.save("m")
-    call("surgery", "m", "out", "--export", "hf", "--verify")
+    call("tools/export", "m", "out", "--verify")
     _, config = surgery.read_config("out", weights("out"))
     assert config == model.config
     load = functools.partial(tf.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
@@ -2926,7 +2935,7 @@ def test_forward_takes_what_others_give(checkpoint):
     """An export takes the arguments of transformers' models and returns our hidden states."""
     tf = need("transformers")
     ids = torch.arange(12)[None]
-    call("surgery", checkpoint, "out", "--export", "hf")
+    call("tools/export", checkpoint, "out")
     model = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
     out = model(ids, num_steps=5, use_cache=True, output_hidden_states=True)
     ours = RecurrentLM.load(checkpoint)
@@ -2954,7 +2963,7 @@ def test_an_engine_finds_its_slots(norm, monkeypatch):
     model = small(vocab_size=50, state_std=1.0, norm=norm)
     used = []
     model.save("m")
-    call("surgery", "m", "out", "--export", "hf")
+    call("tools/export", "m", "out")
 
     def attend(module, q, k, v, mask, scaling):
         used.append(module)
@@ -2999,7 +3008,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         model = small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1)
         model.save(m)
         data.copy_tokenizer(folder, m)
-        call("surgery", m, out, "--export", "hf")
+        call("tools/export", m, out)
         theirs = tf.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
         is_sentencepiece = Path(out, "tokenizer.model").exists()
         for text in texts:
@@ -3016,9 +3025,9 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
 def test_card_runs_as_pasted(checkpoint):
     """A model card's Python code runs as pasted, and the card states the model's own r."""
     need("transformers")
-    call("surgery", checkpoint, "out", "--export", "hf", "--mean_recurrence", 5)
+    call("tools/export", checkpoint, "out")
     card = Path("out/README.md").read_text()
-    assert "`num_steps` times, 5 by default" in card
+    assert "`num_steps` times, 4 by default" in card
     assert "(1,2,1) layers" in card
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
     exec(code.replace("ORGANIZATION/out", "out"), {})

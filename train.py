@@ -2,13 +2,13 @@
 Train a model, recurrent or ordinary: pretraining, healing, or a task of your own. To resume a run
 that was stopped, repeat its command.
 
-    python runs/tiny_corpus.py --out out/tiny/data                         make some data
+    python -m runs.tiny_corpus --out out/tiny/data                         make some data
     python train.py --config=config/tiny.toml                              run one process
     torchrun --nproc_per_node=4 train.py --config=config/tiny.toml         run four processes
     python train.py --config=config/tiny.toml --lr=0.01 --updates=200      override settings
     python train.py --updates=0 --init_from=DIR --data=SHARDS --out_dir=NEW     validate only
 
-`python bench.py plan` estimates what a run will cost.
+`python -m tools.plan` estimates what a run will cost.
 
 What is unusual here: each update draws its number of recurrences, r = n + k, from a heavy-tailed
 distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness

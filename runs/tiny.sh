@@ -64,7 +64,7 @@ stage "1. Make the corpus" "10 s" \
 "Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. Each 'so' asks
 for the last digit of the count, so each answer depends on the one before. No training question has
 more than 5 sentences."
-python runs/tiny_corpus.py --out $out/data ${quick:+--rows 8000}
+python -m runs.tiny_corpus --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "1 minute" \
 "The parent, which stands in for a model that you would download. It is trained on worked stories of
@@ -92,7 +92,7 @@ from model import find_checkpoint
 run = json.load(open(find_checkpoint('$out/task') + '/train.json'))
 print(round(run['tokens'] / run['config']['batch_size'] / run['config']['context']))")
 train parent parent_tokens --data=$out/data/task --init_from=$out/pretrain --updates=$updates
-updates=$(python bench.py plan --config=config/tiny_parent.toml --data=$out/data/task \
+updates=$(python -m tools.plan --config=config/tiny_parent.toml --data=$out/data/task \
     --init_from=$out/pretrain --flops_of=$out/task --quiet)
 train parent parent_flops --data=$out/data/task --init_from=$out/pretrain --updates=$updates
 
@@ -107,7 +107,7 @@ if [[ $quick ]]; then
     outcome="Every stage works. The numbers below mean nothing: --quick is too short to learn."
 fi
 stage "Results" "5 s" "$outcome"
-python runs/plot.py $out/eval_{task,parent_tokens,parent_flops}_{test,test18}.json \
+python -m tools.plot $out/eval_{task,parent_tokens,parent_flops}_{test,test18}.json \
     --x difficulty --out $out/lengths.png --labels \
     "looped,looped,parent (equal tokens),parent (equal tokens),parent (equal FLOPs),parent (equal FLOPs)"
 echo

@@ -2,8 +2,8 @@
 Make the corpus of tiny.sh and of the study, in a few seconds and without a download. It has two
 tasks that need depth: stories, which are running counts, and products in the group S5.
 
-    python runs/tiny_corpus.py --out out/tiny/data
-    python runs/tiny_corpus.py --out out/s5/data --task s5
+    python -m runs.tiny_corpus --out out/tiny/data
+    python -m runs.tiny_corpus --out out/s5/data --task s5
 
 Each answer of a story depends on the one before it, so a model that works out one sentence per
 layer needs a layer for each sentence, or has to reuse layers. The word `so` asks for the result so
@@ -30,14 +30,11 @@ than 5 sentences (s5: 8 letters). Shorter test questions may also occur in train
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (Parser, check_settings, cli, natural, opening, positive, read_json,
                     write_atomically, write_json)
 from data import write_shard

@@ -2,7 +2,7 @@
 Make the counting task of the experiment with SmolLM2: a running count told in plain English, in the
 tokens of a real model.
 
-    python runs/smollm2/counts.py --tokenizer out/smollm2/keep --out out/smollm2/counts
+    python -m runs.smollm2.counts --tokenizer out/smollm2/keep --out out/smollm2/counts
 
 In `Tom has 7, loses 4, gets 2,` each comma asks for the count so far: 7, 3 and 5, always one digit.
 The answers are targets only and not part of the text. A training row holds three stories, of 3, 4
@@ -12,12 +12,9 @@ count. OUT is a data set for train.py. In it, test.jsonl has 100 questions of ea
 scores the answer to every event.
 """
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import Parser, cli, opening, write_atomically, write_json
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE

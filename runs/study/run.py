@@ -2,9 +2,9 @@
 The study: train looped models, their parents and variants of the recipe on five seeds, evaluate
 them, and make the tables and the picture in README.md and on the study's page.
 
-    python runs/study/run.py                    # whatever results.jsonl lacks, then the tables
-    python runs/study/run.py --experiment rows --seed 20
-    python runs/study/run.py --tables           # only the tables and the picture
+    python -m runs.study.run                    # whatever results.jsonl lacks, then the tables
+    python -m runs.study.run --experiment rows --seed 20
+    python -m runs.study.run --tables           # only the tables and the picture
 
 Models go to out/study/TASK/SEED. Each model's accuracy is a line of results.jsonl beside this file;
 to repeat a measurement, delete its line. Commands for different seeds may run at the same time.
@@ -20,12 +20,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
 from common import Parser, UserError, cli, opening, read_json, say
 from model import find_checkpoint
-from runs.plot import draw
+from tools.plot import draw
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 SEEDS = 20, 21, 22, 23, 24
 RESULTS = HERE / "results.jsonl"
@@ -162,7 +162,7 @@ class Training:
         updates = arm.updates
         if not updates:
             recipe = f"--flops_of={self.arm(self.task, LOOP)}"
-            plan = execute("bench.py", "plan", *flags, f"--out_dir={folder}", recipe, "--quiet")
+            plan = execute("-m", "tools.plan", *flags, f"--out_dir={folder}", recipe, "--quiet")
             updates = plan.strip()
         execute("train.py", *flags, f"--out_dir={folder}", f"--updates={updates}")
         return folder
@@ -182,7 +182,7 @@ def measure(name, label, seed):
     """Train the model of an arm and a seed, and append its accuracy to results.jsonl."""
     task = name if name in TASKS else "stories"
     training = Training(task, seed)
-    execute("runs/tiny_corpus.py", f"--out={training.corpus}", f"--task={task}")
+    execute("-m", "runs.tiny_corpus", f"--out={training.corpus}", f"--task={task}")
     run = training.arm(name, label)
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT)
     progress = read_json(Path(find_checkpoint(run), "train.json"))
@@ -317,7 +317,7 @@ def markdown(rows):
 
 
 def panel(arms, task):
-    """A task's panel of the picture, see runs/plot.py: the loop at several r, and its parents."""
+    """A task's panel of the picture, see tools/plot.py: the loop at several r, and its parents."""
     lengths = [*range(1, 13), 18]
     curves = {}
     for label, entries in arms.items():

@@ -2,8 +2,8 @@
 Keep the layers that change the hidden state most on a text, then run surgery.py with them. This is
 ShortGPT's choice (arXiv 2403.03853), the baseline of the paper's Figure 12.
 
-    python runs/block_influence.py SRC OUT --shape 4,8,4 --text FILE
-    python runs/block_influence.py SRC OUT --shape 8,0,0 --text FILE --feed_forward
+    python -m tools.block_influence SRC OUT --shape 4,8,4 --text FILE
+    python -m tools.block_influence SRC OUT --shape 8,0,0 --text FILE --feed_forward
 
 It prints a table of the layers and their influence. Further flags go to surgery.py.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import surgery
 from common import Parser, cli, opening
 from data import Tokenizer
@@ -63,7 +62,7 @@ def most_influential(model, path, count):
 def main():
     parser = Parser(description=opening(__doc__, 3))
     flag = parser.add_argument
-    flag("src", metavar="SRC", help="an ordinary model: a folder, a run, a .gguf file, or a hub id")
+    flag("src", metavar="SRC", help="an ordinary model: a folder, a run, or a hub id")
     flag("out", metavar="OUT", help="a new folder")
     flag("--shape", type=surgery.shape, required=True,
          help="sizes of prelude, core and coda, such as 4,8,4; or 8,0,0 with --feed_forward")

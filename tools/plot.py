@@ -2,19 +2,17 @@
 Draw results of eval_gsm8k.py, or the losses of runs, and print what is drawn as tables. Files with
 the same task share a panel; scores are in %.
 
-    python runs/plot.py out/*/eval_test.json                 # over r
-    python runs/plot.py out/tiny/eval_*.json --x difficulty  # a curve for each model and r
-    python runs/plot.py out/fig4 out/fig5                    # losses over updates
+    python -m tools.plot out/*/eval_test.json                 # over r
+    python -m tools.plot out/tiny/eval_*.json --x difficulty  # a curve for each model and r
+    python -m tools.plot out/fig4 out/fig5                    # losses over updates
 
 The picture needs matplotlib. A result file may hold several models, as runs/released/models.json
 does.
 """
 import json
 import math
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import Parser, UserError, cli, opening, read_json
 from model import Config, RecurrentLM
 

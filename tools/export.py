@@ -1,0 +1,186 @@
+"""
+Write a model for other software: a folder in Hugging Face layout, which transformers and vLLM load.
+
+    python -m tools.export RUN OUT             of a run, a checkpoint, or whatever surgery.py reads
+    python -m tools.export RUN OUT --verify    read OUT back and compare its logits with RUN's
+
+An ordinary model gets its parent's layout. One with a recurrent block gets the released models'
+layout, with a model card and the code that lets transformers load it (modeling_loopgraft.py).
+Tensors may be split, but are never rounded.
+"""
+import shutil
+from pathlib import Path
+from string import Template
+
+from safetensors.torch import save_file
+
+from common import (Parser, UserError, cli, new_folder, opening, read_json, write_atomically,
+                    write_json)
+from data import Tokenizer
+from surgery import (copy_other_files, has_tokenizer, open_source, rotary_order, tensor_names,
+                     verify)
+
+HERE = Path(__file__).parent
+
+
+# ------------------------------------------------------------------------------------- config.json
+
+def to_hf(c):
+    """Convert an ordinary model's Config to a config.json dict in Hugging Face layout."""
+    if c.embed_scale != 1:
+        raise UserError(f"embed_scale = {c.embed_scale}: Hugging Face's layouts for ordinary "
+                        "models have no such setting")
+    layout = "llama"  # a Mistral without a window is the same
+    if c.norm == "post":
+        layout = "olmo2"
+    elif c.head_norm:
+        layout = "qwen3"
+    elif c.qkv_bias:
+        layout = "qwen2"
+    return shared_keys(c) | {
+        "model_type": layout,
+        "architectures": [layout.capitalize() + "ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": c.n_embd,
+        "num_attention_heads": c.n_head,
+        "num_hidden_layers": c.n_prelude,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": c.tie_embeddings,
+    }
+
+
+def shared_keys(c):
+    """
+    Return the keys that have the same name in both layouts. A value of None is written as null on
+    purpose: transformers replaces a missing key with its own default.
+    """
+    return {
+        "vocab_size": c.vocab_size,
+        "num_key_value_heads": c.n_kv_head,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.n_ffn,
+        "max_position_embeddings": c.context,
+        "rope_scaling": c.rope_scaling,
+        "bos_token_id": c.bos_token_id,
+        "eos_token_id": c.eos_token_id,
+    }
+
+
+def to_raven(c):
+    """Convert a recurrent model's Config to a config.json dict in the released models' layout."""
+    config = shared_keys(c) | {
+        "model_type": "huginn_raven",
+        "n_embd": c.n_embd,
+        "n_heads": c.n_head,
+        "n_layers_in_prelude": c.n_prelude,
+        "n_layers_in_recurrent_block": c.n_core,
+        "n_layers_in_coda": c.n_coda,
+        # the number of cache slots
+        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,
+        "norm": c.norm,
+        "head_norm": c.head_norm,
+        "qkv_bias": c.qkv_bias,
+        "norm_eps": c.norm_eps,
+        "tie_embeddings": c.tie_embeddings,
+        "injection_type": c.adapter,
+        "mean_recurrence": c.mean_recurrence,
+        "mean_backprop_depth": c.backprop_depth,
+        "init_values": {"std": c.state_std, "embed_scale": c.embed_scale},
+        # keys that only the paper's own code reads
+        "padded_vocab_size": c.vocab_size,
+        "block_size": c.context,
+        "qk_bias": c.norm == "sandwich",
+    }
+    if c.norm == "sandwich":  # these files are for Huginn's own code
+        return config | {"rope_base": c.rope_theta}
+    return config | {
+        "rope_theta": c.rope_theta,
+        "architectures": ["LoopgraftForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_loopgraft.LoopgraftConfig",
+            "AutoModel": "modeling_loopgraft.LoopgraftModel",
+            "AutoModelForCausalLM": "modeling_loopgraft.LoopgraftForCausalLM",
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------------- files
+
+def export(model, folder):
+    """
+    Write a model for other software: in Hugging Face's layout if it has no recurrent block,
+    otherwise in the released models' layout, with our code for transformers and a model card.
+    folder: a Path, which is created.
+    """
+    c = model.config
+    config = to_raven(c) if c.n_core else to_hf(c)
+    tensors = model.state_dict()
+    out = {}
+    for ours, names in tensor_names(c, config["model_type"]).items():
+        t = rotary_order(c, ours, tensors[ours], back=True)
+        if len(names) == 3:  # q, k and v, whose sizes may differ
+            sizes = model.prelude[0].attn.split
+        else:
+            sizes = len(t) // len(names)
+        out.update(zip(names, t.split(sizes)))
+    folder.mkdir()
+    save_file(out, folder / "model.safetensors", {"format": "pt"})
+    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # all have this one
+    write_json(folder / "config.json", config | {"torch_dtype": dtype})
+    if "auto_map" in config:
+        shutil.copy(HERE / "modeling_loopgraft.py", folder)
+        card = Template((HERE / "model_card.md").read_text())
+        text = card.substitute(
+            name=folder.name,
+            layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
+            mean_recurrence=c.mean_recurrence,
+        )
+        (folder / "README.md").write_text(text)
+
+
+def write_tokenizer_config(folder):
+    """
+    Write the tokenizer_config.json of an export: the names of BOS and EOS, and the transformers
+    class that reads the tokenizer. With a tokenizer.json, PreTrainedTokenizerFast reproduces our
+    ids; Llama's and GPT-2's classes would split spaces and digits in their own ways. With a
+    tokenizer.model alone, LlamaTokenizer comes closest: it differs in leading and repeated spaces,
+    and after control tokens.
+    """
+    tokenizer = Tokenizer.load(folder)
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    config.pop("auto_map", None)  # it names code that is not in OUT
+    names = {i: name for name, i in tokenizer.special.items()}
+    for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        if i in names:
+            config.setdefault(key, names[i])
+    if (folder / "tokenizer.json").exists():
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast",
+                   "model_input_names": ["input_ids", "attention_mask"]}
+    else:
+        config |= {"tokenizer_class": "LlamaTokenizer",
+                   "add_bos_token": tokenizer.bos_id is not None}
+    write_json(path, config)
+
+
+def main():
+    parser = Parser(usage="python -m tools.export RUN OUT [--verify]", description=opening(__doc__))
+    flag = parser.add_argument
+    flag("run", metavar="RUN", help="a run, a checkpoint, or whatever surgery.py reads")
+    flag("out", metavar="OUT", type=new_folder, help="a new folder")
+    flag("--verify", action="store_true", help="check that OUT has exactly the logits of RUN")
+    args = parser.parse_args()
+    model = open_source(args.run)
+    with write_atomically(args.out) as folder:
+        export(model, folder)
+        copy_other_files(model.folder, model.config, folder)
+        if has_tokenizer(folder):
+            write_tokenizer_config(folder)
+        if args.verify:
+            verify(model, None, folder)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,185 @@
+"""
+Say what a run of train.py will cost: tokens and epochs, FLOPs, hours and memory (estimates). Takes
+the flags of train.py. With --preset, neither weights nor data need to be there.
+
+    python -m tools.plan --config=config/evening.toml --preset=tinyllama-4-8-4 --gpus=8
+    python -m tools.plan --config=config/mine.toml --init_from=PARENT --flops_of=out/mine/loop
+                                        spend as many FLOPs as out/mine/loop did
+"""
+import bisect
+import tomllib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from common import Parser, UserError, cli, opening, positive, read_json
+from data import Dataset
+from model import Config, RecurrentLM, find_checkpoint, load_config
+from surgery import retrofit_config
+from train import (choose_trained, describe_run, draws_of, largest_depth, make_config,
+                   make_optimizer, read_settings, spent_before, update_flops)
+
+# The bfloat16 FLOP/s that we expect from each GPU: not measured, but 61, 61 and 43% of its peak.
+GPUS = {
+    "RTX 4090 (24 GB)": 1.0e14,
+    "A100 (80 GB)": 1.9e14,
+    "H100 (80 GB)": 4.2e14,
+}
+
+
+def main():
+    parser = Parser(usage="python -m tools.plan [flags]", description=opening(__doc__))
+    flag = parser.add_argument
+    flag("--gpus", type=positive, default=1, help="number of GPUs (1)")
+    flag("--preset", choices=presets(), metavar="NAME",
+         help="plan for this retrofit, which need not be made yet, instead of --init_from")
+    flag("--flops_of", metavar="RUN", help="make as many updates as it takes to spend the FLOPs "
+         "that RUN, and the runs before it, have spent since the parent")
+    flag("--quiet", action="store_true", help="print the number of updates alone")
+    args, settings = parser.parse_known_args()
+    plan(args, read_settings(settings, args.gpus))
+
+def presets():
+    """
+    Read parents.toml. Returns {name: (Config of the parent, layers to keep)}, such as
+    {"tinyllama-4-8-4": (..., (4, 8, 4))}.
+    """
+    found = {}
+    text = Path(__file__).with_name("parents.toml").read_text()
+    for parent, about in tomllib.loads(text).items():
+        for sizes in about.pop("shapes"):
+            name = "-".join(map(str, [parent, *sizes]))
+            found[name] = Config(**about), tuple(sizes)
+    return found
+
+
+def plan(args, settings):
+    """Print what a run of train.py with these settings will cost."""
+    folder = None
+    source = None
+    if args.preset:
+        source = retrofit_config(*presets()[args.preset])
+    elif settings.init_from:
+        folder = find_checkpoint(settings.init_from)
+        source = load_config(folder)
+    config = make_config(settings, source)
+    model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
+    choose_trained(settings, model)
+    if args.flops_of:
+        budget = read_json(f"{find_checkpoint(args.flops_of)}/train.json")["flops"]
+        if not settings.reinit:
+            budget -= spent_before(folder)["flops"]
+        settings.updates = affordable_updates(settings, model, budget)
+    if args.quiet:
+        print(settings.updates)
+        return
+    describe_run(settings, model)
+    try:
+        train_set = Dataset(settings.data, "train", settings.context)
+        epochs = settings.updates * settings.batch_size / train_set.num_rows
+        print(f"data: {epochs:.3g} epochs of {settings.data}")
+    except UserError as e:
+        print(f"data: not ready: {e}")
+
+    flops = run_flops(settings, model)
+    by_paper = 0
+    tokens = settings.batch_size * settings.context
+    for steps, updates in drawn_steps(settings, model).items():
+        by_paper += updates * tokens * paper_flops(model, steps)
+    print(f"FLOPs: {flops:.4g} in matrix products and attention. The paper's rule counts "
+          f"{by_paper:.4g}: for each token, 6 per parameter of a layer, or 2 without gradient")
+    gigabytes = memory(settings, model, args.gpus)
+    needed = sum(gigabytes.values())
+    each = ", ".join(f"{what} {size:.1f}" for what, size in gigabytes.items())
+    print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}); leave 2 GB free")
+    for name, speed in GPUS.items():
+        hours = flops / (args.gpus * speed) / 3600
+        print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")
+
+
+def drawn_steps(settings, model):
+    """
+    Return how many of a run's updates use each (n, k): {(n, k): updates}. With several draws per
+    update, each draw counts as a fraction of an update.
+    """
+    if not model.config.n_core:
+        return {(0, 0): settings.updates}
+    draws = Counter()
+    for update in range(settings.updates):
+        draws.update(draws_of(settings, update))
+    return {steps: count / settings.draws for steps, count in draws.items()}
+
+
+def run_flops(settings, model):
+    """Return the FLOPs that a whole run executes, with its own draws of r, without validation."""
+    optimizer = make_optimizer(settings, model, rank=0, world=1)
+    total = 0
+    for steps, updates in drawn_steps(settings, model).items():
+        total += updates * update_flops(settings, model, optimizer, [steps])
+    return total
+
+
+def paper_flops(model, steps):
+    """
+    Return training FLOPs per token by the paper's rule: each use of a layer parameter counts 6 if
+    it carries gradient, otherwise 2. Each of the n + k recurrences uses the core once.
+    """
+    n, k = steps
+    size = model.num_params()
+    trained = model.num_params(trained=True)
+    forward = size["prelude"] + (n + k) * size["core"] + size["coda"]
+    backward = trained["prelude"] + k * trained["core"] + trained["coda"]
+    if not model.config.n_core:  # the paper counts the final norm of an ordinary model
+        forward += size["norm_f"]
+        backward += trained["norm_f"]
+    return 2 * forward + 4 * backward
+
+
+def affordable_updates(settings, model, budget):
+    """Return the number of updates that comes closest to spending `budget` FLOPs."""
+    def cost(updates):
+        return run_flops(replace(settings, updates=updates), model)
+
+    too_many = 1
+    while cost(too_many) <= budget:
+        too_many *= 2
+    most = bisect.bisect(range(1, too_many), budget, key=cost)  # within the budget
+    left = budget - cost(most)
+    lacking = cost(most + 1) - budget  # for one more
+    return most if left <= lacking else most + 1
+
+
+def memory(settings, model, gpus):
+    """Return what each GPU holds during training: {what: GB}."""
+    optimizer = make_optimizer(settings, model, rank=0, world=gpus)
+    weights = sum(p.nbytes for p in model.parameters())
+    gradients = optimizer.sums.nbytes  # float32 sums; the next line adds those of one micro-batch
+    gradients += optimizer.sums.numel() * model.embed.weight.element_size()
+    states = [*optimizer.moments.values()]
+    if settings.dtype != "float32":  # float32 weights need no master copy
+        states += optimizer.masters.values()
+
+    # Bytes per layer and token that a compiled forward pass keeps for the backward pass, counted
+    # on small models in bfloat16.
+    c = model.config
+    heads = c.n_head + c.n_kv_head
+    layer = 14 * c.n_embd + 6 * (c.n_ffn + heads * c.head_dim)
+    if settings.dtype == "float32":
+        layer *= 2
+    loops = 1 if settings.recompute else largest_depth(settings)
+    layers = c.n_prelude + c.n_core * loops + c.n_coda
+    activations = settings.micro_batch * settings.context * layer * layers
+    if settings.compile:
+        activations *= settings.activation_budget
+    return {
+        "weights": weights / 1e9,
+        "gradients": gradients / 1e9,
+        "optimizer": sum(t.nbytes for t in states) / 1e9,
+        "activations": activations / 1e9,
+    }
+
+
+if __name__ == "__main__":
+    cli(main)
