@@ -291,6 +291,13 @@ def recomputed(function):
     return call
 
 
+def to_device(tensor, device):
+    """Copy a tensor from the CPU to a device, without waiting for a GPU: from pinned memory."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def run_blocks(blocks, x, rope, caches=None):
     """Run x (B, T, C) through a list of blocks. caches: one for each block, or None."""
     if caches is None:
@@ -432,19 +439,23 @@ class RecurrentLM(nn.Module):
         Return the cross-entropy (B, T) float32 of each target (B, T), given the last state s
         (B, T, C). It is 0 where the target is -100.
 
-        The logits (B, T, V) would be the largest tensor of all, so they are computed in
-        chunks, and the backward pass recomputes them.
+        The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, only
+        where there is a target, and the backward pass recomputes them. torch.compile sees chunks of
+        one shape, because positions without a target fill up the last one. Targets of a model on a
+        GPU may stay on the CPU, where counting them does not wait for the GPU.
         """
         rope = self.rope(s.shape[1])
         x = self.run_coda(s, rope).flatten(0, 1)
-        num_logits = len(x) * self.config.vocab_size
-        count = math.ceil(num_logits / LOGITS_AT_ONCE)
-        x_chunks = x.chunk(count)
-        target_chunks = targets.flatten().chunk(count)
-        losses = []
-        for chunk in zip(x_chunks, target_chunks):
-            losses.append(self.score_chunk(*chunk))
-        return torch.cat(losses).view_as(targets)
+        flat = targets.flatten().cpu()
+        wanted = flat != IGNORE
+        size = min(LOGITS_AT_ONCE // self.config.vocab_size, math.ceil(len(flat) / 4))
+        count = max(1, math.ceil(wanted.sum().item() / size))
+        order = wanted.argsort(descending=True, stable=True)[:count * size]
+        flat = to_device(flat[order], x.device)
+        order = to_device(order, x.device)
+        chunks = zip(x.index_select(0, order).split(size), flat.split(size))
+        losses = torch.cat([self.score_chunk(*chunk) for chunk in chunks])
+        return losses.new_zeros(len(x)).index_copy(0, order, losses).view(targets.shape)
 
     @recomputed
     def score_chunk(self, x, targets):
@@ -561,12 +572,15 @@ class RecurrentLM(nn.Module):
         T=1,
         training=False,
         recompute=False,
+        labelled=1.0,
     ):
         """
         Count the FLOPs per token of the matrix products and attention in a forward pass over rows
         of T tokens; with training=True, also those of the backward pass.
 
-        steps, recompute: as for forward(). What --activation_budget recomputes is not counted.
+        steps, recompute: as for forward(). labelled: the fraction of the tokens that have a target,
+        for which score() computes logits. What fills up its last chunk is not counted, and neither
+        is what --activation_budget recomputes.
         """
         n, k = self.split_steps(steps)
         c = self.config
@@ -597,11 +611,10 @@ class RecurrentLM(nn.Module):
                 flops += uses_with_gradient * backward
 
         head = self.head.weight
-        flops += 2 * head.numel()
+        times = 1
         if training:  # the backward pass recomputes the logits
-            times = 1 + reached + head.requires_grad
-            flops += times * 2 * head.numel()
-        return flops
+            times += 1 + reached + head.requires_grad
+        return flops + times * 2 * head.numel() * labelled
 
     @torch.no_grad()
     def init_weights(self, seed):

@@ -50,7 +50,7 @@ import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
 from eval_gsm8k import METRICS, STOPS, cut, make_prompt, same_answer
-from model import ADAPTERS, STATE_STD, RecurrentLM, find_checkpoint, load_config
+from model import ADAPTERS, IGNORE, STATE_STD, RecurrentLM, find_checkpoint, load_config
 from muon import Optimizer
 from runs.study import run as study
 from runs.tiny_corpus import tiny
@@ -284,12 +284,13 @@ def test_initial_state():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_losses_in_chunks(compiled, monkeypatch):
-    """Losses and gradients equal those of a single cross-entropy, however small the chunks."""
+@pytest.mark.parametrize("unlabelled", [5, 0, 30, 33])
+def test_losses_in_chunks(compiled, unlabelled, monkeypatch):
+    """Losses and gradients equal those of a single cross-entropy, however many targets there are."""
     model = small()
     idx = torch.randint(17, (3, 11))
     targets = torch.randint(17, (3, 11))
-    targets[1, 2:7] = -100
+    targets.view(-1)[torch.randperm(33)[:unlabelled]] = -100
     state = model.initial_state(3, 11, 0)
     logits, _ = model(idx, steps=2, state=state)
     exact = F.cross_entropy(logits.mT, targets, reduction="none")
@@ -308,6 +309,19 @@ def test_losses_in_chunks(compiled, monkeypatch):
     ((_, s),) = model.trajectory(idx, [2], state)
     with torch.no_grad():
         assert far(model.score(s, targets), exact) < 1e-5
+
+
+def test_the_head_runs_where_there_is_a_target():
+    """Few targets cost few logits, and score_chunk() sees one shape whatever their number is."""
+    model = small()
+    rows = []
+    model.score_chunk = lambda x, targets: rows.append(len(x)) or x.sum(-1)
+    for asked, chunks in ((0, 1), (1, 1), (11, 1), (12, 2), (44, 4)):
+        targets = torch.full((4, 11), -100)
+        targets.view(-1)[torch.randperm(44)[:asked]] = 1
+        rows.clear()
+        model(targets.clamp(0), targets, 1)
+        assert rows == [11] * chunks
 
 
 def test_random_weights_have_the_papers_sizes():
@@ -2177,10 +2191,13 @@ def test_log_and_checkpoint_agree(base, corpus):
     assert model.config.backprop_depth == 3
 
     flops = 6 * train.make_optimizer(s, model, 0, 1).flops()
+    train_set = Dataset(s.data, "train", 50)
     for update in range(6):
         draws = train.draws_of(s, update)
+        _, targets, _ = train_set.batch(s.seed, update, 0, 1, s.batch_size)
+        labelled = (targets != IGNORE).double().mean().item()
         for steps in draws:
-            flops += 4 * 50 * model.flops_per_token(steps, 50, training=True)
+            flops += 4 * 50 * model.flops_per_token(steps, 50, True, labelled=labelled)
         mean_n, mean_k = np.mean(draws, axis=0)
         assert logged("run", "n")[update + 1] == mean_n
         assert logged("run", "k")[update + 1] == mean_k

@@ -44,7 +44,7 @@ from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli
                     recurrences, say, write_atomically, write_json, yes_or_no)
 from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
-                   load_config)
+                   load_config, to_device)
 from muon import MOMENTS, Optimizer, stacked_rows
 
 MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
@@ -346,7 +346,7 @@ def train(settings, device):
             progress["update"] = done
             progress["skipped"] += skips > 0
             progress["tokens"] += tokens
-            progress["flops"] += update_flops(settings, model, optimizer, draws)
+            progress["flops"] += update_flops(settings, model, optimizer, draws, labels / tokens)
 
             # ---- The log, validation and checkpoints.
             last = done == settings.updates
@@ -376,28 +376,27 @@ def train(settings, device):
 
 def to_inputs(model, batch, seed):
     """
-    Turn a Dataset's batch into the model's inputs, on its device: idx and targets (B, T), and
-    s_0 (B, T, C), which is None for an ordinary model.
+    Turn a Dataset's batch into the model's inputs: idx (B, T) and s_0 (B, T, C) on its device, and
+    targets (B, T) on the CPU, as score() likes them. s_0 is None for an ordinary model.
     """
     idx, targets, numbers = batch
-    device = model.embed.weight.device
     state = None
     if model.config.n_core:
         state = model.initial_state(*idx.shape, seed, int(numbers[0]))
-    if device.type == "cuda":  # copies from pinned memory do not wait for the GPU
-        idx = idx.pin_memory()
-        targets = targets.pin_memory()
-    return idx.to(device, non_blocking=True), targets.to(device, non_blocking=True), state
+    return to_device(idx, model.embed.weight.device), targets, state
 
 
-def update_flops(settings, model, optimizer, draws):
-    """Return the FLOPs of an update with these draws, over all ranks, with Newton-Schulz."""
+def update_flops(settings, model, optimizer, draws, labelled=1.0):
+    """
+    Return the FLOPs of an update with these draws, over all ranks, with Newton-Schulz. labelled:
+    the fraction of the tokens that have a target.
+    """
     per_token = [
-        model.flops_per_token(steps, settings.context, training=True, recompute=settings.recompute)
+        model.flops_per_token(steps, settings.context, True, settings.recompute, labelled)
         for steps in draws
     ]
     tokens = settings.batch_size * settings.context
-    return tokens * sum(per_token) // len(draws) + optimizer.flops()
+    return round(tokens * sum(per_token) / len(draws)) + optimizer.flops()
 
 
 @torch.no_grad()

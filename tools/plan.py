@@ -16,7 +16,7 @@ import torch
 
 from common import Parser, UserError, cli, opening, positive, read_json
 from data import Dataset
-from model import Config, RecurrentLM, find_checkpoint, load_config
+from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
 from train import (choose_trained, describe_run, draws_of, largest_depth, make_config,
                    make_optimizer, read_settings, spent_before, update_flops)
@@ -67,11 +67,12 @@ def plan(args, settings):
     config = make_config(settings, source)
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
+    labelled = labelled_share(settings)
     if args.flops_of:
         budget = read_json(f"{find_checkpoint(args.flops_of)}/train.json")["flops"]
         if not settings.reinit:
             budget -= spent_before(folder)["flops"]
-        settings.updates = affordable_updates(settings, model, budget)
+        settings.updates = affordable_updates(settings, model, labelled, budget)
     if args.quiet:
         print(settings.updates)
         return
@@ -83,7 +84,7 @@ def plan(args, settings):
     except UserError as e:
         print(f"data: not ready: {e}")
 
-    flops = run_flops(settings, model)
+    flops = run_flops(settings, model, labelled)
     by_paper = 0
     tokens = settings.batch_size * settings.context
     for steps, updates in drawn_steps(settings, model).items():
@@ -112,12 +113,22 @@ def drawn_steps(settings, model):
     return {steps: count / settings.draws for steps, count in draws.items()}
 
 
-def run_flops(settings, model):
+def labelled_share(settings):
+    """Return the fraction of the data's tokens that are targets, or 1 if the data is not ready."""
+    try:
+        train_set = Dataset(settings.data, "train", settings.context)
+    except UserError:
+        return 1.0
+    _, targets, _ = train_set.batch(settings.seed, 0, 0, 1, 1024)
+    return (targets != IGNORE).double().mean().item()
+
+
+def run_flops(settings, model, labelled):
     """Return the FLOPs that a whole run executes, with its own draws of r, without validation."""
     optimizer = make_optimizer(settings, model, rank=0, world=1)
     total = 0
     for steps, updates in drawn_steps(settings, model).items():
-        total += updates * update_flops(settings, model, optimizer, [steps])
+        total += updates * update_flops(settings, model, optimizer, [steps], labelled)
     return total
 
 
@@ -137,10 +148,10 @@ def paper_flops(model, steps):
     return 2 * forward + 4 * backward
 
 
-def affordable_updates(settings, model, budget):
+def affordable_updates(settings, model, labelled, budget):
     """Return the number of updates that comes closest to spending `budget` FLOPs."""
     def cost(updates):
-        return run_flops(replace(settings, updates=updates), model)
+        return run_flops(replace(settings, updates=updates), model, labelled)
 
     too_many = 1
     while cost(too_many) <= budget:
