@@ -1,101 +1,60 @@
 """
-Score a model at several r, without generating anything: the loss per token of each answer, and how
-far the state still moves.
+Score a model on stories of cups.py at several r: the share of right answers after each event.
 
-    python -m runs.smollm2.score --model out/smollm2/loop --data out/smollm2/test.jsonl --out FILE
+    python -m runs.smollm2.score --model out/smollm2/loop --data out/smollm2/cups --out FILE
 
-Each line of the data is a question with its answer, whose tokens are scored as train.py does after
-`data.py prepare --prompt question --field answer`, or a story of counts.py, in which the answer to
-each event is scored. The move of recurrence i is the norm of s_i - s_(i-1) divided by the norm of
-s_i, averaged over all tokens of the first 16 lines.
+The right answer must be the most likely of all tokens. Everything is computed in float32.
 """
 import json
-from argparse import Namespace
+from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 from common import Parser, cli, opening, recurrences, write_json
-from data import Tokenizer, document
+from data import Tokenizer
 from model import IGNORE, RecurrentLM
-from runs.smollm2.counts import encode_story
+from runs.smollm2.cups import encode_story
 
-MOVES = 64  # recurrences over which the state is tracked
-
-
-def read_documents(path, tokenizer):
-    """Return the lines of a file of questions or of stories as arrays (2, T): ids and targets."""
-    how = Namespace(field="answer", prompt="question", strip_roles=False)
-    documents = []
-    for line in open(path):
-        record = json.loads(line)
-        if "events" in record:
-            tokens = np.array(encode_story(tokenizer, record["events"], record["answers"]))
-        else:
-            tokens = document(tokenizer, record, how)
-        documents.append(tokens)
-    return documents
+ROWS = 50  # stories in one pass
 
 
 @torch.no_grad()
-def score_answers(model, documents, steps):
+def right_answers(model, stories, steps):
     """
-    Return {r: [sum of the losses of each document's labels]}, and {r: [[1 for each label that is
-    the most likely token, 0 for the others], ...]}.
+    Return {r: [the share of right answers after each event]}. stories: ids and targets
+    (2, stories, T), so all have the same number of tokens.
     """
-    losses = {r: [] for r in steps}
-    right = {r: [] for r in steps}
-    for tokens in documents:
-        idx, targets = torch.from_numpy(tokens).long()
-        state = model.initial_state(1, len(idx), 0) if model.core else None
-        for r, s in model.trajectory(idx[None], steps, state):
-            logits = model.finish(s)[0]
-            scores = F.cross_entropy(logits, targets, reduction="none")
-            hits = logits.argmax(-1) == targets
-            losses[r].append(scores.double().sum().item())
-            right[r].append(hits[targets != IGNORE].int().tolist())
-    return losses, right
-
-
-@torch.no_grad()
-def state_moves(model, documents):
-    """Return the mean relative move of the state in each of MOVES recurrences."""
-    moves = torch.zeros(MOVES, dtype=torch.float64)
-    tokens_seen = 0
-    for tokens in documents:
-        idx = torch.from_numpy(tokens[:1]).long()
-        last = model.initial_state(1, idx.shape[1], 0)
-        for r, s in model.trajectory(idx, range(1, MOVES + 1), last):
-            move = (s - last).norm(dim=-1) / s.norm(dim=-1)
-            moves[r - 1] += move.sum()
-            last = s
-        tokens_seen += idx.numel()
-    return (moves / tokens_seen).tolist()
+    device = model.embed.weight.device
+    hits = {r: 0 for r in steps}
+    for idx, targets in zip(*(part.to(device).split(ROWS) for part in stories)):
+        state = model.initial_state(*idx.shape, seed=0) if model.core else None
+        asked = targets != IGNORE
+        rope = model.rope(idx.shape[1])
+        for r, s in model.trajectory(idx, steps, state):
+            logits = model.logits(model.run_coda(s, rope)[asked])
+            hits[r] += (logits.argmax(-1) == targets[asked]).view(len(idx), -1).sum(0)
+    return {r: (hit / stories.shape[1]).tolist() for r, hit in hits.items()}
 
 
 def main():
     parser = Parser(description=opening(__doc__))
     parser.add_argument("--model", required=True, metavar="FOLDER")
-    parser.add_argument("--data", required=True, metavar="FILE")
+    parser.add_argument("--data", required=True, metavar="FOLDER")
     parser.add_argument("--out", required=True, metavar="FILE")
-    parser.add_argument("--steps", type=recurrences, default="1,2,4,8,16,64")
+    parser.add_argument("--steps", type=recurrences, default="1,2,4,8,16,32,64")
     args = parser.parse_args()
-    model = RecurrentLM.load(args.model, dtype=torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = RecurrentLM.load(args.model, device, torch.float32)
     tokenizer = Tokenizer.load(model.folder)
-    documents = read_documents(args.data, tokenizer)
-    steps = args.steps if model.core else [0]
-    losses, right = score_answers(model, documents, steps)
-    labels = [int((targets != IGNORE).sum()) for _, targets in documents]
-    found = {"model": args.model, "labels": labels, "losses": losses}
-    for r in steps:
-        print(f"r = {r}: {sum(losses[r]) / sum(labels):.4f} nats per token")
-    if len(set(labels)) == 1:  # stories, all of 12 events
-        found["right"] = {r: np.mean(right[r], axis=0).tolist() for r in steps}
-        for r in steps:
-            print(f"r = {r}: right after each event:", *(f"{x:.0%}" for x in found["right"][r]))
-    moves = state_moves(model, documents[:16]) if model.core else None
-    write_json(args.out, found | {"moves": moves})
+    found = {}
+    for name in ("dev", "test"):
+        lines = Path(args.data, f"{name}.jsonl").read_text().splitlines()
+        stories = [encode_story(tokenizer, **json.loads(line)) for line in lines]
+        stories = torch.tensor(stories).transpose(0, 1)
+        found[name] = right_answers(model, stories, args.steps if model.core else [0])
+    for r, shares in found["test"].items():
+        print(f"r = {r}: right after each event:", *(f"{x:.0%}" for x in shares))
+    write_json(args.out, found)
 
 
 if __name__ == "__main__":
