@@ -20,8 +20,8 @@ import time
 
 import torch
 
-from common import (Parser, UserError, cli, natural, opening, positive, recurrences, several,
-                    yes_or_no)
+from common import (DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural, opening,
+                    positive, recurrences, several, yes_or_no)
 from model import Config, RecurrentLM
 from muon import MOMENTS
 from sample import Decoder, describe
@@ -36,7 +36,8 @@ def main():
     timed = Parser(add_help=False)
     flag = timed.add_argument
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
-    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
+    flag("--dtype", choices=DTYPES, default="auto",
+         help="auto (default): bfloat16 where the device multiplies it natively, else float32")
     flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
     flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
          help="use torch.compile (true)")
@@ -70,7 +71,8 @@ def bench(args):
     matmul_peak: FLOP/s of a large square matrix product. peak_mib: the most GPU memory in use so
     far, in MiB.
     """
-    dtype = getattr(torch, args.dtype)
+    name = choose_dtype(args.dtype, DEVICE)
+    dtype = getattr(torch, name)
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)
     else:
@@ -87,12 +89,14 @@ def bench(args):
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
     model.to(dtype)
+    device, _ = describe(model)
+    print(dtype_on(name, device))
     peak = matmul_speed(dtype, args.repeat)
     result = {
-        "device": describe(model)[0],
+        "device": device,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": args.dtype,
+        "dtype": name,
         "matmul_peak": peak,
         "rows": [],
     }

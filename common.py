@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 # torchrun sets these. A script that is started without torchrun is rank 0 of 1.
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
+CPUINFO = Path("/proc/cpuinfo")
 
 
 # ------------------------------------------------------------------------- errors and messages
@@ -143,6 +144,41 @@ def several(number_type):
 
 
 recurrences = several(positive)  # the type of --steps
+
+
+# --------------------------------------------------------------------------------------- dtypes
+
+DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype
+
+
+def native_bfloat16():
+    """
+    Say whether this CPU multiplies bfloat16 natively: Intel with AMX, AMD with AVX-512 bfloat16,
+    ARM with bf16. False where there is no /proc/cpuinfo.
+
+    Measured speed of bfloat16 over float32 with torch 2.13: training 2.0 on an Intel with AMX, 1.9
+    on an AMD EPYC with AVX-512 bfloat16, 0.64 on an Intel with the latter alone; decoding 0.05 on
+    an AMD EPYC with neither. ARM was not measured.
+    """
+    if not CPUINFO.exists():
+        return False
+    words = set(CPUINFO.read_text().split())
+    return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
+
+
+def choose_dtype(dtype, device):
+    """Resolve --dtype: auto is bfloat16 where the device multiplies it natively, else float32."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device != "cpu" or native_bfloat16() else "float32"
+
+
+def dtype_on(dtype, device):
+    """Say where and in what a model runs, such as "float32 on cpu (no native bfloat16)"."""
+    if device != "cpu" or native_bfloat16():
+        return f"{dtype} on {device}"
+    factor = ": float32 can be 19 times as fast" if dtype == "bfloat16" else ""
+    return f"{dtype} on {device} (no native bfloat16{factor})"
 
 
 # --------------------------------------------------------------------------------------- files

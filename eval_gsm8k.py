@@ -5,8 +5,8 @@ Ask a model the questions of GSM8K, or your own, at several numbers of recurrenc
     python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
         --template plain --max_new_tokens 1
 
-Every question is answered once per r. All else follows the paper, which used the task
-gsm8k_cot_zeroshot of lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, float32, at most
+Every question is answered once per r. With --dtype float32, all else follows the paper, which used
+the task gsm8k_cot_zeroshot of lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, at most
 256 new tokens. "flexible" scores the last number of the output, "strict" the one after "The answer
 is". For other tasks, run the harness itself on an export (runs/README.md has the commands).
 
@@ -35,8 +35,9 @@ from pathlib import Path
 import requests
 import torch
 
-from common import (Parser, UserError, check_settings, cli, digest, opening, positive, random_seed,
-                    read_json, recurrences, say, write_atomically, write_json)
+from common import (DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on, opening,
+                    positive, random_seed, read_json, recurrences, say, write_atomically,
+                    write_json)
 from data import as_text
 from model import COMPILING
 from sample import DEPTHS, Decoder, describe, load_model, tell
@@ -368,8 +369,8 @@ def parse_args():
     flag("--batch_size", type=positive, default=32,
          help="questions at once; default: %(default)s")
     flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
-    flag("--dtype", choices=("float32", "bfloat16"), default="float32",
-         help="default: %(default)s")
+    flag("--dtype", choices=DTYPES, default="auto",
+         help="auto (default): bfloat16 where the device multiplies it natively, else float32")
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
     flag("--out", metavar="FILE.json",
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")
@@ -386,6 +387,9 @@ def main():
     args.task = args.task or Path(args.data).name
     args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
     questions = read_questions(args.data, args.limit)
+    path = f"{args.out}l"
+    if args.dtype == "auto" and Path(path).exists():  # what it became when the file was begun
+        args.dtype = json.loads(Path(path).read_text().split("\n")[0])["dtype"]
     model, tokenizer = load_model(args.model, args.dtype)
     steps = args.steps if model.config.n_core else [0]
     count_cut = encode_prompts(questions, model, tokenizer, args)
@@ -393,17 +397,17 @@ def main():
     if args.template == "cot" and not count_numbers:
         raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
                         "else. --template plain compares text")
-    path = f"{args.out}l"
+    device, args.dtype = describe(model)
     settings = answer_settings(args, model)
     answers = read_answers(path, settings)
     # Rewritten without the unfinished line of a killed process.
     with write_atomically(path) as new, open(new, "w") as f:
         for line in (settings, *answers.values()):
             f.write(json.dumps(line) + "\n")
-    device, dtype = describe(model)
     depths = f" at r = {steps}" if model.config.n_core else ""
     known = f"; {path} holds {len(answers)} answers already" if answers else ""
-    tell(f"{model.folder}, {device}, {dtype}: {len(questions)} questions{depths}{known}")
+    where = dtype_on(args.dtype, device)
+    tell(f"{model.folder}, {where}: {len(questions)} questions{depths}{known}")
     if args.template == "plain":
         tell(f"answers are compared as numbers in {count_numbers} of these questions, as text in "
              f"the other {len(questions) - count_numbers}")
@@ -426,7 +430,7 @@ def main():
         "config": asdict(model.config),
         "task": args.task,
         "device": device,
-        "dtype": dtype,
+        "dtype": args.dtype,
         "torch": torch.__version__,
         "training": {key: training.get(key) for key in ("update", "flops")},
         "settings": settings,

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from common import native_bfloat16
+
 MOMENTUM = 0.95  # Muon's
 BETA1 = 0.9      # AdamW's
 BETA2 = 0.95
@@ -37,9 +39,8 @@ MOMENTS = {  # what each rule keeps besides the master weights
     "adamw*": ["exp_avg", "exp_avg_sq"],
 }
 
-# On a CPU without bfloat16 arithmetic, torch's matrix products take three times as long in bfloat16
-# as in float32 (runs/README.md), so Newton-Schulz multiplies in float32 and rounds each result.
-CPU_PRODUCTS = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+# On a CPU without native bfloat16, Newton-Schulz multiplies in float32 and rounds each result.
+CPU_PRODUCTS = torch.bfloat16 if native_bfloat16() else torch.float32
 
 
 def newton_schulz(G):

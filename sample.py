@@ -4,7 +4,7 @@ the model would say at each r after every token of the prompt.
 
     python sample.py --steps 1,4,32                # reads prompts from the terminal
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
-    python sample.py --model out/tinyllama --steps 32 --dtype bfloat16 --compile --draft_steps 2
+    python sample.py --model out/tinyllama --steps 32 --compile --draft_steps 2
     python sample.py --trace --only so --prompt "has 7 so loses 4 so"   # what each r would say
 
 What is unusual here:
@@ -26,16 +26,15 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import (Parser, UserError, cli, natural, non_negative, opening, positive,
-                    random_seed, read_json, recurrences, say)
+from common import (DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural, non_negative,
+                    opening, positive, random_seed, recurrences, say)
 from data import check_tokenizer
-from model import COMPILING, Linear, RecurrentLM, attend, find_checkpoint
+from model import COMPILING, Linear, RecurrentLM, attend
 
 DRAFTS = 12     # tokens that a row drafts before one pass at full depth checks them
 TOO_FEW = 2     # drafting stops once rounds average this many accepted drafts or fewer
@@ -651,18 +650,13 @@ def describe(model):
     return device, dtype.removeprefix("torch.")
 
 
-def load_model(folder, dtype=None):
+def load_model(folder, dtype="auto"):
     """
     Load the model and the Tokenizer of a checkpoint or a run, on the GPU if there is one. dtype:
-    "float32" or "bfloat16"; by default the training dtype, or as stored if there was no training.
+    one of DTYPES.
     """
-    folder = find_checkpoint(folder)
-    run = Path(folder, "train.json")
-    if not dtype and run.exists():
-        dtype = read_json(run)["config"]["dtype"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype:
-        dtype = getattr(torch, dtype)
+    dtype = getattr(torch, choose_dtype(dtype, device))
     model = RecurrentLM.load(folder, device, dtype)
     tokenizer = check_tokenizer(model.config, model.folder)
     return model.eval(), tokenizer
@@ -760,7 +754,8 @@ def make_parser():
     flag("--model", metavar="FOLDER", default="out/tiny/task",
          help="checkpoint or run folder; default: %(default)s, which runs/tiny.sh makes")
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
-    flag("--dtype", choices=("float32", "bfloat16"), help="default: that of its training")
+    flag("--dtype", choices=DTYPES, default="auto",
+         help="auto (default): bfloat16 where the device multiplies it natively, else float32")
     flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
@@ -789,8 +784,9 @@ def main():
     args = parser.parse_args()
     model, tokenizer = load_model(args.model, args.dtype)
     c = model.config
+    device, dtype = describe(model)
     tell(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
-         f"{', '.join(describe(model))}")
+         f"{dtype_on(dtype, device)}")
     decoder = Decoder(model, args.compile)
     if args.compile:
         tell(COMPILING)

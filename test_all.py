@@ -1538,18 +1538,60 @@ def test_samples_follow_the_flags(corpus):
     assert call(*ask, "--temperature=2", "--top_k=1") == greedy
 
 
-def test_dtype_of_decoding(checkpoint):
-    """A model decodes in the dtype asked for, else that of its training, else that stored."""
-    shutil.copytree(checkpoint, "trained")
-    common.write_json("trained/train.json", {"config": {"dtype": "bfloat16"}})
-    for folder, asked, dtype in (
-        (checkpoint, None, torch.float32),
-        (checkpoint, "bfloat16", torch.bfloat16),
-        ("trained", None, torch.bfloat16),
-        ("trained", "float32", torch.float32),
+def pretend(monkeypatch, cpuinfo):
+    """Pretend that /proc/cpuinfo says this, or is missing if None."""
+    if cpuinfo:
+        Path("cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo" if cpuinfo else "missing"))
+
+
+@pytest.mark.parametrize("cpuinfo, native", [
+    ("vendor_id : GenuineIntel flags : fma avx512_bf16 amx_bf16 amx_tile", True),
+    ("vendor_id : GenuineIntel flags : fma avx512f avx512_bf16", False),  # slower than float32
+    ("vendor_id : AuthenticAMD flags : fma avx512f avx512_bf16", True),
+    ("vendor_id : AuthenticAMD flags : fma avx2", False),
+    ("Features : fp asimd i8mm bf16 dgh", True),                          # ARM
+    ("Features : fp asimd", False),
+    (None, False),                                                        # such as macOS
+])
+def test_auto_dtype(checkpoint, monkeypatch, capsys, cpuinfo, native):
+    """--dtype auto is bfloat16 only where that is native; asked for elsewhere, its cost is told."""
+    pretend(monkeypatch, cpuinfo)
+    auto = "bfloat16" if native else "float32"
+    for script, flags in (
+        ("sample", ["--prompt=x", "--tokens=1"]),
+        ("bench", ["decode", "--steps=1", "--tokens=1", "--repeat=1", "--compile=false"]),
     ):
-        model, _ = sample.load_model(folder, asked)
-        assert model.embed.weight.dtype == dtype
+        says = {}
+        for dtype in common.DTYPES:
+            printed = call(script, *flags, f"--model={checkpoint}", f"--dtype={dtype}")
+            says[dtype] = printed + capsys.readouterr().err
+        note = "" if native else " (no native bfloat16)"
+        assert f"{auto} on cpu{note}\n" in says["auto"]
+        assert f"float32 on cpu{note}\n" in says["float32"]
+        slow = "" if native else " (no native bfloat16: float32 can be 19 times as fast)"
+        assert f"bfloat16 on cpu{slow}\n" in says["bfloat16"]
+    model, _ = sample.load_model(checkpoint)
+    assert model.embed.weight.dtype == getattr(torch, auto)
+    assert common.choose_dtype("auto", "cuda:0") == "bfloat16"
+    assert common.choose_dtype("bfloat16", "cpu") == "bfloat16"
+
+
+def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch, capsys):
+    """A run or a file of answers that began with --dtype auto resumes in the same dtype."""
+    base = [flag for flag in base if not flag.startswith("--dtype")]
+    ask = ["eval_gsm8k", f"--model={looped}", "--data=asked.jsonl", "--out=x.json", "--steps=3",
+           "--max_new_tokens=2"]
+    Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
+    pretend(monkeypatch, "amx_bf16")
+    call("train", *base, "--out_dir=run")
+    call(*ask)
+    pretend(monkeypatch, None)
+    assert "bfloat16 on cpu" in call("train", *base, "--out_dir=run")
+    call(*ask)
+    assert "bfloat16 on cpu" in capsys.readouterr().err
+    assert read_json("x.json")["dtype"] == "bfloat16"
+    assert "dtype = bfloat16" in refusal("train", *base, "--out_dir=run", "--dtype=float32")
 
 
 # --------------------------------------------------------------------------------------- training

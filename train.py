@@ -39,9 +39,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (RANK, WORLD, Parser, UserError, between, check_settings, cli, fraction, locked,
-                    nan_to_null, natural, non_negative, opening, positive, random_seed, read_json,
-                    recurrences, say, write_atomically, write_json, yes_or_no)
+from common import (DTYPES, RANK, WORLD, Parser, UserError, between, check_settings, choose_dtype,
+                    cli, dtype_on, fraction, locked, nan_to_null, natural, non_negative, opening,
+                    positive, random_seed, read_json, recurrences, say, write_atomically,
+                    write_json, yes_or_no)
 from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config, to_device)
@@ -109,8 +110,9 @@ class Recipe:
     clip: non_negative = setting(1.0, "clip gradients to this norm; 0: do not clip")
     warmup: fraction = setting(0.005, "fraction of the updates over which the learning rates rise")
     cooldown: fraction = setting(0.9, "last fraction of the updates, over which they fall (cosine)")
-    dtype: Literal["bfloat16", "float32"] = setting(
-        "bfloat16", "dtype of weights and matrix products; the optimizer keeps float32 copies")
+    dtype: Literal[DTYPES] = setting(
+        "auto", "dtype of weights and matrix products; the optimizer keeps float32 copies. auto: "
+        "bfloat16 on a GPU and on CPUs that multiply it natively, else float32")
 
 
 @dataclass
@@ -269,6 +271,9 @@ def train(settings, device):
     # ---- Start, from the run's newest checkpoint if there is one.
     saved = checkpoints(settings.out_dir)
     resumed = saved[-1] if saved else None
+    if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
+        settings.dtype = read_json(resumed / "train.json")["recipe"]["dtype"]
+    settings.dtype = choose_dtype(settings.dtype, device)
     model, weights = make_model(settings, resumed, device)
     optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     train_set = Dataset(settings.data, "train", settings.context)
@@ -282,8 +287,8 @@ def train(settings, device):
         moments = load_file(resumed / "optimizer.safetensors")  # memory-mapped
         optimizer.load(moments, start - progress["skipped"])
     check_ranks(vars(settings) | {"data": digest, "update": start})
-    say(f"data: {settings.data}, {train_set.num_rows:,} rows; {settings.dtype} on {device}; "
-        f"from {model.folder or 'random weights'}")
+    say(f"data: {settings.data}, {train_set.num_rows:,} rows; "
+        f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
     describe_run(settings, model)
 
     # ---- The loop. No files are written before this point.

@@ -26,11 +26,6 @@ out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
 heal=100 task=400  # updates
 if [[ $quick ]]; then heal=4 task=6; fi
-# Training is in bfloat16 where the processor has it, otherwise in float32. Intel processors without
-# AMX are slower in bfloat16 than in float32 (runs/README.md). All evaluations are in float32.
-dtype=float32
-if grep -qs bf16 /proc/cpuinfo; then dtype=bfloat16; fi
-if grep -qs GenuineIntel /proc/cpuinfo && ! grep -qs amx_bf16 /proc/cpuinfo; then dtype=float32; fi
 
 stage() {  # stage TITLE TIME PURPOSE
     local time=$2
@@ -41,7 +36,7 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
     local config=$1 name=$2
     shift 2
     python train.py --config=config/tiny_"$config".toml --seed="${seed:-0}" --out_dir=$out/"$name" \
-        --dtype=$dtype ${quick:+--compile=false --eval_rows=64} "$@"
+        ${quick:+--compile=false --eval_rows=64} "$@"
 }
 score() {  # score NAME: evaluate the model in $out/NAME at r = 1 to 32
     local test

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, cli, opening, positive, read_json
+from common import Parser, UserError, choose_dtype, cli, opening, positive, read_json
 from data import Dataset
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
@@ -65,6 +65,7 @@ def plan(args, settings):
         folder = find_checkpoint(settings.init_from)
         source = load_config(folder)
     config = make_config(settings, source)
+    settings.dtype = choose_dtype(settings.dtype, "cuda")  # wherever the plan is made
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
     labelled = labelled_share(settings)
@@ -94,7 +95,8 @@ def plan(args, settings):
     gigabytes = memory(settings, model, args.gpus)
     needed = sum(gigabytes.values())
     each = ", ".join(f"{what} {size:.1f}" for what, size in gigabytes.items())
-    print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}); leave 2 GB free")
+    print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}) "
+          f"in {settings.dtype}; leave 2 GB free")
     for name, speed in GPUS.items():
         hours = flops / (args.gpus * speed) / 3600
         print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")

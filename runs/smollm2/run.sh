@@ -56,7 +56,7 @@ done
 for file in "${questions[@]}"; do
     for arm in loop parent; do
         python eval_gsm8k.py --model $out/language-$arm-0 --data "$file" --template plain --steps 1,4 \
-            --max_new_tokens 160 --batch_size 50 --dtype bfloat16 \
+            --max_new_tokens 160 --batch_size 50 \
             --out $out/generation-$(basename "$file" .jsonl)-$arm.json
     done
 done

@@ -137,7 +137,6 @@ class Training:
             f"--init_from={start}",
             f"--seed={self.seed}",
             "--eval_every=100000",  # at the beginning and at the end only
-            "--dtype=bfloat16",
         ]
         if kind == "heal":
             return [*flags, *pretraining.split()[1:]]  # the config sets the updates
@@ -190,7 +189,7 @@ def measure(name, label, seed):
     for test in ("test", "test18"):
         out = f"{run}/{test}.json"
         execute("eval_gsm8k.py", f"--model={run}", f"--data={training.corpus}/{test}.jsonl",
-                f"--steps={STEPS}", f"--out={out}", "--template=plain", "--max_new_tokens=1")
+                f"--steps={STEPS}", f"--out={out}", "--template=plain", "--max_new_tokens=1", "--dtype=float32")
         for row in read_json(out)["results"]:
             for length, (share, *_) in row["by_difficulty"].items():
                 right.setdefault(row["steps"], {})[length] = share
