@@ -20,10 +20,18 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-# torchrun sets these. A script that is started without torchrun is rank 0 of 1.
-RANK = int(os.environ.get("RANK", 0))
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
 CPUINFO = Path("/proc/cpuinfo")
+
+
+def from_torchrun(name, otherwise):
+    """A number that torchrun sets in the environment, where MASTER_ADDR comes from it, too."""
+    value = os.environ.get(name, "") if "MASTER_ADDR" in os.environ else ""
+    return int(value) if value.isdecimal() else otherwise
+
+
+# A script that is started without torchrun is rank 0 of 1, whatever is left in the environment.
+WORLD = from_torchrun("WORLD_SIZE", 1)
+RANK = from_torchrun("RANK", 0) if WORLD > 1 else 0
 
 
 # ------------------------------------------------------------------------- errors and messages
@@ -34,9 +42,9 @@ class UserError(Exception):
 
 def cli(main):
     """
-    Run a script's main(). A UserError, an OSError, a corrupt weights file or a missing optional
-    package ends it with one line on stderr; any other exception is a bug and keeps its traceback.
-    A reader that leaves, such as `| head`, ends it quietly.
+    Run a script's main(). A UserError, an OSError or a missing optional package ends it with one
+    line on stderr; any other exception is a bug and keeps its traceback. A reader that leaves, such
+    as `| head`, ends it quietly.
     """
     if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
         sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
@@ -51,10 +59,9 @@ def cli(main):
         end = 128 + signal.SIGPIPE
     except (UserError, OSError) as e:
         end = f"error: {e}"
-    except SafetensorError as e:
-        end = f"error: a .safetensors file is truncated or damaged ({e})"
     except ModuleNotFoundError as e:
-        end = f"error: this needs `pip install {e.name}`"
+        package = {"tokenizers": "'tokenizers>=0.21'"}.get(e.name, e.name)
+        end = f"error: this needs `pip install {package}`"
     say("", end="")  # flushes what print() has not written yet
     sys.exit(end)
 
@@ -241,9 +248,33 @@ def locked(folder):
     return file
 
 
+@contextlib.contextmanager
+def reading(path):
+    """
+    Name a user's file in whatever goes wrong while it is being read: `with reading(path): ...`
+    raises UserError for all exceptions but those that say more than that.
+    """
+    try:
+        yield path
+    except (UserError, ModuleNotFoundError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as e:  # libraries in Rust raise exceptions that are no Exception
+        if isinstance(e, OSError) and e.filename:
+            raise
+        reason = " ".join(f"{type(e).__name__}: {e}".split())
+        message = f"{path}: damaged, or not what it should be ({reason:.200})"
+        if Path(path).is_file():
+            with open(path, "rb") as file:
+                if file.read(20) == b"version https://git-":
+                    message = (f"{path}: only a pointer of Git LFS. Get the file itself with "
+                               "`git lfs pull`")
+        raise UserError(message) from e
+
+
 def read_json(path):
     """Return the value in a JSON file."""
-    return json.loads(Path(path).read_bytes())
+    with reading(path):
+        return json.loads(Path(path).read_bytes())
 
 
 def nan_to_null(value):

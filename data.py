@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ import numpy as np
 import torch
 
 from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, opening,
-                    positive, read_json, say, write_atomically, write_json)
+                    positive, read_json, reading, say, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
 
@@ -70,7 +71,7 @@ def write_tokenizer(files, folder):
 
 # ------------------------------------------------------------------------------------- tokenizers
 
-# Usual names of the end-of-text token, tried in this order if tokenizer_config.json names none.
+# Usual names of the end-of-text token, tried in this order if no file names one.
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
 
 
@@ -89,22 +90,33 @@ class Tokenizer:
     def load(folder):
         """Load the Tokenizer in a folder. Raises UserError if there is none."""
         path = tokenizer_file(folder)
-        config_path = Path(folder, "tokenizer_config.json")
-        config = read_json(config_path) if config_path.exists() else {}
-        if path.suffix == ".json":
-            found = read_tokenizer_json(path)
-        else:
-            found = read_sentencepiece(path, config)
-        encode, decode, vocab_size, special, bos_id = found
-        eos_id = find_eos(path, config, special)
+        config = read_optional(folder, "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # as in transformers
+            config |= read_optional(folder, "special_tokens_map.json")
+        with reading(path):
+            if path.suffix == ".json":
+                found = read_tokenizer_json(path)
+            else:
+                found = read_sentencepiece(path, config)
+            encode, decode, tokens, special, bos_id = found
+            check_added(path, config, tokens)
+            eos_id = control_token(path, special, config, "eos_token")
+            for name in EOS_NAMES:
+                if eos_id is None:
+                    eos_id = special.get(name)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
+        vocab_size = max(tokens.values()) + 1  # there may be gaps
         return Tokenizer(encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
 
     def encode(self, text, bos=False):
         """
         Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
-        text is four characters, never EOS.
+        text is four characters, never EOS. Raises UserError if the text is not Unicode.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UserError(f"a text holds half a character, which has no UTF-8 ({e})")
         ids = self.encode_text(text)
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
@@ -116,39 +128,67 @@ class Tokenizer:
         return self.decode_ids([i for i in ids if i < self.vocab_size])
 
 
-def find_eos(path, config, special):
-    """
-    Find the id of the end-of-text token: the one that tokenizer_config.json (`config`) names, else
-    the first of EOS_NAMES among the control tokens `special`, else None. Raises UserError if the
-    tokenizer lacks the token that the config names, since any other would be wrong.
-    """
-    configured = token_name(config.get("eos_token"))
-    if configured and configured not in special:
-        raise UserError(f"{path}: has no control token {configured}, although "
-                        "tokenizer_config.json names it as eos_token")
-    for name in (configured, *EOS_NAMES):
-        if name in special:
-            return special[name]
-    return None
+def read_optional(folder, name):
+    """Read the dict in a folder's JSON file; {} if there is no such file."""
+    path = Path(folder, name)
+    with reading(path):
+        return dict(read_json(path)) if path.exists() else {}
 
 
 def token_name(token):
-    """The name of a token in tokenizer_config.json: text, a dict, or null (gives "")."""
+    """The name of a token in a configuration: text, a dict, or null (gives "")."""
     if isinstance(token, dict):
         token = token["content"]
     return token or ""
 
 
+def control_token(path, special, config, key):
+    """
+    Find the id of the token that `config` names as `key`, or None. Raises UserError if it is not
+    among the control tokens `special` of the file at `path`, since any other would be wrong.
+    """
+    name = token_name(config.get(key))
+    if name and name not in special:
+        raise UserError(f"{path}: has no control token {name}, although the files beside it name "
+                        f"it as {key}")
+    return special.get(name)
+
+
+def check_added(path, config, tokens):
+    """
+    Raise UserError if the files beside a tokenizer's file name tokens that it lacks, which
+    transformers adds to it. tokens: its {name: id}.
+    """
+    added = read_optional(path.parent, "added_tokens.json")
+    for i, token in config.get("added_tokens_decoder", {}).items():
+        added[token_name(token)] = int(i)
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key) or []
+        for name in map(token_name, more.values() if isinstance(more, dict) else more):
+            added.setdefault(name, tokens.get(name))
+    for name, i in added.items():
+        if i is None or tokens.get(name) != i:
+            raise UserError(f"{path}: lacks the token {name}, which the files beside it add. Merge "
+                            "them with transformers' AutoTokenizer and save_pretrained()")
+
+
 def tokenizer_file(folder):
     """
-    Find the file that defines a folder's tokenizer: tokenizer.model, or if there is none,
-    tokenizer.json. Raises UserError if there is neither.
+    Find the file that defines a folder's tokenizer: tokenizer.model, unless there is none or a
+    tokenizer.json has other tokens: then a fine-tune has left the tokenizer.model of its parent.
+    Raises UserError if there is neither.
     """
-    for name in ("tokenizer.model", "tokenizer.json"):
-        path = Path(folder, name)
-        if path.exists():
-            return path
-    raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
+    model, spec = (Path(folder, name) for name in ("tokenizer.model", "tokenizer.json"))
+    if not spec.exists():
+        if not model.exists():
+            raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
+        return model
+    if model.exists():
+        _, _, tokens, *_ = read_sentencepiece(model, {})
+        with reading(spec):
+            if tokens == all_tokens(read_json(spec)):
+                return model
+    return spec
 
 
 def check_tokenizer(config, folder, *others):
@@ -169,47 +209,193 @@ def check_tokenizer(config, folder, *others):
     return tokenizer
 
 
-# These readers return encode_text, decode_ids, vocab_size, special and bos_id: see Tokenizer.
+# These readers return encode_text, decode_ids, {name: id} of all tokens, special and bos_id: see
+# Tokenizer.
 
 def read_sentencepiece(path, config):
     """
     Read a SentencePiece model (Llama 2, TinyLlama), which never encodes text as a control token.
     """
     import sentencepiece
-    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    vocab_size = model.vocab_size()
-    special = {model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)}
+    with reading(path):
+        if re.match(rb"\S+ \d+\n", path.read_bytes()[:100]):
+            raise UserError(f"{path}: Meta's own format of Llama 3's tokenizer, not SentencePiece. "
+                            "Use the tokenizer.json of a Hugging Face repository instead")
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    tokens = {model.id_to_piece(i): i for i in range(model.vocab_size())}
+    special = {name: i for name, i in tokens.items() if model.is_control(i)}
     # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer adds it
     # unless tokenizer_config.json says otherwise.
     bos_id = None
     if config.get("add_bos_token", True):
-        name = token_name(config.get("bos_token", "<s>"))
-        bos_id = special.get(name)
-    return model.encode, model.decode, vocab_size, special, bos_id
+        bos_id = control_token(path, special, {"bos_token": "<s>"} | config, "bos_token")
+    return model.encode, model.decode, tokens, special, bos_id
 
 
 def read_tokenizer_json(path):
     """
-    Read a tokenizer.json (Llama 3, OLMo 2, Qwen). The file says which token it puts before a text;
-    as in transformers, tokenizer_config.json is ignored. A token after the text is left out,
-    because the model has to continue a prompt. Raises UserError if it puts several before a text.
+    Read a tokenizer.json. The words of runs/tiny.sh are split in Python, and byte-level BPE is read
+    with tiktoken, if both certainly give transformers' ids. All else needs the tokenizers library.
     """
     spec = read_json(path)
-    if spec["model"]["type"] == "WordLevel":
-        return read_words(spec)
+    special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
+    encode, decode = read_words(spec) or read_bytes(spec) or read_others(path)
+    return encode, decode, all_tokens(spec), special, first_token(path, spec)
+
+
+def all_tokens(spec):
+    """{name: id} of a tokenizer.json."""
+    vocab = spec["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram: pairs (name, score)
+        vocab = {name: i for i, (name, _) in enumerate(vocab)}
+    return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
+
+
+def first_token(path, spec):
+    """
+    Find the id of the token that a tokenizer.json puts before a text, or None. As in transformers,
+    tokenizer_config.json is ignored. A token after the text is left out, because the model has to
+    continue a prompt. Raises UserError if several come before a text.
+    """
+    before = []
+    processor = spec.get("post_processor") or {"type": "ByteLevel"}
+    for step in processor.get("processors", [processor]):
+        if step["type"] == "TemplateProcessing":
+            first = itertools.takewhile(lambda piece: "SpecialToken" in piece, step["single"])
+            for piece in first:
+                before += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+        elif step["type"] in ("BertProcessing", "RobertaProcessing"):
+            before.append(step["cls"][1])
+        elif step["type"] != "ByteLevel":  # which moves only offsets
+            raise UserError(f"{path}: a post-processor {step['type']} is not supported")
+    if len(before) > 1:
+        raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
+    return before[0] if before else None
+
+
+# These return encode_text and decode_ids, or None if the tokenizer.json is of another kind.
+
+def read_words(spec):
+    """Tokens that are words between blanks, as in runs/tiny.sh, without any package."""
+    model = spec["model"]
+    if (model["type"], model.get("unk_token")) != ("WordLevel", "<unk>") or (
+        spec.get("pre_tokenizer") != {"type": "WhitespaceSplit"}
+        or spec.get("normalizer")
+        or spec.get("decoder")
+        or not all(token["special"] for token in spec["added_tokens"])
+    ):
+        return None
+    vocab = model["vocab"]
+    unknown = vocab["<unk>"]
+    words = {i: word for word, i in all_tokens(spec).items()}
+
+    def encode(text):
+        return [vocab.get(word, unknown) for word in re.findall(r"[\S\x1c-\x1f]+", text)]
+
+    def decode(ids):
+        return " ".join(words[i] for i in ids if i in words)
+
+    return encode, decode
+
+
+# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
+# (from 0) as character 256 + n.
+OTHERS = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
+BYTES = {chr(256 + OTHERS.index(b) if b in OTHERS else b): b for b in range(256)}
+
+# How GPT-2 splits text into words; and SmolLM2, which splits off single digits before.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS = GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+
+# What tiktoken gets at a time, because it fails on a million blanks in a row. If possible, a piece
+# ends between a letter or digit and a blank, where words end anyway.
+PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
+
+
+def word_pattern(pre_tokenizer):
+    """The regular expression that splits text into words before byte-level BPE, or None."""
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return GPT2
+        case {"pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]}:
+            return DIGITS
+        case {"pretokenizers": [
+                {"pattern": {"Regex": words}, "behavior": behavior, "invert": invert},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}:
+            if (behavior, invert) == ("Removed", True):
+                return words
+            if (behavior, invert) == ("Isolated", False):  # text between the words is kept, too
+                return f"{words}|(?:(?!{words})(?s:.))+"
+
+
+def read_bytes(spec):
+    """
+    Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken, which needs a token for each
+    byte, and merges in the order of ids; and added tokens that are recognized as they are.
+    """
+    model = spec["model"]
+    words = word_pattern(spec.get("pre_tokenizer"))
+    normalizer = (spec.get("normalizer") or {}).get("type")
+    in_text = {}  # added tokens that any text may contain
+    unusual = [model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")]
+    for token in spec["added_tokens"]:
+        if not token["special"]:
+            in_text[token["content"]] = token["id"]
+            unusual += [token[key] for key in ("lstrip", "rstrip", "single_word", "normalized")]
+    if (model["type"] != "BPE" or not words or normalizer not in (None, "NFC") or any(unusual)):
+        return None
+    vocab = model["vocab"]
+    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    merges = [vocab["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
+    merged = set(merges)
+    ranks = {text: i for text, i in vocab.items() if text in BYTES or i in merged}
+    if (
+        merges != sorted(merges)
+        or not set("".join(ranks)) == BYTES.keys() <= ranks.keys()
+        or vocab.keys() - added.keys() - ranks.keys()
+    ):
+        return None
+    import tiktoken
+    ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
+    try:
+        coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
+    except ValueError:  # another kind of regular expression
+        return None
+    known = {*ranks.values(), *added.values()}  # there may be gaps
+    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
+    names = re.compile("|".join(longest_first))
+
+    def encode(text):
+        ids = []
+        start = 0
+        for match in names.finditer(text) if in_text else ():
+            if match[0] in in_text:  # otherwise the name of a control token, which is ordinary text
+                ids += encode_ordinary(text[start:match.start()])
+                ids.append(in_text[match[0]])
+                start = match.end()
+        return ids + encode_ordinary(text[start:])
+
+    def encode_ordinary(text):
+        if normalizer:
+            text = unicodedata.normalize("NFC", text)
+        pieces = map(coder.encode_ordinary, PIECE.findall(text))
+        return list(itertools.chain.from_iterable(pieces))
+
+    def decode(ids):
+        return coder.decode([i for i in ids if i in known])
+
+    return encode, decode
+
+
+def read_others(path):
+    """A tokenizer.json of any kind, with the tokenizers library."""
     import tokenizers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
     coder = tokenizers.Tokenizer.from_file(str(path))
     coder.no_truncation()
     coder.no_padding()
-    vocab_size = max(coder.get_vocab().values()) + 1  # there may be gaps
-    added_tokens = coder.get_added_tokens_decoder().items()
-    special = {token.content: i for i, token in added_tokens if token.special}
-    example = coder.encode("a")
-    num_before = example.special_tokens_mask.index(0)
-    if num_before > 1:
-        raise UserError(f"{path}: puts {num_before} tokens before a text; only one is supported")
-    bos_id = example.ids[0] if num_before else None
     coder.encode_special_tokens = True  # as ordinary text
 
     def encode(text):
@@ -220,23 +406,7 @@ def read_tokenizer_json(path):
     def decode(ids):
         return coder.decode(ids, skip_special_tokens=False)
 
-    return encode, decode, vocab_size, special, bos_id
-
-
-def read_words(spec):
-    """Read the tokenizer.json of runs/tiny.sh, whose tokens are words, without any package."""
-    vocab = spec["model"]["vocab"]
-    words = {i: word for word, i in vocab.items()}
-    special = {token["content"]: token["id"] for token in spec["added_tokens"]}
-
-    def encode(text):
-        return [vocab.get(word, vocab["<unk>"]) for word in text.split()]
-
-    def decode(ids):
-        return " ".join(words[i] for i in ids if i in words)
-
-    bos_id = special.get("<s>") if spec.get("post_processor") else None
-    return encode, decode, max(words) + 1, special, bos_id
+    return encode, decode
 
 
 # ---------------------------------------------------------------------------------------- prepare
@@ -254,21 +424,27 @@ MAX_BAD = 0.01  # a larger fraction of bad records means that something else is 
 
 def read_records(path):
     """
-    Yield the records of a file: dicts, or bytes of JSON, which tokenize() parses in its thread.
-    Raises UserError if the suffix is unknown.
+    Yield the records of a file, as pairs of its path and a dict or bytes of JSON, which tokenize()
+    parses in its thread. Raises UserError if the file is of another kind or damaged.
     """
     suffix = Path(path).suffix
-    if suffix in (".txt", ".md", ".rst"):
-        yield {"text": Path(path).read_text("utf-8-sig")}
-    elif suffix == ".jsonl":
-        with open(path, "rb") as file:
-            yield from filter(bytes.strip, file)  # skips empty lines
-    elif suffix == ".parquet":
-        from pyarrow import parquet
-        for batch in parquet.ParquetFile(path).iter_batches(256):
-            yield from batch.to_pylist()
-    else:
-        raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
+    with reading(path):
+        if suffix in (".txt", ".md", ".rst"):
+            text = Path(path).read_text("utf-8-sig")
+            if "\0" in text:
+                raise UserError(f"{path}: not a text in UTF-8. Convert it, for example with iconv")
+            yield path, {"text": text}
+        elif suffix == ".jsonl":
+            with open(path, "rb") as file:
+                for line in filter(bytes.strip, file):  # skips empty lines
+                    yield path, line
+        elif suffix == ".parquet":
+            from pyarrow import parquet
+            for batch in parquet.ParquetFile(path).iter_batches(256):
+                for row in batch.to_pylist():
+                    yield path, row
+        else:
+            raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
 
 
 def column_value(record, column):
@@ -289,8 +465,16 @@ def is_dropped(record, rule):
 
 
 def as_text(value):
-    """Turn a number, true or false into text. Text, and lists of ids, are returned unchanged."""
-    return json.dumps(value) if isinstance(value, (bool, int, float)) else value
+    """
+    Return a text, or the text of a number, of true or false, or of bytes in UTF-8. Raises
+    ValueError or TypeError if there is none, as for null, NaN, a list or half a character.
+    """
+    if isinstance(value, bytes):  # from parquet files that do not say that a column is text
+        return value.decode()
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value, allow_nan=False)
+    str.encode(value)
+    return value
 
 
 def read_column(record, column):
@@ -298,10 +482,13 @@ def read_column(record, column):
     Read a column that holds text, a number, ids or a chat, whose messages are joined by newlines.
     Returns text or ids.
     """
-    value = as_text(column_value(record, column))
-    if isinstance(value, str) or isinstance(value[0], int):
+    value = column_value(record, column)
+    if not isinstance(value, list):
+        return as_text(value)
+    if all(type(item) is int for item in value):  # true is no id, and 1.5 would be rounded
         return value
-    return "\n".join(message["content"] or "" for message in value)
+    contents = [message["content"] for message in value]
+    return "\n".join("" if content is None else as_text(content) for content in contents)
 
 
 def document(tokenizer, record, args):
@@ -318,8 +505,7 @@ def document(tokenizer, record, args):
     """
     pieces = [(read_column(record, args.field), True)]  # (text or ids, whether it carries loss)
     if args.prompt:
-        prompt = as_text(column_value(record, args.prompt))
-        pieces.insert(0, (prompt, False))
+        pieces.insert(0, (read_column(record, args.prompt), False))
     ids = []
     labels = []
     for content, has_loss in pieces:
@@ -345,20 +531,22 @@ def document(tokenizer, record, args):
     return np.array([ids, targets], np.int32)
 
 
-def tokenize(tokenizer, args, record):
+def tokenize(tokenizer, args, found):
     """
-    Turn a record into a document: token ids (1, N), or with --prompt (2, N), whose second row is
-    the targets. Returns ("kept", the document), ("dropped", None), or ("bad", the reason).
+    Turn a record of read_records() into a document: token ids (1, N), or with --prompt (2, N),
+    whose second row is the targets. Returns ("kept", the document), ("dropped", None), or ("bad",
+    the reason).
     """
+    path, record = found
     num_rows = 2 if args.prompt else 1
     try:
         if isinstance(record, bytes):
-            record = json.loads(record)
+            record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
         if any(is_dropped(record, rule) for rule in args.drop):
             return "dropped", None
         return "kept", document(tokenizer, record, args)[:num_rows].copy()
     except Exception as e:  # not JSON, or a column is missing or has the wrong type
-        return "bad", f"{record!r:.80} ({e!r:.300})"
+        return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 
 
 def write_shard(folder, name, tokens):
@@ -533,12 +721,9 @@ class Shards:
                             f"--context={row_length}")
         for name, count, *_ in self.meta["shards"][split]:
             path = f"{folder}/{name}"
-            try:
+            with reading(path):
                 tokens = np.load(path, mmap_mode="r")
-                assert tokens.shape[-1] == count, f"it has {tokens.shape[-1]:,} tokens"
-            except (ValueError, AssertionError) as e:
-                raise UserError(f"{path}: damaged, since meta.json lists {count:,} tokens ({e}). "
-                                "Copy or prepare the data again")
+                assert tokens.shape[-1] == count, f"meta.json lists {count:,} tokens"
             shard = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append(shard)
             self.starts.append(self.num_rows)

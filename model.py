@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, read_json, write_json
+from common import UserError, read_json, reading, write_json
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)): Huginn's value, used at every width
 IGNORE = -100                      # marks a target without loss, as in torch
@@ -663,8 +663,10 @@ class RecurrentLM(nn.Module):
         Returns the model, on the CPU and in the stored dtypes, and its tensors as {name: tensor}.
         """
         model = cls.empty(config)
-        tensors = load_file(Path(folder, "model.safetensors"))
-        model.fill(tensors)
+        path = Path(folder, "model.safetensors")
+        with reading(path):
+            tensors = load_file(path)
+            model.fill(tensors)
         model.folder = folder
         return model, tensors
 
@@ -719,9 +721,11 @@ def find_checkpoint(folder):
 def load_config(folder):
     """Read the Config of a loopgraft checkpoint. Raises UserError for any other kind of model."""
     path = Path(folder, "config.json")
-    values = read_json(path)
-    kind = values.pop("model_type", None)
-    if kind != "loopgraft":
-        raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: "
-                        f"`python surgery.py {folder} OUT`, with --shape unless it is recurrent")
-    return Config(**values)
+    with reading(path):
+        values = dict(read_json(path))
+        kind = values.pop("model_type", None)
+        if kind != "loopgraft":
+            raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model "
+                            f"first: `python surgery.py {folder} OUT`, with --shape unless it is "
+                            "recurrent")
+        return Config(**values)

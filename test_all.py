@@ -30,6 +30,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sentencepiece
+import tiktoken
+import tiktoken.load
 
 GPU = os.environ.get("LOOPGRAFT_GPU")
 if not GPU:  # hide any GPU
@@ -724,10 +726,8 @@ def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
 
 
 # ------------------------------------------------------------------------------------- tokenizers
-def test_llama_3s_ids():
-    """Llama 3's tokenizer.json gives tiktoken's ids."""
-    tiktoken = need("tiktoken")
-    read_ranks = need("tiktoken.load").load_tiktoken_bpe
+def test_llama_3s_ids(monkeypatch):
+    """Llama 3's tokenizer.json gives tiktoken's ids, without the tokenizers library."""
     slow = need("transformers.convert_slow_tokenizer")
     path = next(TOKENIZERS.glob("llama3/**/tokenizer.model"), None)
     if not path:  # it is gated: meta-llama/Llama-3.2-1B original/tokenizer.model
@@ -736,11 +736,12 @@ def test_llama_3s_ids():
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
     converter = slow.TikTokenConverter(str(path), extra_special_tokens=names)
     converter.converted().save("tokenizer.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(".")
     theirs = tiktoken.Encoding(
         name="llama 3",
         pat_str=converter.pattern,
-        mergeable_ranks=read_ranks(str(path)),
+        mergeable_ranks=tiktoken.load.load_tiktoken_bpe(str(path)),
         special_tokens={},
     )
     for text in (*HARD, *(HERE / "README.md").read_text().splitlines()):
@@ -759,31 +760,47 @@ QWEN = (
 
 
 def write_bpe(kind):
-    """Write a small tokenizer.json like Qwen's or SmolLM2's into the folder `kind`."""
+    """
+    Write a small tokenizer.json into the folder `kind`: one that tiktoken can read, like Qwen's,
+    SmolLM2's or GPT-2's, or one with a property that tiktoken cannot have.
+    """
     tokenizers = need("tokenizers")
     words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.normalizer = tokenizers.normalizers.NFC()
-    split = words.Split(tokenizers.Regex(QWEN), "isolated")
-    if kind == "smollm2":
-        split = words.Digits(individual_digits=True)
-    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=kind == "smollm2")
-    bpe.pre_tokenizer = words.Sequence([split, to_bytes])
+    qwen = words.Split(tokenizers.Regex(QWEN), "isolated")
+    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=False)
+    with_regex = words.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = {
+        "smollm2": words.Sequence([words.Digits(individual_digits=True), with_regex]),
+        "gpt2": with_regex,
+        "words": words.Sequence([words.Split(tokenizers.Regex(r"\w+"), "isolated"), to_bytes]),
+    }.get(kind, words.Sequence([qwen, to_bytes]))
     bpe.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=700,
-        initial_alphabet=to_bytes.alphabet(),
-        special_tokens=["<s>", "</s>", "<｜user｜>"],
+        initial_alphabet=[] if kind == "few_bytes" else to_bytes.alphabet(),
+        special_tokens=["<s>", "</s>", "<｜user｜>", "<think>."],
     )
     bpe.train([str(HERE / "README.md")], trainer)
-    for name in ("<thi", "<think>"):  # one begins with the other; the longest match wins
-        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False)])
+    for name in ("<thi", "<think>", ">."):  # one begins with the other; the longest match wins
+        token = tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")
+        bpe.add_tokens([token])
     bpe.enable_truncation(9)
-    common.write_json(f"{kind}/tokenizer.json", json.loads(bpe.to_str()))
+    spec = json.loads(bpe.to_str())
+    if kind == "unordered":
+        spec["model"]["merges"].reverse()
+    if kind == "unreachable":
+        spec["model"]["vocab"] |= {"pretraining": 800, "Ġdepth-": 801}
+    common.write_json(f"{kind}/tokenizer.json", spec)
 
 
-@pytest.mark.parametrize("kind", ["qwen", "smollm2", "olmo2"])
-def test_ids_of_transformers(kind):
+IN_TIKTOKEN = ["qwen", "smollm2", "gpt2", "words", "olmo2"]
+NOT_IN_TIKTOKEN = ["unordered", "few_bytes", "strips", "unreachable"]
+
+
+@pytest.mark.parametrize("kind", IN_TIKTOKEN + NOT_IN_TIKTOKEN)
+def test_ids_of_transformers(kind, monkeypatch):
     """A tokenizer.json gives transformers' ids and text, with control tokens read as text."""
     tf = need("transformers")
     folder = TOKENIZERS / "olmo2"
@@ -795,9 +812,11 @@ def test_ids_of_transformers(kind):
 
     theirs = tf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     readme = (HERE / "README.md").read_text()
-    texts = [*HARD, *readme.splitlines(), "<think>\u0338 <think> a</think> 1"]
-    texts.append("10  20 a  3\n4 ²½ 1²  ½")
+    texts = [*HARD, *readme.splitlines(), "<think>\u0338 <think> a</think> <think>. 1>."]
+    texts.append("10  20 a  3\n4 ²½ 1²  ½ pretraining depth-first")
     texts += [readme * 40, " " * 10**6]
+    if kind in IN_TIKTOKEN:
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(folder)
     for text in texts:
         ids = ours.encode(text)
@@ -888,6 +907,67 @@ def test_configured_end_of_text(corpus):
     common.write_json("tokenizer_config.json", {"eos_token": "<|none|>"})
     with pytest.raises(UserError, match="no control token <.none.>"):
         Tokenizer.load(".")
+
+
+def test_tokens_that_other_files_name(speaker):
+    """If the files of a tokenizer name different tokens, we use transformers' ids, or refuse."""
+    tf = need("transformers")
+    need("google.protobuf")
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    files = {
+        "tokenizer_config.json": {"added_tokens_decoder": {"512": {"content": "<step>"}}},
+        "added_tokens.json": {"<step>": 512},
+        "special_tokens_map.json": {"additional_special_tokens": ["<step>"]},
+    }
+    for name, content in files.items():
+        Path(name).mkdir()
+        shutil.copy(speaker / "tokenizer.model", name)
+        common.write_json(f"{name}/tokenizer_config.json", config)
+        if name != "tokenizer_config.json":
+            assert Tokenizer.load(name).vocab_size == 512
+        common.write_json(f"{name}/{name}", content)
+        with pytest.raises(UserError, match="tokenizer.model: lacks the token <step>"):
+            Tokenizer.load(name)
+
+    shutil.copytree("added_tokens.json", "tuned")
+    theirs = tf.AutoTokenizer.from_pretrained("tuned")
+    theirs.save_pretrained("merged")  # writes a tokenizer.json
+    shutil.copy(speaker / "tokenizer.model", "merged")
+    ours = Tokenizer.load("merged")
+    text = "has 1 <step> 漢"
+    assert ours.encode(text, bos=True) == theirs(text).input_ids
+    assert 512 in theirs(text).input_ids
+
+    write_bpe("bpe")
+    common.write_json("bpe/special_tokens_map.json", {"eos_token": "<|end|>"})
+    with pytest.raises(UserError, match="no control token <.end.>"):
+        Tokenizer.load("bpe")
+    common.write_json("bpe/special_tokens_map.json", {"eos_token": "<s>"})
+    common.write_json("bpe/tokenizer_config.json", {"eos_token": "</s>"})
+    theirs = tf.AutoTokenizer.from_pretrained("bpe")
+    assert Tokenizer.load("bpe").eos_id == theirs.eos_token_id == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"added_tokens": [{"content": "<step>", "special": False}]},
+    ],
+)
+def test_words_are_transformers(change, corpus):
+    """A tokenizer of words is read without a package only if it is as simple as tiny.sh's."""
+    tokenizers = need("tokenizers")
+    spec = read_json(corpus / "task" / "tokenizer.json")
+    token = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"id": 21}
+    for added in change.get("added_tokens", []):
+        added |= token
+    common.write_json("tokenizer.json", spec | change)
+    theirs = tokenizers.Tokenizer.from_file("tokenizer.json")
+    for text in ("has 7,so loses 4", "HAS 7", "has<step>7", "has\x1c7\u2028so"):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert Tokenizer.load(".").encode(text) == ids, text
 
 
 # ---------------------------------------------------------------------------------------- prepare
@@ -996,13 +1076,44 @@ def test_prepare_counts_bad_documents(corpus):
         '{"text": [17]}',  # ids that the tokenizer does not have
         '{"text": [-1]}',
         '{"q": "a"}',
+        '{"text": NaN}',
+        '{"text": [true, false]}',
+        '{"text": [1, 1.5]}',
+        '{"text": ["has 1"]}',
+        '{"text": "\\ud83d"}',  # half a character
     ]
-    Path("b.jsonl").write_text(good * 53 + "\n".join(bad), encoding="latin-1")
-    assert "7 of 60 records" in refusal("data", *prepare(corpus, "b.jsonl", "out"))
+    Path("b.jsonl").write_text(good * 48 + "\n".join(bad), encoding="latin-1")
+    said = refusal("data", *prepare(corpus, "b.jsonl", "out"))
+    assert "12 of 60 records" in said
+    assert "b.jsonl: " in said
     assert "KeyError('txt')" in refusal("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
-    Path("b.jsonl").write_text(good * 900 + "\n".join(bad), encoding="latin-1")
+    Path("b.jsonl").write_text(good * 1300 + "\n".join(bad), encoding="latin-1")
     call("data", *prepare(corpus, "b.jsonl", "out"))
-    assert read_json("out/meta.json")["counts"]["bad"] == 7
+    assert read_json("out/meta.json")["counts"]["bad"] == 12
+
+
+def test_texts_in_other_encodings(corpus):
+    """Text in parquet's binary columns is text; files that are not UTF-8 are refused."""
+    parquet = need("pyarrow.parquet")
+    pa = need("pyarrow")
+    texts = [f"has {i % 10}" for i in range(60)]
+    for name, rows in (("text", texts), ("binary", [text.encode() for text in texts])):
+        parquet.write_table(pa.table({"text": rows}), f"{name}.parquet")
+        call("data", *prepare(corpus, f"{name}.parquet", name))
+    assert np.load("text/train_000000.npy").tolist() == np.load("binary/train_000000.npy").tolist()
+
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts * 3)
+    Path("bom.jsonl").write_text(lines, "utf-8-sig")
+    call("data", *prepare(corpus, "bom.jsonl", "bom"))
+    assert read_json("bom/meta.json")["counts"]["bad"] == 0
+    parquet.write_table(pa.table({"text": [text.encode("utf-16") for text in texts]}), "x.parquet")
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        Path("x.txt").write_text("has 1 " * 50, encoding)
+        Path("x.jsonl").write_text(lines, encoding)
+        for path in ("x.txt", "x.jsonl", "x.parquet"):
+            assert f"{path}: " in refusal("data", *prepare(corpus, path, "out"))
+    Path("x.txt").write_text("caf\xe9 " * 50, "latin-1")
+    assert "x.txt: damaged" in refusal("data", *prepare(corpus, "x.txt", "out"))
 
 
 @pytest.mark.parametrize(
@@ -1089,7 +1200,7 @@ def test_a_shard_that_is_too_short(corpus):
     path = Path("task", read_json("task/meta.json")["shards"]["val"][0][0])
     np.save(path, np.load(path)[..., :-40])
     for _ in range(2):
-        with pytest.raises(UserError, match=f"{path}: damaged.*tokens"):
+        with pytest.raises(UserError, match=f"{path}: damaged"):
             Dataset("task", "val", 39)
         os.truncate(path, path.stat().st_size - 40)
 
@@ -2706,7 +2817,7 @@ MISTAKES = [
     ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model exported", "surgery.py exported OUT"),
     ("sample --prompt 3 --model llama", "--shape"),
-    ("sample --prompt 3 --model damaged", "truncated or damaged"),
+    ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
     ("sample --prompt 3 --model m --temperature inf --top_k=5", "finite number"),
     ("sample --prompt 3 --model m --temperature nan", "finite number"),

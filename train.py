@@ -41,8 +41,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, RANK, WORLD, Parser, UserError, between, check_settings, choose_dtype,
                     cli, dtype_on, fraction, locked, nan_to_null, natural, non_negative, opening,
-                    positive, random_seed, read_json, recurrences, say, write_atomically,
-                    write_json, yes_or_no)
+                    positive, random_seed, read_json, reading, recurrences, say,
+                    write_atomically, write_json, yes_or_no)
 from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
 from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
                    load_config, to_device)
@@ -161,10 +161,8 @@ def read_settings(argv, world=1):
     parser = settings_parser()
     config = parser.parse_known_args(argv)[0].config
     if config:
-        try:
+        with reading(config):
             values = tomllib.loads(Path(config).read_text())
-        except tomllib.TOMLDecodeError as e:
-            raise UserError(f"{config}: {e}")
         argv = [f"--{name}={value}" for name, value in values.items()] + argv
     settings = Settings(**vars(parser.parse_args(argv)))
     if not (settings.data and settings.out_dir):
@@ -284,7 +282,8 @@ def train(settings, device):
     progress = read_progress(settings, resumed, model, digest)
     start = progress["update"]
     if resumed:
-        moments = load_file(resumed / "optimizer.safetensors")  # memory-mapped
+        with reading(resumed / "optimizer.safetensors") as path:
+            moments = load_file(path)  # memory-mapped
         optimizer.load(moments, start - progress["skipped"])
     check_ranks(vars(settings) | {"data": digest, "update": start})
     say(f"data: {settings.data}, {train_set.num_rows:,} rows; "
