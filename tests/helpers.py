@@ -1,5 +1,5 @@
 """
-Helpers of test_all.py: scripts that run in this process or in processes that can be killed,
+Helpers of the tests: scripts that run in this process or in processes that can be killed,
 random models, and tensors for the optimizers.
 """
 
@@ -12,12 +12,18 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
+GPU = os.environ.get("LOOPGRAFT_GPU")
+if not GPU:  # hide any GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,12 +39,24 @@ from muon import Optimizer
 from sample import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
+ORACLE = ROOT / "tests" / "oracle"
+ASSETS = Path(os.environ.get("LOOPGRAFT_ASSETS", ROOT / "out"), "assets").resolve()
+TOKENIZERS = ASSETS / "tokenizers"
+EXTRAS = "pip install transformers accelerate gguf protobuf pyarrow matplotlib lm_eval==0.4.13"
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("g++"), reason="no C++ compiler for torch.compile"
+)
 # Child processes import the scripts and this file.
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{os.environ.get('PYTHONPATH', '')}"
 common.CPUINFO = Path("none")  # --dtype auto is float32 in these tests, whatever the CPU
 # On busy cores two threads that wait for each other make models of this size 50 times slower.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of torchrun's processes, too
+
+
+def need(package):
+    """Import an optional package, or skip the test."""
+    return pytest.importorskip(package, reason=EXTRAS)
 
 
 def outcome(script, *args):
@@ -262,6 +280,16 @@ def documents(n):
             row = {"text": f" {digits}\n", "meta": {"by": f"by {i % 50}"}}
             print(json.dumps(row), file=f)
 
+
+# Models in tests/oracle.
+FEED_FORWARD = "hf_llama", "hf_llama3", "hf_olmo2", "hf_qwen3", "hf_qwen2", "hf_mistral"
+RECURRENT = "raven_llama", "raven_olmo2"
+
+# One question, with an answer that is right, and one whose prompt of cot does not fit.
+ASKED = [
+    {"question": "How many layers are there?", "answer": "4"},
+    {"question": "How many " * 200 + "are there?", "answer": "5"},
+]
 
 # The parameters that optimizers are tested with, some of each kind.
 QKV = "prelude.0.attn.qkv.weight"

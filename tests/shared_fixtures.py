@@ -1,0 +1,137 @@
+"""
+The inputs that several tests share. Nothing changes them.
+"""
+import os
+import shutil
+import signal
+
+# First, because this hides any GPU:
+from helpers import ROOT, RUN, call, save, small, weights
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import save_file
+
+import common
+from common import read_json
+from runs.tiny_corpus import tiny
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Run each test in its own empty folder, with the usual signal handlers (not nohup's)."""
+    monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """The corpus of tiny.sh, with 8,000 training rows instead of 50,000."""
+    folder = tmp_path_factory.mktemp("corpus") / "tiny"
+    tiny(str(folder), rows=8000)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(corpus, tmp_path_factory):
+    """A random model with the corpus's tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "m"
+    save(small(context=40), folder, corpus)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(corpus, tmp_path_factory):
+    """A random Llama of 6 layers in transformers' layout, with the corpus's tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    save(small(n_prelude=6, n_core=0, n_coda=0), folder / "ours", corpus)
+    call("tools/export", folder / "ours", folder / "hf")
+    return folder / "hf"
+
+
+@pytest.fixture(scope="session")
+def speaker(tmp_path_factory):
+    """A random Llama of 5 layers with a SentencePiece tokenizer that has byte fallback."""
+    folder = tmp_path_factory.mktemp("speaker")
+    model = small(
+        vocab_size=512,
+        n_prelude=5,
+        n_core=0,
+        n_coda=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        context=512,
+    )
+    # Bytes are never the likeliest token: libraries decode an incomplete character differently.
+    model.head.weight.data[:259] = 0
+    model.save(folder)
+    lines = (ROOT / "LICENSE").read_text().splitlines()
+    sentencepiece.SentencePieceTrainer.train(  # with the settings of Llama's tokenizer
+        sentence_iterator=iter(lines[4:]),  # without the names, which a fork may change
+        model_prefix=folder / "tokenizer",
+        vocab_size=512,
+        minloglevel=2,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base(corpus):
+    """Arguments of a short run of 12 updates, without --out_dir."""
+    return [*RUN, f"--data={corpus}/pretrain"]
+
+
+@pytest.fixture(scope="session")
+def unbroken(base, tmp_path_factory):
+    """The folder of that run, trained without an interruption."""
+    folder = tmp_path_factory.mktemp("run") / "unbroken"
+    call("train", *base, f"--out_dir={folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def taught(corpus, tmp_path_factory):
+    """A folder out/ with a run tiny/task and its data in tiny/data, as runs/tiny.sh leaves them."""
+    folder = tmp_path_factory.mktemp("taught") / "out"
+    shutil.copytree(corpus, folder / "tiny" / "data")
+    flags = "--lr=0.02 --updates=80 --cooldown=0.3 --save_every=80 --eval_every=80"
+    data_flag = f"--data={folder}/tiny/data/pretrain"
+    call("train", *RUN, data_flag, f"--out_dir={folder}/tiny/task", *flags.split())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def looped(speaker, tmp_path_factory):
+    """A looped model whose answers depend on r and on the noise, and whose prompts begin in BOS."""
+    folder = tmp_path_factory.mktemp("looped") / "m"
+    flags = "--shape=2,2,1 --adapter_init=torch --mean_recurrence=3"
+    call("surgery", speaker, folder, *flags.split())
+    config = read_json(folder / "config.json")
+    common.write_json(folder / "config.json", config | {"state_std": 3.0})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
+    """A folder with the inputs of MISTAKES: good ones, and others with one thing wrong."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "llama").symlink_to(llama)
+    (folder / "m").symlink_to(checkpoint)
+    (folder / "task").symlink_to(corpus / "task")
+    (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
+    call("tools/export", checkpoint, folder / "exported")
+    for name in ("truncated", "biased"):
+        shutil.copytree(llama, folder / name)
+    os.truncate(folder / "truncated" / "model.safetensors", 100_000)
+    shutil.copytree(checkpoint, folder / "damaged")
+    os.truncate(folder / "damaged" / "model.safetensors", 10_000)
+    bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
+    save_file(weights(llama) | bias, folder / "biased" / "model.safetensors")
+    return folder

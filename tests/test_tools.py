@@ -1,0 +1,788 @@
+"""
+The tests of tools/, runs/ and the pages, one promise per test: `python -m pytest -q tests`.
+"""
+import functools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+# First, because this hides any GPU:
+from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, TOKENIZERS, answers_of,
+                     call, contents, convert, decode, expected, far, logged, need, refusal,
+                     relative_error, same, save, small, typed, unwrap, weights)
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import common
+import data
+import sample
+import surgery
+import train
+from common import read_json
+from data import Tokenizer
+from eval_gsm8k import STOPS, make_prompt
+from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
+from runs.study import run as study
+from runs.tiny_corpus import tiny
+from surgery import PARTS, retrofit_config
+from tools import plan
+from tools.block_influence import block_influence
+
+pytest_plugins = "shared_fixtures"
+
+
+# ------------------------------------------------------------------------------------------ exports
+def test_transformers_reads_the_export():
+    """The installed transformers computes our logits from an export, and we read what it saves."""
+    tf = need("transformers")
+    for name in FEED_FORWARD:
+        model = convert(ORACLE / name, f"{name}/m", "--feed_forward")
+        ids = expected(name)["input_ids"]
+        call("tools/export", f"{name}/m", f"{name}/out")
+        _, config = surgery.read_config(f"{name}/out", weights(f"{name}/out"))
+        assert config == model.config
+        peer = tf.AutoModelForCausalLM.from_pretrained(f"{name}/out", dtype=torch.float32)
+        assert far(peer(ids).logits, model(ids)[0]) < 1e-5
+        peer.save_pretrained(f"{name}/hf")
+        again = convert(f"{name}/hf", f"{name}/again", "--feed_forward")
+        assert same(again.state_dict(), model.state_dict())
+
+
+# The keys of config.json that the paper's code reads.
+READ = (
+    "vocab_size padded_vocab_size n_embd n_heads num_key_value_heads head_dim qk_bias "
+    "intermediate_size norm_eps n_layers_in_prelude n_layers_in_recurrent_block "
+    "n_layers_in_coda tie_embeddings injection_type mean_recurrence mean_backprop_depth "
+    "max_position_embeddings rope_theta model_type"
+)
+
+
+@pytest.mark.parametrize("name", FEED_FORWARD + RECURRENT)
+def test_export_is_the_inverse_of_import(name):
+    """Import and export restore the tensors, and all of config.json that the paper's code reads."""
+    raven = name in RECURRENT
+    flags = [] if raven else ["--feed_forward"]
+    call("surgery", ORACLE / name, "m", *flags)
+    said = call("tools/export", "m", "out", "--verify")
+    assert "equal to the last bit" in said
+    assert same(weights("out"), weights(ORACLE / name, "model"))
+
+    if raven:
+        ours = read_json("out/config.json")
+        theirs = read_json(ORACLE / name / "config.json")
+        assert all(ours[key] == theirs[key] for key in READ.split())
+        assert ours["init_values"].items() <= theirs["init_values"].items()
+        assert theirs["torch_dtype"] == "float32"
+        assert ours["torch_dtype"] == "bfloat16"
+        assert ours["num_hidden_layers"] == 4 + 3 * theirs["mean_recurrence"]
+
+
+def test_text_files_follow_the_model(llama, corpus, speaker):
+    """EOS ids, chat template and sampling defaults reach an export, and secrets do not."""
+    shutil.copytree(llama, "parent")
+    common.write_json("parent/generation_config.json", {"eos_token_id": [1, 3], "top_k": 20})
+    common.write_json("parent/tokenizer_config.json", {"auto_map": {"AutoTokenizer": "private.py"}})
+    for name in ("chat_template.jinja", "hf_token", ".env.token"):
+        Path("parent", name).write_text(name)
+
+    call("surgery", "parent", "m", "--shape", "1,2,1")
+    flags = "--context=39 --updates=2 --batch_size=2 --compile=false --eval_rows=2 --init_from=m"
+    call("train", f"--data={corpus}/task", *flags.split(), "--out_dir=run")
+    call("tools/export", "run", "out")
+    for folder in ("m", find_checkpoint("run"), "out"):
+        assert not [name for name in os.listdir(folder) if name.endswith("token")]
+        assert Path(folder, "chat_template.jinja").exists()
+        said = read_json(f"{folder}/generation_config.json")
+        assert said["eos_token_id"] == [1, 3]
+        assert said["top_k"] == 20
+        assert read_json(f"{folder}/config.json")["eos_token_id"] == [1, 3]
+
+    said = read_json("out/tokenizer_config.json")
+    assert "auto_map" not in said
+    assert said["eos_token"] == "</s>"
+
+    small(vocab_size=512).save("recurrent")
+    data.copy_tokenizer(speaker, "recurrent")
+    call("tools/export", "recurrent", "released")
+    huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
+    del huginn["norm"]  # which only our exports have
+    common.write_json("released/config.json", huginn)
+    common.write_json("released/generation_config.json", {"eos_token_id": 65505, "top_k": 20})
+    call("surgery", "released", "ours")
+    config = load_config("ours")
+    assert config.bos_token_id == 1
+    assert config.eos_token_id == 2
+    said = read_json("ours/generation_config.json")
+    assert said == {"bos_token_id": 1, "eos_token_id": 2, "top_k": 20}
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"adapter": adapter, "rope_scaling": LLAMA3, "embed_scale": 3.0} for adapter in ADAPTERS),
+        {"norm": "post"},
+        {"head_norm": True, "qkv_bias": True, "head_dim": 16},
+    ],
+)
+def test_transformers_runs_the_export(changes):
+    """In transformers, an export gives our logits, gradients and greedy tokens, with any cache."""
+    tf = need("transformers")
+    model = small(vocab_size=50, state_std=1.0, backprop_depth=2, rope_theta=500.0, **changes)
+    for p in model.parameters():
+        if p.dim() == 1:  # norms and biases, which are all 1 or 0 so far
+            p.data += 0.2 * torch.randn(p.shape)
+
+    model.save("m")
+    call("tools/export", "m", "out", "--verify")
+    _, config = surgery.read_config("out", weights("out"))
+    assert config == model.config
+    load = functools.partial(tf.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
+    theirs = load("out")
+    ids = torch.randint(1, 50, (2, 12))
+    state = model.initial_state(2, 12)
+    positions = torch.arange(12)[None]
+    first, second = theirs.transformer.draw_state(state, positions)
+    assert first.equal(second)
+    assert first.equal(model.initial_state(1, 12, 0)[0])
+    theirs.train()
+    first, second = theirs.transformer.draw_state(state, positions)
+    later, _ = theirs.transformer.draw_state(state, positions)
+    assert not first.equal(second), "in training each row has noise of its own"
+    assert not first.equal(later), "and so has each call"
+    theirs.eval()
+
+    for r in (None, 0, 3, 32):  # None: the model's own r
+        out = theirs(ids, num_steps=r, initial_state=state)
+        logits, _ = model(ids, steps=r, state=state)
+        assert far(out.logits, logits) < 1e-4
+
+    theirs(ids, labels=ids, num_steps=3, initial_state=state).loss.backward()
+    idx = ids[:, :-1]
+    targets = ids[:, 1:]
+    _, losses = model(idx, targets, steps=3, state=state[:, :-1])
+    losses.mean().backward()
+    for ours, (name,) in surgery.tensor_names(model.config, "huginn_raven").items():
+        grad = theirs.get_parameter(name).grad
+        assert relative_error(grad, model.get_parameter(ours).grad) < 1e-4, ours
+
+    ids[0, :6] = 0  # padding
+    prompts = [row[row > 0].tolist() for row in ids]
+    wanted = decode(model, prompts, 8, steps=9)
+    greedy = functools.partial(theirs.generate, num_steps=9, eos_token_id=None, max_new_tokens=8)
+    for way in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        new = greedy(ids, attention_mask=ids > 0, **way)
+        assert new[:, 12:].equal(wanted), way
+    assisted = greedy(ids[1:], assistant_model=load("out", mean_recurrence=2))
+    assert assisted[:, 12:].equal(wanted[1:])
+
+
+def test_forward_takes_what_others_give(checkpoint):
+    """An export takes the arguments of transformers' models and returns our hidden states."""
+    tf = need("transformers")
+    ids = torch.arange(12)[None]
+    call("tools/export", checkpoint, "out")
+    model = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+    out = model(ids, num_steps=5, use_cache=True, output_hidden_states=True)
+    ours = RecurrentLM.load(checkpoint)
+    s0 = out.hidden_states[0]
+    for r, state in ours.trajectory(ids, range(6), s0):
+        assert far(out.hidden_states[r], state) < 1e-5
+
+    mask = torch.ones(1, 1, 12, 12).tril().bool()
+    kept = torch.tensor([1, 4])
+    for steps in (5, [5], [3, 2]):
+        steps = torch.tensor(steps)
+        x = model(ids, num_steps=steps, attention_mask=mask, logits_to_keep=kept)
+        assert far(x.logits, out.logits[:, kept]) < 1e-5
+
+    for wrong, words in ((-1, "num_steps=-1"), (4, "made for another r")):
+        with pytest.raises(ValueError, match=words):
+            model(ids[:, :1], num_steps=wrong, past_key_values=out.past_key_values)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_an_engine_finds_its_slots(norm, monkeypatch):
+    """An export has what vLLM needs: slots for attention, the head's input, plain Linears."""
+    tf = need("transformers")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    model = small(vocab_size=50, state_std=1.0, norm=norm)
+    used = []
+    model.save("m")
+    call("tools/export", "m", "out")
+
+    def attend(module, q, k, v, mask, scaling):
+        used.append(module)
+        y = sdpa(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return y.transpose(1, 2).reshape(12, -1), None
+
+    monkeypatch.setitem(tf.modeling_utils.ALL_ATTENTION_FUNCTIONS, "vllm", attend)
+    base = tf.AutoModel.from_pretrained(
+        "out", trust_remote_code=True, mean_recurrence=6, attn_implementation="vllm"
+    )
+    ids = torch.randint(1, 50, (1, 12))
+    positions = torch.arange(12, dtype=torch.int32)[None]
+    for dtype, near in ((torch.float32, 1e-4), (torch.bfloat16, 0.03)):
+        used.clear()
+        x = base.to(dtype)(ids, position_ids=positions, use_cache=False).last_hidden_state
+        model.to(dtype)
+        ours, _ = model(ids, steps=6, state=model.initial_state(1, 12, 0))
+        assert far(model.head(x), ours) < near
+        assert [slot.layer_idx for slot in used] == list(range(base.config.num_hidden_layers))
+        assert len(set(used)) == 1 + 6 * 2 + 1  # prelude, 6 recurrences of the core, coda
+
+    for module in base.modules():
+        if isinstance(module, torch.nn.Linear):
+            assert type(module) is torch.nn.Linear
+
+
+def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
+    """transformers gives our ids, except for control tokens' names and SentencePiece's blanks."""
+    tf = need("transformers")
+    need("google.protobuf")
+    tiny("s5", "s5", rows=64)
+    words = ["has 7 gets 2", "  has  7 so ", "gets 3</s> has"]
+    hard = [*HARD, "a  b", " </s>  x", "12 123456"]
+    cases = [(checkpoint, words), (Path("s5/task"), words), (speaker, hard)]
+    for folder in (TOKENIZERS / "olmo2", TOKENIZERS / "tinyllama"):
+        if folder.exists():
+            cases.append((folder, hard))
+    for folder, texts in cases:
+        ours = Tokenizer.load(folder)
+        m = f"m/{folder.name}"
+        out = f"out/{folder.name}"
+        model = small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1)
+        model.save(m)
+        data.copy_tokenizer(folder, m)
+        call("tools/export", m, out)
+        theirs = tf.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+        is_sentencepiece = Path(out, "tokenizer.model").exists()
+        for text in texts:
+            if any(name in text for name in ours.special):
+                continue  # transformers reads the name of a control token as that token
+            ids = ours.encode(text)
+            assert theirs.decode(ids) == ours.decode(ids), text[:200]
+            blanks = re.search("^ |  ", text)  # leading or repeated
+            if not (is_sentencepiece and blanks):
+                assert theirs(text, add_special_tokens=False).input_ids == ids, text[:200]
+        assert theirs("has").input_ids == ours.encode("has", bos=True)
+
+
+def test_card_runs_as_pasted(checkpoint):
+    """A model card's Python code runs as pasted, and the card states the model's own r."""
+    need("transformers")
+    call("tools/export", checkpoint, "out")
+    card = Path("out/README.md").read_text()
+    assert "`num_steps` times, 4 by default" in card
+    assert "(1,2,1) layers" in card
+    (code,) = re.findall("```python\n(.*?)```", card, re.S)
+    exec(code.replace("ORGANIZATION/out", "out"), {})
+
+
+def test_the_harness_scores_an_export(looped):
+    """lm-evaluation-harness gets our likelihoods and answers from an export, at any r."""
+    for package in ("lm_eval", "accelerate", "transformers", "google.protobuf"):
+        need(package)
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    call("tools/export", looped, "hf")
+    Path("asked.jsonl").write_text("\n".join(map(json.dumps, ASKED)))
+    ask = "eval_gsm8k", "--model", looped, "--data=asked.jsonl", "--max_new_tokens=12"
+    call(*ask, "--steps=1,6", "--out=a.json")
+    model, tokenizer = sample.load_model(looped)
+    context, choice = "The answer is", " 4 layers"
+    ids = tokenizer.encode(context + choice, bos=True)
+    start = len(tokenizer.encode(context, bos=True))
+    settings = {"until": list(STOPS), "max_gen_toks": 12, "do_sample": False}
+    prompts = [make_prompt(row["question"]) for row in ASKED]
+    to_continue = [Instance("generate_until", {}, (text, settings), 0) for text in prompts]
+    to_score = [Instance("loglikelihood", {}, (context, choice), 0)]
+    for r in (1, 6):
+        flags = f"pretrained=hf,trust_remote_code=True,mean_recurrence={r}"
+        lm = HFLM.create_from_arg_string(flags, {"device": "cpu"})
+        ((likelihood, _),) = lm.loglikelihood(to_score)
+        s0 = model.initial_state(1, len(ids), 0)
+        logits, _ = model(torch.tensor([ids]), steps=r, state=s0)
+        log_p = logits[0].log_softmax(-1)
+        wanted = 0
+        for i in range(start, len(ids)):
+            wanted += log_p[i - 1, ids[i]].item()
+        assert likelihood == pytest.approx(wanted, abs=1e-4)
+
+        outputs = [output for steps, _, output in answers_of("a.jsonl") if steps == r]
+        assert lm.generate_until(to_continue) == outputs
+
+
+# --------------------------------------------------------------------------------------------- gguf
+def write_gguf(path, folder, stored):
+    """Write a Hugging Face model as a .gguf file. stored: the type of its matrices."""
+    gguf = need("gguf")
+    alphabet = need("tokenizers").pre_tokenizers.ByteLevel.alphabet()
+    raw = read_json(folder / "config.json")
+    kind = raw["model_type"]
+    file = gguf.GGUFWriter(path, kind)
+    file.add_vocab_size(raw["vocab_size"])
+    file.add_context_length(raw["max_position_embeddings"])
+    file.add_embedding_length(raw["hidden_size"])
+    file.add_block_count(raw["num_hidden_layers"])
+    file.add_feed_forward_length(raw["intermediate_size"])
+    file.add_head_count(raw["num_attention_heads"])
+    file.add_head_count_kv(raw["num_key_value_heads"])
+    file.add_rope_dimension_count(raw["head_dim"])
+    file.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    file.add_rope_freq_base(raw["rope_theta"])
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list([*sorted(alphabet), "ab", "<|end|>"])
+    file.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    file.add_token_merges(["a b"])
+    file.add_bos_token_id(257)
+    file.add_eos_token_id(257)
+
+    arch = gguf.MODEL_ARCH[kind.upper()]
+    names = gguf.get_tensor_name_map(arch, raw["num_hidden_layers"])
+    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+    for name, t in load_file(folder / "model.safetensors").items():
+        module = name.split(".")[-2]
+        if kind == "llama" and module in heads:  # llama.cpp rotates adjacent channels
+            halves = t.view(heads[module], 2, -1, t.shape[-1])
+            t = halves.transpose(1, 2).reshape(t.shape)
+        array = t.float().numpy()
+        dtype = gguf.GGMLQuantizationType.F32
+        if array.ndim == 2:
+            dtype = gguf.GGMLQuantizationType[stored]
+            array = gguf.quantize(array, dtype)
+        name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        file.add_tensor(name, array, raw_dtype=dtype)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+@pytest.mark.parametrize("stored, tolerance", [("F32", 1e-5), ("BF16", 1e-5), ("Q8_0", 0.1)])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
+    """A converted .gguf file has transformers' logits and token ids, and loses no precision."""
+    transformers = need("transformers")
+    need("accelerate")
+    parent = small(
+        n_embd=64,
+        n_ffn=96,
+        vocab_size=320,
+        n_prelude=3,
+        n_core=0,
+        n_coda=0,
+        qkv_bias=kind == "qwen2",
+    )
+    for name, p in parent.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_()
+    dtype = torch.bfloat16 if stored == "BF16" else torch.float32
+    parent.to(dtype).save("parent")
+    parent.float()
+    call("tools/export", "parent", "hf")
+    write_gguf("m.gguf", Path("hf"), stored)
+
+    said = call("tools/from_gguf", "m.gguf", "converted")
+    assert ("what quantization lost is not restored: Q8_0" in said) == (stored == "Q8_0")
+    assert {t.dtype for t in weights("converted").values()} == {dtype}
+    found = convert("converted", "ours", "--feed_forward")
+    idx = torch.arange(40)[None]
+    logits, _ = found(idx)
+    wanted, _ = parent(idx)
+    assert far(logits, wanted) < tolerance
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="m.gguf")
+    assert far(logits, theirs(idx).logits) < 1e-5
+
+    text = "12 ab  cab\n"
+    theirs = transformers.AutoTokenizer.from_pretrained(".", gguf_file="m.gguf")
+    assert Tokenizer.load("ours").encode(text) == theirs(text).input_ids
+
+
+# --------------------------------------------------------------------------------- what a run costs
+# The paper's Table 7 has Llama-3.2-1B's numbers in TinyLlama (2,4,2)'s row, which is a misprint.
+PRESETS = """
+tinyllama-2-4-2     131,072,000 968,976,384    352,354,304  88,088,576 176,177,152  88,088,576
+tinyllama-4-8-4     131,072,000 968,976,384    704,708,608 176,177,152 352,354,304 176,177,152
+tinyllama-6-10-6    131,072,000 968,976,384    968,974,336 264,265,728 440,442,880 264,265,728
+llama-3.2-1b-2-4-2  525,336,576 973,146,112    486,572,032 121,643,008 243,286,016 121,643,008
+llama-3.2-1b-4-6-4  525,336,576 973,146,112    851,501,056 243,286,016 364,929,024 243,286,016
+olmo-2-1b-4-6-4     411,041,792 1,073,874,944  939,638,784 268,468,224 402,702,336 268,468,224
+"""
+
+
+@pytest.mark.parametrize("row", PRESETS.strip().splitlines())
+def test_tables_of_the_paper(row):
+    """Parameter counts of parents and presets match the paper's Tables 6 and 7."""
+    preset, *numbers = row.replace(",", "").split()
+    embeddings, body, *parts = map(int, numbers)
+    parent, sizes = plan.presets()[preset]
+    src = RecurrentLM.empty(replace(parent, tie_embeddings=False)).num_params()
+    out = RecurrentLM.empty(retrofit_config(parent, sizes)).num_params()
+    assert src["embed"] + src["head"] == out["embed"] + out["head"] == embeddings
+    assert src["prelude"] + src["norm_f"] == body
+    body = out["prelude"] + out["core"] + out["coda"]
+    assert [body, *(out[part] for part in PARTS)] == parts
+
+
+def test_flops_are_the_papers():
+    """`tools/plan.py` counts FLOPs by the paper's rule, and matches its result files to 1e-8."""
+    shapes = {}
+    for preset, (parent, _) in plan.presets().items():
+        name = re.sub(r"-\d+-\d+-\d+$", "", preset)
+        shapes[name] = parent
+    # From the fraction of r to that of the warm-up at which the curriculum reaches it.
+    inverses = {"linear": lambda share: share, "1-sqrt": lambda share: 1 - (1 - share) ** 2}
+    for row in read_json(ORACLE / "flops.json")["rows"]:
+        config = shapes[row["arch"]]
+        if row["split"]:
+            parts = dict(zip(("n_prelude", "n_core", "n_coda"), row["split"]))
+            config = replace(config, **parts, tie_embeddings=False)
+        model = RecurrentLM.empty(config)
+        R = row["train_rec"]
+        edges = [0] * R + [row["chkpt"]]  # the update at which r rises to 1, 2, ...
+        if row["warmup_type"]:
+            warmup = int(row["warmup"] * row["max_steps"])
+            inverse = inverses[row["warmup_type"]]
+            edges[:R] = [int(inverse(r / R) * warmup) for r in range(R)]
+        flops = 0
+        for r in range(1, R + 1):
+            updates = max(0, min(edges[r], row["chkpt"]) - edges[r - 1])
+            k = min(r, 8)
+            flops += updates * 2**20 * plan.paper_flops(model, (r - k, k))
+        # One result file was counted with curriculum edges that are rounded up.
+        off = abs(flops / row["FLOPs"] - 1)
+        assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
+
+
+def test_plan_of_a_retrofit(corpus):
+    """`tools/plan.py` estimates the cost of a run whose model and data do not exist yet."""
+    config = f"--config={ROOT}/config/fig7.toml"
+    said = call("tools/plan", config, "--preset=tinyllama-4-8-4")
+    for words in (
+        "2.621e+10 tokens",
+        "FLOPs: 2.887e+20",
+        "counts 2.554e+20",
+        "weights 1.7, gradients 5.1, optimizer 7.3, activations 25.0",
+        "memory: about 39.0 GB on each of 1 GPUs",
+    ):
+        assert words in said, said
+    said = call("tools/plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
+    assert "about 23.9 hours on 8 H100 (80 GB)" in said
+
+    flags = f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
+    assert "8.96 epochs" in call("tools/plan", *flags), "8,000 rows in batches of 1,024"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_plan_counts_all_that_a_rank_holds(dtype):
+    """Apart from activations, plan's memory is exactly that of the tensors that a rank holds."""
+    s = train.read_settings(["--data=x", "--out_dir=run", f"--dtype={dtype}"])
+    model = small().to(getattr(torch, dtype))
+    optimizer = train.make_optimizer(s, model, 0, 1)
+    idx = torch.ones(1, 8, dtype=torch.int64)
+    _, losses = model(idx, idx, (0, 1))
+    losses.mean().backward()
+    held = [p.grad for p in model.parameters()]
+    held += [*model.parameters(), optimizer.sums]
+    held += [*optimizer.masters.values(), *optimizer.moments.values()]
+    storages = {t.data_ptr(): t.nbytes for t in held}  # masters may be the weights themselves
+    planned = plan.memory(s, model, gpus=1)
+    planned.pop("activations")
+    wanted = sum(storages.values()) / 1e9
+    assert sum(planned.values()) == pytest.approx(wanted)
+
+
+def test_as_many_flops_as_another_run(base, unbroken):
+    """`plan --flops_of` finds how many updates cost what another run spent since its parent."""
+    base = [flag for flag in base if not flag.startswith("--updates")]
+
+    def planned(run, *flags):
+        said = call("tools/plan", *base, "--out_dir=x", f"--flops_of={run}", "--quiet", *flags)
+        return int(said)
+
+    def trained(name, *flags):
+        call("train", *base, *flags, f"--out_dir={name}")
+        return read_json(f"{find_checkpoint(name)}/train.json")
+
+    spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
+    ordinary = "--n_prelude=3", "--n_core=0", "--n_coda=0"
+    updates = planned(unbroken, *ordinary)
+    assert updates != 12
+    parent = trained("parent", *ordinary, f"--updates={updates}")
+    assert abs(parent["flops"] - spent) <= parent["flops"] / updates / 2
+
+    # A looped model's updates differ in cost, so its FLOPs are met to within one update.
+    flags = "--mean_recurrence=5", "--curriculum_warmup=0.75"
+    deeper = trained("deeper", *flags, f"--updates={planned(unbroken, *flags)}")
+    totals = [*logged("deeper", "flops").values()]
+    assert abs(deeper["flops"] - spent) <= max(np.diff(totals))
+
+    # What a chain of runs spends is counted from its parent on, random weights or not.
+    start = f"--init_from={unbroken}"
+    trained("first", start, "--updates=7", "--seed=4")
+    second = trained("second", "--init_from=first", "--updates=5")
+    assert second["tokens"] == (7 + 5) * 16 * 50
+    assert planned("first", start, "--seed=4") == 7
+    assert planned("second", "--init_from=first") == 5
+    trained("new", start, "--reinit", "--updates=2")
+    assert trained("after", "--init_from=new", "--updates=1")["tokens"] == (2 + 1) * 16 * 50
+
+
+# --------------------------------------------------------------------------------- plots and layers
+def test_plot_results():
+    """plot.py prints the points that it draws; an ordinary model has one value at every r."""
+    need("matplotlib")
+    for name, n_core, value, steps in (
+        ("loop", 2, 0.5, (2, 8)),
+        ("parent", 0, 1, (0,)),
+    ):
+        row = {"metric": "flexible", "value": value, "standard_error": 0.25 * value}
+        result = {"config": vars(small(n_core=n_core).config), "task": "count"}
+        result["results"] = [row | {"steps": r} for r in steps]
+        common.write_json(f"{name}.json", result)
+
+    said = call("tools/plot", "loop.json", "parent.json", "--out=a.svg", "--labels=a,b")
+    lines = [line.split("|") for line in said.splitlines() if line.startswith("|")]
+    header, _, loop, parent = [[text.strip() for text in line[1:-1]] for line in lines]
+    assert header == ["", "2", "8"]
+    assert loop == ["a", "50.0 ± 12.5", "50.0 ± 12.5"]
+    assert parent == ["b", "100.0 ± 25.0", "100.0 ± 25.0"]
+    assert "recurrences r at test time" in Path("a.svg").read_text()
+
+
+def test_layer_choice(llama, corpus):
+    """Block influence is 1 - mean cosine of input and output; layers with the highest are kept."""
+    model = surgery.open_source(llama).float()
+    for i in (1, 3):
+        model.prelude[i].attn.proj.weight.data.zero_()
+        model.prelude[i].mlp.proj.weight.data.zero_()
+
+    torch.nn.init.normal_(model.norm_f.weight)  # must not matter: influence is measured before it
+    save(model, "idle", corpus)
+    noted = []
+
+    def note(block, given, out):
+        (x,) = given[:1]
+        cosine = F.cosine_similarity(x.double(), out.double(), -1)
+        noted.append(1 - cosine.mean().item())
+
+    for block in model.prelude:
+        block.register_forward_hook(note)
+    idx = torch.randint(17, (1, 30))
+    model(idx)
+    wanted = noted.copy()  # block_influence() calls note(), too
+    assert block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
+
+    text = "--text", f"{corpus}/test.jsonl"
+    said = call("tools/block_influence", "idle", "out", "--shape", "1,2,1", *text)
+    assert "core and coda: [0] [2, 4] [5]" in said
+
+
+# ------------------------------------------------------------------------------------------ corpora
+def test_corpus_follows_from_its_seed():
+    """Equal seeds make byte-identical corpora; different seeds make different ones."""
+    for name, seed in (("out", 0), ("again", 0), ("other", 1)):
+        tiny(name, rows=64, seed=seed)
+    assert contents("out") == contents("again")
+    assert contents("out") != contents("other")
+
+
+def solve_stories(story, _):
+    """The answers after each sentence of a story (a list of words), computed independently."""
+    answers = []
+    number = 0
+    numbers = map(int, story[1::2])
+    for verb, x in zip(story[::2], numbers):
+        results = {"has": x, "gets": number + x, "loses": number - x, "times": number * x}
+        number = results[verb] % 10
+        answers.append(str(number))
+    return answers
+
+
+def solve_s5(story, known):
+    """The products after each factor of a story, by permutation matrices. known: of each factor."""
+    answers = []
+    product = np.eye(5)
+    for factor in story:
+        permutation = [int(i) - 1 for i in known[factor]]
+        product = np.eye(5)[permutation] @ product
+        answers.append("".join(str(row.argmax() + 1) for row in product))
+    return answers
+
+
+def read_stories(folder):
+    """Yield (words without answers, answers) of each training story."""
+    vocab = read_json(f"{folder}/tokenizer.json")["model"]["vocab"]
+    words = {i: word for word, i in vocab.items()}
+    story = []
+    answers = []
+    answer = None
+    for i, target in np.load(f"{folder}/train_000000.npy").T.tolist():
+        word = words[i]
+        written_out = word == answer  # in the text, after "so"
+        answer = None
+        if word == "so":
+            answer = words[target]
+            answers.append(answer)
+        elif word == "</s>":
+            yield story, answers
+            story = []
+            answers = []
+        elif word != "<s>" and not written_out:
+            story.append(word)
+
+
+# words: of a sentence, before "so". longest: sentences of a training question.
+@pytest.mark.parametrize(
+    "task, solve, words, longest", [("stories", solve_stories, 2, 5), ("s5", solve_s5, 1, 8)]
+)
+def test_corpus_tells_the_truth(task, solve, words, longest):
+    """All answers are right, and no training story begins with a longer test question."""
+    tiny("out", task, rows=4000)
+    lines = Path("out/test.jsonl").read_text() + Path("out/test18.jsonl").read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    lengths = Counter(row["difficulty"] for row in rows)
+    assert lengths == dict.fromkeys(range(1, 13), 100) | {18: 300}
+
+    shortest = [row for row in rows if row["difficulty"] == 1]
+    known = {row["question"][0]: row["answer"] for row in shortest}
+    questions = set()
+    for row in rows:
+        *sentences, end = row["question"].split(" so")
+        story = " ".join(sentences).split()
+        assert (len(sentences), end) == (row["difficulty"], "")
+        assert solve(story, known)[-1] == row["answer"]
+        questions.add(tuple(story))
+
+    for kind in ("pretrain", "task"):
+        for story, answers in read_stories(f"out/{kind}"):
+            assert solve(story, known) == answers
+            for n in range(longest + 1, len(answers) + 1):
+                assert tuple(story[: words * n]) not in questions
+
+
+# -------------------------------------------------------------------------------- pages and recipes
+def test_recipes_are_valid():
+    """Every config is valid, and so is every training command in its comments."""
+    for path in sorted(ROOT.glob("config/*.toml")):
+        train.read_settings([f"--config={path}"])
+        for line in re.findall(r"^#   (\S.*)", unwrap(path), re.M):
+            command, *_ = line.split("  ")  # without the explanation
+            if "train.py" in command:
+                launcher, _, flags = command.partition("train.py")
+                sizes = re.findall(r"--n\w+=(\d+)", launcher)  # --nnodes, --nproc_per_node
+                world = math.prod(map(int, sizes))
+                launch = flags.replace("config/", f"{ROOT}/config/").split()
+                train.read_settings(launch, world)
+            elif command.startswith("--"):  # flags to add to the last command
+                train.read_settings([*launch, *command.split()], world)
+
+
+def test_tiny_run_end_to_end():
+    """`bash runs/tiny.sh --quick --seed 5` runs every stage, in a folder of its own."""
+    for name in ("runs", "config", "tools"):
+        shutil.copytree(ROOT / name, name)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, ".")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    said = subprocess.check_output(
+        ["bash", "runs/tiny.sh", "--quick", "--seed", "5"],
+        env=os.environ | {"PATH": path},
+        text=True,
+    )
+    out = Path("out/tiny-quick-seed5")
+    assert os.listdir("out") == [out.name]
+
+    def progress(name):
+        return read_json(f"{find_checkpoint(out / name)}/train.json")
+
+    run = progress("task")
+    for key in ("tokens", "flops"):
+        parent = progress(f"parent_{key}")
+        # Equal to the nearest update of the parent, so off by half of one at most.
+        assert abs(parent[key] / run[key] - 1) < 0.6 / parent["update"], key
+
+    table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
+    header, _, *rows = [[text.strip() for text in line] for line in table[-10:]]
+    assert header == ["", *map(str, range(1, 13)), "18"]
+    labels = [f"looped, r = {r}" for r in (1, 2, 4, 8, 16, 32)]
+    labels += ["parent (equal tokens)", "parent (equal FLOPs)"]
+    assert [label for label, *_ in rows] == labels
+
+
+def test_readme_does_what_it_says(taught, monkeypatch):
+    """The Python in README.md runs, and so do the commands that need only the output of tiny.sh."""
+    shutil.copytree(taught, "out")
+    monkeypatch.setattr(sys, "stdin", typed())
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # saves half a minute
+    blocks = dict.fromkeys(("sh", "python"), "")
+    for kind, text in re.findall(r"(?s)```(\w+)\n(.*?)```", unwrap(ROOT / "README.md")):
+        blocks[kind] += text
+
+    exec(blocks["python"], {})
+
+    # These name models and data that are not here.
+    needs_more = r"venv|pytest|parent|fig|llama|released|my-model|evening|mine|smollm2|smcleish|\*"
+    lines = [line.strip() for line in blocks["sh"].splitlines()]
+    lines = [line for line in lines if line.startswith("python")]
+    lines = [line for line in lines if not re.search(needs_more, line)]
+    assert len(lines) >= 2
+
+    for line in lines:
+        command, _, _ = line.partition(" | ")  # the part before a pipe
+        _, script, *args = shlex.split(command, comments=True)
+        if script == "sample.py":
+            args.append("--tokens=4")
+        call(script.removesuffix(".py"), *args)
+
+
+def test_study_tables_are_made_from_its_results(monkeypatch):
+    """No figure in the tables of README.md and the study's page is typed by hand."""
+    monkeypatch.setattr(study, "draw", lambda *_: None)
+    for published in study.PAGES:
+        page = Path("page.md")
+        made = published.read_text()
+        page.write_text(re.sub(r"(?s)(<!-- table: \w+ -->\n).*?(?=<!-- end)", r"\1", made))
+        study.publish([page])
+        assert page.read_text() == made
+    assert len(re.findall("<!-- table: ", study.PAGES[0].read_text())) == 3
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+MISTAKES = [
+    ("surgery llama out --export hf", "python -m tools.export"),
+    ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
+    ("bench plan --config=x", "python -m tools.plan"),
+    ("tools/export m llama", "exists already"),
+    ("tools/plot m/config.json", "nothing to draw"),
+]
+
+
+@pytest.mark.parametrize("command, words", MISTAKES)
+def test_mistakes_with_tools_end_in_one_line(command, words, mistaken_inputs):
+    """Each mistake, such as a command of an earlier version, is reported in one line."""
+    for path in mistaken_inputs.iterdir():
+        Path(path.name).symlink_to(path)
+    assert words in refusal(*command.split())
+    assert not contents("out")
