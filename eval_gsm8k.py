@@ -16,7 +16,8 @@ number of sentences, accuracy is broken down by it.
 
 With --template plain, the prompt is the question alone, and there is one score, "accuracy". If the
 reference is a number, alone or after "####" or an equals sign, the last number of the output must
-equal it. Otherwise the whole output must match the reference's text.
+equal it; if it is a list such as 3, 5, the last numbers must. Otherwise the whole output must match
+the reference's text.
 
 An ordinary model has no r and gets one row. Answers depend a little on --seed, since s_0 is noise.
 
@@ -79,7 +80,8 @@ def read_questions(path, limit=None):
     limit: read only this many questions, spread evenly over the file, since files are often sorted.
 
     Returns a list of dicts, such as {"question": "has 1 so", "answer": "1", "difficulty": "2",
-    "index": 0}, where "index" counts the questions of the file, and "difficulty" may be None.
+    "index": 0, "line": 1}, where "index" counts the questions of the file, and "difficulty" may be
+    None.
     Raises UserError if a line is not a question.
     """
     questions = []
@@ -98,6 +100,7 @@ def read_questions(path, limit=None):
         difficulty = row.get("difficulty")
         question["difficulty"] = None if difficulty is None else str(difficulty)
         question["index"] = len(questions)
+        question["line"] = number
         questions.append(question)
     count = len(questions)
     if not count:
@@ -130,6 +133,8 @@ def encode_prompts(questions, model, tokenizer, args):
     for question in questions:
         prompt = make_prompt(question["question"], args.template)
         ids = tokenizer.encode(prompt, bos=True)
+        if not ids:
+            raise UserError(f"{args.data}: the question in line {question['line']} is empty")
         question["ids"] = ids[-room:]
         count_cut += len(ids) > room
     return count_cut
@@ -165,8 +170,11 @@ def normalize(text):
     return text.lower()
 
 
-# A number in the output of --template plain, such as -3 or $1,234.50. A minus may be U+2212.
-NUMBER = re.compile(r"(?:(?<!\d)[\u2212-])?\$?\d[\d,]*(?:\.\d+)?")
+# A number in the output of --template plain, such as -3, .5, 1.5e6 or $1,234.50. A comma belongs to
+# it only before groups of three digits. A minus may be U+2212.
+DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+NUMBER = re.compile(rf"(?:(?<!\d)[\u2212-])?\$?{DIGITS}(?:[eE][+-]?\d{{1,3}}(?!\d))?")
+NUMBERS = re.compile(rf"{NUMBER.pattern}(?:, *{NUMBER.pattern})*")
 
 
 def reference_text(answer):
@@ -175,32 +183,31 @@ def reference_text(answer):
     return text.removesuffix(".").rstrip()
 
 
-def reference_number(answer):
+def reference_numbers(answer):
     """
-    If a reference answer is a number, alone or after its only equals sign, return it, else None. A
-    number at the end of other words does not count: it may be part of a date or of a room's name.
+    If a reference answer is a number, or several with commas between them, alone or after its only
+    equals sign, return them in a list, else []. A number at the end of other words does not count:
+    it may be part of a date or of a room's name.
     """
     text = reference_text(answer).split("=", 1)[-1].strip()
-    return to_number(text) if NUMBER.fullmatch(text) else None
+    return find_numbers(text) if NUMBERS.fullmatch(text) else []
 
 
-def to_number(text):
-    """"$1,234.50" -> Decimal("1234.50"), which equals Decimal("1234.5")"""
-    return Decimal(re.sub("[$,]", "", text).replace("\u2212", "-"))
+def find_numbers(text):
+    """"$1,234.50 or 3" -> [Decimal("1234.50"), Decimal("3")]; 1234.50 equals 1234.5"""
+    found = NUMBER.findall(text)
+    return [Decimal(re.sub("[$,]", "", number).replace("\u2212", "-")) for number in found]
 
 
 def same_answer(output, answer):
     """
     Whether an output is right when the prompt asks for no particular answer format. Compares
-    numbers if the reference is one, otherwise text, ignoring case and a final period.
+    numbers if the reference is one or several, otherwise text, ignoring case and a final period.
     """
-    number = reference_number(answer)
-    if number is None:
+    numbers = reference_numbers(answer)
+    if not numbers:
         return reference_text(output).lower() == reference_text(answer).lower()
-    found = NUMBER.findall(output)
-    if not found:
-        return False
-    return to_number(found[-1]) == number
+    return find_numbers(output)[-len(numbers):] == numbers
 
 
 # What is scored with each template, as {metric: (output, reference) -> whether it is right}.
@@ -393,7 +400,7 @@ def main():
     model, tokenizer = load_model(args.model, args.dtype)
     steps = args.steps if model.config.n_core else [0]
     count_cut = encode_prompts(questions, model, tokenizer, args)
-    count_numbers = sum(reference_number(question["answer"]) is not None for question in questions)
+    count_numbers = sum(bool(reference_numbers(question["answer"])) for question in questions)
     if args.template == "cot" and not count_numbers:
         raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
                         "else. --template plain compares text")

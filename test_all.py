@@ -1946,6 +1946,21 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
         (" paris.\n", "Paris", True),
         ("1/4", "3/4", False),
         ("she has 1, 2 or 3", "3", True),
+        (".5", "0.5", True),
+        ("it is -.5", "-0.5", True),
+        ("it is .5", "5", False),
+        ("No.5", "5", True),
+        ("so...5", "5", True),
+        ("$.75", "0.75", True),
+        ("1.5e6", "1,500,000", True),
+        ("1500000", "1.5E+6", True),
+        ("9e99999999999999999999", "99999999999999999999", True),
+        ("35", "3,5", False),
+        ("3,4", "34", False),
+        ("They are 3, 5, 7.", "3,5,7", True),
+        ("357", "3,5,7", False),
+        ("1234", "12,34", False),
+        ("58,500", "58500", True),
         ("1,234,567", "1234567", True),
         ("5-3", "3", True),
         ("June 5, 2024", "May 3, 2024", False),
@@ -1982,6 +1997,15 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     by_difficulty = result["by_difficulty"]
     assert [*by_difficulty] == ["2", "10", "easy"]
     assert [accuracy for accuracy, *_ in by_difficulty.values()] == [1.0, 0.5, 1.0]
+
+
+def test_an_empty_question_is_found_first(checkpoint):
+    """A question without tokens is named by its line before the first question is answered."""
+    rows = ["has 1", "has 2", ""]
+    text = "\n\n".join(json.dumps({"question": row, "answer": "5"}) for row in rows)
+    Path("q.jsonl").write_text(text)
+    ask = "eval_gsm8k", f"--model={checkpoint}", "--data=q.jsonl", "--template=plain"
+    assert "line 5 is empty" in refusal(*ask, "--max_new_tokens=2", "--batch_size=1")
 
 
 def scripted(model, ids):
