@@ -28,11 +28,12 @@ from types import SimpleNamespace
 sys.path.append(str(Path(__file__).parent / "tests"))
 # First, because this hides any GPU:
 from helpers import (ASKED, FEED_FORWARD, GPU, HARD, ORACLE, QKV, RECURRENT, ROOT, TOKENIZERS,
-                     answers_of, call, checkpoints, contents, convert, decode, decode_model,
-                     documents, exit_codes, expected, far, finish, first_rows, generate_rows, kill,
-                     launch, logged, mean_loss, need, needs_compiler, noise, optimizer_rank,
-                     outcome, parameters, random_prompts, refusal, relative_error, same, same_end,
-                     save, slow_attention, small, step_with, typed, wait_until, weights)
+                     answers_of, checkpoints, contents, convert, decode, decode_model, documents,
+                     error_line, exit_codes, expected, first_rows, generate_rows, identical, kill,
+                     launch, max_difference, mean_loss, need, needs_compiler, noise, optimizer_rank,
+                     outcome, parameters, random_prompts, read_log, relative_error, run_on_ranks,
+                     run_script, same_end, save, slow_attention, small, step_with, typed,
+                     wait_until, weights)
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_feed_forward_is_transformers(name):
     every = 16 if name == "hf_llama3" else 1
     ids = x["input_ids"]
     logits, _ = model(ids)
-    assert far(logits[:, ::every], x["logits"]) < 1e-5
+    assert max_difference(logits[:, ::every], x["logits"]) < 1e-5
     _, losses = model(ids[:, :-1], ids[:, 1:])
     assert abs(losses.mean() - x["loss"]) < 1e-6
 
@@ -89,7 +90,7 @@ def test_recurrence_is_the_papers_code(name):
     for r, state in model.trajectory(ids, [1, 2, 8], s0):
         logits = model.finish(state)
         # Float32 alone: 1.96e-5 apart on a CPU without AVX-512, below 1e-5 on one that has it.
-        assert far(logits, x[f"logits.{r}"]) < 3e-5
+        assert max_difference(logits, x[f"logits.{r}"]) < 3e-5
         for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
             assert model(ids, steps=steps, state=s0)[0].equal(logits)
 
@@ -139,11 +140,11 @@ def test_roundings_of_a_bfloat16_model():
     exact = x.bfloat16().double() @ head.T
     logits = model.logits(x)
     assert logits.dtype == torch.float32
-    assert far(logits, exact) <= 2**-8 * exact.abs().max()
+    assert max_difference(logits, exact) <= 2**-8 * exact.abs().max()
     targets = torch.randint(17, (64,))
     losses = model.score_chunk(x, targets)
     exact = F.cross_entropy(logits, targets, reduction="none")
-    assert far(losses, exact) < 1e-6
+    assert max_difference(losses, exact) < 1e-6
 
     idx = torch.randint(17, (2, 5))
     s0 = model.initial_state(2, 5, 0)
@@ -173,7 +174,7 @@ def test_initial_state():
     assert not model.initial_state(2, 9).equal(model.initial_state(2, 9)), "no seed: a random one"
     if shutil.which("g++"):
         compiled = torch.compile(model.initial_state)
-        assert far(compiled(2, 9, 5, 6), part) < 3e-6
+        assert max_difference(compiled(2, 9, 5, 6), part) < 3e-6
 
     for norm, std in (("sandwich", 0.5 * 6.0), ("pre", 0.5)):
         model = small(norm=norm, state_std=0.5, embed_scale=6.0, n_kv_head=4)
@@ -184,7 +185,7 @@ def test_initial_state():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("unlabelled", [5, 0, 30, 33])
 def test_losses_in_chunks(compiled, unlabelled, monkeypatch):
-    """Losses and gradients equal those of a single cross-entropy, whatever the number of targets."""
+    """Losses and gradients equal those of a single cross-entropy, with any number of targets."""
     model = small()
     idx = torch.randint(17, (3, 11))
     targets = torch.randint(17, (3, 11))
@@ -199,14 +200,14 @@ def test_losses_in_chunks(compiled, unlabelled, monkeypatch):
         torch.compiler.reset()
         model.compile_parts(backend="aot_eager")
     _, losses = model(idx, targets, 2, state)
-    assert far(losses, exact) < 1e-5
+    assert max_difference(losses, exact) < 1e-5
     found = torch.autograd.grad(mean_loss(losses, targets), list(model.parameters()))
     for ours, theirs in zip(found, wanted, strict=True):
-        assert far(ours, theirs) < 1e-6
+        assert max_difference(ours, theirs) < 1e-6
 
     ((_, s),) = model.trajectory(idx, [2], state)
     with torch.no_grad():
-        assert far(model.score(s, targets), exact) < 1e-5
+        assert max_difference(model.score(s, targets), exact) < 1e-5
 
 
 def test_the_head_runs_where_there_is_a_target():
@@ -310,18 +311,18 @@ def test_surgery_keeps_the_layers_in_a_row():
         model = convert(ORACLE / name, flags, *flags.split())
         x = expected(name)
         logits, _ = model(x["input_ids"], steps=1)
-        assert far(logits, x[f"logits.layers_{kept}"]) < 1e-5, flags
+        assert max_difference(logits, x[f"logits.layers_{kept}"]) < 1e-5, flags
 
 
 def test_weights_are_never_rounded():
     """surgery.py and load() use the dtype asked for, else the smallest that holds every weight."""
     shutil.copytree(ORACLE / "hf_llama", "hf")
-    call("surgery", "hf", "coarse", "--shape", "1,2,1")
+    run_script("surgery", "hf", "coarse", "--shape", "1,2,1")
     assert {t.dtype for t in weights("coarse").values()} == {torch.bfloat16}
 
     fine = torch.randn(32)
     save_file(weights("hf", "model") | {"model.norm.weight": fine}, "hf/model.safetensors")
-    call("surgery", "hf", "fine", "--shape", "1,2,1")
+    run_script("surgery", "hf", "fine", "--shape", "1,2,1")
     assert weights("fine")["norm_f.weight"].equal(fine)
     for folder, asked, wanted in (
         ("coarse", None, torch.bfloat16),
@@ -336,7 +337,7 @@ def test_weights_are_never_rounded():
 def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
     """--verify compares OUT with the kept layers, and leaves no OUT if a weight is wrong."""
     flags = "--shape", "1,2,1", "--adapter", adapter, "--verify"
-    assert "logits of 64 tokens are equal" in call("surgery", llama, "m", *flags)
+    assert "logits of 64 tokens are equal" in run_script("surgery", llama, "m", *flags)
     save_whole = RecurrentLM.save
 
     def save_wrong(model, folder):
@@ -347,8 +348,8 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
 
     monkeypatch.setattr(RecurrentLM, "save", save_wrong)
     before = contents(".")
-    assert "differ from those of SRC" in refusal("surgery", llama, "wrong", *flags)
-    assert "differ from those of SRC" in refusal("surgery", "m", "again", "--verify")
+    assert "differ from those of SRC" in error_line("surgery", llama, "wrong", *flags)
+    assert "differ from those of SRC" in error_line("surgery", "m", "again", "--verify")
     assert contents(".") == before
 
 
@@ -379,12 +380,12 @@ def test_flags_of_the_loop(llama):
     tied.save("tied")
     for untie in ([], ["--untie"]):
         m = f"tied{len(untie)}"
-        call("surgery", "tied", m, "--feed_forward", *untie)
-        call("tools/export", m, f"{m}/hf")
+        run_script("surgery", "tied", m, "--feed_forward", *untie)
+        run_script("tools/export", m, f"{m}/hf")
         for out in (m, f"{m}/hf"):
             heads = [name for name in weights(out) if "head" in name]
             assert len(heads) == len(untie)
-    assert same(convert("tied1/hf", "m", "--feed_forward").state_dict(), tied.state_dict())
+    assert identical(convert("tied1/hf", "m", "--feed_forward").state_dict(), tied.state_dict())
 
 
 def test_huginn_is_its_formulas():
@@ -402,16 +403,16 @@ def test_huginn_is_its_formulas():
         torch.nn.init.normal_(p, float(p.dim() == 1), 0.2)
 
     model.save("ours")
-    call("tools/export", "ours", "hf")
+    run_script("tools/export", "ours", "hf")
     again = convert("hf", "m")
-    assert same(again.state_dict(), model.state_dict())
+    assert identical(again.state_dict(), model.state_dict())
 
     ids = torch.randint(17, (2, 9))
     s = again.initial_state(2, 9, 0)
     huginn = runpy.run_path(ORACLE / "huginn.py")["huginn"]
     for r in (1, 3):
         wanted = huginn(weights("hf"), read_json("hf/config.json"), ids, s.double(), r)
-        assert far(again(ids, steps=r, state=s)[0], wanted) < 1e-4
+        assert max_difference(again(ids, steps=r, state=s)[0], wanted) < 1e-4
 
 
 # --------------------------------------------------------------------------------------- tokenizers
@@ -681,13 +682,13 @@ def test_prepare_resumes_byte_identical(source, corpus):
         need("pyarrow.parquet").write_table(table, source, row_group_size=90)
 
     flags = ("--shard_tokens=2000", "--drop=meta.by=Y 7")  # a part of "by 7", in another case
-    call("data", *prepare(corpus, source, "unbroken", *flags))
+    run_script("data", *prepare(corpus, source, "unbroken", *flags))
     command = prepare(corpus, source, "killed", *flags)
 
     def second_shard():
         if not os.path.exists("killed/train_000001.npy"):
             return False
-        assert "another process" in refusal("data", *command)
+        assert "another process" in error_line("data", *command)
         return True
 
     kill(launch("data.py", *command), lambda: os.path.exists("killed/train_000000.npy"))
@@ -702,7 +703,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
 
     first_shard = Path("elsewhere/killed/train_000000.npy")
     written = first_shard.stat().st_mtime_ns
-    call("data", *prepare(corpus, f"elsewhere/{source}", "elsewhere/killed", *flags))
+    run_script("data", *prepare(corpus, f"elsewhere/{source}", "elsewhere/killed", *flags))
     assert contents("elsewhere/killed") == contents("unbroken")
     assert first_shard.stat().st_mtime_ns == written
     assert not [*Path("elsewhere").glob("**/*.tmp-*")]
@@ -772,12 +773,13 @@ def test_prepare_counts_bad_documents(corpus):
         '{"text": "\\ud83d"}',  # half a character
     ]
     Path("b.jsonl").write_text(good * 48 + "\n".join(bad), encoding="latin-1")
-    said = refusal("data", *prepare(corpus, "b.jsonl", "out"))
+    said = error_line("data", *prepare(corpus, "b.jsonl", "out"))
     assert "12 of 60 records" in said
     assert "b.jsonl: " in said
-    assert "KeyError('txt')" in refusal("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
+    wrong_field = prepare(corpus, "b.jsonl", "out", "--field=txt")
+    assert "KeyError('txt')" in error_line("data", *wrong_field)
     Path("b.jsonl").write_text(good * 1300 + "\n".join(bad), encoding="latin-1")
-    call("data", *prepare(corpus, "b.jsonl", "out"))
+    run_script("data", *prepare(corpus, "b.jsonl", "out"))
     assert read_json("out/meta.json")["counts"]["bad"] == 12
 
 
@@ -788,21 +790,21 @@ def test_texts_in_other_encodings(corpus):
     texts = [f"has {i % 10}" for i in range(60)]
     for name, rows in (("text", texts), ("binary", [text.encode() for text in texts])):
         parquet.write_table(pa.table({"text": rows}), f"{name}.parquet")
-        call("data", *prepare(corpus, f"{name}.parquet", name))
+        run_script("data", *prepare(corpus, f"{name}.parquet", name))
     assert np.load("text/train_000000.npy").tolist() == np.load("binary/train_000000.npy").tolist()
 
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts * 3)
     Path("bom.jsonl").write_text(lines, "utf-8-sig")
-    call("data", *prepare(corpus, "bom.jsonl", "bom"))
+    run_script("data", *prepare(corpus, "bom.jsonl", "bom"))
     assert read_json("bom/meta.json")["counts"]["bad"] == 0
     parquet.write_table(pa.table({"text": [text.encode("utf-16") for text in texts]}), "x.parquet")
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         Path("x.txt").write_text("has 1 " * 50, encoding)
         Path("x.jsonl").write_text(lines, encoding)
         for path in ("x.txt", "x.jsonl", "x.parquet"):
-            assert f"{path}: " in refusal("data", *prepare(corpus, path, "out"))
+            assert f"{path}: " in error_line("data", *prepare(corpus, path, "out"))
     Path("x.txt").write_text("caf\xe9 " * 50, "latin-1")
-    assert "x.txt: damaged" in refusal("data", *prepare(corpus, "x.txt", "out"))
+    assert "x.txt: damaged" in error_line("data", *prepare(corpus, "x.txt", "out"))
 
 
 @pytest.mark.parametrize(
@@ -817,7 +819,7 @@ def test_texts_in_other_encodings(corpus):
 def test_validation_has_whole_documents(corpus, n, flags, count_val):
     """prepare keeps the last documents for validation, and loses none."""
     documents(n)
-    call("data", *prepare(corpus, "a.jsonl", "out", *flags))
+    run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
     texts = []
     for split in ("train", "val"):
         ids = np.load(f"out/{split}_000000.npy").tolist()
@@ -830,7 +832,7 @@ def test_validation_has_whole_documents(corpus, n, flags, count_val):
 def test_validation_of_one_long_text(corpus):
     """A single document is split by tokens: its last 1% is for validation."""
     Path("a.txt").write_text("\ufeffhas 1 " + "has 1 " * 499)
-    call("data", *prepare(corpus, "a.txt", "out"))
+    run_script("data", *prepare(corpus, "a.txt", "out"))
     rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
     assert (len(rest), len(val)) == (991, 10)
     assert Tokenizer.load("out").decode(rest[:2].tolist()) == "has 1", "without the byte order mark"
@@ -843,7 +845,7 @@ def test_large_ids(corpus):
     os.mkdir("large")
     common.write_json("large/tokenizer.json", spec)
     Path("a.txt").write_text("w20 w65535 w65536 w69999")
-    call("data", "prepare", "--input", "a.txt", "--tokenizer", "large", "--out", "out")
+    run_script("data", "prepare", "--input", "a.txt", "--tokenizer", "large", "--out", "out")
     assert np.load("out/train_000000.npy").tolist() == [20, 65535, 65536, 69999, 1]
 
 
@@ -874,7 +876,7 @@ def test_loader_is_a_pure_function(corpus):
 def test_every_token_of_a_row_has_a_target(corpus):
     """The target of a token is the next one; the last token of a shard is only a target."""
     Path("a.txt").write_text("has 1 " * 49)
-    call("data", *prepare(corpus, "a.txt", "out", "--val=0"))  # 98 words and EOS
+    run_script("data", *prepare(corpus, "a.txt", "out", "--val=0"))  # 98 words and EOS
     ids = np.load("out/train_000000.npy").tolist()
     (idx,), (targets,) = first_rows(Dataset("out", "train", 98), 1)
     assert idx.tolist() == ids[:-1]
@@ -911,7 +913,7 @@ def test_mixture_follows_its_weights(corpus):
     rows_so_far = torch.arange(1, 801)
     for k, weight in enumerate((5, 1, 2)):
         mine = chosen == k
-        assert far(mine.cumsum(0)[:, 0], rows_so_far * weight / 8) < 1
+        assert max_difference(mine.cumsum(0)[:, 0], rows_so_far * weight / 8) < 1
         assert numbers[mine].tolist() == list(range(100 * weight))
     assert mixture.num_rows == 1024 * 8 // 5  # an epoch of the first set
 
@@ -961,7 +963,7 @@ def test_muon_beside_adamw_is_torchs(products, monkeypatch):
     assert ours[QKV].equal(torch.cat(parts))
     for name, p in theirs.items():
         exact = name.startswith("core") and p.dim() == 2
-        assert far(ours[name], p) <= (0 if exact else 1e-6), name
+        assert max_difference(ours[name], p) <= (0 if exact else 1e-6), name
 
 
 @pytest.mark.parametrize("clip, scale", [(math.inf, 1e-6), (0.5, 1.0)])
@@ -1017,7 +1019,7 @@ def test_adamw_star_is_the_papers():
         w = w * (1 - factor * decay)
         w = w - step * torch.atan2(m, size)
 
-    assert far(ours[name], w) < 1e-6
+    assert max_difference(ours[name], w) < 1e-6
 
 
 def test_optimizer_on_any_number_of_ranks(tmp_path):
@@ -1032,7 +1034,7 @@ def test_optimizer_on_any_number_of_ranks(tmp_path):
             if key.endswith("kept"):
                 assert sum(rank[key] for rank in ranks) == t
                 continue
-            assert far(first[key], t) < 0.01, key
+            assert max_difference(first[key], t) < 0.01, key
             if " all " not in key:  # masters and moments, which rank 0 alone gathers
                 assert all(rank[key].equal(first[key]) for rank in ranks), key
 
@@ -1163,10 +1165,10 @@ def test_numbers_that_are_none(bad, checkpoint, corpus):
     save(model, "bad", corpus)
     say = "sample", "--model=bad", "--prompt=has 1 so"
     for flags in ("", "--temperature=1", "--draft_steps=1", "--trace"):
-        assert "logits are not finite" in refusal(*say, *flags.split()), flags
+        assert "logits are not finite" in error_line(*say, *flags.split()), flags
     Path("q.jsonl").write_text('{"question": "has", "answer": "2"}')
     ask = "eval_gsm8k", "--model=bad", "--data=q.jsonl", "--template=plain", "--max_new_tokens=2"
-    assert "logits are not finite" in refusal(*ask)
+    assert "logits are not finite" in error_line(*ask)
 
 
 def test_float16_weights_run_in_float32():
@@ -1248,11 +1250,11 @@ def test_samples_follow_the_flags(corpus):
     """Equal seeds give equal texts, different seeds different ones; --top_k is obeyed."""
     save(small(context=40, state_std=0), "m", corpus)
     ask = "sample", "--model=m", "--prompt=has 1", "--tokens=20"
-    texts = [call(*ask, "--temperature=2", f"--seed={seed}") for seed in (0, 0, 1, 2)]
+    texts = [run_script(*ask, "--temperature=2", f"--seed={seed}") for seed in (0, 0, 1, 2)]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
-    greedy = call(*ask)
-    assert call(*ask, "--temperature=2", "--top_k=1") == greedy
+    greedy = run_script(*ask)
+    assert run_script(*ask, "--temperature=2", "--top_k=1") == greedy
 
 
 def pretend(monkeypatch, cpuinfo):
@@ -1281,7 +1283,7 @@ def test_auto_dtype(checkpoint, monkeypatch, capsys, cpuinfo, native):
     ):
         says = {}
         for dtype in common.DTYPES:
-            printed = call(script, *flags, f"--model={checkpoint}", f"--dtype={dtype}")
+            printed = run_script(script, *flags, f"--model={checkpoint}", f"--dtype={dtype}")
             says[dtype] = printed + capsys.readouterr().err
         note = "" if native else " (no native bfloat16)"
         assert f"{auto} on cpu{note}\n" in says["auto"]
@@ -1301,14 +1303,14 @@ def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch, capsys):
            "--max_new_tokens=2"]
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
     pretend(monkeypatch, "amx_bf16")
-    call("train", *base, "--out_dir=run")
-    call(*ask)
+    run_script("train", *base, "--out_dir=run")
+    run_script(*ask)
     pretend(monkeypatch, None)
-    assert "bfloat16 on cpu" in call("train", *base, "--out_dir=run")
-    call(*ask)
+    assert "bfloat16 on cpu" in run_script("train", *base, "--out_dir=run")
+    run_script(*ask)
     assert "bfloat16 on cpu" in capsys.readouterr().err
     assert read_json("x.json")["dtype"] == "bfloat16"
-    assert "dtype = bfloat16" in refusal("train", *base, "--out_dir=run", "--dtype=float32")
+    assert "dtype = bfloat16" in error_line("train", *base, "--out_dir=run", "--dtype=float32")
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1425,7 +1427,7 @@ def test_flags_override_the_config():
 
 def test_training_learns(taught):
     """After 80 updates, a few seconds, the validation loss is less than half that of guessing."""
-    losses = logged(taught / "tiny/task", "val")
+    losses = read_log(taught / "tiny/task", "val")
     meta = taught / "tiny/data/pretrain/meta.json"
     chance = math.log(read_json(meta)["vocab_size"])
     assert losses[80]["4"] < chance / 2 < chance < losses[0]["4"]
@@ -1455,14 +1457,14 @@ def test_killed_ranks_end_alike(base, unbroken):
 
     for world in (1, 4):
         shutil.copytree("two", str(world))
-        finish("train.py", *base, "--micro_batch=2", f"--out_dir={world}", world=world)
+        run_on_ranks("train.py", *base, "--micro_batch=2", f"--out_dir={world}", world=world)
 
     two = launch("train.py", *base, "--out_dir=two", world=2)
-    kill(two, lambda: len(logged("two", "loss")) >= 8)
-    finish("train.py", *base, "--out_dir=two", world=2)
+    kill(two, lambda: len(read_log("two", "loss")) >= 8)
+    run_on_ranks("train.py", *base, "--out_dir=two", world=2)
     wanted = weights("two/step_000012", "model")
     for world in ("1", "4"):
-        assert logged(world, "loss") == pytest.approx(logged("two", "loss"), abs=1e-2)
+        assert read_log(world, "loss") == pytest.approx(read_log("two", "loss"), abs=1e-2)
         for name, t in weights(f"{world}/step_000012", "model").items():
             assert relative_error(wanted[name], t) < 0.02, name
 
@@ -1476,17 +1478,17 @@ def test_killed_ranks_end_alike(base, unbroken):
 def test_compiled_run_resumes_alike(base):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
     base = ("train.py", *base, "--compile=true", "--keep=4", "--n_prelude=0", "--n_coda=0")
-    finish(*base, "--out_dir=unbroken", threads=2)
+    run_on_ranks(*base, "--out_dir=unbroken", threads=2)
     first, *_ = checkpoints("unbroken")
     shutil.copytree(f"unbroken/{first}", f"resumed/{first}")
-    finish(*base, "--out_dir=resumed", threads=2)
-    assert logged("resumed", "loss").items() <= logged("unbroken", "loss").items()
-    assert same(weights("resumed/step_000012"), weights("unbroken/step_000012"))
+    run_on_ranks(*base, "--out_dir=resumed", threads=2)
+    assert read_log("resumed", "loss").items() <= read_log("unbroken", "loss").items()
+    assert identical(weights("resumed/step_000012"), weights("unbroken/step_000012"))
 
 
 def test_recompute(base, unbroken):
     """--recompute gives bit-identical gradients and saves less for the backward pass."""
-    call("train", *base, "--recompute", "--out_dir=run")
+    run_script("train", *base, "--recompute", "--out_dir=run")
     assert same_end("run", unbroken)
 
     model = small()
@@ -1540,7 +1542,7 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # as on a full disk
     try:
-        assert "step_000003" in refusal("train", *alone)
+        assert "step_000003" in error_line("train", *alone)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints("run") == ["step_000002"]
@@ -1555,7 +1557,7 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
 def test_a_signal_to_one_rank_stops_all(base):
     """A signal to one rank stops all of them after the same update, which is saved."""
     two = launch("train.py", *base, "--updates=900", "--save_every=900", "--out_dir=two", world=2)
-    wait_until(lambda: logged("two", "loss"), two)
+    wait_until(lambda: read_log("two", "loss"), two)
     os.kill(two[1].pid, signal.SIGTERM)
     assert exit_codes(two) == [128 + signal.SIGTERM] * 2
     assert len(checkpoints("two")) == 1
@@ -1581,7 +1583,7 @@ def test_a_run_whose_reader_is_gone_is_saved(way, base):
     os.close(ours)
     assert process.wait() == 128 + (signal.SIGINT if way == "tee" else signal.SIGTERM)
     (name,) = checkpoints("run")
-    assert name in [f"step_{update:06d}" for update in logged("run", "loss")]
+    assert name in [f"step_{update:06d}" for update in read_log("run", "loss")]
 
 
 def test_output_that_cannot_be_printed(checkpoint, corpus):
@@ -1609,27 +1611,27 @@ def test_changed_settings_or_data(base, unbroken):
     shutil.copytree(unbroken, "parent")
     base = [*base, "--data=data/pretrain", "--updates=1", "--out_dir=run", "--init_from=parent"]
     tiny("data", rows=64)
-    call("train", *base)
-    assert "done: run" in call("train", *base, "--init_from=parent")
-    assert "lr = 0.01, but this command says 0.02" in refusal("train", *base, "--lr=0.02")
+    run_script("train", *base)
+    assert "done: run" in run_script("train", *base, "--init_from=parent")
+    assert "lr = 0.01, but this command says 0.02" in error_line("train", *base, "--lr=0.02")
 
     shutil.copytree("run", "copy")
     shutil.copytree("data", "moved")
-    said = call("train", *base, "--data=moved/pretrain", "--out_dir=copy")
+    said = run_script("train", *base, "--data=moved/pretrain", "--out_dir=copy")
     assert "done: copy" in said
 
     shutil.rmtree("data")
     tiny("data", seed=1, rows=64)
-    assert "digest of the data" in refusal("train", *base)
+    assert "digest of the data" in error_line("train", *base)
 
 
 def test_train_some_parameters(base, unbroken):
     """Parameters that --train leaves out stay bit-identical and have no moments."""
-    call("train", *base, "--train=.", "--out_dir=all")
+    run_script("train", *base, "--train=.", "--out_dir=all")
     assert same_end("all", unbroken)
 
     some = [*base, "--dtype=bfloat16", "--train=core|adapter", "--keep=4"]
-    call("train", *some, "--out_dir=some")
+    run_script("train", *some, "--out_dir=some")
     first, last = (load_file(f"some/step_{u:06d}/model.safetensors") for u in (3, 12))
     for name, t in first.items():
         frozen = not name.startswith(("core", "adapter"))
@@ -1639,12 +1641,13 @@ def test_train_some_parameters(base, unbroken):
     assert all(name.startswith(("core", "adapter")) for name in state)
     for world in (1, 2):
         shutil.copytree("some/step_000006", f"{world}/step_000006")
-        finish("train.py", *some, f"--out_dir={world}", world=world)
-    assert same(weights("1/step_000012"), weights("some/step_000012"))
-    assert logged("1", "loss") == pytest.approx(logged("2", "loss"), abs=1e-2)
+        run_on_ranks("train.py", *some, f"--out_dir={world}", world=world)
+    assert identical(weights("1/step_000012"), weights("some/step_000012"))
+    assert read_log("1", "loss") == pytest.approx(read_log("2", "loss"), abs=1e-2)
 
     # The next stage trains others, and keeps what it does not train.
-    call("train", *some, "--train=head", "--init_from=some", "--out_dir=second", "--updates=1")
+    next_stage = "--train=head", "--init_from=some", "--out_dir=second", "--updates=1"
+    run_script("train", *some, *next_stage)
     second = load_file("second/step_000001/model.safetensors")
     changed = [name for name, t in last.items() if not t.equal(second[name])]
     assert changed == ["head.weight"]
@@ -1655,7 +1658,7 @@ def test_a_run_deletes_only_its_own_checkpoints(base):
     others = ["step_000002_keep", "step_best", "step_notes.txt"]
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
         common.write_json(f"run/{path}", {})
-    call("train", *base, "--updates=6", "--out_dir=run")
+    run_script("train", *base, "--updates=6", "--out_dir=run")
     assert checkpoints("run") == sorted(["step_000006", *others])
     for number in (999_999, 1_000_000):
         common.write_json(f"run/step_{number}/config.json", {})
@@ -1677,16 +1680,17 @@ def test_updates_that_are_not_finite(base, monkeypatch):
     monkeypatch.setattr(train, "to_inputs", poisoned)
     monkeypatch.setattr(train, "MAX_SKIPS", 2)
     base = [*base, "--optimizer=adamw", "--keep=4"]
-    call("train", *base, "--out_dir=whole")
+    run_script("train", *base, "--out_dir=whole")
     assert read_json("whole/step_000012/train.json")["skipped"] == 2
 
     # Skipped updates do not count in AdamW's bias correction, after a restart either.
     shutil.copytree("whole/step_000003", "resumed/step_000003")
-    call("train", *base, "--out_dir=resumed")
-    assert same(weights("resumed/step_000012"), weights("whole/step_000012"))
+    run_script("train", *base, "--out_dir=resumed")
+    assert identical(weights("resumed/step_000012"), weights("whole/step_000012"))
 
     bad |= {5, 6, 7}
-    assert "the last 3 updates had no finite gradient" in refusal("train", *base, "--out_dir=bad")
+    said = error_line("train", *base, "--out_dir=bad")
+    assert "the last 3 updates had no finite gradient" in said
     assert checkpoints("bad") == ["step_000003", "step_000006"]
 
 
@@ -1694,7 +1698,7 @@ def test_updates_that_are_not_finite(base, monkeypatch):
 def test_muon_updates_the_papers_matrices(n_core, base):
     """Muon updates q, k, v, gate and up one by one in an ordinary model, but stacked in a loop."""
     flags = [*base, f"--n_core={n_core}", "--updates=1", "--warmup=0", "--cooldown=0", "--clip=0"]
-    call("train", *flags, "--out_dir=run")
+    run_script("train", *flags, "--out_dir=run")
     s, dataset, model = start_of_run([*flags, "--out_dir=run"])
     idx, targets = first_rows(dataset, 16, s.seed)
     (steps,) = train.draws_of(s, 0)
@@ -1713,7 +1717,7 @@ def test_muon_updates_the_papers_matrices(n_core, base):
             part.grad = grad
         torch.optim.Muon(parts, lr=s.lr, weight_decay=s.weight_decay).step()
         wanted = torch.cat(parts)
-        assert far(after[f"prelude.0.{name}"], wanted) < 0.05 * s.lr, name
+        assert max_difference(after[f"prelude.0.{name}"], wanted) < 0.05 * s.lr, name
 
 
 def start_of_run(flags):
@@ -1729,7 +1733,7 @@ def test_updates_are_torchs(base):
     flags = "--optimizer=adamw --updates=6 --draws=2 --warmup=0.4 --seed=3 --cooldown=0.5"
     flags += " --micro_batch=4 --clip=0.5 --out_dir=run"
     flags = [*base, *flags.split()]
-    call("train", *flags)
+    run_script("train", *flags)
     s, dataset, model = start_of_run(flags)
     peer = torch.optim.AdamW(
         model.parameters(), eps=1e-8, betas=(0.9, 0.95), weight_decay=s.weight_decay
@@ -1747,19 +1751,19 @@ def test_updates_are_torchs(base):
             loss = losses.sum()
             (loss / labels).backward()
             total += loss.item()
-        assert logged("run", "loss")[update + 1] == pytest.approx(total / labels.item())
+        assert read_log("run", "loss")[update + 1] == pytest.approx(total / labels.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
         lr = s.lr * train.lr_scale(s, update)
-        assert logged("run", "lr")[update + 1] == lr
+        assert read_log("run", "lr")[update + 1] == lr
         peer.param_groups[0]["lr"] = lr
         peer.step()
         peer.zero_grad()
 
     for name, t in load_file("run/step_000006/model.safetensors").items():
-        assert far(t, model.get_parameter(name)) < 1e-3 * s.lr, name
+        assert max_difference(t, model.get_parameter(name)) < 1e-3 * s.lr, name
 
     for clip in ("0", "1e9"):
-        call("train", *flags, "--updates=1", f"--clip={clip}", f"--out_dir={clip}")
+        run_script("train", *flags, "--updates=1", f"--clip={clip}", f"--out_dir={clip}")
     assert same_end("0", "1e9")
 
 
@@ -1782,13 +1786,13 @@ def test_the_recipe_decides_the_result(unbroken, corpus):
     @functools.cache
     def end(*flags):
         name = f"run{len(os.listdir())}"
-        call("train", *TINY, f"--data={corpus}/pretrain", *flags, f"--out_dir={name}")
+        run_script("train", *TINY, f"--data={corpus}/pretrain", *flags, f"--out_dir={name}")
         return weights(find_checkpoint(name))
 
     found = set()
     for flags in RECIPES.format(m=unbroken).split(";"):
         change, *others = flags.split()
-        assert not same(end(change, *others), end(*others)), flags
+        assert not identical(end(change, *others), end(*others)), flags
         name, _, _ = change.partition("=")
         found.add(name.strip("-"))
     names = {item.name for item in fields(train.Recipe)}
@@ -1798,7 +1802,7 @@ def test_the_recipe_decides_the_result(unbroken, corpus):
 def test_log_and_checkpoint_agree(base, corpus):
     """train.json counts the FLOPs of the r that were drawn; logged losses are the checkpoint's."""
     run = [*base, "--draws=4", "--backprop_depth=0", "--keep=4", "--updates=6", "--eval_every=3"]
-    call("train", *run, "--out_dir=run")
+    run_script("train", *run, "--out_dir=run")
     s = train.read_settings([*run, "--out_dir=run"])
     model = RecurrentLM.load("run")
     assert model.config.mean_recurrence == 3
@@ -1813,26 +1817,26 @@ def test_log_and_checkpoint_agree(base, corpus):
         for steps in draws:
             flops += 4 * 50 * model.flops_per_token(steps, 50, True, labelled=labelled)
         mean_n, mean_k = np.mean(draws, axis=0)
-        assert logged("run", "n")[update + 1] == mean_n
-        assert logged("run", "k")[update + 1] == mean_k
-        assert logged("run", "flops")[update + 1] <= flops
+        assert read_log("run", "n")[update + 1] == mean_n
+        assert read_log("run", "k")[update + 1] == mean_k
+        assert read_log("run", "flops")[update + 1] <= flops
     assert read_json("run/step_000006/train.json")["flops"] == pytest.approx(flops, rel=1e-9)
 
-    logs = logged("run", "val")
+    logs = read_log("run", "val")
     assert logs[3] != logs[6]
     measure = [*base, "--updates=0", "--init_from=run/step_000003"]
-    call("train", *measure, "--out_dir=one")
-    finish("train.py", *measure, "--out_dir=two", world=2)
-    assert logged("one", "val")[0] == logs[3]
+    run_script("train", *measure, "--out_dir=one")
+    run_on_ranks("train.py", *measure, "--out_dir=two", world=2)
+    assert read_log("one", "val")[0] == logs[3]
 
-    for r, loss in logged("two", "val")[0].items():
+    for r, loss in read_log("two", "val")[0].items():
         assert loss == pytest.approx(logs[3][r], abs=1e-6)
 
 
 def test_warm_up_meets_the_memory_limit(base, monkeypatch):
     """The warm-up uses the run's largest k; if memory runs out, it names flags that save some."""
-    call("train", *base, "--backprop_depth=0", "--out_dir=all")
-    largest = max(logged("all", "k").values())
+    run_script("train", *base, "--backprop_depth=0", "--out_dir=all")
+    largest = max(read_log("all", "k").values())
     assert largest > 3
     seen = []
 
@@ -1842,7 +1846,7 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
 
     monkeypatch.setattr(RecurrentLM, "forward", fail)
     for flag in ("--backprop_depth=2", "--backprop_depth=0"):
-        assert "--recompute" in refusal("train", *base, flag, "--out_dir=run")
+        assert "--recompute" in error_line("train", *base, flag, "--out_dir=run")
     # The curriculum begins with a mean r of 1. With --backprop_depth=0, k is the largest r drawn.
     assert seen == [(1, 2), (1, largest)]
 
@@ -1860,9 +1864,9 @@ def test_rows_without_labels_are_reported(base, corpus):
 
     without_labels("train")
     without_labels("val")
-    call("train", *base, "--data=data", "--updates=2", "--out_dir=run")
-    assert logged("run", "loss") == {1: None, 2: None}
-    assert logged("run", "val")[2] == {"1": None, "4": None}
+    run_script("train", *base, "--data=data", "--updates=2", "--out_dir=run")
+    assert read_log("run", "loss") == {1: None, 2: None}
+    assert read_log("run", "val")[2] == {"1": None, "4": None}
 
 
 def test_context_beyond_the_models_own(base, corpus):
@@ -1870,7 +1874,7 @@ def test_context_beyond_the_models_own(base, corpus):
     save(small(context=40), "short", corpus)
     save(small(context=60, embed_scale=2.0), "long", corpus)
     for name, context in (("short", 50), ("long", 60)):
-        call("train", *base, f"--init_from={name}", f"--out_dir=run-{name}", "--updates=1")
+        run_script("train", *base, f"--init_from={name}", f"--out_dir=run-{name}", "--updates=1")
         assert load_config(f"run-{name}/step_000001").context == context
     assert load_config("run-long/step_000001").embed_scale == 2, "--embed_scale is for new weights"
 
@@ -1885,7 +1889,7 @@ def test_ranks_start_alike(base, corpus):
 
     Path("moved").symlink_to(corpus / "pretrain")
     base = [*base, "--updates=1", "--out_dir=new"]
-    finish("train.py", *base, world=2, last=["--data=moved"])
+    run_on_ranks("train.py", *base, world=2, last=["--data=moved"])
     assert checkpoints("new") == ["step_000001"]
 
 
@@ -1898,7 +1902,7 @@ def test_no_updates_only_validate(corpus, base, unbroken):
     meta["shards"]["val"] = [data.write_shard("small", "val_000000.npy", shard)]
     common.write_json("small/meta.json", meta)
     base = [*base, f"--data={large}:2,small:1", "--updates=0", f"--init_from={unbroken}"]
-    assert "warm-up" not in call("train", *base, "--train=core", "--out_dir=run")
+    assert "warm-up" not in run_script("train", *base, "--train=core", "--out_dir=run")
     assert not checkpoints("run")
 
     model = RecurrentLM.load(unbroken).double()
@@ -1910,10 +1914,10 @@ def test_no_updates_only_validate(corpus, base, unbroken):
         _, losses = model(idx, targets, steps=4, state=state)
         total += losses.sum()
         labels += (targets != -100).sum()
-    assert abs(logged("run", "val")[0]["4"] - total / labels) < 1e-5
+    assert abs(read_log("run", "val")[0]["4"] - total / labels) < 1e-5
 
-    call("train", *base, "--seed=1", "--out_dir=seed1")
-    assert logged("seed1", "val") == logged("run", "val"), "rates are chosen by validation"
+    run_script("train", *base, "--seed=1", "--out_dir=seed1")
+    assert read_log("seed1", "val") == read_log("run", "val"), "rates are chosen by validation"
 
 
 # --------------------------------------------------------------------------------------- evaluation
@@ -1986,7 +1990,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch, capfd):
     answers = ["so gets", "7", "gets", "gets"]
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
     ask = "eval_gsm8k", "--model=m", "--data=asked.jsonl", "--max_new_tokens=4", "--steps=1"
-    call(*ask, "--template=plain")
+    run_script(*ask, "--template=plain")
     assert "as numbers in 1 of these questions, as text in the other 3" in capfd.readouterr().err
 
     summary = read_json("m/eval_asked.json")
@@ -2005,7 +2009,7 @@ def test_an_empty_question_is_found_first(checkpoint):
     text = "\n\n".join(json.dumps({"question": row, "answer": "5"}) for row in rows)
     Path("q.jsonl").write_text(text)
     ask = "eval_gsm8k", f"--model={checkpoint}", "--data=q.jsonl", "--template=plain"
-    assert "line 5 is empty" in refusal(*ask, "--max_new_tokens=2", "--batch_size=1")
+    assert "line 5 is empty" in error_line(*ask, "--max_new_tokens=2", "--batch_size=1")
 
 
 def scripted(model, ids):
@@ -2031,7 +2035,7 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
     for last in (end, tokenizer.eos_id):
         decoder = scripted(model, [*words, last, after])
         monkeypatch.setattr(sample, "Decoder", lambda *_, decoder=decoder: decoder)
-        assert call("sample", "--model", checkpoint, "--prompt=has") == " has 1 so\n"
+        assert run_script("sample", "--model", checkpoint, "--prompt=has") == " has 1 so\n"
 
     tokenizer.special["a control token"] = control
     decoder = scripted(model, [*words, control, end, after])
@@ -2071,7 +2075,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     for _ in range(2):  # the second command has nothing left to ask
-        call(*ask, "--max_new_tokens=30")
+        run_script(*ask, "--max_new_tokens=30")
     assert len(requested) == 1
     rows = [json.loads(line) for line in body.splitlines()]
     chosen = [i * len(rows) // 4 for i in range(4)]
@@ -2091,8 +2095,9 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     shutil.copy(corpus / "test.jsonl", "asked.jsonl")
     flags = "--template=plain", "--max_new_tokens=3", "--batch_size=4", "--limit=32"
     here = f"--model={checkpoint}", "--data=asked.jsonl", *flags
-    call("eval_gsm8k", *here, "--steps=1,32", "--out=unbroken.json")
-    call("eval_gsm8k", *here, "--steps=1", "--out=unbroken.json")  # r = 32 stays in the summary
+    run_script("eval_gsm8k", *here, "--steps=1,32", "--out=unbroken.json")
+    # r = 32 stays in the summary.
+    run_script("eval_gsm8k", *here, "--steps=1", "--out=unbroken.json")
 
     path = Path("killed.jsonl")
     processes = launch("eval_gsm8k.py", *here, "--steps=1,32", "--out=killed.json")
@@ -2103,21 +2108,21 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     shutil.copytree(checkpoint, "moved")
     shutil.move("asked.jsonl", "moved.jsonl")
     there = "--model=moved", "--data=moved.jsonl", *flags, "--steps=1,32", "--out=killed.json"
-    call("eval_gsm8k", *there)
+    run_script("eval_gsm8k", *there)
     assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
     assert len(answers_of("killed.jsonl")) == 2 * 32
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
     for flag in ("--max_new_tokens=2", "--dtype=bfloat16", "--seed=1"):
         name = flag.strip("-").partition("=")[0]
-        assert f"{name} = " in refusal("eval_gsm8k", *there, flag)
+        assert f"{name} = " in error_line("eval_gsm8k", *there, flag)
 
     others = [json.dumps(row | {"answer": "2"}) for row in rows]
     Path("others.jsonl").write_text("\n".join(others))
-    assert "questions = " in refusal("eval_gsm8k", *there, "--data=others.jsonl")
+    assert "questions = " in error_line("eval_gsm8k", *there, "--data=others.jsonl")
 
     save(small(context=40, seed=1), "moved", corpus)
-    assert "weights = " in refusal("eval_gsm8k", *there)
+    assert "weights = " in error_line("eval_gsm8k", *there)
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
@@ -2137,7 +2142,7 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
 
     def answer(out, *flags):
         flags = "--steps=3", "--max_new_tokens=12", f"--out={out}.json", *flags
-        call("eval_gsm8k", "--model", looped, "--data=asked.jsonl", *flags)
+        run_script("eval_gsm8k", "--model", looped, "--data=asked.jsonl", *flags)
         ((_, _, output),) = answers_of(f"{out}.jsonl")
         return output
 
@@ -2179,7 +2184,7 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
         "decode --prompt_tokens 4 --tokens 4 --steps 4 --draft_steps 0,1",
     ):
         flags = "--model", checkpoint, "--repeat", 1, "--compile=false"
-        said = call("bench", *command.split(), *flags)
+        said = run_script("bench", *command.split(), *flags)
         result = json.loads(said.splitlines()[-1])
         rows += result["rows"]
         assert result["matmul_peak"] == 2 * 2048**3, "in a second: the clock at the end"
@@ -2239,7 +2244,7 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
     """Each mistake is reported in one line that contains these words, and no result is written."""
     for path in mistaken_inputs.iterdir():
         Path(path.name).symlink_to(path)
-    assert words in refusal(*command.split())
+    assert words in error_line(*command.split())
     assert not contents("out")
 
 
@@ -2249,7 +2254,7 @@ def test_no_compiler(base, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/bin/false",))
     torch.compiler.reset()  # forgets what other tests compiled
-    said = call("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
+    said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
     assert "without torch.compile" in said
 
 
@@ -2258,7 +2263,7 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
     lines += [b"/draft_steps 2", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
-    call("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
+    run_script("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert errors.count("of them accepted drafts") == 1
@@ -2270,7 +2275,8 @@ def check_trace(folder, prompt, steps):
     model = RecurrentLM.load(folder).eval()
     tokenizer = Tokenizer.load(folder)
     asked = ["--steps", ",".join(map(str, steps))] if steps else []
-    said = call("sample", "--model", folder, "--trace", "--prompt", prompt, "--seed=3", *asked)
+    flags = "--model", folder, "--prompt", prompt, "--seed=3", *asked
+    said = run_script("sample", "--trace", *flags)
     header, *lines, last = said.splitlines()
     ids = tokenizer.encode(prompt, bos=True)
     assert len(lines) == len(ids)
@@ -2343,7 +2349,7 @@ def test_characters_stream_whole(speaker, monkeypatch):
 
     monkeypatch.setattr(Decoder, "generate", generate)
     monkeypatch.setattr(sample, "print", capture, raising=False)
-    call("sample", "--model", speaker, "--prompt=A")
+    run_script("sample", "--model", speaker, "--prompt=A")
     assert "".join(shown) == f" {text}"
     assert len(shown) > 9
     assert not any("\ufffd" in part for part in shown)
@@ -2479,10 +2485,10 @@ def test_gpu_decodes_like_the_cpu(compiled):
 def test_gpu_run_resumes(base):
     """A compiled run that was killed, or uses two GPUs, ends with the loss of an unbroken run."""
     base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10"]
-    call("train", *base, "--out_dir=unbroken")
+    run_script("train", *base, "--out_dir=unbroken")
     killed = launch("train.py", *base, "--out_dir=killed")
-    kill(killed, lambda: len(logged("killed", "loss")) > 15)
-    call("train", *base, "--out_dir=killed")
+    kill(killed, lambda: len(read_log("killed", "loss")) > 15)
+    run_script("train", *base, "--out_dir=killed")
     runs = ["unbroken", "killed"]
     if DEVICE == "cuda" and torch.cuda.device_count() > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
@@ -2490,7 +2496,7 @@ def test_gpu_run_resumes(base):
         runs.append("two")
     ends = []
     for run in runs:
-        losses = logged(run, "val")
+        losses = read_log(run, "val")
         ends.append(losses[30]["4"])
         assert ends[-1] < losses[0]["4"] - 0.1
         assert ends[-1] == pytest.approx(ends[0], abs=0.02)

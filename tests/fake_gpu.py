@@ -29,7 +29,7 @@ import muon
 import sample
 import train
 from model import RecurrentLM
-from helpers import ROOT, call, slow_attention, small
+from helpers import ROOT, run_script, slow_attention, small
 
 # A build of torch for CPUs needs this for tensors on "cuda": a current device, and generators.
 DRIVER = """
@@ -192,8 +192,8 @@ def run_training(gpu, found, corpus):
         flags = ("--updates=2 --batch_size=8 --context=39 --n_prelude=1 --n_core=1 --n_coda=1 "
                  "--eval_rows=8 --mean_recurrence=2 --backprop_depth=1 --curriculum=none "
                  "--eval_recurrences=1 --recurrence_sampler=fixed --compile=false")
-        call("train", f"--data={corpus}/task", f"--out_dir={rank}of{world}",
-             f"--optimizer={optimizer}", *flags.split())
+        run_script("train", f"--data={corpus}/task", f"--out_dir={rank}of{world}",
+                   f"--optimizer={optimizer}", *flags.split())
         collectives = []
         messages = 0  # between ranks 0 and 7
         for made in train.dist.mock_calls:
@@ -242,7 +242,7 @@ def check_the_mock():
     llm = small().to("cuda")
     idx = torch.ones(1, 8, dtype=torch.int64, device="cuda")
     for mistake, words in (
-        (lambda: llm(idx, idx.cpu()), "two devices"),
+        (lambda: llm(idx.cpu()), "two devices"),
         (lambda: idx.double().normal_(generator=torch.Generator()), "generator"),
         (lambda: idx[idx > 0], "nonzero"),  # a shape from values
     ):
@@ -266,7 +266,7 @@ def run_scripts(corpus, folder):
             "--template=plain --max_new_tokens=3 --out=gsm8k.json",
             f"train --updates=0 --init_from=0of1 --data={corpus}/task --context=39 --eval_rows=8 "
             "--batch_size=8 --out_dir=losses --compile=false"):
-        call(*command.split())
+        run_script(*command.split())
 
 
 def simulate(corpus, folder):

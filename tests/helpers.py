@@ -76,14 +76,14 @@ def outcome(script, *args):
             return end.code or 0, printed.getvalue()
 
 
-def call(script, *args):
+def run_script(script, *args):
     """Run a script that must succeed. Returns what it printed to stdout."""
     code, printed = outcome(script, *args)
     assert code == 0, code
     return printed
 
 
-def refusal(script, *args):
+def error_line(script, *args):
     """Run a script that must fail. Returns its one-line error message."""
     line, _ = outcome(script, *args)
     assert isinstance(line, str) and "\n" not in line, line
@@ -157,7 +157,7 @@ def exit_codes(processes):
     return [p.exitcode for p in processes]
 
 
-def finish(*command, **options):
+def run_on_ranks(*command, **options):
     """Run a script that must succeed on all ranks. options: those of launch()."""
     codes = exit_codes(launch(*command, **options))
     assert not any(codes), Path("log").read_text()
@@ -210,7 +210,7 @@ def save(model, folder, corpus):
 
 def convert(src, out, *flags):
     """Run surgery.py. Returns the model that it wrote, in float32."""
-    call("surgery", src, out, *flags)
+    run_script("surgery", src, out, *flags)
     return RecurrentLM.load(out, dtype=torch.float32)
 
 
@@ -219,7 +219,7 @@ def expected(name):
     return load_file(ROOT / "tests/oracle" / name / "expected.safetensors")
 
 
-def far(a, b):
+def max_difference(a, b):
     """The largest absolute difference of two tensors."""
     return (a - b).abs().max()
 
@@ -242,13 +242,13 @@ def weights(folder, prefix=""):
     return tensors
 
 
-def same(a, b):
+def identical(a, b):
     """Whether two {name: tensor} have the same names and values, bit by bit. Dtypes must match."""
     return a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
 
 
 # What scripts read and write.
-def logged(folder, key):
+def read_log(folder, key):
     """{update: value} of the lines of log.jsonl that have `key`; {} if there is no log yet."""
     path = Path(folder, "log.jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
@@ -263,7 +263,7 @@ def checkpoints(folder):
 def same_end(a, b):
     """Whether two runs logged bit-identical losses and ended with bit-identical checkpoints."""
     ends = [weights(Path(folder, checkpoints(folder)[-1])) for folder in (a, b)]
-    return logged(a, "loss") == logged(b, "loss") and same(*ends)
+    return read_log(a, "loss") == read_log(b, "loss") and identical(*ends)
 
 
 def answers_of(path):

@@ -6,7 +6,7 @@ import shutil
 import signal
 
 # First, because this hides any GPU:
-from helpers import ROOT, RUN, call, save, small, weights
+from helpers import ROOT, RUN, run_script, save, small, weights
 
 import pytest
 import sentencepiece
@@ -48,7 +48,7 @@ def llama(corpus, tmp_path_factory):
     """A random Llama of 6 layers in transformers' layout, with the corpus's tokenizer."""
     folder = tmp_path_factory.mktemp("llama")
     save(small(n_prelude=6, n_core=0, n_coda=0), folder / "ours", corpus)
-    call("tools/export", folder / "ours", folder / "hf")
+    run_script("tools/export", folder / "ours", folder / "hf")
     return folder / "hf"
 
 
@@ -92,7 +92,7 @@ def base(corpus):
 def unbroken(base, tmp_path_factory):
     """The folder of that run, trained without an interruption."""
     folder = tmp_path_factory.mktemp("run") / "unbroken"
-    call("train", *base, f"--out_dir={folder}")
+    run_script("train", *base, f"--out_dir={folder}")
     return folder
 
 
@@ -103,7 +103,7 @@ def taught(corpus, tmp_path_factory):
     shutil.copytree(corpus, folder / "tiny" / "data")
     flags = "--lr=0.02 --updates=80 --cooldown=0.3 --save_every=80 --eval_every=80"
     data_flag = f"--data={folder}/tiny/data/pretrain"
-    call("train", *RUN, data_flag, f"--out_dir={folder}/tiny/task", *flags.split())
+    run_script("train", *RUN, data_flag, f"--out_dir={folder}/tiny/task", *flags.split())
     return folder
 
 
@@ -112,7 +112,7 @@ def looped(speaker, tmp_path_factory):
     """A looped model whose answers depend on r and on the noise, and whose prompts begin in BOS."""
     folder = tmp_path_factory.mktemp("looped") / "m"
     flags = "--shape=2,2,1 --adapter_init=torch --mean_recurrence=3"
-    call("surgery", speaker, folder, *flags.split())
+    run_script("surgery", speaker, folder, *flags.split())
     config = read_json(folder / "config.json")
     common.write_json(folder / "config.json", config | {"state_std": 3.0})
     return folder
@@ -126,7 +126,7 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "m").symlink_to(checkpoint)
     (folder / "task").symlink_to(corpus / "task")
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
-    call("tools/export", checkpoint, folder / "exported")
+    run_script("tools/export", checkpoint, folder / "exported")
     for name in ("truncated", "biased"):
         shutil.copytree(llama, folder / name)
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)

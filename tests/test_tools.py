@@ -16,8 +16,9 @@ from pathlib import Path
 
 # First, because this hides any GPU:
 from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, TOKENIZERS, answers_of,
-                     call, contents, convert, decode, expected, far, logged, need, refusal,
-                     relative_error, same, save, small, typed, unwrap, weights)
+                     contents, convert, decode, error_line, expected, identical,
+                     max_difference, need, read_log, relative_error, run_script, save, small, typed,
+                     unwrap, weights)
 
 import numpy as np
 import pytest
@@ -50,14 +51,14 @@ def test_transformers_reads_the_export():
     for name in FEED_FORWARD:
         model = convert(ORACLE / name, f"{name}/m", "--feed_forward")
         ids = expected(name)["input_ids"]
-        call("tools/export", f"{name}/m", f"{name}/out")
+        run_script("tools/export", f"{name}/m", f"{name}/out")
         _, config = surgery.read_config(f"{name}/out", weights(f"{name}/out"))
         assert config == model.config
         peer = tf.AutoModelForCausalLM.from_pretrained(f"{name}/out", dtype=torch.float32)
-        assert far(peer(ids).logits, model(ids)[0]) < 1e-5
+        assert max_difference(peer(ids).logits, model(ids)[0]) < 1e-5
         peer.save_pretrained(f"{name}/hf")
         again = convert(f"{name}/hf", f"{name}/again", "--feed_forward")
-        assert same(again.state_dict(), model.state_dict())
+        assert identical(again.state_dict(), model.state_dict())
 
 
 # The keys of config.json that the paper's code reads.
@@ -74,10 +75,10 @@ def test_export_is_the_inverse_of_import(name):
     """Import and export restore the tensors, and all of config.json that the paper's code reads."""
     raven = name in RECURRENT
     flags = [] if raven else ["--feed_forward"]
-    call("surgery", ORACLE / name, "m", *flags)
-    said = call("tools/export", "m", "out", "--verify")
+    run_script("surgery", ORACLE / name, "m", *flags)
+    said = run_script("tools/export", "m", "out", "--verify")
     assert "equal to the last bit" in said
-    assert same(weights("out"), weights(ORACLE / name, "model"))
+    assert identical(weights("out"), weights(ORACLE / name, "model"))
 
     if raven:
         ours = read_json("out/config.json")
@@ -97,10 +98,10 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
     for name in ("chat_template.jinja", "hf_token", ".env.token"):
         Path("parent", name).write_text(name)
 
-    call("surgery", "parent", "m", "--shape", "1,2,1")
+    run_script("surgery", "parent", "m", "--shape", "1,2,1")
     flags = "--context=39 --updates=2 --batch_size=2 --compile=false --eval_rows=2 --init_from=m"
-    call("train", f"--data={corpus}/task", *flags.split(), "--out_dir=run")
-    call("tools/export", "run", "out")
+    run_script("train", f"--data={corpus}/task", *flags.split(), "--out_dir=run")
+    run_script("tools/export", "run", "out")
     for folder in ("m", find_checkpoint("run"), "out"):
         assert not [name for name in os.listdir(folder) if name.endswith("token")]
         assert Path(folder, "chat_template.jinja").exists()
@@ -115,12 +116,12 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
 
     small(vocab_size=512).save("recurrent")
     data.copy_tokenizer(speaker, "recurrent")
-    call("tools/export", "recurrent", "released")
+    run_script("tools/export", "recurrent", "released")
     huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
     del huginn["norm"]  # which only our exports have
     common.write_json("released/config.json", huginn)
     common.write_json("released/generation_config.json", {"eos_token_id": 65505, "top_k": 20})
-    call("surgery", "released", "ours")
+    run_script("surgery", "released", "ours")
     config = load_config("ours")
     assert config.bos_token_id == 1
     assert config.eos_token_id == 2
@@ -153,7 +154,7 @@ def test_transformers_runs_the_export(changes):
             p.data += 0.2 * torch.randn(p.shape)
 
     model.save("m")
-    call("tools/export", "m", "out", "--verify")
+    run_script("tools/export", "m", "out", "--verify")
     _, config = surgery.read_config("out", weights("out"))
     assert config == model.config
     load = functools.partial(tf.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
@@ -174,7 +175,7 @@ def test_transformers_runs_the_export(changes):
     for r in (None, 0, 3, 32):  # None: the model's own r
         out = theirs(ids, num_steps=r, initial_state=state)
         logits, _ = model(ids, steps=r, state=state)
-        assert far(out.logits, logits) < 1e-4
+        assert max_difference(out.logits, logits) < 1e-4
 
     theirs(ids, labels=ids, num_steps=3, initial_state=state).loss.backward()
     idx = ids[:, :-1]
@@ -200,20 +201,20 @@ def test_forward_takes_what_others_give(checkpoint):
     """An export takes the arguments of transformers' models and returns our hidden states."""
     tf = need("transformers")
     ids = torch.arange(12)[None]
-    call("tools/export", checkpoint, "out")
+    run_script("tools/export", checkpoint, "out")
     model = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
     out = model(ids, num_steps=5, use_cache=True, output_hidden_states=True)
     ours = RecurrentLM.load(checkpoint)
     s0 = out.hidden_states[0]
     for r, state in ours.trajectory(ids, range(6), s0):
-        assert far(out.hidden_states[r], state) < 1e-5
+        assert max_difference(out.hidden_states[r], state) < 1e-5
 
     mask = torch.ones(1, 1, 12, 12).tril().bool()
     kept = torch.tensor([1, 4])
     for steps in (5, [5], [3, 2]):
         steps = torch.tensor(steps)
         x = model(ids, num_steps=steps, attention_mask=mask, logits_to_keep=kept)
-        assert far(x.logits, out.logits[:, kept]) < 1e-5
+        assert max_difference(x.logits, out.logits[:, kept]) < 1e-5
 
     for wrong, words in ((-1, "num_steps=-1"), (4, "made for another r")):
         with pytest.raises(ValueError, match=words):
@@ -228,7 +229,7 @@ def test_an_engine_finds_its_slots(norm, monkeypatch):
     model = small(vocab_size=50, state_std=1.0, norm=norm)
     used = []
     model.save("m")
-    call("tools/export", "m", "out")
+    run_script("tools/export", "m", "out")
 
     def attend(module, q, k, v, mask, scaling):
         used.append(module)
@@ -246,7 +247,7 @@ def test_an_engine_finds_its_slots(norm, monkeypatch):
         x = base.to(dtype)(ids, position_ids=positions, use_cache=False).last_hidden_state
         model.to(dtype)
         ours, _ = model(ids, steps=6, state=model.initial_state(1, 12, 0))
-        assert far(model.head(x), ours) < near
+        assert max_difference(model.head(x), ours) < near
         assert [slot.layer_idx for slot in used] == list(range(base.config.num_hidden_layers))
         assert len(set(used)) == 1 + 6 * 2 + 1  # prelude, 6 recurrences of the core, coda
 
@@ -273,7 +274,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         model = small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1)
         model.save(m)
         data.copy_tokenizer(folder, m)
-        call("tools/export", m, out)
+        run_script("tools/export", m, out)
         theirs = tf.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
         is_sentencepiece = Path(out, "tokenizer.model").exists()
         for text in texts:
@@ -290,7 +291,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
 def test_card_runs_as_pasted(checkpoint):
     """A model card's Python code runs as pasted, and the card states the model's own r."""
     need("transformers")
-    call("tools/export", checkpoint, "out")
+    run_script("tools/export", checkpoint, "out")
     card = Path("out/README.md").read_text()
     assert "`num_steps` times, 4 by default" in card
     assert "(1,2,1) layers" in card
@@ -305,10 +306,10 @@ def test_the_harness_scores_an_export(looped):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    call("tools/export", looped, "hf")
+    run_script("tools/export", looped, "hf")
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, ASKED)))
     ask = "eval_gsm8k", "--model", looped, "--data=asked.jsonl", "--max_new_tokens=12"
-    call(*ask, "--steps=1,6", "--out=a.json")
+    run_script(*ask, "--steps=1,6", "--out=a.json")
     model, tokenizer = sample.load_model(looped)
     context, choice = "The answer is", " 4 layers"
     ids = tokenizer.encode(context + choice, bos=True)
@@ -400,19 +401,19 @@ def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
     dtype = torch.bfloat16 if stored == "BF16" else torch.float32
     parent.to(dtype).save("parent")
     parent.float()
-    call("tools/export", "parent", "hf")
+    run_script("tools/export", "parent", "hf")
     write_gguf("m.gguf", Path("hf"), stored)
 
-    said = call("tools/from_gguf", "m.gguf", "converted")
+    said = run_script("tools/from_gguf", "m.gguf", "converted")
     assert ("what quantization lost is not restored: Q8_0" in said) == (stored == "Q8_0")
     assert {t.dtype for t in weights("converted").values()} == {dtype}
     found = convert("converted", "ours", "--feed_forward")
     idx = torch.arange(40)[None]
     logits, _ = found(idx)
     wanted, _ = parent(idx)
-    assert far(logits, wanted) < tolerance
+    assert max_difference(logits, wanted) < tolerance
     theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="m.gguf")
-    assert far(logits, theirs(idx).logits) < 1e-5
+    assert max_difference(logits, theirs(idx).logits) < 1e-5
 
     text = "12 ab  cab\n"
     theirs = transformers.AutoTokenizer.from_pretrained(".", gguf_file="m.gguf")
@@ -478,7 +479,7 @@ def test_flops_are_the_papers():
 def test_plan_of_a_retrofit(corpus):
     """`tools/plan.py` estimates the cost of a run whose model and data do not exist yet."""
     config = f"--config={ROOT}/config/fig7.toml"
-    said = call("tools/plan", config, "--preset=tinyllama-4-8-4")
+    said = run_script("tools/plan", config, "--preset=tinyllama-4-8-4")
     for words in (
         "2.621e+10 tokens",
         "FLOPs: 2.887e+20",
@@ -487,11 +488,11 @@ def test_plan_of_a_retrofit(corpus):
         "memory: about 39.0 GB on each of 1 GPUs",
     ):
         assert words in said, said
-    said = call("tools/plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
+    said = run_script("tools/plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
     assert "about 23.9 hours on 8 H100 (80 GB)" in said
 
     flags = f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
-    assert "8.96 epochs" in call("tools/plan", *flags), "8,000 rows in batches of 1,024"
+    assert "8.96 epochs" in run_script("tools/plan", *flags), "8,000 rows in batches of 1,024"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -518,11 +519,11 @@ def test_as_many_flops_as_another_run(base, unbroken):
     base = [flag for flag in base if not flag.startswith("--updates")]
 
     def planned(run, *flags):
-        said = call("tools/plan", *base, "--out_dir=x", f"--flops_of={run}", "--quiet", *flags)
-        return int(said)
+        budget = "--out_dir=x", f"--flops_of={run}", "--quiet"
+        return int(run_script("tools/plan", *base, *budget, *flags))
 
     def trained(name, *flags):
-        call("train", *base, *flags, f"--out_dir={name}")
+        run_script("train", *base, *flags, f"--out_dir={name}")
         return read_json(f"{find_checkpoint(name)}/train.json")
 
     spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
@@ -535,7 +536,7 @@ def test_as_many_flops_as_another_run(base, unbroken):
     # A looped model's updates differ in cost, so its FLOPs are met to within one update.
     flags = "--mean_recurrence=5", "--curriculum_warmup=0.75"
     deeper = trained("deeper", *flags, f"--updates={planned(unbroken, *flags)}")
-    totals = [*logged("deeper", "flops").values()]
+    totals = [*read_log("deeper", "flops").values()]
     assert abs(deeper["flops"] - spent) <= max(np.diff(totals))
 
     # What a chain of runs spends is counted from its parent on, random weights or not.
@@ -562,7 +563,7 @@ def test_plot_results():
         result["results"] = [row | {"steps": r} for r in steps]
         common.write_json(f"{name}.json", result)
 
-    said = call("tools/plot", "loop.json", "parent.json", "--out=a.svg", "--labels=a,b")
+    said = run_script("tools/plot", "loop.json", "parent.json", "--out=a.svg", "--labels=a,b")
     lines = [line.split("|") for line in said.splitlines() if line.startswith("|")]
     header, _, loop, parent = [[text.strip() for text in line[1:-1]] for line in lines]
     assert header == ["", "2", "8"]
@@ -595,7 +596,7 @@ def test_layer_choice(llama, corpus):
     assert block_influence(model, idx) == pytest.approx(wanted, abs=1e-6)
 
     text = "--text", f"{corpus}/test.jsonl"
-    said = call("tools/block_influence", "idle", "out", "--shape", "1,2,1", *text)
+    said = run_script("tools/block_influence", "idle", "out", "--shape", "1,2,1", *text)
     assert "core and coda: [0] [2, 4] [5]" in said
 
 
@@ -754,7 +755,7 @@ def test_readme_does_what_it_says(taught, monkeypatch):
         _, script, *args = shlex.split(command, comments=True)
         if script == "sample.py":
             args.append("--tokens=4")
-        call(script.removesuffix(".py"), *args)
+        run_script(script.removesuffix(".py"), *args)
 
 
 def test_study_tables_are_made_from_its_results(monkeypatch):
@@ -784,5 +785,5 @@ def test_mistakes_with_tools_end_in_one_line(command, words, mistaken_inputs):
     """Each mistake, such as a command of an earlier version, is reported in one line."""
     for path in mistaken_inputs.iterdir():
         Path(path.name).symlink_to(path)
-    assert words in refusal(*command.split())
+    assert words in error_line(*command.split())
     assert not contents("out")
