@@ -25,15 +25,15 @@ To support another architecture, start with DEFAULTS; runs/README.md lists what 
 """
 import argparse
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common import (Parser, UserError, cli, natural, new_folder, opening, positive, read_json,
-                    write_atomically, write_json)
+                    reading, write_atomically, write_json)
 from data import TOKENIZER_FILES, check_tokenizer, copy_tokenizer
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
@@ -186,20 +186,23 @@ def open_source(src):
     """
     path = Path(src)
     for file in (path, *path.glob("*.gguf")):
-        if file.suffix == ".gguf" and not Path(src, "config.json").exists():
+        if file.suffix == ".gguf" and not any(path.glob("*.safetensors")):
             raise UserError(f"{src}: run `python -m tools.from_gguf {file} OUT` first, then surgery "
                             "on its OUT")
     folder = find_checkpoint(src if path.exists() else download(src))
     tensors = map_tensors(folder)
-    layout, config = read_config(folder, tensors)
+    with reading(Path(folder, "config.json")):
+        layout, config = read_config(folder, tensors)
+        RecurrentLM.empty(config).rope(1)  # needs all keys of rope_scaling
     if has_tokenizer(folder):
         tokenizer = check_tokenizer(config, folder)
         if layout == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
             config.bos_token_id = tokenizer.bos_id
             config.eos_token_id = tokenizer.eos_id
+    weights = to_ours(folder, layout, config, tensors)
     model = RecurrentLM.empty(config)
     model.folder = folder
-    model.fill(to_ours(folder, layout, config, tensors))
+    model.fill(weights)
     return model
 
 
@@ -207,19 +210,37 @@ def has_tokenizer(folder):
     return Path(folder, "tokenizer.model").exists() or Path(folder, "tokenizer.json").exists()
 
 
+INDEX = "model.safetensors.index.json"
+
+# Tensors that released files carry, and that no model uses: the last ones only in Recurrent-*.
+STALE = re.compile(r"rotary_emb\.inv_freq$|freqs_cis$")
+STALE_RAVEN = re.compile(r"freqs_cis$|\.norm_[34]\.weight$|\.attn\.Wqkv\.bias$")
+
+
+def weight_map(folder):
+    """Return the {tensor: file} of a folder's index of shards, or None if it has no index."""
+    index = Path(folder, INDEX)
+    with reading(index):
+        return dict(read_json(index)["weight_map"]) if index.exists() else None
+
+
 def map_tensors(folder):
-    """Return {name: tensor} of a folder's model.safetensors, or of its shards."""
-    paths = list(Path(folder).glob("model*.safetensors"))
-    if not paths:
-        raise UserError(f"{folder} has no model.safetensors. Loading pickled weights (.bin, .pt) "
-                        "can run arbitrary code, so loopgraft never does. Look for a version in "
-                        "safetensors")
+    """Return {name: tensor} of the shards that a folder's index names, or of model.safetensors."""
+    single = Path(folder, "model.safetensors")
+    files = weight_map(folder)
+    if files is None and not single.exists():
+        raise UserError(f"{folder} has no {single.name}, nor {INDEX}. Loading pickled weights "
+                        "(.bin, .pt) can run arbitrary code, so loopgraft never does. Look for a "
+                        "version in safetensors")
+    if files and single.exists() and single.name not in files.values():
+        raise UserError(f"{folder} has {single.name}, and {INDEX}, which names other files. Remove "
+                        "the older one")
     tensors = {}
-    for path in paths:
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as e:
-            raise UserError(f"{path} is truncated or damaged ({e}). Download it again")
+    for file in sorted(set(files.values())) if files else [single.name]:
+        with reading(Path(folder, file)) as path:
+            for name, t in load_file(path).items():
+                if not files or files.get(name, file) == file:
+                    tensors[name] = t
     return tensors
 
 
@@ -227,19 +248,44 @@ def to_ours(folder, layout, config, tensors):
     """
     Convert a checkpoint's {name: tensor} to {our name: tensor}, all in the smallest dtype that
     represents every one exactly. layout: its model_type. folder: for messages.
+
+    If the embeddings are tied, but there is a head that differs from them, changes `config`: as in
+    transformers, the head is used. Raises UserError if the tensors are not those of the model that
+    config.json describes.
     """
-    names = tensor_names(config, layout)
+    for name, t in tensors.items():
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise UserError(f"{folder}: tensor {name!r} is {t.dtype}, as in a quantized model, "
+                            "which is not supported. Look for the original")
+    names = tensor_names(replace(config, tie_embeddings=False), layout)
+    (embed,) = names["embed.weight"]
+    (head,) = names["head.weight"]
+    if config.tie_embeddings:
+        own, shared = tensors.get(head), tensors.get(embed)
+        if own is None or own.shape == shared.shape and (own == shared).all():
+            del names["head.weight"]
+            tensors.pop(head, None)
+        else:
+            config.tie_embeddings = False
+            print(f"note: {head} differs from the embeddings, so they are not tied")
     used = set().union(*names.values())
     missing = sorted(used - tensors.keys())
     if missing:
         raise UserError(f"{folder} lacks the tensor {missing[0]!r}. Download it again")
     unused = sorted(tensors.keys() - used)
-    if unused:  # released files have stale ones
-        print("note: the model does not use these tensors:", *map(repr, unused[:5]))
-    needed = [name for name in unused if name.endswith((".bias", "_norm.weight"))]
-    if needed and layout in DEFAULTS:
-        raise UserError(f"{folder}: tensor {needed[0]!r} has no counterpart in the model that "
-                        "config.json describes")
+    if unused:
+        print("note: the model does not use these tensors:", *unused[:5])
+    stale = STALE_RAVEN if layout == "huginn_raven" else STALE
+    for name in unused:
+        if not stale.search(name):
+            raise UserError(f"{folder}: tensor {name!r} has no counterpart in the model that "
+                            "config.json describes")
+    for pieces in names.values():
+        for name, wanted in pieces.items():
+            found = tensors[name].shape
+            if found != wanted:
+                raise UserError(f"{folder}: tensor {name!r} has the shape {tuple(found)}, but "
+                                f"config.json describes {tuple(wanted)}")
     dtypes = {tensors[name].dtype for name in used}
     dtype = functools.reduce(torch.promote_types, dtypes)
     ours = {}
@@ -253,9 +299,6 @@ def to_ours(folder, layout, config, tensors):
 
 # ---------------------------------------------------------------------------------------- download
 
-MODEL_FILES = ["config.json", "model*.safetensors*", *TOKENIZER_FILES]
-
-
 def download(spec):
     """
     Download a model from the Hugging Face hub, "org/name" or "org/name@REVISION". Returns the
@@ -268,7 +311,10 @@ def download(spec):
         raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
                         "org/name@REVISION.)")
     from huggingface_hub import snapshot_download
-    return snapshot_download(repo, revision=revision or None, allow_patterns=MODEL_FILES)
+    fetch = functools.partial(snapshot_download, repo, revision=revision or None)
+    folder = fetch(allow_patterns=["config.json", INDEX, *TOKENIZER_FILES])
+    files = weight_map(folder) or {"all": "model.safetensors"}
+    return fetch(allow_patterns=sorted(set(files.values())))
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -330,7 +376,8 @@ def read_rope(raw):
         raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
     older = raw.get("rope_theta", 10000.0)
     theta = rope.pop("rope_theta", older)
-    return {"rope_theta": theta, "rope_scaling": rope if "factor" in rope else None}
+    scaled = rope_type == "llama3" or "factor" in rope
+    return {"rope_theta": theta, "rope_scaling": rope if scaled else None}
 
 
 def from_hf(path, raw):
@@ -443,11 +490,13 @@ RAVEN_NAMES = {
 def tensor_names(config, layout):
     """
     Map each of our tensor names to its names in a layout (a model_type), in stacking order,
-    such as {"prelude.0.mlp.fc.weight": ["model.layers.0.mlp.gate_proj.weight",
-    "model.layers.0.mlp.up_proj.weight"]}.
+    each with its shape, such as {"prelude.0.mlp.fc.weight":
+    {"model.layers.0.mlp.gate_proj.weight": (96, 64), "model.layers.0.mlp.up_proj.weight":
+    (96, 64)}}.
     """
     names = {}
-    for ours, _ in RecurrentLM.empty(config).named_parameters():
+    model = RecurrentLM.empty(config)
+    for ours, p in model.named_parameters():
         first, _, rest = ours.partition(".")
         if layout == "loopgraft":
             theirs = [ours]
@@ -460,7 +509,11 @@ def tensor_names(config, layout):
             module, _, leaf = rest.rpartition(".")  # "attn.qkv", "weight" or "bias"
             block = HF_BLOCK | HF_NORMS[config.norm]
             theirs = [f"model.layers.{layer}.{name}.{leaf}" for name in block[module]]
-        names[ours] = theirs
+        if len(theirs) == 3:  # q, k and v, whose sizes may differ
+            sizes = model.prelude[0].attn.split
+        else:
+            sizes = len(p) // len(theirs)
+        names[ours] = {name: piece.shape for name, piece in zip(theirs, p.split(sizes))}
     return names
 
 

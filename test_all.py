@@ -333,6 +333,91 @@ def test_weights_are_never_rounded():
         assert {p.dtype for p in model.parameters()} == {wanted}
 
 
+def test_weights_are_those_that_the_folder_declares():
+    """Files that no index names are not read, whatever their names; others may have any name."""
+    shutil.copytree(ORACLE / "hf_llama3", "hf")
+    found = weights("hf", "model-")
+    stale = {name: t / 2 for name, t in found.items()}
+    for name in ("model-00001-of-00001", "model.fp16", "amodel"):
+        save_file(stale, f"hf/{name}.safetensors")
+    x = expected("hf_llama3")
+
+    def logits(folder, out):
+        model = convert(folder, out, "--feed_forward")
+        return model(x["input_ids"])[0]
+
+    wanted = logits(ORACLE / "hf_llama3", "oracle")
+    assert logits("hf", "shards").equal(wanted)
+
+    index = read_json("hf/model.safetensors.index.json")
+    first, *_, last = sorted(found)
+    for file in Path("hf").glob("model-*-of-00002.safetensors"):
+        file.rename(f"hf/part-{file.name}")
+    files = {name: f"part-{file}" for name, file in index["weight_map"].items()}
+    other = "part-model-00001-of-00002.safetensors"
+    assert files[last] != other
+    both = load_file(f"hf/{other}") | {last: found[last] / 2}  # a copy that the index ignores
+    save_file(both, f"hf/{other}")
+    common.write_json("hf/model.safetensors.index.json", {"weight_map": files})
+    assert logits("hf", "parts").equal(wanted)
+
+    save_file(found, "hf/model.safetensors")
+    assert "Remove the older one" in error_line("surgery", "hf", "out", "--feed_forward")
+    os.remove("hf/model.safetensors.index.json")
+    assert logits("hf", "single").equal(wanted)
+
+    os.rename("hf/model.safetensors", "hf/model.gguf")
+    for file in Path("hf").glob("*.safetensors"):
+        file.unlink()
+    assert "from_gguf hf/model.gguf" in error_line("surgery", "hf", "out", "--feed_forward")
+
+
+def change(folder, changed):
+    """Change tensors in a folder's model.safetensors, or remove those that become None."""
+    tensors = weights(folder) | changed
+    kept = {name: t.clone() for name, t in tensors.items() if t is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+def test_weights_that_are_not_those_of_the_config(llama):
+    """Quantized weights, other shapes and unknown tensors are refused; known leftovers are not."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    q = weights(llama)[name]
+    for i, (changed, words) in enumerate((
+        ({name: q.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "quantized"),
+        ({name: q.to(torch.int8)}, "quantized"),
+        ({f"{name}_scale": torch.ones(1)}, "has no counterpart"),
+        ({name: q[:-8], name.replace("q_", "k_"): q[:24]}, f"{name}' has the shape (24, 32)"),
+        ({name: None}, f"lacks the tensor '{name}'"),
+    )):
+        shutil.copytree(llama, str(i))
+        change(Path(str(i)), changed)
+        assert words in error_line("surgery", i, "out", "--feed_forward")
+
+    shutil.copytree(llama, "old")
+    change(Path("old"), {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert "inv_freq" in run_script("surgery", "old", "out", "--feed_forward")
+
+
+def test_own_head():
+    """A head in the file is used, even if config.json ties it to the embeddings."""
+    tf = need("transformers")
+    model = small(n_core=0, n_coda=0)
+    model.save("m")
+    run_script("tools/export", "m", "hf")
+    config = read_json("hf/config.json") | {"tie_word_embeddings": True}
+    common.write_json("hf/config.json", config)
+    idx = torch.arange(17)[None]
+    wanted, _ = model(idx)
+    logits, _ = convert("hf", "untied", "--feed_forward")(idx)
+    assert logits.equal(wanted)
+    theirs = tf.AutoModelForCausalLM.from_pretrained("hf")
+    assert max_difference(theirs(idx).logits, wanted) < 1e-5
+
+    change(Path("hf"), {"lm_head.weight": model.embed.weight.data})
+    assert convert("hf", "tied", "--feed_forward").config.tie_embeddings
+
+
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
     """--verify compares OUT with the kept layers, and leaves no OUT if a weight is wrong."""
@@ -804,7 +889,9 @@ def test_texts_in_other_encodings(corpus):
         for path in ("x.txt", "x.jsonl", "x.parquet"):
             assert f"{path}: " in error_line("data", *prepare(corpus, path, "out"))
     Path("x.txt").write_text("caf\xe9 " * 50, "latin-1")
-    assert "x.txt: damaged" in error_line("data", *prepare(corpus, "x.txt", "out"))
+    Path("x.parquet").write_bytes(b"PAR1")
+    for path in ("x.txt", "x.parquet"):
+        assert f"{path}: damaged" in error_line("data", *prepare(corpus, path, "out"))
 
 
 @pytest.mark.parametrize(
@@ -2213,7 +2300,13 @@ MISTAKES = [
     ("surgery llama out --shape 1,2,1 --prelude 0", "either --shape, or --prelude"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
     ("surgery ./lama out --feed_forward", "no such folder"),
-    ("surgery truncated out --feed_forward", "damaged"),
+    ("surgery truncated out --feed_forward", "model.safetensors: damaged"),
+    ("surgery typeless out --feed_forward", "config.json: damaged"),
+    ("surgery unscaled out --feed_forward", "low_freq_factor"),
+    ("surgery pointer out --feed_forward", "only a pointer of Git LFS"),
+    ("data prepare --input test.jsonl --tokenizer pointer --out out", "tokenizer.json: only a p"),
+    ("data prepare --input test.jsonl --tokenizer meta --out out", "tokenizer.model: Meta's own"),
+    ("train --data=task --context=39 --out_dir=out --config=latin.toml", "latin.toml: damaged"),
     ("surgery biased out --feed_forward", "q_proj.bias' has no"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),

@@ -4,6 +4,7 @@ The inputs that several tests share. Nothing changes them.
 import os
 import shutil
 import signal
+from pathlib import Path
 
 # First, because this hides any GPU:
 from helpers import ROOT, RUN, run_script, save, small, weights
@@ -134,4 +135,16 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     os.truncate(folder / "damaged" / "model.safetensors", 10_000)
     bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
     save_file(weights(llama) | bias, folder / "biased" / "model.safetensors")
+    config = read_json(llama / "config.json")
+    scaling = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    for name, changed in (("typeless", {}), ("unscaled", config | scaling)):
+        shutil.copytree(llama, folder / name)
+        common.write_json(folder / name / "config.json", changed)
+    os.mkdir(folder / "pointer")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 499723\n"
+        Path(folder, "pointer", name).write_text(text)
+    os.mkdir(folder / "meta")
+    Path(folder, "meta", "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    Path(folder, "latin.toml").write_text("# caf\xe9", "latin-1")
     return folder

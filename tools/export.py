@@ -119,11 +119,7 @@ def export(model, folder):
     out = {}
     for ours, names in tensor_names(c, config["model_type"]).items():
         t = rotary_order(c, ours, tensors[ours], back=True)
-        if len(names) == 3:  # q, k and v, whose sizes may differ
-            sizes = model.prelude[0].attn.split
-        else:
-            sizes = len(t) // len(names)
-        out.update(zip(names, t.split(sizes)))
+        out.update(zip(names, t.split([rows for rows, *_ in names.values()])))
     folder.mkdir()
     save_file(out, folder / "model.safetensors", {"format": "pt"})
     dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # all have this one
