@@ -458,6 +458,13 @@ def column_value(record, column):
     return record
 
 
+def drop_rule(rule):
+    """The type of --drop: COLUMN=TEXT, of which neither is empty, since any text contains ""."""
+    if not all(rule.partition("=")):
+        raise ValueError
+    return rule
+
+
 def is_dropped(record, rule):
     """Whether a rule of --drop, COLUMN=TEXT, applies: the column contains TEXT, ignoring case."""
     column, _, text = rule.partition("=")
@@ -562,18 +569,22 @@ def write_shard(folder, name, tokens):
 def cut_validation(documents, share):
     """
     Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
-    validation. The last documents are for validation: the fraction `share` of all, but at least 32,
-    or a tenth if that is fewer. With fewer than 10 documents, such as a single book, the last
-    tokens are for validation instead, again the fraction `share` of all.
+    validation. Evenly spaced documents are for validation, since files are often sorted: the
+    fraction `share` of all, but at least 32, or a tenth if that is fewer. With fewer than 10
+    documents, such as a single book, the last tokens are for validation instead, again the fraction
+    `share` of all.
     """
     count = len(documents)
-    tokens = np.concatenate(documents, axis=1)
     if count < 10:
+        tokens = np.concatenate(documents, axis=1)
         held_out = round(share * tokens.shape[1])
-    else:
-        last = max(math.ceil(share * count), min(32, count // 10))
-        held_out = sum(array.shape[1] for array in documents[-last:])
-    return np.split(tokens, [tokens.shape[1] - held_out], axis=1)
+        return np.split(tokens, [tokens.shape[1] - held_out], axis=1)
+    number = max(math.ceil(share * count), min(32, count // 10))
+    held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
+    splits = [[documents[0][:, :0]], [documents[0][:, :0]]]  # each begins with no tokens
+    for i, tokens in enumerate(documents):
+        splits[i in held_out].append(tokens)
+    return [np.concatenate(split, axis=1) for split in splits]
 
 
 def write_shards(args, meta, documents):
@@ -587,7 +598,10 @@ def write_shards(args, meta, documents):
             name = f"{split}_{number:06d}.npy"
             entry = write_shard(args.out, name, tokens.copy())
             meta["shards"][split].append(entry)
-            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
+            where = ""
+            if split == "val":
+                where = ", the end" if len(documents) < 10 else " of evenly spaced documents"
+            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens{where}")
     write_json(f"{args.out}/progress.json", meta)
 
 
@@ -715,6 +729,7 @@ class Shards:
         self.shards = []  # (ids, targets) of each, memory-mapped
         self.starts = []  # the first row of each
         self.num_rows = 0
+        self.longest = 0  # tokens in the longest document, if only a part of each carries loss
         row_length = self.meta["row_length"]
         if row_length not in (None, T):
             raise UserError(f"{folder}: its rows have {row_length} tokens, not {T}. Use "
@@ -724,13 +739,16 @@ class Shards:
             with reading(path):
                 tokens = np.load(path, mmap_mode="r")
                 assert tokens.shape[-1] == count, f"meta.json lists {count:,} tokens"
+            if tokens.ndim == 2:
+                self.longest = self.meta.get("longest", 0)
             shard = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append(shard)
             self.starts.append(self.num_rows)
             self.num_rows += len(shard[1]) // T
         if not self.num_rows:
-            raise UserError(f"{folder}: has too few {split} tokens for one row of {T}. Use a "
-                            "smaller --context, or more data")
+            fix = {"train": "Use a smaller --context, or more data",
+                   "val": "Prepare it with a larger --val"}[split]
+            raise UserError(f"{folder}: has too few {split} tokens for one row of {T}. {fix}")
         self.order = functools.lru_cache(maxsize=2)(self.shuffle)
 
     def shuffle(self, seed, epoch):
@@ -757,6 +775,7 @@ class Dataset:
     Each round of sum(weights) samples has exactly weights[k] from source k, evenly spread. Each
     source has its own epochs. .num_rows: the number of samples until the first source completes an
     epoch. .folders: those of the sources; check_tokenizer() makes sure that they share a tokenizer.
+    .longest: see Shards.
     """
 
     def __init__(self, data, split, T):
@@ -770,21 +789,22 @@ class Dataset:
         self.turns = sorted(turns)
         self.num_rows = min(shards.num_rows * len(turns) // weight
                             for shards, weight in self.sources)
+        self.longest = max(shards.longest for shards, _ in self.sources)
 
     def fingerprint(self):
         """A digest of the shards' contents and of the weights. It does not depend on paths."""
         content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.sources])
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def batch(self, seed, index, rank, world, B):
+    def batch(self, seed, index, rank, world, B, first=0):
         """
         Return one rank's B rows of a micro-batch.
 
-        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. Returns idx and
-        targets (-100: no loss), both (B, T) int64, and numbers (B,) int64: the rows' global sample
-        indices.
+        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. first: samples to
+        skip, which earlier runs have seen. Returns idx and targets (-100: no loss), both (B, T)
+        int64, and numbers (B,) int64: the rows' global sample indices.
         """
-        numbers = (index * world + rank) * B + np.arange(B)
+        numbers = first + (index * world + rank) * B + np.arange(B)
         samples = []
         for number in numbers:
             cycle, turn = divmod(number, len(self.turns))
@@ -815,14 +835,14 @@ def main():
     flag("--prompt", metavar="COLUMN",
          help="a column of text that precedes --field and carries no loss, such as the question; a "
               "newline separates the two")
-    flag("--drop", nargs="+", action="extend", default=[], metavar="COLUMN=TEXT",
+    flag("--drop", nargs="+", action="extend", type=drop_rule, default=[], metavar="COLUMN=TEXT",
          help="skip records whose COLUMN contains TEXT, ignoring case; a.b is column b inside "
               "column a, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
     flag("--val", type=fraction, default=0.01,
-         help="fraction of each shard's documents to use for validation (0.01), but at least 32, "
-              "or a tenth if that is fewer")
+         help="fraction of each shard's documents, evenly spaced, to use for validation (0.01), "
+              "but at least 32, or a tenth if that is fewer")
     flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
     flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")

@@ -74,6 +74,9 @@ class Config:
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         assert self.norm in NORMS, f"norm = {self.norm}: not one of {NORMS}"
+        if self.n_coda and not self.n_core:
+            raise UserError(f"n_coda = {self.n_coda}: a model without a recurrent block (n_core = "
+                            "0) has a prelude alone")
         assert self.adapter in ADAPTERS, f"adapter = {self.adapter}: not one of {ADAPTERS}"
 
     @property

@@ -32,8 +32,8 @@ from helpers import (ASKED, FEED_FORWARD, GPU, HARD, ORACLE, QKV, RECURRENT, ROO
                      error_line, exit_codes, expected, first_rows, generate_rows, identical, kill,
                      launch, max_difference, mean_loss, need, needs_compiler, noise, optimizer_rank,
                      outcome, parameters, random_prompts, read_log, relative_error, run_on_ranks,
-                     run_script, same_end, save, slow_attention, small, step_with, typed,
-                     wait_until, weights)
+                     run_script, same_end, save, slow_attention, small, step_with,
+                     train_until, typed, wait_until, weights)
 
 import numpy as np
 import pytest
@@ -798,8 +798,8 @@ def test_prepare_resumes_byte_identical(source, corpus):
         for split in ("train", "val"):
             ids += np.load(f"unbroken/{split}_{i:06d}.npy").tolist()
     kept = [i for i in range(4000) if i % 50 != 7]
-    texts = [" ".join(str(i)) + " </s>" for i in kept]
-    assert Tokenizer.load("unbroken").decode(ids) == " ".join(texts)
+    *texts, _ = Tokenizer.load("unbroken").decode(ids).split("</s>")
+    assert sorted(int(text.replace(" ", "")) for text in texts) == kept
 
 
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
@@ -904,22 +904,32 @@ def test_texts_in_other_encodings(corpus):
     ],
 )
 def test_validation_has_whole_documents(corpus, n, flags, count_val):
-    """prepare keeps the last documents for validation, and loses none."""
+    """prepare keeps evenly spaced documents for validation, says so, and loses none."""
     documents(n)
-    run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
-    texts = []
+    assert "of evenly spaced documents" in run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
+    numbers = []
     for split in ("train", "val"):
         ids = np.load(f"out/{split}_000000.npy").tolist()
-        texts.append(Tokenizer.load("out").decode(ids))
-    wanted = [" ".join(str(i)) + " </s>" for i in range(n)]
-    assert texts[0] == " ".join(wanted[:-count_val])
-    assert texts[1] == " ".join(wanted[-count_val:])
+        *texts, _ = Tokenizer.load("out").decode(ids).split("</s>")
+        numbers.append([int(text.replace(" ", "")) for text in texts])
+    rest, val = numbers
+    assert len(val) == count_val and sorted(rest + val) == [*range(n)]
+    gaps = np.diff([-val[0], *val, 2 * n - val[-1]])  # as if the file went on in mirrors
+    assert max(gaps) <= n / count_val + 1 and min(gaps) >= n / count_val - 2
+
+
+def test_a_validation_set_that_is_too_small(corpus):
+    """The message about a validation set below one row names the flag that makes it larger."""
+    documents(40)
+    run_script("data", *prepare(corpus, "a.jsonl", "out"))
+    with pytest.raises(UserError, match="too few val tokens for one row of 50.*--val"):
+        Dataset("out", "val", 50)
 
 
 def test_validation_of_one_long_text(corpus):
     """A single document is split by tokens: its last 1% is for validation."""
     Path("a.txt").write_text("\ufeffhas 1 " + "has 1 " * 499)
-    run_script("data", *prepare(corpus, "a.txt", "out"))
+    assert "10 tokens, the end" in run_script("data", *prepare(corpus, "a.txt", "out"))
     rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
     assert (len(rest), len(val)) == (991, 10)
     assert Tokenizer.load("out").decode(rest[:2].tolist()) == "has 1", "without the byte order mark"
@@ -1712,6 +1722,67 @@ def test_changed_settings_or_data(base, unbroken):
     assert "digest of the data" in error_line("train", *base)
 
 
+def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monkeypatch):
+    """Rows and draws go on where a run on the same data and seed ended, and train.py says so."""
+    numbers = []
+    to_inputs = train.to_inputs
+
+    def spy(model, batch, seed):
+        if torch.is_grad_enabled():
+            numbers.extend(batch[2].tolist())
+        return to_inputs(model, batch, seed)
+
+    monkeypatch.setattr(train, "to_inputs", spy)
+    base = [*base, "--updates=6", "--save_every=2", "--curriculum=none"]
+
+    def first_row(init_from, out, *flags):
+        """The first row of a run, after the one that its warm-up reads."""
+        numbers.clear()
+        said = run_script("train", *base, f"--init_from={init_from}", f"--out_dir={out}", *flags)
+        first = numbers[4]
+        assert numbers[4:] == [*range(first, first + 6 * 16)]
+        assert (f"begin after the {first} rows" in said) == (first > 0)
+        return first
+
+    assert first_row(unbroken, "more") == 12 * 16
+    s = train.read_settings([*base, "--data=x", "--out_dir=x"])
+    wanted = [train.draw_steps(s, update, 12 + update + 1) for update in range(6)]
+    assert [*zip(read_log("more", "n").values(), read_log("more", "k").values())] == wanted
+    assert first_row("more", "other", "--seed=1") == 0
+    assert first_row("other", "third") == (12 + 6) * 16
+    assert first_row("third", "new", "--reinit") == 0
+
+    again = [*base, f"--init_from={unbroken}", "--out_dir=again"]
+    train_until(4, *again)
+    run_script("train", *again)
+    assert same_end("again", "more")
+
+
+def test_a_recipe_may_grow(unbroken):
+    """A setting that a run's checkpoint does not know yet had its default."""
+    shutil.copytree(unbroken, "run")
+    path = f"{find_checkpoint('run')}/train.json"
+    progress = read_json(path)
+    config = progress["config"]
+    del progress["recipe"]["embed_scale"]
+    common.write_json(path, progress)
+    base = [*RUN, f"--data={config['data']}", "--out_dir=run"]
+    assert "done: run" in run_script("train", *base)
+    assert "embed_scale = 1.0, but" in error_line("train", *base, "--embed_scale=2")
+
+
+def test_a_row_shorter_than_a_question(corpus):
+    """train.py warns if rows are shorter than the longest question with its answer."""
+    rows = [{"q": "has 1 " * (n % 9), "a": n % 10} for n in range(1, 401)]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_script("data", *prepare(corpus, "a.jsonl", "out", "--prompt=q", "--field=a"))
+    longest = read_json("out/meta.json")["longest"]
+    run = *TINY, "--data=out", "--updates=0"
+    for context in (longest - 1, longest):
+        said = run_script("train", *run, f"--context={context}", f"--out_dir=run{context}")
+        assert ("cuts off the questions" in said) == (context < longest)
+
+
 def test_train_some_parameters(base, unbroken):
     """Parameters that --train leaves out stay bit-identical and have no moments."""
     run_script("train", *base, "--train=.", "--out_dir=all")
@@ -1784,7 +1855,8 @@ def test_updates_that_are_not_finite(base, monkeypatch):
 @pytest.mark.parametrize("n_core", [0, 1])
 def test_muon_updates_the_papers_matrices(n_core, base):
     """Muon updates q, k, v, gate and up one by one in an ordinary model, but stacked in a loop."""
-    flags = [*base, f"--n_core={n_core}", "--updates=1", "--warmup=0", "--cooldown=0", "--clip=0"]
+    shape = f"--n_core={n_core}", f"--n_coda={n_core}"
+    flags = [*base, *shape, "--updates=1", "--warmup=0", "--cooldown=0", "--clip=0"]
     run_script("train", *flags, "--out_dir=run")
     s, dataset, model = start_of_run([*flags, "--out_dir=run"])
     idx, targets = first_rows(dataset, 16, s.seed)
@@ -2316,6 +2388,9 @@ MISTAKES = [
     ("train --data=task --context=30 --out_dir=out", "--context"),
     ("train --data=task --out_dir=out --backprop_depth=0 --backprop_warmup=1", "above 0"),
     ("train --data=task --context=39 --out_dir=out --train=norm|heads", "named 'heads'"),
+    ("train --data=task --context=39 --out_dir=out --updates=1 --train=m|", "named ''"),
+    ("train --data=task --context=39 --updates=1 --out_dir=out --n_core=0 --n_coda=1", "n_coda = 1"),
+    ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
     ("train --data=task --context=39 --out_dir=out --config=test.jsonl", "test.jsonl"),
     ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
     ("train --data=task:0.5 --context=39 --out_dir=out", "whole numbers above 0"),

@@ -118,6 +118,7 @@ class Recipe:
 @dataclass
 class Settings(Recipe):
     """Settings that cannot change the result beyond rounding, so they may change on resume."""
+    rows_before = draws_before = 0  # no flags: what earlier runs have used, see spent_before()
     config: str = setting("", "a TOML file of settings, which flags override")
     out_dir: str = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
@@ -231,7 +232,7 @@ def draw_steps(settings, update, number):
 
 def draws_of(settings, update):
     """Return all draws of an update: [(n, k), ...]"""
-    first = update * settings.draws + 1
+    first = settings.draws_before + update * settings.draws + 1
     return [draw_steps(settings, update, first + i) for i in range(settings.draws)]
 
 
@@ -281,6 +282,8 @@ def train(settings, device):
     digest = train_set.fingerprint()
     progress = read_progress(settings, resumed, model, digest)
     start = progress["update"]
+    used = progress.get("used", {}).get(f"seed {settings.seed} of {digest}", (0, 0))
+    settings.rows_before, settings.draws_before = used
     if resumed:
         with reading(resumed / "optimizer.safetensors") as path:
             moments = load_file(path)  # memory-mapped
@@ -289,6 +292,12 @@ def train(settings, device):
     say(f"data: {settings.data}, {train_set.num_rows:,} rows; "
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
     describe_run(settings, model)
+    if settings.rows_before:
+        say(f"rows and draws of r begin after the {settings.rows_before:,} rows of this data that "
+            f"earlier runs have seen with --seed={settings.seed}")
+    if train_set.longest > settings.context:
+        say(f"warning: --context={settings.context} cuts off the questions of some answers. The "
+            f"longest question with its answer has {train_set.longest:,} tokens")
 
     # ---- The loop. No files are written before this point.
     lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
@@ -319,7 +328,7 @@ def train(settings, device):
                     num_stops += 1
                     break
                 index = update * num_micro_batches + i
-                batch = train_set.batch(settings.seed, index, RANK, WORLD, B)
+                batch = train_set.batch(settings.seed, index, RANK, WORLD, B, settings.rows_before)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
                 _, token_losses = model(idx, targets, (n, k), state, settings.recompute)
@@ -560,7 +569,7 @@ def choose_trained(settings, model):
     words = settings.train.split("|")  # by default [""], which matches every name
     names = [name for name, _ in model.named_parameters()]
     for word in words:
-        if not any(word in name for name in names):
+        if not any(word in name for name in names) or settings.train and not word:
             raise UserError(f"--train={settings.train}: no parameter is named {word!r}")
     for name, p in model.named_parameters():
         p.requires_grad = any(word in name for word in words)
@@ -591,8 +600,10 @@ def read_progress(settings, resumed, model, digest):
     recipe["digest of the data"] = digest
     if resumed:
         progress = read_json(resumed / "train.json")
-        check_settings(settings.out_dir, progress["recipe"], recipe,
-                       "To continue with other settings, use --init_from=OLD --out_dir=NEW")
+        defaults = {item.name: item.default for item in fields(Recipe)}  # may be newer than the run
+        check_settings(settings.out_dir, defaults | progress["recipe"], recipe,
+                       "To continue with other settings, on the rows that follow, use "
+                       "--init_from=OLD --out_dir=NEW")
         return progress
     progress = {
         "update": 0,
@@ -608,12 +619,23 @@ def spent_before(folder):
     Return the {"tokens": ..., "flops": ...} that earlier runs spent between the parent and the
     checkpoint `folder`; zeros if that is None. A parent is a checkpoint that train.py did not make,
     such as surgery.py's, or one from a run without --init_from, which was pretraining.
+
+    "used" has what all of these runs used up, {"seed S of DIGEST": [rows, draws]}, so that the next
+    run neither repeats rows nor draws.
     """
-    if folder and Path(folder, "train.json").exists():
-        earlier = read_json(f"{folder}/train.json")
-        if earlier["config"]["init_from"]:
-            return {key: earlier[key] for key in ("tokens", "flops")}
-    return {"tokens": 0, "flops": 0}
+    if not (folder and Path(folder, "train.json").exists()):
+        return {"tokens": 0, "flops": 0, "used": {}}
+    earlier = read_json(f"{folder}/train.json")
+    recipe = earlier["recipe"]
+    key = f"seed {recipe['seed']} of {recipe['digest of the data']}"
+    used = earlier.get("used", {})
+    rows, draws = used.get(key, (0, 0))
+    rows += earlier["update"] * recipe["batch_size"]
+    draws += earlier["update"] * recipe["draws"]
+    spent = {"used": used | {key: (rows, draws)}}
+    for name in ("tokens", "flops"):
+        spent[name] = earlier[name] if earlier["config"]["init_from"] else 0
+    return spent
 
 
 def check_ranks(start):

@@ -13,6 +13,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -148,6 +149,21 @@ def kill(processes, condition):
     for p in processes:
         p.kill()
         p.join()
+
+
+def train_until(update, *flags):
+    """Run train.py until it has written its checkpoint of this update."""
+    save_checkpoint = train.save_checkpoint
+
+    def save_and_stop(*args):
+        save_checkpoint(*args)
+        *_, progress = args
+        if progress["update"] == update:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(train, "save_checkpoint", save_and_stop):
+        code, _ = outcome("train", *flags)
+    assert code == 128 + signal.SIGINT
 
 
 def exit_codes(processes):
@@ -335,6 +351,7 @@ def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
         1,
         vocab_size=vocab_size,
         n_core=n_core,
+        n_coda=min(n_core, 1),
         norm=norm,
         context=context,
         state_std=1.0,
