@@ -2389,7 +2389,7 @@ MISTAKES = [
     ("train --data=task --out_dir=out --backprop_depth=0 --backprop_warmup=1", "above 0"),
     ("train --data=task --context=39 --out_dir=out --train=norm|heads", "named 'heads'"),
     ("train --data=task --context=39 --out_dir=out --updates=1 --train=m|", "named ''"),
-    ("train --data=task --context=39 --updates=1 --out_dir=out --n_core=0 --n_coda=1", "n_coda = 1"),
+    ("train --data=task --context=39 --updates=1 --out_dir=out --n_core=0 --n_coda=1", "n_coda"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
     ("train --data=task --context=39 --out_dir=out --config=test.jsonl", "test.jsonl"),
     ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
