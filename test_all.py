@@ -1758,15 +1758,14 @@ def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monk
     assert same_end("again", "more")
 
 
-def test_a_recipe_may_grow(unbroken):
+def test_a_recipe_may_grow(base, unbroken):
     """A setting that a run's checkpoint does not know yet had its default."""
     shutil.copytree(unbroken, "run")
     path = f"{find_checkpoint('run')}/train.json"
     progress = read_json(path)
-    config = progress["config"]
     del progress["recipe"]["embed_scale"]
     common.write_json(path, progress)
-    base = [*RUN, f"--data={config['data']}", "--out_dir=run"]
+    base = [*base, "--out_dir=run"]
     assert "done: run" in run_script("train", *base)
     assert "embed_scale = 1.0, but" in error_line("train", *base, "--embed_scale=2")
 
