@@ -1530,25 +1530,10 @@ def test_training_learns(taught):
     assert losses[80]["4"] < chance / 2 < chance < losses[0]["4"]
 
 
-# train.py, in which rank 1 kills itself while update 6 is saved. %r: the attempt of torchrun in
-# which it does so, "0", or None without torchrun.
-DIES = """
-import importlib, os, muon, train
-def gather(self, whole=muon.Optimizer.gather):
-    if self.updates == 6 and (self.rank, os.environ.get("TORCHELASTIC_RESTART_COUNT")) == (1, %r):
-        os.kill(os.getpid(), 9)
-    return whole(self)
-muon.Optimizer.gather = gather
-importlib.reload(train)  # reads the RANK of this process
-train.cli(train.main)
-"""
-
-
 def test_killed_ranks_end_alike(base, unbroken):
     """Runs whose ranks were killed end bit-identical on as many ranks, and close on others."""
     base = [*base, "--dtype=bfloat16", "--draws=2", f"--init_from={unbroken}", "--reinit"]
-    Path("dies.py").write_text(DIES % None)
-    two = launch(os.path.abspath("dies.py"), *base, "--out_dir=two", world=2)
+    two = launch("tests/dies_once.py", *base, "--out_dir=two", world=2)
     assert exit_codes(two) == [1, -signal.SIGKILL]
     assert checkpoints("two") == ["step_000003"]
 
@@ -1565,9 +1550,10 @@ def test_killed_ranks_end_alike(base, unbroken):
         for name, t in weights(f"{world}/step_000012", "model").items():
             assert relative_error(wanted[name], t) < 0.02, name
 
-    Path("dies.py").write_text(DIES % "0")
+    Path("died").unlink()
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
-    subprocess.run([sys.executable, *torchrun, "dies.py", *base, "--out_dir=restarted"], check=True)
+    command = [sys.executable, *torchrun, ROOT / "tests/dies_once.py", *base, "--out_dir=restarted"]
+    subprocess.run(command, check=True)
     assert same_end("two", "restarted")
 
 
@@ -1606,49 +1592,66 @@ def test_recompute(base, unbroken):
     assert saved_numbers(recompute=True) < saved_numbers(recompute=False) / 3
 
 
-def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """A signal drops the unfinished update; after signals and a full disk, a run ends the same."""
-    alone = [*base, "--out_dir=run"]
+def train_with_signal(number, row, flags, monkeypatch):
+    """
+    Train, and send a signal to this process with the micro-batch that has a row, counted over the
+    whole run. Returns the exit code and all rows that were trained.
+    """
     to_inputs = train.to_inputs
-    trained_rows = []
+    trained = []
 
-    def run_with(number, signalled_row):
-        """Run until a signal, sent with the micro-batch of this row. Returns the exit code."""
+    def signalled(model, batch, seed):
+        _, _, rows = batch
+        if torch.is_grad_enabled():  # not in validation
+            trained.extend(rows.tolist())
+            if row in rows:
+                os.kill(os.getpid(), number)
+        return to_inputs(model, batch, seed)
 
-        def signalled(model, batch, seed):
-            _, _, rows = batch
-            if torch.is_grad_enabled():  # not in validation
-                trained_rows.extend(rows.tolist())
-                if signalled_row in rows:
-                    os.kill(os.getpid(), number)
-            return to_inputs(model, batch, seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "to_inputs", signalled)
+        code, _ = outcome("train", *flags)
+    return code, trained
 
-        with monkeypatch.context() as patch:
-            patch.setattr(train, "to_inputs", signalled)
-            code, _ = outcome("train", *alone)
-        return code
 
+def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
+    """A signal drops the unfinished update; the resumed run and its log end as without it."""
+    flags = [*base, "--out_dir=run"]
     for number, row, saved in (  # rows of the second and third update, of 4 micro-batches each
         (signal.SIGHUP, 20, "step_000001"),
         (signal.SIGINT, 36, "step_000002"),
     ):
-        assert run_with(number, row) == 128 + signal.SIGTERM
-        assert trained_rows[-4] == row
+        code, trained = train_with_signal(number, row, flags, monkeypatch)
+        assert code == 128 + signal.SIGTERM
+        assert trained[-4] == row
         assert checkpoints("run") == [saved]
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # as on a full disk
-    try:
-        assert "step_000003" in error_line("train", *alone)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoints("run") == ["step_000002"]
-
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-    assert run_with(signal.SIGHUP, 52) == 0
+    run_script("train", *flags)
     assert same_end("run", unbroken)
     losses = [line for line in open("run/log.jsonl") if '"loss"' in line]
     assert len(losses) == 12, "the log repeats updates that were made again"
+
+
+def test_full_disk(base, unbroken, monkeypatch):
+    """A checkpoint that does not fit on the disk is named, and the one before it is kept."""
+    flags = [*base, "--out_dir=run"]
+    train_with_signal(signal.SIGINT, 20, flags, monkeypatch)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        assert "step_000003" in error_line("train", *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoints("run") == ["step_000001"]
+    run_script("train", *flags)
+    assert same_end("run", unbroken)
+
+
+def test_nohup(base, unbroken, monkeypatch):
+    """A signal that is ignored, as SIGHUP is under nohup, does not stop a run."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    code, _ = train_with_signal(signal.SIGHUP, 52, [*base, "--out_dir=run"], monkeypatch)
+    assert code == 0
+    assert same_end("run", unbroken)
 
 
 def test_a_signal_to_one_rank_stops_all(base):
@@ -1782,32 +1785,49 @@ def test_a_row_shorter_than_a_question(corpus):
         assert ("cuts off the questions" in said) == (context < longest)
 
 
-def test_train_some_parameters(base, unbroken):
-    """Parameters that --train leaves out stay bit-identical and have no moments."""
-    run_script("train", *base, "--train=.", "--out_dir=all")
-    assert same_end("all", unbroken)
+def test_train_all_parameters(base, unbroken):
+    """--train with a pattern that all names match is the same as without --train."""
+    run_script("train", *base, "--train=.", "--out_dir=run")
+    assert same_end("run", unbroken)
 
-    some = [*base, "--dtype=bfloat16", "--train=core|adapter", "--keep=4"]
-    run_script("train", *some, "--out_dir=some")
-    first, last = (load_file(f"some/step_{u:06d}/model.safetensors") for u in (3, 12))
+
+SOME = "--dtype=bfloat16", "--train=core|adapter", "--keep=4"
+
+
+@pytest.fixture(scope="session")
+def partial(base, tmp_path_factory):
+    """The folder of a run that trains the recurrent block and the adapter alone."""
+    folder = tmp_path_factory.mktemp("partial") / "run"
+    run_script("train", *base, *SOME, f"--out_dir={folder}")
+    return folder
+
+
+def test_train_some_parameters(partial):
+    """Parameters that --train leaves out stay bit-identical and have no moments."""
+    first, last = (load_file(partial / f"step_{u:06d}/model.safetensors") for u in (3, 12))
     for name, t in first.items():
         frozen = not name.startswith(("core", "adapter"))
         assert frozen == t.equal(last[name]), name
+    moments = load_file(partial / "step_000012/optimizer.safetensors")
+    assert all(name.startswith(("core", "adapter")) for name in moments)
 
-    state = load_file("some/step_000012/optimizer.safetensors")
-    assert all(name.startswith(("core", "adapter")) for name in state)
+
+def test_some_parameters_resume(base, partial):
+    """A run that trains some parameters resumes, bit-identical on as many ranks, close on more."""
     for world in (1, 2):
-        shutil.copytree("some/step_000006", f"{world}/step_000006")
-        run_on_ranks("train.py", *some, f"--out_dir={world}", world=world)
-    assert identical(weights("1/step_000012"), weights("some/step_000012"))
+        shutil.copytree(partial / "step_000006", f"{world}/step_000006")
+        run_on_ranks("train.py", *base, *SOME, f"--out_dir={world}", world=world)
+    assert identical(weights("1/step_000012"), weights(partial / "step_000012"))
     assert read_log("1", "loss") == pytest.approx(read_log("2", "loss"), abs=1e-2)
 
-    # The next stage trains others, and keeps what it does not train.
-    next_stage = "--train=head", "--init_from=some", "--out_dir=second", "--updates=1"
-    run_script("train", *some, *next_stage)
-    second = load_file("second/step_000001/model.safetensors")
-    changed = [name for name, t in last.items() if not t.equal(second[name])]
-    assert changed == ["head.weight"]
+
+def test_next_stage_trains_others(base, partial):
+    """A run that starts from one with another --train keeps what it does not train itself."""
+    flags = "--train=head", f"--init_from={partial}", "--updates=1", "--out_dir=run"
+    run_script("train", *base, *SOME, *flags)
+    before = load_file(partial / "step_000012/model.safetensors")
+    after = load_file("run/step_000001/model.safetensors")
+    assert [name for name, t in before.items() if not t.equal(after[name])] == ["head.weight"]
 
 
 def test_a_run_deletes_only_its_own_checkpoints(base):
@@ -1920,8 +1940,11 @@ def test_updates_are_torchs(base):
     for name, t in load_file("run/step_000006/model.safetensors").items():
         assert max_difference(t, model.get_parameter(name)) < 1e-3 * s.lr, name
 
+
+def test_no_clipping(base):
+    """--clip=0 does not clip, whatever the size of the gradient."""
     for clip in ("0", "1e9"):
-        run_script("train", *flags, "--updates=1", f"--clip={clip}", f"--out_dir={clip}")
+        run_script("train", *base, "--updates=1", f"--clip={clip}", f"--out_dir={clip}")
     assert same_end("0", "1e9")
 
 

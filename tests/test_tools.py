@@ -514,40 +514,49 @@ def test_plan_counts_all_that_a_rank_holds(dtype):
     assert sum(planned.values()) == pytest.approx(wanted)
 
 
+def planned_updates(run, *flags):
+    """How many updates spend what a run has spent since its parent, by `plan --flops_of`."""
+    budget = "--out_dir=x", f"--flops_of={run}", "--quiet"
+    return int(run_script("tools/plan", *flags, *budget))
+
+
+def train_to_the_end(folder, *flags):
+    """Train. Returns the content of the last train.json."""
+    run_script("train", *flags, f"--out_dir={folder}")
+    return read_json(f"{find_checkpoint(folder)}/train.json")
+
+
 def test_as_many_flops_as_another_run(base, unbroken):
-    """`plan --flops_of` finds how many updates cost what another run spent since its parent."""
-    base = [flag for flag in base if not flag.startswith("--updates")]
-
-    def planned(run, *flags):
-        budget = "--out_dir=x", f"--flops_of={run}", "--quiet"
-        return int(run_script("tools/plan", *base, *budget, *flags))
-
-    def trained(name, *flags):
-        run_script("train", *base, *flags, f"--out_dir={name}")
-        return read_json(f"{find_checkpoint(name)}/train.json")
-
+    """`plan --flops_of` comes within half an update of an ordinary model to what a run spent."""
     spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
-    ordinary = "--n_prelude=3", "--n_core=0", "--n_coda=0"
-    updates = planned(unbroken, *ordinary)
+    ordinary = *base, "--n_prelude=3", "--n_core=0", "--n_coda=0"
+    updates = planned_updates(unbroken, *ordinary)
     assert updates != 12
-    parent = trained("parent", *ordinary, f"--updates={updates}")
+    parent = train_to_the_end("parent", *ordinary, f"--updates={updates}")
     assert abs(parent["flops"] - spent) <= parent["flops"] / updates / 2
 
-    # A looped model's updates differ in cost, so its FLOPs are met to within one update.
-    flags = "--mean_recurrence=5", "--curriculum_warmup=0.75"
-    deeper = trained("deeper", *flags, f"--updates={planned(unbroken, *flags)}")
-    totals = [*read_log("deeper", "flops").values()]
-    assert abs(deeper["flops"] - spent) <= max(np.diff(totals))
 
-    # What a chain of runs spends is counted from its parent on, random weights or not.
-    start = f"--init_from={unbroken}"
-    trained("first", start, "--updates=7", "--seed=4")
-    second = trained("second", "--init_from=first", "--updates=5")
+def test_as_many_flops_with_other_recurrences(base, unbroken):
+    """A looped model's updates differ in cost, so --flops_of is met to within one update."""
+    spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
+    deeper = *base, "--mean_recurrence=5", "--curriculum_warmup=0.75"
+    updates = planned_updates(unbroken, *deeper)
+    run = train_to_the_end("run", *deeper, f"--updates={updates}")
+    totals = [*read_log("run", "flops").values()]
+    assert abs(run["flops"] - spent) <= max(np.diff(totals))
+
+
+def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
+    """What a chain of runs spends is counted from its parent on, random weights or not."""
+    start = *base, f"--init_from={unbroken}"
+    train_to_the_end("first", *start, "--updates=7", "--seed=4")
+    second = train_to_the_end("second", *base, "--init_from=first", "--updates=5")
     assert second["tokens"] == (7 + 5) * 16 * 50
-    assert planned("first", start, "--seed=4") == 7
-    assert planned("second", "--init_from=first") == 5
-    trained("new", start, "--reinit", "--updates=2")
-    assert trained("after", "--init_from=new", "--updates=1")["tokens"] == (2 + 1) * 16 * 50
+    assert planned_updates("first", *start, "--seed=4") == 7
+    assert planned_updates("second", *base, "--init_from=first") == 5
+    train_to_the_end("new", *start, "--reinit", "--updates=2")
+    after = train_to_the_end("after", *base, "--init_from=new", "--updates=1")
+    assert after["tokens"] == (2 + 1) * 16 * 50
 
 
 # --------------------------------------------------------------------------------- plots and layers
