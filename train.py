@@ -336,7 +336,7 @@ def train(settings, device):
                 loss.backward()
                 optimizer.accumulate()
                 loss_sum += loss.detach()
-                num_labels += (targets != IGNORE).sum()
+                num_labels += (targets != IGNORE).sum().item()  # targets are on the CPU
             if WORLD > 1:
                 dist.all_reduce(sums)
             total_norm = optimizer.reduce()
