@@ -1195,6 +1195,27 @@ def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch
     assert new.equal(logits[:, 6:-1].argmax(-1))
 
 
+@pytest.mark.parametrize("n_core, steps", [(2, None), (2, 6), (0, None)])
+def test_decoding_is_that_of_the_model(n_core, steps):
+    """sample.py's cached decoding gives the tokens of RecurrentLM.generate(), with drafts, too."""
+    model = decode_model(n_core)
+    prompts = random_prompts(7, 2)
+    wanted = [model.generate(prompt, 12, steps) for prompt in prompts]
+    assert decode(model, prompts, 12, steps=steps).tolist() == wanted
+    assert decode(model, prompts, 12, steps=steps, draft_steps=2).tolist() == wanted
+
+
+def test_generate_samples_at_its_temperature():
+    """RecurrentLM.generate() draws tokens from the softmax of the logits over the temperature."""
+    torch.manual_seed(0)
+    model = small()
+    drawn = torch.tensor([model.generate([3, 5], 1, temperature=0.3) for _ in range(2000)])
+    logits, _ = model(torch.tensor([[3, 5]]), state=model.initial_state(1, 2, 0))
+    p = (logits[0, -1] / 0.3).softmax(-1)
+    found = drawn.flatten().bincount(minlength=17) / 2000
+    assert ((found - p).abs() < 4 * (p * (1 - p) / 2000).sqrt()).all()
+
+
 @pytest.mark.parametrize("way", [{}, {"draft_steps": 1}])
 def test_batch_equals_alone(way):
     """A row's tokens do not depend on the other rows of its batch, which end before or after it."""
