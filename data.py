@@ -193,8 +193,9 @@ def tokenizer_file(folder):
 
 def check_tokenizer(config, folder, *others):
     """
-    Load the Tokenizer of a model's folder. Raises UserError if it has more ids than the model, or
-    if the tokenizer of one of the other folders, such as a data set's, differs from it.
+    Load the Tokenizer of a model's folder, and add its EOS, which data.py trains, to the ids that
+    end a text by the model's Config. Raises UserError if it has more ids than the model, or if the
+    tokenizer of one of the other folders, such as a data set's, differs from it.
     """
     tokenizer = Tokenizer.load(folder)
     for other in others:
@@ -206,6 +207,9 @@ def check_tokenizer(config, folder, *others):
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, but its model "
                         f"only {config.vocab_size}, so it is the tokenizer of a different model")
+    if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
+        ends = [*sorted(config.ends), tokenizer.eos_id]
+        config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
     return tokenizer
 
 

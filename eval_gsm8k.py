@@ -233,7 +233,7 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     Returns the new texts, cut at the first stop string, such as [" It is 18.", ""].
     """
     new = [[] for _ in prompts]
-    last = decoder.model.config.ends | {tokenizer.eos_id}
+    last = decoder.model.config.ends
 
     def ends(row, token):
         if token in last:

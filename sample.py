@@ -689,7 +689,6 @@ def stream(decoder, tokenizer, args, prompt, r):
         tell(f"--- r = {r}")
     room = c.context - len(ids)
     limit = max(1, min(args.tokens, room))  # at least 1, so generate() rejects long prompts
-    last = c.ends | {tokenizer.eos_id}
     count = 0
     count_accepted = 0
     began = time.perf_counter()
@@ -697,7 +696,7 @@ def stream(decoder, tokenizer, args, prompt, r):
         [ids],
         limit,
         r,
-        lambda _, token: token in last,
+        lambda _, token: token in c.ends,
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,
@@ -706,7 +705,7 @@ def stream(decoder, tokenizer, args, prompt, r):
     for _, token, accepted in events:
         count += 1
         count_accepted += accepted
-        if token not in last:
+        if token not in c.ends:
             ids.append(token)
         # Decode all of it: a single token may lack its leading space or be part of a character.
         text = tokenizer.decode(ids)

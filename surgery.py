@@ -196,9 +196,8 @@ def open_source(src):
         RecurrentLM.empty(config).rope(1)  # needs all keys of rope_scaling
     if has_tokenizer(folder):
         tokenizer = check_tokenizer(config, folder)
-        if layout == "huginn_raven" and not config.ends:  # from_raven() ignores the released ids
+        if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
             config.bos_token_id = tokenizer.bos_id
-            config.eos_token_id = tokenizer.eos_id
     weights = to_ours(folder, layout, config, tensors)
     model = RecurrentLM.empty(config)
     model.folder = folder
@@ -306,13 +305,20 @@ def download(spec):
     downloaded only once; after that, this also works offline.
     """
     repo, _, revision = spec.partition("@")
-    # If the folder out/ exists, out/typo is a misspelled folder, not a hub id.
-    if repo.count("/") != 1 or Path(repo).parent.exists():
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo):
         raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
                         "org/name@REVISION.)")
-    from huggingface_hub import snapshot_download
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise UserError(f"{spec}: no such folder. If it is a model on the Hugging Face hub: pip "
+                        "install huggingface_hub")
     fetch = functools.partial(snapshot_download, repo, revision=revision or None)
-    folder = fetch(allow_patterns=["config.json", INDEX, *TOKENIZER_FILES])
+    try:
+        folder = fetch(allow_patterns=["config.json", INDEX, *TOKENIZER_FILES])
+    except Exception as e:  # of the network, or of the hub
+        raise UserError(f"{spec}: no such folder, and not from the Hugging Face hub "
+                        f"({' '.join(str(e).split()):.200})")
     files = weight_map(folder) or {"all": "model.safetensors"}
     return fetch(allow_patterns=sorted(set(files.values())))
 
@@ -537,12 +543,23 @@ def rotary_order(c, name, t, back=False):
 
 # ------------------------------------------------------------------------------------- the command
 
+def was_trained(folder):
+    return Path(folder, "train.json").exists()
+
+
 def copy_other_files(source, config, folder):
     """
     Copy the tokenizer's files and generation_config.json from the folder `source` into OUT, with
-    the BOS and EOS ids of `config` in the latter.
+    the BOS and EOS ids of `config` in the latter. A model that train.py has trained loses the chat
+    template of its parent, since data.py never uses one.
     """
     copy_tokenizer(source, folder)
+    if was_trained(source):
+        Path(folder, "chat_template.jinja").unlink(missing_ok=True)
+        path = Path(folder, "tokenizer_config.json")
+        config_file = read_json(path) if path.exists() else {}
+        if config_file.pop("chat_template", None):
+            write_json(path, config_file)
     path = folder / "generation_config.json"
     if path.exists():
         generation = read_json(path)
@@ -597,6 +614,11 @@ def main():
         print("layers for prelude, core and coda:", *layers)
         if args.untie:
             source.config.tie_embeddings = False
+        loop = not args.feed_forward
+        used = {"untie": not loop, "adapter": loop, "adapter_init": loop and args.adapter != "add"}
+        for flag, has_effect in used.items():
+            if getattr(args, flag) and not has_effect:
+                raise UserError(f"--{flag} has no effect with these flags (--help)")
         model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity")
     else:
         for flag in (*PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"):

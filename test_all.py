@@ -2233,7 +2233,7 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
     model, tokenizer = sample.load_model(checkpoint)
     *words, _ = tokenizer.encode("has 1 so gets")
     control, end, after = tokenizer.encode("4 5 6")
-    model.config.eos_token_id = [99, end]
+    model.config.eos_token_id = [99, end, tokenizer.eos_id]
     monkeypatch.setattr(sample, "load_model", lambda *_: (model, tokenizer))
     for last in (end, tokenizer.eos_id):
         decoder = scripted(model, [*words, last, after])
@@ -2244,6 +2244,37 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
     decoder = scripted(model, [*words, control, end, after])
     texts = eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3)
     assert texts == ["has 1 so"]
+
+
+def test_a_hub_id_beside_a_folder(monkeypatch):
+    """ORG/NAME is a folder if that exists, else a hub id, even if a folder ORG exists."""
+    hub = need("huggingface_hub")
+    asked = []
+
+    def snapshot_download(repo, **options):
+        asked.append(repo)
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    shutil.copytree(ORACLE / "hf_llama", "org/here")
+    run_script("surgery", "org/here", "m", "--feed_forward")
+    line = error_line("surgery", "org/there", "out", "--feed_forward")
+    assert asked == ["org/there"] and "no such folder" in line and "offline" in line
+
+
+def test_one_place_decides_what_ends_a_text(corpus):
+    """The parent's EOS and its tokenizer's end a text in a cut, in sample.py and in an export."""
+    for ends, wanted in ((5, [5, 1]), ([6, 5], [5, 6, 1]), (None, 1), (1, 1)):
+        shutil.rmtree("m", ignore_errors=True)
+        save(small(eos_token_id=ends, n_prelude=4, n_core=0, n_coda=0), "m", corpus)
+        for out in ("loop", "hf"):
+            shutil.rmtree(out, ignore_errors=True)
+        run_script("surgery", "m", "loop", "--shape=1,2,1")
+        assert load_config("loop").eos_token_id == wanted
+        run_script("tools/export", "m", "hf")
+        assert read_json("hf/config.json")["eos_token_id"] == wanted
+        model, _ = sample.load_model("m")  # made before surgery.py decided
+        assert model.config.eos_token_id == wanted
 
 
 def test_a_stop_may_span_several_tokens(speaker, corpus):
@@ -2415,6 +2446,9 @@ MISTAKES = [
     ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
     ("surgery llama out --shape 1,2,1 --prelude 0", "either --shape, or --prelude"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
+    ("surgery llama out --shape 1,2,1 --adapter add --adapter_init half", "--adapter_init has no"),
+    ("surgery llama out --feed_forward --adapter add", "--adapter has no effect"),
+    ("surgery llama out --shape 1,2,1 --untie", "--untie has no effect"),
     ("surgery ./lama out --feed_forward", "no such folder"),
     ("surgery truncated out --feed_forward", "model.safetensors: damaged"),
     ("surgery typeless out --feed_forward", "config.json: damaged"),

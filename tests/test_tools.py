@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # First, because this hides any GPU:
@@ -297,6 +298,45 @@ def test_card_runs_as_pasted(checkpoint):
     assert "(1,2,1) layers" in card
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
     exec(code.replace("ORGANIZATION/out", "out"), {})
+
+
+def test_two_threads_of_a_server(looped):
+    """Threads that ask an export for different r at once each get the text of their own r."""
+    tf = need("transformers")
+    run_script("tools/export", looped, "hf")
+    model = tf.AutoModelForCausalLM.from_pretrained("hf", trust_remote_code=True)
+    ids = torch.tensor([[1, 5, 9]])
+    default = model.config.mean_recurrence
+
+    def answer(r):
+        text = model.generate(ids, max_new_tokens=12, num_steps=r, eos_token_id=None)
+        return text[0].tolist()
+
+    alone = {r: answer(r) for r in (2, 8)}
+    assert alone[2] != alone[8]
+    with ThreadPoolExecutor(2) as pool:
+        for r, text in zip([2, 8] * 8, pool.map(answer, [2, 8] * 8)):
+            assert text == alone[r]
+    assert model.config.mean_recurrence == default
+
+
+def test_a_trained_model_has_no_foreign_chat_template(checkpoint, corpus):
+    """An export of a trained run has no chat template, but a card that says how to ask."""
+    shutil.copytree(checkpoint, "cut")
+    common.write_json("cut/tokenizer_config.json", {"chat_template": "<|user|>"})
+    Path("cut/chat_template.jinja").write_text("<|user|>")
+    flags = """--context=39 --updates=1 --batch_size=2 --mean_recurrence=2 --eval_rows=2
+        --eval_recurrences=1 --compile=false --dtype=float32""".split()
+    data_flag = f"--data={corpus}/task"
+    run_script("train", "--init_from=cut", "--out_dir=run", data_flag, *flags)
+    run_script("surgery", "run", "again", "--mean_recurrence=2")
+    for folder, has_template in (("cut", True), ("run", False), ("again", False)):
+        run_script("tools/export", folder, f"{folder}-hf")
+        files = contents(f"{folder}-hf")
+        assert ("chat_template.jinja" in files) == has_template
+        assert (b"<|user|>" in files["tokenizer_config.json"]) == has_template
+        asks = b"the question alone" in files["README.md"]
+        assert asks == (folder == "run")
 
 
 def test_the_harness_scores_an_export(looped):

@@ -18,7 +18,7 @@ from common import (Parser, UserError, cli, new_folder, opening, read_json, writ
                     write_json)
 from data import Tokenizer
 from surgery import (copy_other_files, has_tokenizer, open_source, rotary_order, tensor_names,
-                     verify)
+                     verify, was_trained)
 
 HERE = Path(__file__).parent
 
@@ -107,6 +107,13 @@ def to_raven(c):
 
 # ------------------------------------------------------------------------------------------- files
 
+# How to ask a model that train.py has trained, in its card.
+TRAINED = """
+It was trained without a chat template: a question, then a newline and its answer. So a prompt is
+the question alone.
+"""
+
+
 def export(model, folder):
     """
     Write a model for other software: in Hugging Face's layout if it has no recurrent block,
@@ -131,6 +138,7 @@ def export(model, folder):
             name=folder.name,
             layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
             mean_recurrence=c.mean_recurrence,
+            trained=TRAINED if was_trained(model.folder) else "",
         )
         (folder / "README.md").write_text(text)
 

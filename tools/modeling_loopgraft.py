@@ -14,6 +14,7 @@ have the names of the released Recurrent-* models (arXiv 2511.07384). The residu
 float32. vLLM runs the model through its Transformers backend, which parses and rewrites some of
 this source (README.md has the command).
 """
+import copy
 import inspect
 import math
 
@@ -389,16 +390,21 @@ class LoopgraftForCausalLM(LoopgraftBase, GenerationMixin):
     def generate(self, *args, num_steps=None, **kwargs):
         """
         GenerationMixin.generate() at r = num_steps. transformers sizes caches by the config, so
-        config.mean_recurrence is changed during the call. An assistant model runs at its own
+        another r needs another config. This call's own model has it, with the same weights, because
+        other threads may generate at their own r. An assistant model runs at its own
         config.mean_recurrence.
         """
-        before = self.config.mean_recurrence
         n, k = self.transformer.split_steps(num_steps)
-        self.config.mean_recurrence = n + k
-        try:
-            return super().generate(*args, **kwargs)
-        finally:
-            self.config.mean_recurrence = before
+        model = self
+        if n + k != self.config.mean_recurrence:
+            model = copy.copy(self)
+            model.config = copy.copy(self.config)
+            model.config.mean_recurrence = n + k
+        return super(LoopgraftForCausalLM, model).generate(*args, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return inputs | {"num_steps": self.config.mean_recurrence}
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
