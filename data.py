@@ -5,7 +5,7 @@ shards, which train.py takes as --data.
     python data.py prepare --input asked.jsonl --prompt question --field answer \\
         --tokenizer out/tiny/task --out out/data/asked
     python data.py prepare --input web/*.parquet --tokenizer out/tinyllama --out out/data/web
-    python data.py prepare --input chats.jsonl --field messages --tokenizer ...
+    python data.py prepare --input chats.jsonl --field messages --loss assistant --tokenizer ...
 
 To download a data set from the Hugging Face Hub (pip install huggingface_hub):
 
@@ -498,8 +498,13 @@ def read_column(record, column):
         return as_text(value)
     if all(type(item) is int for item in value):  # true is no id, and 1.5 would be rounded
         return value
-    contents = [message["content"] for message in value]
-    return "\n".join("" if content is None else as_text(content) for content in contents)
+    return "\n".join(map(message_text, value))
+
+
+def message_text(message):
+    """Return the text of a chat's message; a call of a tool may have none."""
+    content = message["content"]
+    return "" if content is None else as_text(content)
 
 
 def document(tokenizer, record, args):
@@ -509,12 +514,18 @@ def document(tokenizer, record, args):
 
     The document begins with BOS and ends with EOS, and a newline separates a prompt from the text
     that carries loss; a column of ids is used unchanged. Prompt and text are tokenized separately,
-    so that a prompt has the same ids here as at inference.
+    so that a prompt has the same ids here as at inference. With --loss assistant, so is each
+    message, and EOS follows each of the assistant's.
 
     args: the flags of prepare. Raises an exception, which tokenize() catches, if a column is
     missing or has the wrong type, if ids are out of range, or if no token carries loss.
     """
-    pieces = [(read_column(record, args.field), True)]  # (text or ids, whether it carries loss)
+    # (text or ids, whether it carries loss)
+    pieces = [(read_column(record, args.field), True)]
+    if args.loss == "assistant":
+        messages = column_value(record, args.field)
+        pieces = [(message_text(message), message["role"].lower() == "assistant")
+                  for message in messages]
     if args.prompt:
         pieces.insert(0, (read_column(record, args.prompt), False))
     ids = []
@@ -544,12 +555,12 @@ def document(tokenizer, record, args):
 
 def tokenize(tokenizer, args, found):
     """
-    Turn a record of read_records() into a document: token ids (1, N), or with --prompt (2, N),
-    whose second row is the targets. Returns ("kept", the document), ("dropped", None), or ("bad",
-    the reason).
+    Turn a record of read_records() into a document: token ids (1, N), or with --prompt or --loss
+    assistant (2, N), whose second row is the targets. Returns ("kept", the document), ("dropped",
+    None), or ("bad", the reason).
     """
     path, record = found
-    num_rows = 2 if args.prompt else 1
+    num_rows = 2 if args.prompt or args.loss == "assistant" else 1
     try:
         if isinstance(record, bytes):
             record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
@@ -683,7 +694,8 @@ def prepare(args):
         if earlier.exists():
             found = read_json(earlier)
             if found["shards"]["train"]:  # otherwise there is nothing to keep
-                check_settings(out, found["arguments"], meta["arguments"], "Choose another --out")
+                arguments = {"loss": "all"} | found["arguments"]  # older ones have no --loss
+                check_settings(out, arguments, meta["arguments"], "Choose another --out")
                 meta = found
         elif set(os.listdir(out)) - {".lock"}:
             raise UserError(f"{out}: contains other files. Choose another --out")
@@ -839,6 +851,8 @@ def main():
     flag("--prompt", metavar="COLUMN",
          help="a column of text that precedes --field and carries no loss, such as the question; a "
               "newline separates the two")
+    flag("--loss", choices=("all", "assistant"), default="all",
+         help="assistant: in a chat, only the assistant's messages carry loss")
     flag("--drop", nargs="+", action="extend", type=drop_rule, default=[], metavar="COLUMN=TEXT",
          help="skip records whose COLUMN contains TEXT, ignoring case; a.b is column b inside "
               "column a, here and in --field")

@@ -823,6 +823,7 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
         ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
         ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "\n7$"),
         ({"a": [65, 66, 67]}, {}, "", "ABC"),
+        ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
     ],
 )
 def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
@@ -832,12 +833,26 @@ def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
         return [*map(ord, "|" * bos + text)]
 
     tokenizer = SimpleNamespace(encode=encode, eos_id=ord("$"), vocab_size=128)
-    flags = dict(field="a", prompt=None, strip_roles=True) | flags
+    flags = dict(field="a", prompt=None, strip_roles=True, loss="all") | flags
     ids, targets = data.document(tokenizer, row, SimpleNamespace(**flags)).tolist()
     assert "".join(map(chr, ids)) == without_loss + with_loss
 
     first = max(1, len(without_loss))  # the first id that is a target; the id before it predicts it
     assert targets == [-100] * (first - 1) + ids[first:] + [-100]
+
+
+def test_loss_on_the_assistants_messages(corpus):
+    """With --loss assistant, each of the assistant's messages carries loss and ends with EOS."""
+    turns = [("user", "has 1"), ("assistant", "1"), ("user", "gets 2"), ("assistant", "3")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    Path("a.jsonl").write_text((json.dumps({"m": messages}) + "\n") * 9)
+    run_script("data", *prepare(corpus, "a.jsonl", "out", "--field=m", "--loss=assistant"))
+    ids, targets = np.load("out/train_000000.npy")[:, :8]
+    decode = Tokenizer.load("out").decode
+    assert decode(ids.tolist()) == "has 1 1 </s> gets 2 3 </s>"
+    assert decode(targets[targets >= 0].tolist()) == "1 </s> 3 </s>"
+    said = error_line("data", *prepare(corpus, "a.jsonl", "out", "--field=m"))
+    assert "loss = assistant" in said
 
 
 def test_prepare_counts_bad_documents(corpus):
@@ -1582,10 +1597,9 @@ def test_killed_ranks_end_alike(base, unbroken):
 @needs_compiler
 def test_compiled_run_resumes_alike(base):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
-    base = ("train.py", *base, "--compile=true", "--keep=4", "--n_prelude=0", "--n_coda=0")
+    base = ("train.py", *base, "--compile=true", "--n_prelude=0", "--n_coda=0")
     run_on_ranks(*base, "--out_dir=unbroken", threads=2)
-    first, *_ = checkpoints("unbroken")
-    shutil.copytree(f"unbroken/{first}", f"resumed/{first}")
+    kill(launch(*base, "--out_dir=resumed", threads=2), lambda: checkpoints("resumed"))
     run_on_ranks(*base, "--out_dir=resumed", threads=2)
     assert read_log("resumed", "loss").items() <= read_log("unbroken", "loss").items()
     assert identical(weights("resumed/step_000012"), weights("unbroken/step_000012"))
@@ -1836,11 +1850,22 @@ def test_train_some_parameters(partial):
 
 def test_some_parameters_resume(base, partial):
     """A run that trains some parameters resumes, bit-identical on as many ranks, close on more."""
+    train_until(6, *base, *SOME, "--out_dir=half")
     for world in (1, 2):
-        shutil.copytree(partial / "step_000006", f"{world}/step_000006")
+        shutil.copytree("half", str(world))
         run_on_ranks("train.py", *base, *SOME, f"--out_dir={world}", world=world)
     assert identical(weights("1/step_000012"), weights(partial / "step_000012"))
     assert read_log("1", "loss") == pytest.approx(read_log("2", "loss"), abs=1e-2)
+
+
+def test_only_the_newest_checkpoint_has_moments(base, partial):
+    """Older checkpoints keep their weights alone, and a run that would resume from one says so."""
+    assert len([*partial.glob("*/model.safetensors")]) == 4
+    (newest,) = partial.glob("*/optimizer.safetensors")
+    assert newest.parent.name == "step_000012"
+    shutil.copytree(partial / "step_000009", "run/step_000009")
+    said = error_line("train", *base, *SOME, "--out_dir=run")
+    assert "weights alone" in said and "--init_from=run/step_000009" in said
 
 
 def test_next_stage_trains_others(base, partial):
@@ -1878,12 +1903,12 @@ def test_updates_that_are_not_finite(base, monkeypatch):
 
     monkeypatch.setattr(train, "to_inputs", poisoned)
     monkeypatch.setattr(train, "MAX_SKIPS", 2)
-    base = [*base, "--optimizer=adamw", "--keep=4"]
+    base = [*base, "--optimizer=adamw", "--keep=2"]
     run_script("train", *base, "--out_dir=whole")
     assert read_json("whole/step_000012/train.json")["skipped"] == 2
 
     # Skipped updates do not count in AdamW's bias correction, after a restart either.
-    shutil.copytree("whole/step_000003", "resumed/step_000003")
+    train_until(3, *base, "--out_dir=resumed")
     run_script("train", *base, "--out_dir=resumed")
     assert identical(weights("resumed/step_000012"), weights("whole/step_000012"))
 

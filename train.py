@@ -131,7 +131,8 @@ class Settings(Recipe):
     eval_rows: positive = setting(1024, "validation rows of each data set, at most")
     eval_recurrences: recurrences = setting("1,2,4,8,16,32", "recurrences to validate at")
     save_every: positive = setting(500, "updates between checkpoints, besides the last")
-    keep: positive = setting(2, "checkpoints to keep")
+    keep: positive = setting(2, "checkpoints to keep: the newest has 8 (Muon) to 12 (AdamW) bytes "
+                             "per parameter, older ones, with weights alone, have 4")
     log_every: positive = setting(1, "updates between lines of the log")
     wandb: bool = setting(False, "also log to Weights & Biases")
 
@@ -285,6 +286,9 @@ def train(settings, device):
     used = progress.get("used", {}).get(f"seed {settings.seed} of {digest}", (0, 0))
     settings.rows_before, settings.draws_before = used
     if resumed:
+        if not Path(resumed, "optimizer.safetensors").exists():
+            raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. "
+                            f"To go on from them, use --init_from={resumed} --out_dir=NEW")
         with reading(resumed / "optimizer.safetensors") as path:
             moments = load_file(path)  # memory-mapped
         optimizer.load(moments, start - progress["skipped"])
@@ -464,7 +468,7 @@ def log(settings, progress, entry):
 def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress):
     """
     Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0. Then delete the
-    oldest checkpoints, leaving --keep.
+    oldest checkpoints, leaving --keep, and the optimizer's state of all but the newest.
 
     A checkpoint holds the float32 masters, the frozen parameters as in `weights`, the optimizer's
     moments, the tokenizer, and `progress`.
@@ -478,8 +482,11 @@ def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progre
         write_tokenizer(tokenizer_files, folder)
         save_file(moments, folder / "optimizer.safetensors")
         write_json(folder / "train.json", progress | {"config": vars(settings)})
-    for path in checkpoints(settings.out_dir)[:-settings.keep]:
+    saved = checkpoints(settings.out_dir)
+    for path in saved[:-settings.keep]:
         shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
+    for path in saved[:-1]:
+        Path(path, "optimizer.safetensors").unlink(missing_ok=True)
 
 
 def catch_signals():

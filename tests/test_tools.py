@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 # First, because this hides any GPU:
 from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, TOKENIZERS, answers_of,
@@ -484,6 +485,18 @@ def test_tables_of_the_paper(row):
     assert src["prelude"] + src["norm_f"] == body
     body = out["prelude"] + out["core"] + out["coda"]
     assert [body, *(out[part] for part in PARTS)] == parts
+
+
+@pytest.mark.parametrize("n, shape, layers", [
+    (22, (4, 8, 4), ("0-3", "10-17", "18-21")),
+    (22, (2, 4, 2), ("0-1", "16-19", "20-21")),
+    (22, (6, 10, 6), ("0-5", "6-15", "16-21")),
+    (16, (4, 6, 4), ("0-3", "6-11", "12-15")),
+])
+def test_layers_of_tables_of_the_paper(n, shape, layers):
+    """--shape chooses the layers of the paper's Table 8, for 22 layers and for 16."""
+    args = SimpleNamespace(prelude=[], core=[], coda=[], shape=shape, feed_forward=False)
+    assert surgery.choose_layers(args, n) == [*map(surgery.layer_list, layers)]
 
 
 def test_flops_are_the_papers():
