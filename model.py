@@ -294,6 +294,19 @@ def recomputed(function):
     return call
 
 
+def compiled(function, **how):
+    """torch.compile(function), which raises UserError if the compiler fails on its kernels."""
+    fast = torch.compile(function, **how)
+
+    def call(*args, **kwargs):
+        try:
+            return fast(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            raise UserError(f"torch.compile failed on this machine ({e!r:.200})")
+
+    return call
+
+
 def to_device(tensor, device):
     """Copy a tensor from the CPU to a device, without waiting for a GPU: from pinned memory."""
     if device.type == "cuda":
@@ -560,12 +573,11 @@ class RecurrentLM(nn.Module):
         # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
         # many, and for each view of the cache.
         torch._dynamo.config.recompile_limit = 32
-        layer = torch.compile(Block.forward, **how)
+        layer = compiled(Block.forward, **how)
         for block in [*self.prelude, *self.coda]:
             block.forward = functools.partial(layer, block)
         for part in ("run_core", "logits", "score_chunk"):
-            compiled = torch.compile(getattr(self, part), **how)
-            setattr(self, part, compiled)
+            setattr(self, part, compiled(getattr(self, part), **how))
 
     # ------------------------------------------------------------------ counting, initializing
 

@@ -2520,13 +2520,40 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
 
 
 # ------------------------------------------------------------------------------------- the terminal
+def test_ranks_that_nobody_started():
+    """What is left of torchrun's environment is ignored, so a script is rank 0 of 1."""
+    code = "import common; print(common.RANK, common.WORLD)"
+    for left in ({"RANK": ""}, {"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "2"},
+                 {"RANK": "1", "MASTER_ADDR": "x"}, {"RANK": "x", "MASTER_ADDR": "x"}):
+        command = [sys.executable, "-c", code]
+        said = subprocess.check_output(command, env=os.environ | left, text=True)
+        assert said == "0 1\n", left
+
+
 def test_no_compiler(base, monkeypatch):
     """Without a working C++ compiler, a run continues without torch.compile."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/bin/false",))
     torch.compiler.reset()  # forgets what other tests compiled
-    said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
+    with torch._inductor.config.patch("cpp.cxx", ("/bin/false",)):
+        said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
     assert "without torch.compile" in said
+
+
+@needs_compiler
+def test_compiler_that_fails_later(base, monkeypatch):
+    """If the compiler fails on larger kernels, a run goes on without, and a model says so."""
+    def fails(graph, inputs):
+        raise RuntimeError("g++: killed\ntwice")
+
+    compile_parts = RecurrentLM.compile_parts
+    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda m: compile_parts(m, backend=fails))
+    said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
+    torch.compiler.set_stance("default")
+    assert "without torch.compile" in said
+    model = small()
+    model.compile_parts()
+    with pytest.raises(UserError, match="torch.compile failed"):
+        model(torch.ones(1, 4, dtype=torch.int64))
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):

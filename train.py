@@ -696,9 +696,18 @@ def warm_up(settings, model, train_set):
     began = time.time()
     batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
-    try:
+
+    def run():
         _, losses = model(idx, targets, (1, largest_depth(settings)), state, settings.recompute)
         losses.sum().backward()
+
+    try:
+        try:
+            run()
+        except (UserError, torch._dynamo.exc.BackendCompilerFailed) as e:  # of a larger kernel
+            say(f"warning: {e!r:.300}. Continuing without torch.compile")
+            torch.compiler.set_stance("force_eager")
+            run()
     except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={settings.micro_batch}. Lower it or "
                         "--context, or try --activation_budget=0.5, then --recompute")
