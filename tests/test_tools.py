@@ -376,8 +376,11 @@ def test_the_harness_scores_an_export(looped):
 
 
 # --------------------------------------------------------------------------------------------- gguf
-def write_gguf(path, folder, stored):
-    """Write a Hugging Face model as a .gguf file. stored: the type of its matrices."""
+def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None):
+    """
+    Write a Hugging Face model as a .gguf file. stored: the type of its matrices. pre: the name of
+    how text is split. lost: a tensor that is left out. add: called with the writer.
+    """
     gguf = need("gguf")
     alphabet = need("tokenizers").pre_tokenizers.ByteLevel.alphabet()
     raw = read_json(folder / "config.json")
@@ -394,6 +397,7 @@ def write_gguf(path, folder, stored):
     file.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     file.add_rope_freq_base(raw["rope_theta"])
     file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre(pre)
     file.add_token_list([*sorted(alphabet), "ab", "<|end|>"])
     file.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
     file.add_token_merges(["a b"])
@@ -414,7 +418,10 @@ def write_gguf(path, folder, stored):
             dtype = gguf.GGMLQuantizationType[stored]
             array = gguf.quantize(array, dtype)
         name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        file.add_tensor(name, array, raw_dtype=dtype)
+        if name != lost:
+            file.add_tensor(name, array, raw_dtype=dtype)
+    if add:
+        add(file)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
@@ -459,6 +466,43 @@ def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
     text = "12 ab  cab\n"
     theirs = transformers.AutoTokenizer.from_pretrained(".", gguf_file="m.gguf")
     assert Tokenizer.load("ours").encode(text) == theirs(text).input_ids
+
+
+def test_gguf_is_read_as_llama_cpp_reads_it():
+    """What transformers would read differently is refused; a file's own tokenizer is used."""
+    need("accelerate")
+    tokenizers = need("tokenizers")
+    model = small(n_embd=64, n_ffn=96, vocab_size=258, n_core=0, n_coda=0)
+    model.save("parent")
+    run_script("tools/export", "parent", "hf")
+    ones = np.ones(8, np.float32)
+    for words, options in (
+        ("several parts", {"add": lambda file: file.add_uint16("split.count", 2)}),
+        ("scales RoPE", {"add": lambda file: file.add_tensor("rope_freqs.weight", 2 * ones)}),
+        ("scales RoPE", {"add": lambda file: file.add_string("llama.rope.scaling.type", "linear")}),
+        ("scales RoPE", {"add": lambda file: file.add_float32("llama.rope.scale_linear", 4.0)}),
+        ("tokenizer.ggml.pre is x", {"pre": "x"}),
+        ("missing keys: model.layers.0.mlp.down", {"lost": "blk.0.ffn_down.weight"}),
+        ("missing keys: model.norm.weight", {"lost": "output_norm.weight"}),
+    ):
+        write_gguf("m.gguf", Path("hf"), **options)
+        assert words in error_line("tools/from_gguf", "m.gguf", "out"), words
+        os.remove("m.gguf")
+    Path("m.gguf").write_bytes(b"GGUF")
+    assert "m.gguf: damaged" in error_line("tools/from_gguf", "m.gguf", "out")
+    os.remove("m.gguf")
+
+    words = tokenizers.pre_tokenizers
+    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, "<unk>"))
+    other.save("tokenizer.json")  # of another model
+    write_gguf("m.gguf", Path("hf"), pre="smollm")
+    run_script("tools/from_gguf", "m.gguf", "converted")
+    spec = read_json("converted/tokenizer.json")
+    steps = [words.Digits(individual_digits=True), words.ByteLevel(add_prefix_space=False)]
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE(spec["model"]["vocab"], [("a", "b")]))
+    coder.pre_tokenizer = words.Sequence(steps)
+    text = "ab  1\n\n23 ab"
+    assert Tokenizer.load("converted").encode(text) == coder.encode(text).ids
 
 
 # --------------------------------------------------------------------------------- what a run costs

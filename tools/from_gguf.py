@@ -8,12 +8,44 @@ and dequantizes its weights.
 
 The weights are float32; or bfloat16, if the file has bfloat16 and that holds every weight exactly.
 """
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from common import Parser, UserError, cli, new_folder, opening, write_atomically, write_json
+from common import (Parser, UserError, cli, new_folder, opening, reading, write_atomically,
+                    write_json)
+
+
+# The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
+# for "smollm", convert() sees to it.
+KNOWN = ("gpt-2", "olmo", "smollm", "llama-bpe", "llama3", "llama-v3", "dbrx", "qwen2",
+         "deepseek-r1-qwen")
+
+
+def check_file(path, file):
+    """
+    Raise UserError if transformers would read something else from a GGUFReader's file than
+    llama.cpp does. Returns its tokenizer.ggml.pre.
+    """
+    def said(key, otherwise=None):
+        return file.fields[key].contents() if key in file.fields else otherwise
+
+    if said("split.count", 1) > 1:
+        raise UserError(f"{path}: one of several parts. Join them with llama.cpp's "
+                        "llama-gguf-split --merge")
+    keys = ".rope.scaling.type", ".rope.scaling.factor", ".rope.scale_linear"
+    scaled = [key for key in file.fields if key.endswith(keys) and said(key) not in (1, "none")]
+    scaled += [tensor.name for tensor in file.tensors if tensor.name == "rope_freqs.weight"]
+    if scaled:
+        raise UserError(f"{path}: {scaled[0]} scales RoPE, which transformers does not read from "
+                        ".gguf files. Use the model's safetensors")
+    pre = said("tokenizer.ggml.pre")
+    if said("tokenizer.ggml.model") == "gpt2" and pre not in KNOWN:
+        raise UserError(f"{path}: text would be split otherwise than in llama.cpp, because its "
+                        f"tokenizer.ggml.pre is {pre}. Use the model's safetensors")
+    return pre
 
 
 def convert(path, out):
@@ -23,14 +55,26 @@ def convert(path, out):
     """
     import gguf
     import transformers
+    from tokenizers import pre_tokenizers
     transformers.logging.set_verbosity_error()
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    try:
-        stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except ValueError as e:
-        one_line = " ".join(str(e).split())
-        raise UserError(f"{path}: damaged, or not supported by transformers ({one_line:.200})")
+    with reading(path), tempfile.TemporaryDirectory() as alone:
+        file = gguf.GGUFReader(path)
+        pre = check_file(path, file)
+        # In a folder of its own, or transformers would read a tokenizer.json beside it instead.
+        Path(alone, path.name).symlink_to(path.resolve())
+        where = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.float32, output_loading_info=True)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if report[kind]:
+                raise UserError(f"{path}: {kind.replace('_', ' ')}: {sorted(report[kind])[0]}, and "
+                                f"{len(report[kind]) - 1} more")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    if pre == "smollm":
+        words = tokenizer.backend_tokenizer.pre_tokenizer
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    stored = {tensor.tensor_type.name for tensor in file.tensors}
     quantized = stored - {"F32", "F16", "BF16"}
     if quantized:
         print("note: what quantization lost is not restored:", *quantized)
@@ -40,7 +84,7 @@ def convert(path, out):
     config = model.config.to_dict()
     config.pop("quantization_config", None)  # the weights are dequantized
     with write_atomically(out) as folder:
-        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         write_json(folder / "config.json", config)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     print(f"wrote {out}")
