@@ -11,7 +11,9 @@ weights: except with --draft_steps, speed does not depend on their values. The l
 is JSON.
 
 Tokens/s mean little across different r, so `train` also reports mfu: the FLOP/s that it executes in
-matrix products and attention, as a share of those of a large matrix product.
+matrix products and attention, as a share of those of a large matrix product. And `decode` reports
+mbu: the bytes/s of weights that it reads, as a share of this machine's memory bandwidth. With one
+row, that is its limit, unless the recurrent block fits in the cache.
 """
 import json
 import statistics
@@ -68,8 +70,8 @@ def bench(args):
     Time training or decoding. Prints a line for each measurement, and then all of them as one line
     of JSON.
 
-    matmul_peak: FLOP/s of a large square matrix product. peak_mib: the most GPU memory in use so
-    far, in MiB.
+    matmul_peak: FLOP/s of a large square matrix product. read_peak: bytes/s of reading 2 GB.
+    peak_mib: the most GPU memory in use so far, in MiB.
     """
     name = choose_dtype(args.dtype, DEVICE)
     dtype = getattr(torch, name)
@@ -91,19 +93,25 @@ def bench(args):
     model.to(dtype)
     device, _ = describe(model)
     print(dtype_on(name, device))
-    peak = matmul_speed(dtype, args.repeat)
     result = {
         "device": device,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": name,
-        "matmul_peak": peak,
         "rows": [],
     }
+    if args.command == "train":
+        result["matmul_peak"] = matmul_speed(dtype, args.repeat)
+    else:
+        result["read_peak"] = read_speed(args.repeat)
     run = bench_train if args.command == "train" else bench_decode
     for row in run(model, args):
         if args.command == "train":
-            row["mfu"] = row["flops_per_s"] / peak
+            row["mfu"] = row["flops_per_s"] / result["matmul_peak"]
+        elif not row["draft_steps"]:
+            weights = model.flops_per_token(row["r"], T=0) / 2  # that each new token reads
+            bytes_per_s = weights * dtype.itemsize * row["tokens_per_s"] / args.batch_size
+            row["mbu"] = bytes_per_s / result["read_peak"]
         if DEVICE == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         cells = []
@@ -122,6 +130,13 @@ def matmul_speed(dtype, repeat):
     b = torch.randn(n, n, device=DEVICE, dtype=dtype)
     _, seconds = time_runs(lambda: a @ b, repeat)
     return 2 * n**3 / statistics.median(seconds)
+
+
+def read_speed(repeat):
+    """Return the bytes/s of reading 2 GB, the median of `repeat` dot products of two vectors."""
+    a, b = torch.ones(2, 2**28, device=DEVICE)
+    _, seconds = time_runs(lambda: a @ b, repeat)
+    return 2 * a.nbytes / statistics.median(seconds)
 
 
 def clock():

@@ -544,13 +544,10 @@ class FewRows(nn.Module):
         rows = math.prod(shape)
         if rows > FEW_ROWS or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
-        weight = self.weight.float()
-        y = []
-        for row in x.view(rows, fan_in):
-            products = weight * row.float()
-            y.append(products.sum(-1))
-        y = torch.stack(y).type_as(x)
-        y = y.view(*shape, -1)
+        # In quarters, because a core that reads four places at once waits less for the memory.
+        quarters = self.weight.float().chunk(4)
+        y = [(part * row.float()).sum(-1) for row in x.view(rows, fan_in) for part in quarters]
+        y = torch.cat(y).type_as(x).view(*shape, -1)
         if self.bias is not None:
             y = y + self.bias
         return y
