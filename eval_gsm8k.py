@@ -37,8 +37,8 @@ import requests
 import torch
 
 from common import (DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on, opening,
-                    positive, random_seed, read_json, recurrences, say, write_atomically,
-                    write_json)
+                    positive, random_seed, read_json, reading, recurrences, say,
+                    write_atomically, write_json)
 from data import as_text
 from model import COMPILING
 from sample import DEPTHS, Decoder, describe, load_model, tell
@@ -85,7 +85,9 @@ def read_questions(path, limit=None):
     Raises UserError if a line is not a question.
     """
     questions = []
-    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+    with reading(path):
+        lines = Path(path).read_text("utf-8-sig").split("\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():  # files may have empty lines
             continue
         try:
@@ -309,10 +311,11 @@ def read_answers(path, settings):
     """
     if not Path(path).exists():
         return {}
-    *lines, unfinished = Path(path).read_text().split("\n")
-    header, *lines = map(json.loads, lines)
-    check_settings(path, header, settings, "Name another file with --out")
-    return {(line["steps"], line["index"]): line for line in lines}
+    with reading(path):
+        *lines, unfinished = Path(path).read_text().split("\n")
+        header, *lines = map(json.loads, lines)
+        check_settings(path, header, settings, "Name another file with --out")
+        return {(line["steps"], line["index"]): line for line in lines}
 
 
 # ---- the summary ------------------------------------------------------------------------------

@@ -720,6 +720,7 @@ def stream(decoder, tokenizer, args, prompt, r):
 def converse(decoder, tokenizer, args, parser):
     """Read prompts from the terminal, and answer each independently. "/steps 16" sets a flag."""
     tell("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.")
+    sys.stdin.reconfigure(errors="surrogateescape")  # so that a wrong byte ends only its prompt
     while True:
         say("> ", sys.stderr, end="")
         try:

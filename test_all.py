@@ -2349,6 +2349,28 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     assert read_json("a.json")["cut_prompts"] == 4
 
 
+@pytest.mark.parametrize(
+    "line, encoding, words",
+    [
+        ('{"question": "has 1 so", "answer": null}', "utf-8", "line 3 is not"),
+        ('{"question": "has 1 so", "answer": ["1"]}', "utf-8", "line 3 is not"),
+        ('{"question": NaN, "answer": "1"}', "utf-8", "line 3 is not"),
+        ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 3 is not"),
+        ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
+        ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
+        ('{"question": "has 1 so", "answer": "1"}', "utf-16-le", "line 1 is not"),
+    ],
+)
+def test_questions_that_are_none(line, encoding, words, checkpoint):
+    """Questions and answers are text or numbers in UTF-8; other files are refused in one line."""
+    good = '{"question": "has 1 so", "answer": 1}\n'
+    Path("q.jsonl").write_text(good * 2 + line, encoding)
+    said = error_line("eval_gsm8k", "--model", checkpoint, "--data=q.jsonl", "--out=a.json")
+    assert "q.jsonl: " in said and words in said
+    Path("q.jsonl").write_text(good * 2, "utf-8-sig")
+    assert len(eval_gsm8k.read_questions("q.jsonl")) == 2
+
+
 def test_killed_evaluation_resumes(checkpoint, corpus):
     """A killed evaluation resumes as if never interrupted; other settings are refused."""
     rows = [json.loads(line) for line in open(corpus / "test.jsonl")]
@@ -2564,13 +2586,14 @@ def test_compiler_that_fails_later(base, monkeypatch):
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt, each line is a prompt, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
-    lines += [b"/draft_steps 2", b"/steps 8", b"has 1"]
+    lines += [b"caf\xe9", b"/draft_steps 2", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     run_script("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert errors.count("of them accepted drafts") == 1
     assert "argument --steps" in errors and "/model: not one of steps" in errors
+    assert errors.count("half a character") == 1
 
 
 def check_trace(folder, prompt, steps):
