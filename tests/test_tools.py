@@ -665,7 +665,7 @@ def test_plot_results():
         ("parent", 0, 1, (0,)),
     ):
         row = {"metric": "flexible", "value": value, "standard_error": 0.25 * value}
-        result = {"config": vars(small(n_core=n_core).config), "task": "count"}
+        result = {"config": vars(small(n_core=n_core, n_coda=n_core).config), "task": "count"}
         result["results"] = [row | {"steps": r} for r in steps]
         common.write_json(f"{name}.json", result)
 
