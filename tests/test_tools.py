@@ -876,6 +876,32 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
     assert len(re.findall("<!-- table: ", study.PAGES[0].read_text())) == 3
 
 
+def test_plot_results_of_the_harness():
+    """plot.py reads the harness's files: one metric of each task, and groups without their parts."""
+    results = {
+        "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.5, "acc_norm_stderr,none": 0.01},
+        "mmlu": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
+        "mmlu_anatomy": {"acc,none": 0.1, "acc_stderr,none": 0.2},
+    }
+    for name, args in (("loop", {"mean_recurrence": 8}), ("parent", {})):
+        common.write_json(f"{name}/train.json", {"update": 5, "flops": 1e9})
+        common.write_json(f"{name}/lm_eval.json", {
+            "lm_eval_version": "0.4.13",
+            "results": results,
+            "group_subtasks": {"mmlu": ["mmlu_anatomy"]},
+            "config": {"model_args": {"pretrained": f"{name}/hf"} | args},
+        })
+    files = "loop/lm_eval.json", "parent/lm_eval.json", "--labels=a,b", "--out=a.svg"
+    for axis, x, label in (("steps", "8", "a"), ("update", "5", "a, r = 8")):
+        said = run_script("tools/plot", *files, f"--x={axis}")
+        rows = [line.split("|")[1:-1] for line in said.splitlines() if line.startswith("|")]
+        rows = [[text.strip() for text in row] for row in rows]
+        header, _, *hellaswag = rows[:4]
+        assert header == ["", x]
+        assert hellaswag == [[label, "50.0 ± 1.0"], ["b", "50.0 ± 1.0"]]
+        assert rows[6:] == [[label, "25.0"], ["b", "25.0"]], "mmlu, and no more"
+
+
 # ---------------------------------------------------------------------------------------- mistakes
 MISTAKES = [
     ("surgery llama out --export hf", "python -m tools.export"),

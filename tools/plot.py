@@ -1,6 +1,6 @@
 """
-Draw results of eval_gsm8k.py, or the losses of runs, and print what is drawn as tables. Files with
-the same task share a panel; scores are in %.
+Draw results of eval_gsm8k.py or of lm-evaluation-harness, or the losses of runs, and print what is
+drawn as tables. Files with the same task share a panel; scores are in %.
 
     python -m tools.plot out/*/eval_test.json                 # over r
     python -m tools.plot out/tiny/eval_*.json --x difficulty  # a curve for each model and r
@@ -24,6 +24,7 @@ AXES = {
     "flops": "training FLOPs",
 }
 LOG_BASE = {"steps": 2, "parameters": 10}
+HARNESS = "acc_norm", "math_verify", "acc"  # metrics of the harness; the first that a task has
 COLUMNS = 13  # at most this many points of a curve are printed
 MARKERS = 30  # at most this many points of a curve get a marker
 
@@ -63,9 +64,9 @@ def main():
             "x_log": LOG_BASE.get(axis),
             "curves": curves,
         })
+    draw(panels, args.out or paths[0].rstrip("/").removesuffix(".json") + ".png")
     for panel in panels:
         print_table(panel)
-    draw(panels, args.out or paths[0].rstrip("/").removesuffix(".json") + ".png")
 
 
 # --------------------------------------------------------------------------------- reading
@@ -94,6 +95,9 @@ def scores(label, path, axis):
     line over r, and a model that train.py never trained is one over update or flops.
     """
     content = read_json(path)
+    if "lm_eval_version" in content:
+        yield from harness_scores(label, content, axis)
+        return
     for name, result in content.get("models", {label: content}).items():
         for row in result.get("results", []):
             r = row["steps"]
@@ -115,6 +119,31 @@ def scores(label, path, axis):
             else:
                 x = result.get("training", {}).get(axis)
             yield title, y, curve, (x, row["value"], row.get("standard_error"))
+
+
+def harness_scores(label, content, axis):
+    """
+    Yield points as scores() does, from a file of lm-evaluation-harness, which has one r. Over
+    update or flops, the export that it names has to be in the folder of its checkpoint.
+    """
+    model = content["config"]["model_args"]
+    r = model.get("mean_recurrence")  # a parent has none
+    x = r
+    if axis in ("update", "flops"):
+        x = read_json(Path(model["pretrained"]).parent / "train.json")[axis]
+        label += f", r = {r}" if r else ""
+    elif axis != "steps":
+        raise UserError(f"--x {axis}: results of the harness are drawn over steps, update or flops")
+    parts = sum(content["group_subtasks"].values(), [])  # such as mmlu_anatomy, a part of mmlu
+    for task, result in content["results"].items():
+        if task in parts:
+            continue
+        for metric in HARNESS:
+            if f"{metric},none" in result:
+                error = result[f"{metric}_stderr,none"]
+                error = None if error == "N/A" else error
+                yield task, metric, label, (x, result[f"{metric},none"], error)
+                break
 
 
 # --------------------------------------------------------------------------------- tables
