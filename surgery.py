@@ -187,8 +187,8 @@ def open_source(src):
     path = Path(src)
     for file in (path, *path.glob("*.gguf")):
         if file.suffix == ".gguf" and not any(path.glob("*.safetensors")):
-            raise UserError(f"{src}: run `python -m tools.from_gguf {file} OUT` first, then surgery "
-                            "on its OUT")
+            raise UserError(f"{src}: run `python -m tools.from_gguf {file} OUT` first, then "
+                            "surgery.py on its OUT")
     folder = find_checkpoint(src if path.exists() else download(src))
     tensors = map_tensors(folder)
     with reading(Path(folder, "config.json")):
