@@ -107,21 +107,17 @@ def mix(x):
     return x
 
 
-def normal(seed, row, position, C):
+def truncated_normal(seed, row, position, C):
     """
     Draw standard normal numbers, truncated at 3 standard deviations. Each depends only on (seed,
     row, position, channel). row, position: int64 tensors that broadcast to a shape (...). Returns
     (..., C) float32.
     """
-    key = mix(seed)
-    key = mix(key + row)
-    key = mix(key + position)
-    channels = torch.arange(C, device=key.device)
-    bits = mix(key[..., None] + channels)
-    within = math.erf(3 / math.sqrt(2))  # P(|z| < 3) for a standard normal z
+    key = mix(mix(mix(seed) + row) + position)
+    bits = mix(key[..., None] + torch.arange(C, device=key.device))
     uniform = ((bits >> 8) - 2**23).float()  # 24 bits, which float32 holds exactly
-    uniform = uniform * (within / 2**23)
-    return uniform.erfinv_().mul_(math.sqrt(2))
+    within = math.erf(3 / math.sqrt(2))      # P(|z| < 3) for a standard normal z
+    return (uniform * (within / 2**23)).erfinv_().mul_(math.sqrt(2))
 
 
 # ------------------------------------------------------------------------------- the layers
@@ -130,10 +126,8 @@ class RMSNorm(nn.RMSNorm):
     """Normalize in float32, cast to the weights' dtype, then scale, as Llama does."""
 
     def forward(self, x):
-        x = x.float()
-        x = F.rms_norm(x, self.normalized_shape, eps=self.eps)
-        x = x.to(self.weight.dtype)
-        return x * self.weight
+        x = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return x.to(self.weight.dtype) * self.weight
 
 
 class HeadNorm(RMSNorm):
@@ -151,8 +145,7 @@ class Linear(nn.Linear):
         super().__init__(fan_in, fan_out, bias)
 
     def forward(self, x):
-        x = x.to(self.weight.dtype)
-        return super().forward(x)
+        return super().forward(x.to(self.weight.dtype))
 
 
 def rotate(x, rope):
@@ -160,14 +153,9 @@ def rotate(x, rope):
     Apply the rotary embedding to heads x (B, T, H, D). As in Hugging Face's code, channel i of a
     head pairs with channel i + D/2. rope: cos and sin, each (T, 1, D/2) or (B, T, 1, D/2).
     """
-    cos, sin = rope
-    cos = cos.type_as(x)
-    sin = sin.type_as(x)
+    cos, sin = (angle.type_as(x) for angle in rope)
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((
-        a * cos - b * sin,
-        b * cos + a * sin,
-    ), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def attend(q, k, v, mask=None, **flags):
@@ -188,18 +176,17 @@ class Attention(nn.Module):
         self.split = q, kv, kv
         self.qkv = Linear(c.n_embd, q + 2 * kv, c.qkv_bias)
         self.proj = Linear(q, c.n_embd)
-        self.q_norm = nn.Identity()
-        self.k_norm = nn.Identity()
         if c.head_norm:
             self.q_norm = HeadNorm(c.head_dim, c.norm_eps)
             self.k_norm = HeadNorm(c.head_dim, c.norm_eps)
         elif c.norm == "post":  # OLMo-2 normalizes all heads together
             self.q_norm = RMSNorm(q, c.norm_eps)
             self.k_norm = RMSNorm(kv, c.norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
         self.qk_bias = None
         if c.norm == "sandwich":  # Huginn has as many k heads as q heads
-            zeros = torch.zeros(2, 1, c.n_head, c.head_dim)
-            self.qk_bias = nn.Parameter(zeros)
+            self.qk_bias = nn.Parameter(torch.zeros(2, 1, c.n_head, c.head_dim))
 
     def forward(self, x, rope, cache=None):
         """
@@ -209,38 +196,25 @@ class Attention(nn.Module):
         each (B, n_kv_head, T, D), and lets q (B, n_head, T, D) attend to everything in the cache.
         """
         B, T, _ = x.shape
-        qkv = self.qkv(x)
-        q, k, v = qkv.split(self.split, dim=-1)
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        heads = B, T, -1, self.head_dim
-        q = q.view(heads)
-        k = k.view(heads)
-        v = v.view(heads)
+        q, k, v = self.qkv(x).split(self.split, dim=-1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.view(B, T, -1, self.head_dim) for part in (q, k, v))
         if self.qk_bias is not None:
-            q = q + self.qk_bias[0]
-            k = k + self.qk_bias[1]
+            q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         # Rotate before transposing: SDPA's output has the memory layout of q, so that joining the
         # heads below needs no copy.
-        q = rotate(q, rope)
-        k = rotate(k, rope)
-        q = q.transpose(1, 2)  # (B, H, T, D)
-        k = k.transpose(1, 2)
-        v = v.transpose(1, 2)
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
         if cache is None:
             if q.is_cuda and q.dtype == torch.float32:
                 # The only fused kernel that takes float32, the memory-efficient one, needs one head
                 # of k and v for each head of q.
                 groups = self.n_head // self.n_kv_head
-                k = k.repeat_interleave(groups, 1)
-                v = v.repeat_interleave(groups, 1)
-            grouped = q.shape[1] != k.shape[1]
-            y = attend(q, k, v, is_causal=True, enable_gqa=grouped)
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            y = attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         else:
             y = cache.attend(q, k, v)
-        y = y.transpose(1, 2)
-        y = y.reshape(B, T, -1)
-        return self.proj(y)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -250,10 +224,8 @@ class MLP(nn.Module):
         self.proj = Linear(c.n_ffn, c.n_embd)
 
     def forward(self, x):
-        both = self.fc(x)
-        gate, up = both.chunk(2, dim=-1)
-        x = F.silu(gate) * up
-        return self.proj(x)
+        gate, up = self.fc(x).chunk(2, dim=-1)
+        return self.proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -280,10 +252,8 @@ class Block(nn.Module):
         if self.norm == "post":
             x = x + self.norm_1(self.attn(x, rope, cache))
             return x + self.norm_2(self.mlp(x))
-        y = self.attn(self.norm_1(x), rope, cache)
-        x = self.norm_2(x + y)
-        y = self.mlp(self.norm_3(x))
-        return self.norm_4(x + y)
+        x = self.norm_2(x + self.attn(self.norm_1(x), rope, cache))
+        return self.norm_4(x + self.mlp(self.norm_3(x)))
 
 
 def recomputed(function):
@@ -316,9 +286,7 @@ def to_device(tensor, device):
 
 def run_blocks(blocks, x, rope, caches=None):
     """Run x (B, T, C) through a list of blocks. caches: one for each block, or None."""
-    if caches is None:
-        caches = [None] * len(blocks)
-    for block, cache in zip(blocks, caches):
+    for block, cache in zip(blocks, caches or [None] * len(blocks)):
         x = block(x, rope, cache)
     return x
 
@@ -341,8 +309,7 @@ class RecurrentLM(nn.Module):
         self.config = config
         self.folder = None
         # nn.Embedding() draws random values, which on the meta device imports much of torch.
-        weight = torch.zeros(c.vocab_size, c.n_embd)
-        self.embed = nn.Embedding.from_pretrained(weight, freeze=False)
+        self.embed = nn.Embedding.from_pretrained(torch.zeros(c.vocab_size, c.n_embd), freeze=False)
         self.prelude = blocks(c.n_prelude)
         if c.n_core and c.adapter == "linear":
             self.adapter = Linear(2 * c.n_embd, c.n_embd)
@@ -353,14 +320,7 @@ class RecurrentLM(nn.Module):
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(
-        self,
-        idx,
-        targets=None,
-        steps=None,
-        state=None,
-        recompute=False,
-    ):
+    def forward(self, idx, targets=None, steps=None, state=None, recompute=False):
         """
         idx (B, T) int64: token ids.
         targets (B, T) int64: the next tokens, -100 where there is no loss.
@@ -376,25 +336,22 @@ class RecurrentLM(nn.Module):
         """
         n, k = self.split_steps(steps)
         rope = self.rope(idx.shape[1])
-        e, s = self.begin(idx, state, rope)
+        e, s = self.run_prelude(idx, state, rope)
         with torch.no_grad():
             s = self.recur(s, e, rope, n)
         s = self.recur(s, e, rope, k, recompute=recompute)
-        if targets is None:
-            return self.finish(s), None
-        return None, self.score(s, targets)
+        return (self.predict(s), None) if targets is None else (None, self.losses(s, targets))
 
     # The parts of forward(). Decoding (sample.py) calls them with its own rope and caches.
 
-    def begin(self, idx, state, rope, caches=None):
+    def run_prelude(self, idx, state, rope, caches=None):
         """
         Run the prelude on token ids (B, T). Returns its output e and s_0, both (B, T, C). s_0 is
         `state`, or random if that is None. An ordinary model has no state, so it returns e twice.
         """
         # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed
         # order, so a resumed run would not be bit-identical.
-        x = self.embed(idx).float()
-        x = x * self.config.embed_scale
+        x = self.embed(idx).float() * self.config.embed_scale
         e = run_blocks(self.prelude, x, rope, caches)
         if not self.core:
             return e, e
@@ -405,21 +362,12 @@ class RecurrentLM(nn.Module):
     def run_core(self, s, e, rope, caches=None):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
         if self.config.adapter == "linear":
-            both = torch.cat((s, e), -1)
-            x = self.adapter(both).type_as(e)
+            x = self.adapter(torch.cat((s, e), -1)).type_as(e)
         elif self.config.adapter == "add":
             x = s + e
         return run_blocks(self.core, x, rope, caches)
 
-    def recur(
-        self,
-        s,
-        e,
-        rope,
-        count,
-        caches=None,
-        recompute=False,
-    ):
+    def recur(self, s, e, rope, count, caches=None, recompute=False):
         """
         Apply `count` recurrences to state s (B, T, C). An ordinary model returns s unchanged.
 
@@ -430,8 +378,7 @@ class RecurrentLM(nn.Module):
             return s
         run_core = recomputed(self.run_core) if recompute else self.run_core
         for i in range(count):
-            cache = caches[i] if caches else None
-            s = run_core(s, e, rope, cache)
+            s = run_core(s, e, rope, caches[i] if caches else None)
         return s
 
     def run_coda(self, x, rope, caches=None):
@@ -445,49 +392,45 @@ class RecurrentLM(nn.Module):
         """The output (..., C) of run_coda() -> logits (..., V) float32."""
         return self.head(x).float()
 
-    def finish(self, s):
+    def predict(self, s):
         """Last state (B, T, C) -> logits (B, T, V) float32."""
-        rope = self.rope(s.shape[1])
-        return self.logits(self.run_coda(s, rope))
+        return self.logits(self.run_coda(s, self.rope(s.shape[1])))
 
-    def score(self, s, targets):
+    def losses(self, s, targets):
         """
-        Return the cross-entropy (B, T) float32 of each target (B, T), given the last state s
-        (B, T, C). It is 0 where the target is -100.
+        Last state s (B, T, C) -> the cross-entropy (B, T) float32 of each target (B, T), which is 0
+        where the target is -100.
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, only
         where there is a target, and the backward pass recomputes them. torch.compile sees chunks of
         one shape, because positions without a target fill up the last one. Targets of a model on a
         GPU may stay on the CPU, where counting them does not wait for the GPU.
         """
-        rope = self.rope(s.shape[1])
-        x = self.run_coda(s, rope).flatten(0, 1)
+        x = self.run_coda(s, self.rope(s.shape[1])).flatten(0, 1)
         flat = targets.flatten().cpu()
         wanted = flat != IGNORE
         size = min(LOGITS_AT_ONCE // self.config.vocab_size, math.ceil(len(flat) / 4))
         count = max(1, math.ceil(wanted.sum().item() / size))
         order = wanted.argsort(descending=True, stable=True)[:count * size]
-        flat = to_device(flat[order], x.device)
-        order = to_device(order, x.device)
+        flat, order = to_device(flat[order], x.device), to_device(order, x.device)
         chunks = zip(x.index_select(0, order).split(size), flat.split(size))
-        losses = torch.cat([self.score_chunk(*chunk) for chunk in chunks])
+        losses = torch.cat([self.chunk_losses(*chunk) for chunk in chunks])
         return losses.new_zeros(len(x)).index_copy(0, order, losses).view(targets.shape)
 
     @recomputed
-    def score_chunk(self, x, targets):
-        """score() of a chunk of the head's input (N, C), and of its targets (N,)."""
-        logits = self.logits(x)
-        return F.cross_entropy(logits, targets, reduction="none")
+    def chunk_losses(self, x, targets):
+        """losses() of a chunk of the head's input (N, C), and of its targets (N,)."""
+        return F.cross_entropy(self.logits(x), targets, reduction="none")
 
     @torch.no_grad()
     def trajectory(self, idx, steps, state=None):
         """
         Run once, up to the largest r in `steps`, such as [1, 2, 4, 8], and yield (r, state
-        (B, T, C)) for each r in increasing order. finish(state) gives forward()'s logits at that
-        r, and score(state, targets) its losses.
+        (B, T, C)) for each r in increasing order. predict(state) gives forward()'s logits at that
+        r, and losses(state, targets) its losses.
         """
         rope = self.rope(idx.shape[1])
-        e, s = self.begin(idx, state, rope)
+        e, s = self.run_prelude(idx, state, rope)
         done = 0
         for r in sorted(steps):
             s = self.recur(s, e, rope, r - done)
@@ -530,34 +473,25 @@ class RecurrentLM(nn.Module):
         seed, a random one is drawn.
         """
         c = self.config
-        device = self.embed.weight.device
         if seed is None:
             seed = torch.randint(2**31, ()).item()
-        rows = torch.arange(row, row + B, device=device)
-        position = torch.arange(T, device=device)
-        std = c.state_std
-        if c.norm == "sandwich":
-            std *= c.embed_scale  # Huginn scales its state, too
-        noise = normal(seed, rows[:, None], position, c.n_embd)
-        return std * noise
+        rows = torch.arange(row, row + B, device=self.embed.weight.device)
+        position = torch.arange(T, device=rows.device)
+        std = c.state_std * (c.embed_scale if c.norm == "sandwich" else 1)  # Huginn scales s_0, too
+        return std * truncated_normal(seed, rows[:, None], position, c.n_embd)
 
     def rope(self, T):
         """cos and sin, each (T, 1, head_dim / 2) float32, of positions 0..T-1; see rotate()."""
         c = self.config
-        device = self.embed.weight.device
-        pairs = torch.arange(0, c.head_dim, 2, device=device)
+        pairs = torch.arange(0, c.head_dim, 2, device=self.embed.weight.device)
         f = 1.0 / c.rope_theta ** (pairs / c.head_dim)
-        if c.rope_scaling:
+        if scaling := c.rope_scaling:
             # Llama 3.1 stretches long wavelengths, keeps short ones, and blends in between.
-            scaling = c.rope_scaling
-            low = scaling["low_freq_factor"]
-            high = scaling["high_freq_factor"]
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
-            smooth = (turns - low) / (high - low)
-            smooth = smooth.clamp(0, 1)
+            smooth = ((turns - low) / (high - low)).clamp(0, 1)
             f = f * (smooth + (1 - smooth) / scaling["factor"])
-        position = torch.arange(T, device=device)
-        angle = position[:, None, None] * f
+        angle = torch.arange(T, device=f.device)[:, None, None] * f
         return angle.cos(), angle.sin()
 
     def compile_parts(self, **how):
@@ -576,7 +510,7 @@ class RecurrentLM(nn.Module):
         layer = compiled(Block.forward, **how)
         for block in [*self.prelude, *self.coda]:
             block.forward = functools.partial(layer, block)
-        for part in ("run_core", "logits", "score_chunk"):
+        for part in ("run_core", "logits", "chunk_losses"):
             setattr(self, part, compiled(getattr(self, part), **how))
 
     # ------------------------------------------------------------------ counting, initializing
@@ -589,28 +523,17 @@ class RecurrentLM(nn.Module):
         """
         counted = Counter()
         for name, p in self.named_parameters():
-            if trained and not p.requires_grad:
-                continue
-            if matrices and p.dim() != 2:
-                continue
-            part, *_ = name.split(".")
-            counted[part] += p.numel()
+            if (p.requires_grad or not trained) and (p.dim() == 2 or not matrices):
+                counted[name.split(".")[0]] += p.numel()
         return counted
 
-    def flops_per_token(
-        self,
-        steps,
-        T=1,
-        training=False,
-        recompute=False,
-        labelled=1.0,
-    ):
+    def flops_per_token(self, steps, T=1, training=False, recompute=False, labelled=1.0):
         """
         Count the FLOPs per token of the matrix products and attention in a forward pass over rows
         of T tokens; with training=True, also those of the backward pass.
 
         steps, recompute: as for forward(). labelled: the fraction of the tokens that have a target,
-        for which score() computes logits. What fills up its last chunk is not counted, and neither
+        for which losses() computes logits. What fills up its last chunk is not counted, and neither
         is what --activation_budget recomputes.
         """
         n, k = self.split_steps(steps)
@@ -635,16 +558,13 @@ class RecurrentLM(nn.Module):
             flops += uses * forward
             reached = reached or trained[part] > 0
             if training and reached:
-                backward = 2 * (matrices[part] + trained[part])
-                backward += 5 * layers * attention // 2
+                backward = 2 * (matrices[part] + trained[part]) + 5 * layers * attention // 2
                 if recompute and part == "core":
                     backward += forward
                 flops += uses_with_gradient * backward
 
         head = self.head.weight
-        times = 1
-        if training:  # the backward pass recomputes the logits
-            times += 1 + reached + head.requires_grad
+        times = 2 + reached + head.requires_grad if training else 1  # logits are recomputed
         return flops + times * 2 * head.numel() * labelled
 
     @torch.no_grad()
@@ -652,8 +572,7 @@ class RecurrentLM(nn.Module):
         """Takase/Huginn initialization, to train baselines from scratch (the paper's Figure 2)."""
         c = self.config
         depth = c.n_prelude + c.n_core * c.mean_recurrence + c.n_coda  # effective depth
-        device = self.embed.weight.device
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # norms are 1 already
                 std = math.sqrt(2 / (5 * c.n_embd))
@@ -681,8 +600,7 @@ class RecurrentLM(nn.Module):
         model, _ = cls.open_mapped(folder, load_config(folder))
         # A run with --train saves trained parameters in float32, and the others in the dtype of the
         # checkpoint that it started from, perhaps bfloat16.
-        dtypes = {p.dtype for p in model.parameters()}
-        stored = functools.reduce(torch.promote_types, dtypes)
+        stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
         if stored == torch.float16:  # whose range is too small for many models' activations
             stored = torch.float32
         return model.to(device, dtype or stored)
@@ -703,11 +621,10 @@ class RecurrentLM(nn.Module):
 
     def fill(self, tensors):
         """Use a checkpoint's {name: tensor} as the weights, without copying them."""
-        tied = self.config.tie_embeddings
-        if tied:
+        if self.config.tie_embeddings:
             tensors = tensors | {"head.weight": tensors.get("embed.weight")}
         self.load_state_dict(tensors, assign=True)
-        if tied:
+        if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
 
     def save(self, folder, weights=None):
@@ -722,8 +639,7 @@ class RecurrentLM(nn.Module):
         new = folder / "model.safetensors.tmp"  # the old file may be memory-mapped
         save_file(tensors, new, {"format": "pt"})
         new.rename(folder / "model.safetensors")
-        config = {"model_type": "loopgraft"} | asdict(self.config)
-        write_json(folder / "config.json", config)
+        write_json(folder / "config.json", {"model_type": "loopgraft"} | asdict(self.config))
 
 
 def checkpoints(folder):

@@ -430,7 +430,7 @@ class Decoder:
 
     def run(self, cache, tokens, r):
         """Run the prelude, then r recurrences. Returns the prelude's output e and the state s."""
-        e, s = self.model.begin(tokens, cache.noise, cache.rope, cache.prelude)
+        e, s = self.model.run_prelude(tokens, cache.noise, cache.rope, cache.prelude)
         s = self.recur(cache, s, e, 0, r)
         return e, s
 

@@ -88,7 +88,7 @@ def test_recurrence_is_the_papers_code(name):
     ids = x["input_ids"]
     s0 = x["s0"]
     for r, state in model.trajectory(ids, [1, 2, 8], s0):
-        logits = model.finish(state)
+        logits = model.predict(state)
         # Float32 alone: 1.96e-5 apart on a CPU without AVX-512, below 1e-5 on one that has it.
         assert max_difference(logits, x[f"logits.{r}"]) < 3e-5
         for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
@@ -142,7 +142,7 @@ def test_roundings_of_a_bfloat16_model():
     assert logits.dtype == torch.float32
     assert max_difference(logits, exact) <= 2**-8 * exact.abs().max()
     targets = torch.randint(17, (64,))
-    losses = model.score_chunk(x, targets)
+    losses = model.chunk_losses(x, targets)
     exact = F.cross_entropy(logits, targets, reduction="none")
     assert max_difference(losses, exact) < 1e-6
 
@@ -207,14 +207,14 @@ def test_losses_in_chunks(compiled, unlabelled, monkeypatch):
 
     ((_, s),) = model.trajectory(idx, [2], state)
     with torch.no_grad():
-        assert max_difference(model.score(s, targets), exact) < 1e-5
+        assert max_difference(model.losses(s, targets), exact) < 1e-5
 
 
 def test_the_head_runs_where_there_is_a_target():
-    """Few targets cost few logits, and score_chunk() sees one shape whatever their number is."""
+    """Few targets cost few logits, and chunk_losses() sees one shape whatever their number is."""
     model = small()
     rows = []
-    model.score_chunk = lambda x, targets: rows.append(len(x)) or x.sum(-1)
+    model.chunk_losses = lambda x, targets: rows.append(len(x)) or x.sum(-1)
     for asked, chunks in ((0, 1), (1, 1), (11, 1), (12, 2), (44, 4)):
         targets = torch.full((4, 11), -100)
         targets.view(-1)[torch.randperm(44)[:asked]] = 1

@@ -394,7 +394,7 @@ def train(settings, device):
 def to_inputs(model, batch, seed):
     """
     Turn a Dataset's batch into the model's inputs: idx (B, T) and s_0 (B, T, C) on its device, and
-    targets (B, T) on the CPU, as score() likes them. s_0 is None for an ordinary model.
+    targets (B, T) on the CPU, as losses() likes them. s_0 is None for an ordinary model.
     """
     idx, targets, numbers = batch
     state = None
@@ -436,7 +436,7 @@ def validate(settings, model, val_sets):
             idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
             labels += (targets != IGNORE).sum()
             for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
-                token_losses = model.score(s, targets)
+                token_losses = model.losses(s, targets)
                 losses[j] += token_losses.double().sum()
     if WORLD > 1:
         dist.all_reduce(totals)

@@ -79,7 +79,7 @@ class LoopgraftConfig(PretrainedConfig):
         return super().to_dict() | {"num_hidden_layers": self.num_hidden_layers}
 
 
-# RMSNorm, mix() and normal() are copies of those in loopgraft's model.py. Keep them in sync.
+# RMSNorm, mix() and truncated_normal() are copies of those in loopgraft's model.py: keep them alike.
 
 class RMSNorm(nn.RMSNorm):
     """Normalize in float32, cast to the weights' dtype, then scale: the order that Llama has."""
@@ -102,7 +102,7 @@ def mix(x):
     return x
 
 
-def normal(seed, row, position, C):
+def truncated_normal(seed, row, position, C):
     """
     Normal numbers (..., C), truncated at 3 standard deviations. Each depends only on the seed, the
     row, the position and the channel. row and position: int64, (...).
@@ -275,7 +275,7 @@ class LoopgraftModel(LoopgraftBase):
         if self.training:
             seed = torch.randint(2**31, ()).item()
             row = row + torch.arange(B, device=e.device)[:, None]
-        return self.config.init_values["std"] * normal(seed, row, position_ids, C)
+        return self.config.init_values["std"] * truncated_normal(seed, row, position_ids, C)
 
     def split_steps(self, num_steps):
         """Return num_steps, in any form that forward() takes, as (n, k)."""
