@@ -99,13 +99,12 @@ class Tokenizer:
             else:
                 found = read_sentencepiece(path, config)
             encode, decode, tokens, special, bos_id = found
+            vocab_size = max(tokens.values()) + 1  # there may be gaps
             check_added(path, config, tokens)
             eos_id = control_token(path, special, config, "eos_token")
-            for name in EOS_NAMES:
-                if eos_id is None:
-                    eos_id = special.get(name)
+        if eos_id is None:
+            eos_id = next((special[name] for name in EOS_NAMES if name in special), None)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
-        vocab_size = max(tokens.values()) + 1  # there may be gaps
         return Tokenizer(encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
 
     def encode(self, text, bos=False):
@@ -130,8 +129,7 @@ class Tokenizer:
 
 def read_optional(folder, name):
     """Read the dict in a folder's JSON file; {} if there is no such file."""
-    path = Path(folder, name)
-    with reading(path):
+    with reading(Path(folder, name)) as path:
         return dict(read_json(path)) if path.exists() else {}
 
 
@@ -149,46 +147,39 @@ def control_token(path, special, config, key):
     """
     name = token_name(config.get(key))
     if name and name not in special:
-        raise UserError(f"{path}: has no control token {name}, although the files beside it name "
-                        f"it as {key}")
+        raise UserError(f"{path}: has no control token {name}, although it is the {key} in the "
+                        "files beside it")
     return special.get(name)
 
 
 def check_added(path, config, tokens):
-    """
-    Raise UserError if the files beside a tokenizer's file name tokens that it lacks, which
-    transformers adds to it. tokens: its {name: id}.
-    """
-    added = read_optional(path.parent, "added_tokens.json")
-    for i, token in config.get("added_tokens_decoder", {}).items():
-        added[token_name(token)] = int(i)
+    """Raise UserError if the files beside a tokenizer's file add tokens to its own `tokens`."""
+    added = [*read_optional(path.parent, "added_tokens.json")]
+    added += config.get("added_tokens_decoder", {}).values()
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = config.get(key) or []
-        for name in map(token_name, more.values() if isinstance(more, dict) else more):
-            added.setdefault(name, tokens.get(name))
-    for name, i in added.items():
-        if i is None or tokens.get(name) != i:
-            raise UserError(f"{path}: lacks the token {name}, which the files beside it add. Merge "
+        if isinstance(config.get(key), list):
+            added += config[key]
+    for name in map(token_name, added):
+        if name not in tokens:
+            raise UserError(f"{path}: lacks the token {name}, which a file beside it adds. Merge "
                             "them with transformers' AutoTokenizer and save_pretrained()")
 
 
 def tokenizer_file(folder):
     """
     Find the file that defines a folder's tokenizer: tokenizer.model, unless there is none or a
-    tokenizer.json has other tokens: then a fine-tune has left the tokenizer.model of its parent.
+    tokenizer.json has other tokens, because a fine-tune left the tokenizer.model of its parent.
     Raises UserError if there is neither.
     """
     model, spec = (Path(folder, name) for name in ("tokenizer.model", "tokenizer.json"))
-    if not spec.exists():
-        if not model.exists():
-            raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
-        return model
-    if model.exists():
+    if model.exists() and spec.exists():
         _, _, tokens, *_ = read_sentencepiece(model, {})
         with reading(spec):
-            if tokens == all_tokens(read_json(spec)):
-                return model
-    return spec
+            return model if tokens == all_tokens(read_json(spec)) else spec
+    for path in (model, spec):
+        if path.exists():
+            return path
+    raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
 
 
 def check_tokenizer(config, folder, *others):
@@ -232,7 +223,9 @@ def read_sentencepiece(path, config):
     # unless tokenizer_config.json says otherwise.
     bos_id = None
     if config.get("add_bos_token", True):
-        bos_id = control_token(path, special, {"bos_token": "<s>"} | config, "bos_token")
+        bos_id = special.get("<s>")
+        if "bos_token" in config:
+            bos_id = control_token(path, special, config, "bos_token")
     return model.encode, model.decode, tokens, special, bos_id
 
 
@@ -264,13 +257,12 @@ def first_token(path, spec):
     before = []
     processor = spec.get("post_processor") or {"type": "ByteLevel"}
     for step in processor.get("processors", [processor]):
-        if step["type"] == "TemplateProcessing":
-            first = itertools.takewhile(lambda piece: "SpecialToken" in piece, step["single"])
-            for piece in first:
+        if "single" in step:
+            for piece in itertools.takewhile(lambda piece: "SpecialToken" in piece, step["single"]):
                 before += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-        elif step["type"] in ("BertProcessing", "RobertaProcessing"):
+        elif "cls" in step:  # BERT's and RoBERTa's: [name, id]
             before.append(step["cls"][1])
-        elif step["type"] != "ByteLevel":  # which moves only offsets
+        elif step["type"] != "ByteLevel":  # which only moves offsets
             raise UserError(f"{path}: a post-processor {step['type']} is not supported")
     if len(before) > 1:
         raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
@@ -281,20 +273,17 @@ def first_token(path, spec):
 
 def read_words(spec):
     """Tokens that are words between blanks, as in runs/tiny.sh, without any package."""
-    model = spec["model"]
-    if (model["type"], model.get("unk_token")) != ("WordLevel", "<unk>") or (
-        spec.get("pre_tokenizer") != {"type": "WhitespaceSplit"}
-        or spec.get("normalizer")
-        or spec.get("decoder")
-        or not all(token["special"] for token in spec["added_tokens"])
-    ):
+    vocab = spec["model"]["vocab"]
+    simple = {"pre_tokenizer": {"type": "WhitespaceSplit"}, "normalizer": None, "decoder": None}
+    if (spec["model"]["type"] != "WordLevel" or spec["model"].get("unk_token") != "<unk>"
+            or any(spec.get(key) != value for key, value in simple.items())
+            or not all(token["special"] for token in spec["added_tokens"])):
         return None
-    vocab = model["vocab"]
-    unknown = vocab["<unk>"]
     words = {i: word for word, i in all_tokens(spec).items()}
 
     def encode(text):
-        return [vocab.get(word, unknown) for word in re.findall(r"[\S\x1c-\x1f]+", text)]
+        found = re.findall(r"[\S\x1c-\x1f]+", text)  # which are blanks in Python alone
+        return [vocab.get(word, vocab["<unk>"]) for word in found]
 
     def decode(ids):
         return " ".join(words[i] for i in ids if i in words)
@@ -316,50 +305,42 @@ DIGITS = GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])
 PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
 
 
-def word_pattern(pre_tokenizer):
-    """The regular expression that splits text into words before byte-level BPE, or None."""
-    match pre_tokenizer:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            return GPT2
-        case {"pretokenizers": [
-                {"type": "Digits", "individual_digits": True},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]}:
-            return DIGITS
-        case {"pretokenizers": [
-                {"pattern": {"Regex": words}, "behavior": behavior, "invert": invert},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}:
-            if (behavior, invert) == ("Removed", True):
-                return words
-            if (behavior, invert) == ("Isolated", False):  # text between the words is kept, too
-                return f"{words}|(?:(?!{words})(?s:.))+"
-
-
 def read_bytes(spec):
     """
     Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken, which needs a token for each
     byte, and merges in the order of ids; and added tokens that are recognized as they are.
     """
+    step = spec.get("pre_tokenizer") or {}
+    *before, step = step.get("pretokenizers", [step])
+    match (*before, step.get("type"), step.get("add_prefix_space"), step.get("use_regex")):
+        case "ByteLevel", False, True:
+            words = GPT2
+        case {"individual_digits": True}, "ByteLevel", False, True:
+            words = DIGITS
+        case ({"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+              "ByteLevel", False, False):
+            pass
+        case ({"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+              "ByteLevel", False, False):
+            words += f"|(?:(?!{words})(?s:.))+"  # what is between the words
+        case _:
+            return None
     model = spec["model"]
-    words = word_pattern(spec.get("pre_tokenizer"))
-    normalizer = (spec.get("normalizer") or {}).get("type")
-    in_text = {}  # added tokens that any text may contain
-    unusual = [model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")]
-    for token in spec["added_tokens"]:
-        if not token["special"]:
-            in_text[token["content"]] = token["id"]
-            unusual += [token[key] for key in ("lstrip", "rstrip", "single_word", "normalized")]
-    if (model["type"] != "BPE" or not words or normalizer not in (None, "NFC") or any(unusual)):
+    if model["type"] != "BPE":
         return None
     vocab = model["vocab"]
-    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     merges = [vocab["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
     merged = set(merges)
     ranks = {text: i for text, i in vocab.items() if text in BYTES or i in merged}
-    if (
-        merges != sorted(merges)
-        or not set("".join(ranks)) == BYTES.keys() <= ranks.keys()
-        or vocab.keys() - added.keys() - ranks.keys()
-    ):
+    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
+    normalizer = (spec.get("normalizer") or {}).get("type")
+    unusual = [model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")]
+    unusual += [token[key] for token in in_text.values()
+                for key in ("lstrip", "rstrip", "single_word", "normalized")]
+    if (any(unusual) or merges != sorted(merges) or normalizer not in (None, "NFC")
+            or not set("".join(ranks)) == BYTES.keys() <= ranks.keys()
+            or vocab.keys() - added.keys() - ranks.keys()):
         return None
     import tiktoken
     ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
@@ -367,23 +348,21 @@ def read_bytes(spec):
         coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
     except ValueError:  # another kind of regular expression
         return None
-    known = {*ranks.values(), *added.values()}  # there may be gaps
-    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
-    names = re.compile("|".join(longest_first))
+    known = {*ranks.values(), *added.values()}
+    names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
 
     def encode(text):
         ids = []
         start = 0
         for match in names.finditer(text) if in_text else ():
-            if match[0] in in_text:  # otherwise the name of a control token, which is ordinary text
+            if match[0] in in_text:  # not the name of a control token, which is ordinary text
                 ids += encode_ordinary(text[start:match.start()])
-                ids.append(in_text[match[0]])
+                ids.append(added[match[0]])
                 start = match.end()
         return ids + encode_ordinary(text[start:])
 
     def encode_ordinary(text):
-        if normalizer:
-            text = unicodedata.normalize("NFC", text)
+        text = unicodedata.normalize("NFC", text) if normalizer else text
         pieces = map(coder.encode_ordinary, PIECE.findall(text))
         return list(itertools.chain.from_iterable(pieces))
 
@@ -440,13 +419,11 @@ def read_records(path):
             yield path, {"text": text}
         elif suffix == ".jsonl":
             with open(path, "rb") as file:
-                for line in filter(bytes.strip, file):  # skips empty lines
-                    yield path, line
+                yield from ((path, line) for line in file if line.strip())
         elif suffix == ".parquet":
             from pyarrow import parquet
             for batch in parquet.ParquetFile(path).iter_batches(256):
-                for row in batch.to_pylist():
-                    yield path, row
+                yield from ((path, row) for row in batch.to_pylist())
         else:
             raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
 
