@@ -877,7 +877,7 @@ def test_study_tables_are_made_from_its_results(monkeypatch):
 
 
 def test_plot_results_of_the_harness():
-    """plot.py reads the harness's files: one metric of each task, and groups without their parts."""
+    """plot.py reads the harness's files: one metric a task, and groups without their parts."""
     results = {
         "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.5, "acc_norm_stderr,none": 0.01},
         "mmlu": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
