@@ -72,12 +72,10 @@ class KVCache:
         capacity = length + DRAFTS + 2 * CHUNK
         self.index = torch.arange(capacity, device=weight.device)
         rope = torch.stack(model.rope(capacity))
-        self.all_rope = rope.to(weight.dtype)                       # (2, capacity, 1, head_dim / 2)
-        noise = model.initial_state(1, capacity, seed)
-        self.all_noise = noise[0]  # (capacity, C)
+        self.all_rope = rope.to(weight.dtype)  # (2, capacity, 1, head_dim / 2)
+        self.all_noise = model.initial_state(1, capacity, seed)[0]  # (capacity, C)
         # Zeros, not empty(): masked values are multiplied by 0, and 0 times NaN is NaN.
-        shape = rows, capacity, c.n_kv_head, c.head_dim
-        zeros = weight.new_zeros(shape)
+        zeros = weight.new_zeros(rows, capacity, c.n_kv_head, c.head_dim)
 
         def layers(count):
             return [LayerCache(zeros) for _ in range(count)]
@@ -85,13 +83,12 @@ class KVCache:
         self.prelude = layers(c.n_prelude)
         self.core = [layers(c.n_core) for _ in range(r)]
         self.coda = layers(c.n_coda)
-        outside = self.prelude + self.coda
-        self.layers = sum(self.core, outside)
+        self.layers = sum(self.core, self.prelude + self.coda)
 
-    def keep(self, rows):
+    def select(self, rows):
         """Remove all rows except these, a tensor of indices such as [0, 3]."""
         for layer in self.layers:
-            layer.keep(rows)
+            layer.select(rows)
 
     def go_to(self, positions, end):
         """
@@ -100,8 +97,7 @@ class KVCache:
         positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound on them, such as 9,
         which the CPU must know without waiting for the GPU.
         """
-        rope = self.all_rope[:, positions]
-        self.rope = rope.unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
+        self.rope = self.all_rope[:, positions].unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
         self.noise = self.all_noise[positions]            # (rows, T, C)
         c = self.config
         length = CHUNK * math.ceil(end / CHUNK)
@@ -109,14 +105,11 @@ class KVCache:
             length += CHUNK  # or torch.compile would treat the two as one size, and recompile later
         seen = self.index[:length] <= positions.unsqueeze(2)
         # attend() stacks the query heads that share a kv head; all need the same mask.
-        groups = c.n_head // c.n_kv_head
-        seen = seen.repeat(1, groups, 1)
-        mask = torch.where(seen, 0.0, -torch.inf)
-        mask = mask.to(self.all_rope.dtype).unsqueeze(1)
-        rows = torch.arange(len(positions), device=positions.device)
-        write = rows[:, None], positions
+        seen = seen.repeat(1, c.n_head // c.n_kv_head, 1)
+        mask = torch.where(seen, 0.0, -torch.inf).to(self.all_rope.dtype).unsqueeze(1)
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
         for layer in self.layers:
-            layer.go_to(write, length, mask)
+            layer.go_to((rows, positions), length, mask)
 
 
 class LayerCache:
@@ -127,18 +120,15 @@ class LayerCache:
         self.values = zeros.clone()
         self.length = 0
 
-    def keep(self, rows):
-        self.keys = self.keys[rows]
-        self.values = self.values[rows]
-        self.length = 0
+    def select(self, rows):
+        self.keys, self.values, self.length = self.keys[rows], self.values[rows], 0
 
     def go_to(self, write, length, mask):
         """
         Tell attend() to store new tokens at `write`, indices (rows, 1) and (rows, T), and to read
         the first `length` positions with this mask (rows, 1, groups * T, length).
         """
-        self.write = write
-        self.mask = mask
+        self.write, self.mask = write, mask
         if length != self.length:  # slicing in every pass would take 3% of a small model's time
             self.length = length
             self.keys_read = self.keys[:, :length]
@@ -151,18 +141,14 @@ class LayerCache:
         """
         self.keys_read[self.write] = k.transpose(1, 2)
         self.values_read[self.write] = v.transpose(1, 2)
-        k = self.keys_read.transpose(1, 2)
-        v = self.values_read.transpose(1, 2)
+        k, v = self.keys_read.transpose(1, 2), self.values_read.transpose(1, 2)
         # Stack the query heads that share a kv head along T, so that the cache is read once.
         rows, n_kv_head, _, head_dim = k.shape
         T = q.shape[2]
         q = q.reshape(rows, n_kv_head, -1, head_dim)
         compiled_on_cpu = torch.compiler.is_compiling() and not q.is_cuda
-        if compiled_on_cpu and T == 1:
-            y = attend_one(q, k, v, self.mask)
-        else:
-            y = attend(q, k, v, self.mask)
-        return y.view(rows, -1, T, head_dim)
+        attention = attend_one if compiled_on_cpu and T == 1 else attend
+        return attention(q, k, v, self.mask).view(rows, -1, T, head_dim)
 
 
 def attend_one(q, k, v, mask):
@@ -170,15 +156,9 @@ def attend_one(q, k, v, mask):
     attend() for one token per row. Compiled for a CPU, this is two loops over the cache, which
     take about two thirds as long as SDPA's kernel.
     """
-    q = q.unsqueeze(3).float()
-    k = k.unsqueeze(2).float()  # (rows, n_kv_head, 1, length, head_dim)
-    v = v.unsqueeze(2)
-    products = (q * k).sum(-1)
-    scores = products / math.sqrt(q.shape[-1])
-    p = (scores + mask).softmax(-1)
-    weighted = p.unsqueeze(-1) * v.float()
-    y = weighted.sum(-2)
-    return y.type_as(v)
+    scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1)  # (..., groups, length)
+    p = (scores / math.sqrt(q.shape[-1]) + mask).softmax(-1)
+    return (p.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2).type_as(v)
 
 
 # -------------------------------------------------------------------------------- choosing tokens
@@ -189,13 +169,9 @@ def distribution(logits, temperature, top_k):
     likeliest token probability 1. top_k: if not 0, all but the k likeliest get probability 0.
     """
     if temperature == 0:
-        likeliest = logits.argmax(-1, keepdim=True)
-        p = torch.zeros_like(logits)
-        return p.scatter_(-1, likeliest, 1.0)
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     if top_k:
-        k = min(top_k, logits.shape[-1])
-        likeliest = logits.topk(k).values
-        lowest = likeliest[..., -1:]
+        lowest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     return (logits / temperature).softmax(-1)
 
@@ -207,9 +183,7 @@ def sample_token(p, rng):
     With noise from Exp(1), p / noise is largest at each token with a probability proportional to
     its p. torch.multinomial() would make the CPU wait for the GPU.
     """
-    noise = torch.empty_like(p).exponential_(generator=rng)
-    scores = p / noise
-    return scores.argmax(-1)
+    return (p / torch.empty_like(p).exponential_(generator=rng)).argmax(-1)
 
 
 def accept(p, q, drafts, rng):
@@ -224,21 +198,15 @@ def accept(p, q, drafts, rng):
     follows them, both (B, 1) int64.
     """
     index = drafts.unsqueeze(2)
-    p_of_drafts = p[:, :-1].gather(2, index)
-    q_of_drafts = q.gather(2, index)
-    ratio = (p_of_drafts / q_of_drafts).squeeze(2)
-    uniform = torch.empty_like(ratio).uniform_(generator=rng)
-    right = uniform < ratio
-    right_so_far = right.long().cumprod(1)
-    accepted = right_so_far.sum(1, keepdim=True)
+    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index)).squeeze(2)
+    right = torch.empty_like(ratio).uniform_(generator=rng) < ratio
+    accepted = right.long().cumprod(1).sum(1, keepdim=True)
     rows = torch.arange(len(p), device=p.device)[:, None]
     q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
-    p = p[rows, accepted]
-    q = q[rows, accepted]
-    # Negative differences become almost 0, not 0, so that if all are negative, because p and q
-    # differ only by rounding, the token is drawn from p.
-    residual = (p - q).clamp(min=1e-30 * p)
-    return accepted, sample_token(residual, rng)
+    p, q = p[rows, accepted], q[rows, accepted]
+    # The token that replaces a rejected draft is drawn from what p has more than q. That may be
+    # nothing, if p and q differ only by rounding; then it is drawn from p.
+    return accepted, sample_token((p - q).clamp(min=1e-30 * p), rng)
 
 
 # ------------------------------------------------------------------- the two loops that decode
@@ -261,26 +229,22 @@ class Batch:
         return distribution(logits, self.temperature, self.top_k)
 
     def advance(self, token, count):
-        """Set new last tokens (B, 1), `count` positions further on: an int, or (B, 1)."""
+        """
+        Set new last tokens (B, 1), `count` positions further on: an int, or (B, 1). Finished rows
+        keep advancing, too, but only to cache.length.
+        """
         self.token = token
-        # A finished row keeps advancing until cache.length, and stays there.
-        position = self.position + count
-        self.position = position.clamp(max=self.cache.length)
+        self.position = (self.position + count).clamp(max=self.cache.length)
 
     def shrink(self):
         """Once half of the rows are finished, remove them from the batch and from the cache."""
         if 2 * len(self.live) > len(self.rows):
             return
-        kept = []
-        for i, row in enumerate(self.rows):
-            if row in self.live:
-                kept.append(i)
+        kept = [i for i, row in enumerate(self.rows) if row in self.live]
         self.rows = [self.rows[i] for i in kept]
         index = torch.tensor(kept, device=self.token.device)
-        self.graph = None
-        self.cache.keep(index)
-        self.token = self.token[index]
-        self.position = self.position[index]
+        self.cache.select(index)
+        self.token, self.position, self.graph = self.token[index], self.position[index], None
 
 
 class Decoder:
@@ -301,18 +265,8 @@ class Decoder:
             model.compile_parts(dynamic=True)
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts,
-        max_new_tokens,
-        steps=None,
-        ends=None,
-        *,
-        temperature=0.0,
-        top_k=0,
-        seed=0,
-        draft_steps=0,
-    ):
+    def generate(self, prompts, max_new_tokens, steps=None, ends=None, *,
+                 temperature=0.0, top_k=0, seed=0, draft_steps=0):
         """
         Decode a batch of prompts. Yields (row, token, accepted) for every new token, such as
         (0, 278, False). accepted: whether it was a draft.
@@ -335,8 +289,7 @@ class Decoder:
         r = n + k if c.n_core else 0
         if not all(prompts):
             raise UserError("a prompt has no tokens")
-        lengths = [len(prompt) for prompt in prompts]
-        T = max(lengths)
+        T = max(map(len, prompts))
         total = T + max_new_tokens
         if total > c.context:
             raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
@@ -345,16 +298,13 @@ class Decoder:
             gc.collect()  # frees the last graph and cache, which torch keeps in a reference cycle
         cache = KVCache(self.model, r, len(prompts), total, seed)
         self.prefill(cache, prompts)
-        rows = range(len(prompts))
-        last = [[prompt[-1]] for prompt in prompts]
-        positions = [[length - 1] for length in lengths]
         device = cache.index.device
         batch = Batch(
             cache=cache,
-            rows=list(rows),
-            live=set(rows),
-            token=torch.tensor(last, device=device),
-            position=torch.tensor(positions, device=device),
+            rows=list(range(len(prompts))),
+            live=set(range(len(prompts))),
+            token=torch.tensor([[prompt[-1]] for prompt in prompts], device=device),
+            position=torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device),
             end=T,
             temperature=temperature if temperature >= COLDEST else 0,
             top_k=top_k,
@@ -373,8 +323,7 @@ class Decoder:
                     raise UserError(NOT_FINITE)
                 yield row, token, accepted
                 remaining[row] -= 1
-                has_ended = ends and ends(row, token)
-                if has_ended or remaining[row] < 1:
+                if remaining[row] < 1 or ends and ends(row, token):
                     batch.live.remove(row)
 
     def prefill(self, cache, prompts):
@@ -384,10 +333,7 @@ class Decoder:
         """
         T = max(map(len, prompts))
         # Cache entries of the padding are overwritten before any token sees them.
-        padded = []
-        for prompt in prompts:
-            padding = [0] * (T - len(prompt))
-            padded.append(prompt + padding)
+        padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
         tokens = torch.tensor(padded, device=cache.index.device)
         eager = contextlib.nullcontext()
         if self.compiled:  # large matmuls gain little from compiling
@@ -395,12 +341,9 @@ class Decoder:
         with eager:
             for start in range(0, T - 1, PREFILL):
                 end = min(start + PREFILL, T - 1)
-                positions = cache.index[start:end]
-                positions = positions.expand(len(prompts), -1)
-                cache.go_to(positions, end)
-                chunk = tokens[:, start:end]
-                _, s = self.run(cache, chunk, cache.r)
-                self.run_coda(cache, s)  # fills the coda's layers
+                cache.go_to(cache.index[start:end].expand(len(prompts), -1), end)
+                _, s = self.run(cache, tokens[:, start:end], cache.r)
+                self.model.run_coda(s, cache.rope, cache.coda)  # fills the coda's layers
 
     def step(self, batch):
         """
@@ -410,42 +353,28 @@ class Decoder:
         kernels take longer to launch than to run. The next call overwrites the logits.
         """
         cache = batch.cache
+
+        def run(token, position):
+            cache.go_to(position, cache.length + 1 if self.use_graph else batch.end)
+            return self.logits(cache, self.run(cache, token, cache.r)[1])
+
         if not self.use_graph:
-            return self.run_step(cache, batch.end, batch.token, batch.position)
-        if not batch.graph:
-            gc.collect()  # frees the graph for more rows
-            # The graph serves all positions, up to where finished rows stay: see advance().
-            end = cache.length + 1
-            run = functools.partial(self.run_step, cache, end)
+            return run(batch.token, batch.position)
+        if not batch.graph:  # for all positions, up to where finished rows stay: see advance()
+            gc.collect()     # frees the graph for more rows
             inputs = batch.token.clone(), batch.position.clone()
             batch.graph = torch.cuda.make_graphed_callables(run, inputs)
         return batch.graph(batch.token, batch.position)
 
-    def run_step(self, cache, end, token, position):
-        cache.go_to(position, end)
-        _, s = self.run(cache, token, cache.r)
-        return self.logits(cache, s)
-
-    # The parts of a pass, to call after cache.go_to(). Inputs and outputs are (rows, T, ...).
+    # The two parts of a pass, to call after cache.go_to(). tokens: (rows, T).
 
     def run(self, cache, tokens, r):
         """Run the prelude, then r recurrences. Returns the prelude's output e and the state s."""
         e, s = self.model.run_prelude(tokens, cache.noise, cache.rope, cache.prelude)
-        s = self.recur(cache, s, e, 0, r)
-        return e, s
-
-    def recur(self, cache, s, e, first, last):
-        """Advance the state from recurrence `first` to `last`, such as 2 to 32."""
-        caches = cache.core[first:last]
-        count = last - first
-        return self.model.recur(s, e, cache.rope, count, caches)
-
-    def run_coda(self, cache, s):
-        return self.model.run_coda(s, cache.rope, cache.coda)
+        return e, self.model.recur(s, e, cache.rope, r, cache.core[:r])
 
     def logits(self, cache, s):
-        x = self.run_coda(cache, s)
-        return self.model.logits(x)
+        return self.model.logits(self.model.run_coda(s, cache.rope, cache.coda))
 
     # Both loops advance a Batch. After each round they yield the new tokens of its rows, and
     # whether each was a draft: [(0, 278, True), (0, 4996, False), (3, 29889, False)], for example.
@@ -454,75 +383,56 @@ class Decoder:
         """Decode one token of every row per round."""
         while True:
             logits = self.step(batch)
-            if batch.temperature == 0:
-                token = logits.argmax(-1)
-            else:
+            token = logits.argmax(-1)
+            if batch.temperature:
                 token = sample_token(batch.distribution(logits), batch.rng)
             batch.advance(token, 1)
-            end = min(batch.end, batch.cache.length)  # see advance()
-            batch.end = end + 1
-            new = []
+            batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
             token = token.where(logits.amax(-1).isfinite(), NO_NUMBER)
-            for row, value in zip(batch.rows, token.flatten().tolist()):
-                new.append((row, value, False))
-            yield new
+            yield [(row, new, False) for row, new in zip(batch.rows, token.flatten().tolist())]
 
     def draft_rounds(self, batch, draft_steps):
         """
-        Draft DRAFTS tokens with few recurrences, then advance the states of all drafts to r in one
-        pass. accept() ensures that the text has the same distribution as without drafts.
-
-        A round yields its accepted drafts and one more token. With 2 recurrences per draft at
+        A round drafts DRAFTS tokens with few recurrences, then advances the states of all drafts to
+        r in one pass, and yields the drafts that accept() takes and one more token. The text has
+        the same distribution as without drafts. With 2 recurrences per draft at
         r = 32, it calls the recurrent block 13 * 2 + 30 = 56 times; 2 plain tokens take 64.
         """
         cache = batch.cache
         mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself
         while mean_accepted > TOO_FEW:
             token = batch.token
-            drafts = []
-            q = []  # the probabilities (B, 1, V) that each was drawn from
-            es = []
-            states = []
+            drafts, q = [], []  # tokens (B, 1), and the probabilities (B, 1, V) that they came from
+            es, states = [], []
             for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
                 cache.go_to(batch.position + i, batch.end + i)
                 e, s = self.run(cache, token, draft_steps)
                 es.append(e)
                 states.append(s)
                 if i < DRAFTS:
-                    logits = self.logits(cache, s)
-                    q.append(batch.distribution(logits))
+                    q.append(batch.distribution(self.logits(cache, s)))
                     token = sample_token(q[-1], batch.rng)
                     drafts.append(token)
-            drafts = torch.cat(drafts, 1)
-            q = torch.cat(q, 1)
-            e = torch.cat(es, 1)
-            s = torch.cat(states, 1)
+            drafts, q, e, s = (torch.cat(parts, 1) for parts in (drafts, q, es, states))
 
-            ahead = cache.index[:DRAFTS + 1]
-            cache.go_to(batch.position + ahead, batch.end + DRAFTS)
-            s = self.recur(cache, s, e, draft_steps, cache.r)
+            cache.go_to(batch.position + cache.index[:DRAFTS + 1], batch.end + DRAFTS)
+            rest = cache.core[draft_steps:]
+            s = self.model.recur(s, e, cache.rope, len(rest), rest)
             logits = self.logits(cache, s)
-            p = batch.distribution(logits)
-            accepted, token = accept(p, q, drafts, batch.rng)
+            accepted, token = accept(batch.distribution(logits), q, drafts, batch.rng)
             batch.advance(token, accepted + 1)
 
             # A draft whose logits are not finite is never accepted.
             token = token.where(logits.amax(-1).gather(1, accepted).isfinite(), NO_NUMBER)
             # One tensor, because the CPU waits for the GPU at each transfer.
-            columns = batch.position, accepted, token, drafts
-            outcome = torch.column_stack(columns).tolist()
-            positions = [numbers[0] for numbers in outcome]
-            batch.end = max(positions) + 1
+            outcome = torch.column_stack((batch.position, accepted, token, drafts)).tolist()
+            batch.end = max(position for position, *_ in outcome) + 1
             new = []
-            for row, numbers in zip(batch.rows, outcome):
-                _, count, last, *guesses = numbers
-                for guess in guesses[:count]:
-                    new.append((row, guess, True))
+            for row, (_, count, last, *guesses) in zip(batch.rows, outcome):
+                new += [(row, guess, True) for guess in guesses[:count]]
                 new.append((row, last, False))
                 if row in batch.live:  # a running mean over about four rounds
-                    change = count - mean_accepted
-                    window = 4 * len(batch.live)
-                    mean_accepted += change / window
+                    mean_accepted += (count - mean_accepted) / (4 * len(batch.live))
             yield new
 
 
@@ -548,9 +458,7 @@ class FewRows(nn.Module):
         quarters = self.weight.float().chunk(4)
         y = [(part * row.float()).sum(-1) for row in x.view(rows, fan_in) for part in quarters]
         y = torch.cat(y).type_as(x).view(*shape, -1)
-        if self.bias is not None:
-            y = y + self.bias
-        return y
+        return y if self.bias is None else y + self.bias
 
 
 def use_few_rows(model):
@@ -569,10 +477,8 @@ def token_text(tokenizer, token):
         if token == control:
             return name
     text = tokenizer.decode([token])
-    whole = text.isprintable() and "\ufffd" not in text
-    if text.strip() and whole:
-        return text
-    return repr(text)
+    readable = text.strip() and text.isprintable() and "\ufffd" not in text
+    return text if readable else repr(text)
 
 
 @torch.inference_mode()
@@ -612,8 +518,7 @@ def trace(model, tokenizer, args, prompt, steps):
     for i, r in enumerate(steps):
         column = [f"  r = {r}" if r else "  next"]
         for t in range(len(shown)):
-            token = tokens[i, t].item()
-            text = token_text(tokenizer, token)
+            text = token_text(tokenizer, tokens[i, t].item())
             star = "" if agrees[i, t] else "*"
             column.append(f"  {probabilities[i, t]:4.0%} {text}{star}")
         column.append(f"  {agrees[i].sum()} of {len(shown)}")
@@ -622,8 +527,7 @@ def trace(model, tokenizer, args, prompt, steps):
     if args.picture:
         draw(args.picture, names, steps, of_last_choice)
     for row in zip(*columns):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-        print(" ".join(cells).rstrip())
+        print(" ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def draw(path, names, steps, probabilities):
@@ -643,8 +547,7 @@ def describe(model):
     """Return the names of a model's device and dtype, such as ("NVIDIA A100", "bfloat16")."""
     weight = model.embed.weight
     device = torch.cuda.get_device_name() if weight.is_cuda else "cpu"
-    dtype = str(weight.dtype)
-    return device, dtype.removeprefix("torch.")
+    return device, str(weight.dtype).removeprefix("torch.")
 
 
 def load_model(folder, dtype="auto"):
@@ -653,19 +556,15 @@ def load_model(folder, dtype="auto"):
     one of DTYPES.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, choose_dtype(dtype, device))
-    model = RecurrentLM.load(folder, device, dtype)
-    tokenizer = check_tokenizer(model.config, model.folder)
-    return model.eval(), tokenizer
+    model = RecurrentLM.load(folder, device, getattr(torch, choose_dtype(dtype, device)))
+    return model.eval(), check_tokenizer(model.config, model.folder)
 
 
 def respond(decoder, tokenizer, args, prompt):
     """Continue a prompt at each r, or trace it."""
     c = decoder.model.config
-    steps = args.steps
     tracing = args.trace or args.only or args.picture
-    if not steps:
-        steps = DEPTHS if tracing else [c.mean_recurrence]
+    steps = args.steps or (DEPTHS if tracing else [c.mean_recurrence])
     if not c.n_core:
         steps = [0]
     if tracing:
@@ -684,22 +583,12 @@ def stream(decoder, tokenizer, args, prompt, r):
     shown = len(tokenizer.decode(ids))
     if c.n_core:
         tell(f"--- r = {r}")
-    room = c.context - len(ids)
-    limit = max(1, min(args.tokens, room))  # at least 1, so generate() rejects long prompts
-    count = 0
-    count_accepted = 0
+    limit = max(1, min(args.tokens, c.context - len(ids)))  # so generate() rejects long prompts
+    count = count_accepted = 0
     began = time.perf_counter()
-    events = decoder.generate(
-        [ids],
-        limit,
-        r,
-        lambda _, token: token in c.ends,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-        draft_steps=args.draft_steps,
-    )
-    for _, token, accepted in events:
+    for _, token, accepted in decoder.generate(
+            [ids], limit, r, lambda _, token: token in c.ends, temperature=args.temperature,
+            top_k=args.top_k, seed=args.seed, draft_steps=args.draft_steps):
         count += 1
         count_accepted += accepted
         if token not in c.ends:
