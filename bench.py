@@ -78,28 +78,15 @@ def bench(args):
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)
     else:
-        config = Config(
-            vocab_size=4096,
-            n_embd=512,
-            n_head=8,
-            n_kv_head=2,
-            n_ffn=1408,
-            n_prelude=2,
-            n_core=4,
-            n_coda=2,
-        )
+        config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
+                        n_prelude=2, n_core=4, n_coda=2)
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
     model.to(dtype)
     device, _ = describe(model)
     print(dtype_on(name, device))
-    result = {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "dtype": name,
-        "rows": [],
-    }
+    result = {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__,
+              "dtype": name, "rows": []}
     if args.command == "train":
         result["matmul_peak"] = matmul_speed(dtype, args.repeat)
     else:
@@ -114,11 +101,7 @@ def bench(args):
             row["mbu"] = bytes_per_s / result["read_peak"]
         if DEVICE == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        cells = []
-        for key, value in row.items():
-            text = f"{value:.4g}" if isinstance(value, float) else value
-            cells.append(f"{key} {text}")
-        print("  ".join(cells), flush=True)
+        print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
         result["rows"].append(row)
     print(json.dumps(result))
 
@@ -126,8 +109,7 @@ def bench(args):
 def matmul_speed(dtype, repeat):
     """Return the FLOP/s of a large square matrix product, the median of `repeat` products."""
     n = 8192 if DEVICE == "cuda" else 2048
-    a = torch.randn(n, n, device=DEVICE, dtype=dtype)
-    b = torch.randn(n, n, device=DEVICE, dtype=dtype)
+    a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
     _, seconds = time_runs(lambda: a @ b, repeat)
     return 2 * n**3 / statistics.median(seconds)
 
@@ -156,8 +138,7 @@ def time_runs(run, repeat):
         began = clock()
         run()
         seconds.append(clock() - began)
-    first, *rest = seconds
-    return first, rest
+    return seconds[0], seconds[1:]
 
 
 def speeds(tokens, first, seconds):
@@ -196,12 +177,9 @@ def bench_train(model, args):
             optimizer.step(norm.item(), idx.numel())
 
         first, seconds = time_runs(update, args.repeat)
-        row = {"n": n, "k": k}
-        row |= speeds(idx.numel(), first, seconds)
-        flops = model.flops_per_token((n, k), args.context, training=True)
-        flops = idx.numel() * flops + optimizer.flops()
-        row["flops_per_s"] = flops / statistics.median(seconds)
-        yield row
+        flops = idx.numel() * model.flops_per_token((n, k), args.context, training=True)
+        yield {"n": n, "k": k} | speeds(idx.numel(), first, seconds) | {
+            "flops_per_s": (flops + optimizer.flops()) / statistics.median(seconds)}
 
 
 def n_plus_k(text):
@@ -224,17 +202,15 @@ def bench_decode(model, args):
     """
     decoder = Decoder(model, args.compile)
     torch.manual_seed(0)
-    idx = torch.randint(model.config.vocab_size, (args.batch_size, args.prompt_tokens))
-    prompts = idx.tolist()
+    shape = args.batch_size, args.prompt_tokens
+    prompts = torch.randint(model.config.vocab_size, shape).tolist()
     for r in args.steps:
         for draft_steps in args.draft_steps:
             drafts = []  # whether each token was an accepted draft
 
             def run():
-                drafts.clear()
                 events = decoder.generate(prompts, args.tokens, r, draft_steps=draft_steps)
-                for _, _, accepted in events:
-                    drafts.append(accepted)
+                drafts[:] = [accepted for _, _, accepted in events]
 
             first, seconds = time_runs(run, args.repeat)
             row = {"r": r, "draft_steps": draft_steps}
