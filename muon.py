@@ -71,12 +71,10 @@ def muon_(w, g, m, lr, weight_decay):
     Apply one update of the official Muon, in place. w, g, m: float32 weights, gradient and momentum
     (rows, cols). g is overwritten.
     """
-    rows, cols = w.shape
     m.lerp_(g, 1 - MOMENTUM)
     update = newton_schulz(g.lerp_(m, MOMENTUM))  # Nesterov
     w.mul_(1 - lr * weight_decay)
-    scale = max(1, rows / cols) ** 0.5
-    w.add_(update, alpha=-lr * scale)
+    w.add_(update, alpha=-lr * max(1, w.size(0) / w.size(1)) ** 0.5)
 
 
 def adamw_(w, g, m, v, t, lr, weight_decay, eps):
@@ -85,16 +83,8 @@ def adamw_(w, g, m, v, t, lr, weight_decay, eps):
     and moments m and v, using torch's fused kernel.
     """
     step = torch.full((), float(t), device=w.device)
-    torch._fused_adamw_(
-        [w], [g], [m], [v], [], [step],
-        lr=lr,
-        beta1=BETA1,
-        beta2=BETA2,
-        eps=eps,
-        weight_decay=weight_decay,
-        amsgrad=False,
-        maximize=False,
-    )
+    torch._fused_adamw_([w], [g], [m], [v], [], [step], lr=lr, beta1=BETA1, beta2=BETA2, eps=eps,
+                        weight_decay=weight_decay, amsgrad=False, maximize=False)
 
 
 def adamw_star_(w, g, m, v, t, lr, decay):
@@ -111,12 +101,10 @@ def adamw_star_(w, g, m, v, t, lr, decay):
     m.lerp_(g, 1 - BETA1)
     v.lerp_(g.square(), 1 - BETA2)
     v.clamp_(min=1e-12)
-    excess = (g.square() / v).mean()
-    excess = excess.sqrt().clamp(min=1)
+    excess = (g.square() / v).mean().sqrt().clamp(min=1)
     step = lr / (1 - BETA1**t) / excess
     w.mul_(1 - decay)
-    size = v.sqrt() / math.sqrt(1 - BETA2**t)
-    w.sub_(step * torch.atan2(m, size))
+    w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - BETA2**t)))
 
 
 def stacked_rows(model):
@@ -177,23 +165,10 @@ class Optimizer:
     A float32 parameter is its own master.
     """
 
-    def __init__(
-        self,
-        named,
-        *,
-        lr,
-        adam_lr,
-        weight_decay,
-        clip=math.inf,
-        rule="muon",
-        weights=None,
-        stacked=None,
-        rank=0,
-        world=1,
-    ):
+    def __init__(self, named, *, lr, adam_lr, weight_decay, clip=math.inf, rule="muon",
+                 weights=None, stacked=None, rank=0, world=1):
         # Largest first, so that make_pieces() can give all ranks similar loads.
-        by_size = sorted(named, key=lambda item: -item[1].numel())
-        self.params = dict(by_size)
+        self.params = dict(sorted(named, key=lambda item: -item[1].numel()))
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
         self.eps = 1e-10 if rule == "muon" else 1e-8  # as in the paper's runs
@@ -210,22 +185,18 @@ class Optimizer:
         sizes = [piece.weight.numel() for piece in self.pieces]
         device = self.pieces[0].weight.device
         self.sums = torch.zeros(sum(sizes), device=device)
+        lengths = [0] * world
         for piece, grad in zip(self.pieces, self.sums.split(sizes)):
             piece.grad = grad.view_as(piece.weight)
-        lengths = [0] * world
-        for piece in self.pieces:
-            lengths[piece.owner] += piece.weight.numel()
+            lengths[piece.owner] += grad.numel()
         self.slices = self.sums.split(lengths)  # one for each rank
 
         for piece in self.own:
             piece.master = piece.weight
-            if piece.master.dtype != torch.float32:
-                exact = piece.weight
-                if weights:
-                    exact = weights[piece.name][piece.rows]
+            if piece.weight.dtype != torch.float32:
+                exact = weights[piece.name][piece.rows] if weights else piece.weight
                 piece.master = exact.to(device, torch.float32)
-            for key in piece.keys:
-                piece.moments[key] = torch.zeros_like(piece.master)
+            piece.moments = {key: torch.zeros_like(piece.master) for key in piece.keys}
 
     def make_pieces(self, rule, stacked):
         """
@@ -235,29 +206,15 @@ class Optimizer:
         pieces = []
         loads = [0] * self.world
         for name, p in self.params.items():
-            table = name.startswith(("embed.", "head."))
-            piece_rule = rule
-            if rule == "muon" and (table or p.dim() != 2):
-                piece_rule = "adamw"
-            owners = [loads.index(min(loads))]
-            if table and piece_rule == "adamw":
-                owners = range(self.world)
+            embedding = name.startswith(("embed.", "head."))
+            adamw = rule == "adamw" or rule == "muon" and (embedding or p.dim() != 2)
+            owners = range(self.world) if embedding and adamw else [loads.index(min(loads))]
             for i, owner in enumerate(owners):
-                first = i * len(p) // len(owners)
-                end = (i + 1) * len(p) // len(owners)
-                splits = [end - first]
-                if piece_rule != "adamw":
-                    splits = stacked.get(name, splits)
-                piece = Piece(
-                    owner=owner,
-                    name=name,
-                    rule=piece_rule,
-                    rows=slice(first, end),
-                    splits=splits,
-                    weight=p.detach()[first:end],
-                )
-                pieces.append(piece)
-                loads[owner] += piece.weight.numel()
+                rows = slice(i * len(p) // len(owners), (i + 1) * len(p) // len(owners))
+                weight = p.detach()[rows]
+                splits = [len(weight)] if adamw else stacked.get(name, [len(weight)])
+                pieces.append(Piece(owner, name, "adamw" if adamw else rule, rows, splits, weight))
+                loads[owner] += weight.numel()
         return sorted(pieces, key=lambda piece: piece.owner)
 
     @property
@@ -268,10 +225,7 @@ class Optimizer:
     @property
     def moments(self):
         """{name.moment: tensor} of the rows that this rank owns."""
-        moments = {}
-        for piece in self.own:
-            moments |= piece.moments
-        return moments
+        return {key: t for piece in self.own for key, t in piece.moments.items()}
 
     def flops(self):
         """FLOPs of Newton-Schulz in one update, over all ranks; AdamW's are negligible."""
@@ -280,8 +234,7 @@ class Optimizer:
             if piece.rule == "muon":
                 for rows in piece.splits:
                     small, large = sorted((rows, piece.weight.shape[1]))
-                    one_step = 4 * small**2 * large + 2 * small**3
-                    total += 5 * one_step
+                    total += 5 * (4 * small**2 * large + 2 * small**3)  # five steps
         return total
 
     @torch.no_grad()
@@ -311,8 +264,7 @@ class Optimizer:
         for piece in self.own:
             # Row by row, because one float32 sum over 65M weights is off by 1% (on a CPU).
             norms = torch.linalg.vector_norm(piece.grad, dim=-1)
-            squares = norms.double().square()
-            total += squares.sum()
+            total += norms.double().square().sum()
         if self.world > 1:
             dist.all_reduce(total)
         return total.sqrt()
@@ -332,8 +284,7 @@ class Optimizer:
         self.updates += 1
         clipping = min(1.0, self.clip / (norm + 1e-6))  # as in torch's clip_grad_norm_
         self.slices[self.rank].mul_(clipping / labels)
-        lr = self.lr * lr_factor
-        adam_lr = self.adam_lr * lr_factor
+        lr, adam_lr = self.lr * lr_factor, self.adam_lr * lr_factor
         for piece in self.own:
             for tensors in piece.matrices():
                 if piece.rule == "muon":
