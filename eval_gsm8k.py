@@ -5,30 +5,23 @@ Ask a model the questions of GSM8K, or your own, at several numbers of recurrenc
     python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
         --template plain --max_new_tokens 1
 
-Every question is answered once per r. With --dtype float32, all else follows the paper, which used
-the task gsm8k_cot_zeroshot of lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, at most
-256 new tokens. "flexible" scores the last number of the output, "strict" the one after "The answer
-is". For other tasks, run the harness itself on an export (runs/README.md has the commands).
+With --dtype float32, all else follows the paper, which used the task gsm8k_cot_zeroshot of
+lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, at most 256 new tokens. "flexible" scores
+the last number of the output, "strict" the one after "The answer is". For other tasks, run the
+harness itself on an export (runs/README.md has the commands).
 
-Without --data, the test set of GSM8K is downloaded once, to out/data/gsm8k/test.jsonl. Each line of
---data is {"question": ..., "answer": "... #### 18"}. If the lines have a "difficulty", such as the
-number of sentences, accuracy is broken down by it.
+Each line of --data is {"question": ..., "answer": "... #### 18"}, with a "difficulty" if accuracy
+should be broken down by it. With --template plain, the prompt is the question alone, and there is
+one score, "accuracy": see same_answer().
 
-With --template plain, the prompt is the question alone, and there is one score, "accuracy". If the
-reference is a number, alone or after "####" or an equals sign, the last number of the output must
-equal it; if it is a list such as 3, 5, the last numbers must. Otherwise the whole output must match
-the reference's text.
-
-An ordinary model has no r and gets one row. Answers depend a little on --seed, since s_0 is noise.
-
-Each batch appends its answers to a .jsonl file beside the summary, one line per question and r. Its
-first line holds the settings, and digests of the weights and the questions. The same command
-resumes an evaluation that was killed, even if the files have moved. More --steps or a larger
---limit extend an existing file. To start over, delete it. The summary is written last.
+Answers are appended to a .jsonl file beside the summary, whose first line holds the settings and
+digests of the weights and the questions. The same command resumes an evaluation that was killed;
+more --steps or a larger --limit extend the file. To start over, delete it.
 """
 import json
 import math
 import re
+import sys
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
@@ -41,7 +34,7 @@ from common import (DTYPES, Parser, UserError, check_settings, cli, digest, dtyp
                     write_atomically, write_json)
 from data import as_text
 from model import COMPILING
-from sample import DEPTHS, Decoder, describe, load_model, tell
+from sample import DEPTHS, Decoder, describe, load_model
 
 GSM8K = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
          "grade_school_math/data/test.jsonl")
@@ -65,7 +58,7 @@ def fetch_gsm8k():
     """Return the path of GSM8K's 1,319 test questions. The first call downloads them."""
     path = Path("out/data/gsm8k/test.jsonl")
     if not path.exists():
-        tell(f"downloading {GSM8K} to {path}")
+        say(f"downloading {GSM8K} to {path}", sys.stderr)
         response = requests.get(GSM8K, timeout=60)
         response.raise_for_status()
         with write_atomically(path) as new:
@@ -75,14 +68,12 @@ def fetch_gsm8k():
 
 def read_questions(path, limit=None):
     """
-    Read a .jsonl file of questions (see the top).
-
-    limit: read only this many questions, spread evenly over the file, since files are often sorted.
+    Read a .jsonl file of questions (see the top). limit: keep only this many, spread evenly over
+    the file, since files are often sorted.
 
     Returns a list of dicts, such as {"question": "has 1 so", "answer": "1", "difficulty": "2",
     "index": 0, "line": 1}, where "index" counts the questions of the file, and "difficulty" may be
-    None.
-    Raises UserError if a line is not a question.
+    None. Raises UserError if a line is not a question.
     """
     questions = []
     with reading(path):
@@ -92,30 +83,23 @@ def read_questions(path, limit=None):
             continue
         try:
             row = json.loads(line)
-            question = {
-                "question": as_text(row["question"]),
-                "answer": as_text(row["answer"]),
-            }
+            question = {key: as_text(row[key]) for key in ("question", "answer")}
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{path}: line {number} is not a JSON object with "question" and '
                             f'"answer" ({e!r})')
         difficulty = row.get("difficulty")
-        question["difficulty"] = None if difficulty is None else str(difficulty)
-        question["index"] = len(questions)
-        question["line"] = number
-        questions.append(question)
-    count = len(questions)
-    if not count:
+        difficulty = None if difficulty is None else str(difficulty)
+        place = {"difficulty": difficulty, "index": len(questions), "line": number}
+        questions.append(question | place)
+    if not questions:
         raise UserError(f"{path} has no questions")
+    count = len(questions)
     kept = min(limit or count, count)
     return [questions[i * count // kept] for i in range(kept)]
 
 
 def make_prompt(question, template="cot"):
-    """
-    Return the text that the model continues. template: "cot" for the paper's prompt, with its
-    example, or "plain" for the question alone.
-    """
+    """Return the text that the model continues: the question, for "cot" as the paper asks it."""
     if template == "plain":
         return question
     return f"{EXAMPLE}Q: {question}\nA: Let's think step by step."
@@ -126,15 +110,13 @@ def encode_prompts(questions, model, tokenizer, args):
     Add its prompt, a list of token ids, to each question as "ids". Returns how many prompts lost
     their beginning because they did not fit, as in the harness.
     """
-    context = model.config.context
-    room = context - args.max_new_tokens
+    room = model.config.context - args.max_new_tokens
     if room <= 0:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in "
-                        f"the model's context of {context}")
+                        f"the model's context of {model.config.context}")
     count_cut = 0
     for question in questions:
-        prompt = make_prompt(question["question"], args.template)
-        ids = tokenizer.encode(prompt, bos=True)
+        ids = tokenizer.encode(make_prompt(question["question"], args.template), bos=True)
         if not ids:
             raise UserError(f"{args.data}: the question in line {question['line']} is empty")
         question["ids"] = ids[-room:]
@@ -145,10 +127,7 @@ def encode_prompts(questions, model, tokenizer, args):
 # ---- scores of an answer ----------------------------------------------------------------------
 
 def flexible_extract(text):
-    """
-    Return the last thing that looks like a number, by the harness's pattern, which also matches a
-    lone "...".
-    """
+    """Return the last number, by the harness's pattern, which also matches a lone "..."."""
     found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
     return found[-1] if found else INVALID
 
@@ -181,8 +160,7 @@ NUMBERS = re.compile(rf"{NUMBER.pattern}(?:, *{NUMBER.pattern})*")
 
 def reference_text(answer):
     """Return the text of a reference answer: what follows its last "####", if it has one."""
-    text = answer.rpartition("####")[2].strip()
-    return text.removesuffix(".").rstrip()
+    return answer.rpartition("####")[2].strip().removesuffix(".").rstrip()
 
 
 def reference_numbers(answer):
@@ -197,14 +175,15 @@ def reference_numbers(answer):
 
 def find_numbers(text):
     """"$1,234.50 or 3" -> [Decimal("1234.50"), Decimal("3")]; 1234.50 equals 1234.5"""
-    found = NUMBER.findall(text)
-    return [Decimal(re.sub("[$,]", "", number).replace("\u2212", "-")) for number in found]
+    return [Decimal(re.sub("[$,]", "", number).replace("\u2212", "-"))
+            for number in NUMBER.findall(text)]
 
 
 def same_answer(output, answer):
     """
-    Whether an output is right when the prompt asks for no particular answer format. Compares
-    numbers if the reference is one or several, otherwise text, ignoring case and a final period.
+    Whether an output is right when the prompt asks for no particular answer format. If the
+    reference is a number, or a list such as 3, 5, the last numbers of the output must equal it.
+    Otherwise the whole text must, ignoring case and a final period.
     """
     numbers = reference_numbers(answer)
     if not numbers:
@@ -226,11 +205,8 @@ METRICS = {
 
 def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     """
-    Continue a batch of prompts at depth r, each until it has produced a stop string, an end of
-    text, or max_new_tokens.
-
-    prompts: lists of ids, such as [[1, 660], [1, 29984, 29901]]. stops: strings, such as STOPS, or
-    (). seed: for the noise s_0.
+    Continue a batch of prompts, lists of ids, at depth r, each until it has produced one of the
+    strings `stops`, an end of text, or max_new_tokens. seed: for the noise s_0.
 
     Returns the new texts, cut at the first stop string, such as [" It is 18.", ""].
     """
@@ -238,19 +214,14 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     last = decoder.model.config.ends
 
     def ends(row, token):
-        if token in last:
-            return True
         text = tokenizer.decode(new[row][-WINDOW:])  # generate() has already yielded `token`
-        return any(stop in text for stop in stops)
+        return token in last or any(stop in text for stop in stops)
 
     for row, token, _ in decoder.generate(prompts, max_new_tokens, r, ends, seed=seed):
         new[row].append(token)
     control = {*tokenizer.special.values(), *last}  # not part of a text, as in the harness
-    texts = []
-    for ids in new:
-        text = tokenizer.decode([i for i in ids if i not in control])
-        texts.append(cut(text, stops))
-    return texts
+    texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]
+    return [cut(text, stops) for text in texts]
 
 
 def cut(text, stops):
@@ -266,19 +237,16 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
     its lines to `answers` and to the file.
     """
     stops = STOPS if args.template == "cot" else ()
-    # Sorted by length, so that batches need little padding. The longest come first, so that
-    # running out of memory happens early.
-    order = sorted(questions, key=lambda question: -len(question["ids"]))
+    # So that batches need little padding, and running out of memory happens early.
+    longest_first = sorted(questions, key=lambda question: -len(question["ids"]))
     for r in steps:
-        for first in range(0, len(order), args.batch_size):
-            batch = order[first:first + args.batch_size]
-            # A partly answered batch is rerun as a whole, because rounding depends on all of its
-            # rows.
+        for first in range(0, len(questions), args.batch_size):
+            batch = longest_first[first:first + args.batch_size]
+            # A partly answered batch is rerun, because rounding depends on all of its rows.
             if all((r, question["index"]) in answers for question in batch):
                 continue
-            prompts = [question["ids"] for question in batch]
-            limit = args.max_new_tokens
-            texts = answer_batch(decoder, tokenizer, prompts, limit, stops, r, args.seed)
+            texts = answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
+                                 args.max_new_tokens, stops, r, args.seed)
             with open(path, "a") as f:
                 for question, text in zip(batch, texts):
                     line = {"index": question["index"], "steps": r, "output": text}
@@ -286,7 +254,7 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
                         line[metric] = is_right(text, question["answer"])
                     answers[r, question["index"]] = line
                     f.write(json.dumps(line) + "\n")
-            tell(f"r = {r}: {first + len(batch)} of {len(order)} questions")
+            say(f"r = {r}: {first + len(batch)} of {len(questions)} questions", sys.stderr)
 
 
 # ---- the file of answers ----------------------------------------------------------------------
@@ -296,12 +264,15 @@ def answer_settings(args, model):
     Return everything that determines the answers: the first line of their file. Files are
     identified by digest, since they may move, and training may continue in the model's folder.
     """
-    keys = "template", "max_new_tokens", "dtype", "seed"
-    settings = {key: getattr(args, key) for key in keys}
-    settings["questions"] = digest(args.data)
-    settings["weights"] = digest(f"{model.folder}/model.safetensors")
-    settings["config"] = digest(f"{model.folder}/config.json")
-    return settings
+    return {
+        "template": args.template,
+        "max_new_tokens": args.max_new_tokens,
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "questions": digest(args.data),
+        "weights": digest(f"{model.folder}/model.safetensors"),
+        "config": digest(f"{model.folder}/config.json"),
+    }
 
 
 def read_answers(path, settings):
@@ -328,16 +299,13 @@ def accuracy(questions, answers, r, metric):
 
 
 def summarize(questions, answers, steps, metrics):
-    """
-    Return a result for each r and metric, with the accuracy at each difficulty, and the lines of a
-    table of them.
-    """
+    """Return a result for each r and metric, and the lines of a table of them."""
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
     more = ", and on the right for each difficulty" if levels else ""
-    table = [f"\nhow many of n answers are right, with the standard error{more}"]
-    table.append(" ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  ",
-                           *(f"{x:>4}" for x in levels)]))
+    table = [f"\nhow many of n answers are right, with the standard error{more}",
+             " ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  ",
+                       *(f"{x:>4}" for x in levels)])]
     results = []
     for r in steps:
         for metric in metrics:
@@ -346,17 +314,10 @@ def summarize(questions, answers, steps, metrics):
             for level in levels:
                 part = [question for question in questions if question["difficulty"] == level]
                 by_difficulty[level] = accuracy(part, answers, r, metric)
-            results.append({
-                "steps": r,
-                "metric": metric,
-                "by_difficulty": by_difficulty,
-                "value": value,
-                "standard_error": error,
-                "n": n,
-            })
-            shares = [f"{right:4.0%}" for right, *_ in by_difficulty.values()]
-            first = f"{r or '-':>6}  {metric:9}{value:6.1%}{error:6.1%}{n:7}  "
-            table.append(" ".join([first, *shares]))
+            results.append({"steps": r, "metric": metric, "by_difficulty": by_difficulty,
+                            "value": value, "standard_error": error, "n": n})
+            table.append(" ".join([f"{r or '-':>6}  {metric:9}{value:6.1%}{error:6.1%}{n:7}  ",
+                                   *(f"{right:4.0%}" for right, *_ in by_difficulty.values())]))
     return results, table
 
 
@@ -368,16 +329,13 @@ def parse_args():
     flag("--model", required=True, metavar="FOLDER", help="checkpoint or run folder")
     flag("--data", metavar="FILE",
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
-    flag("--limit", type=positive,
-         help="ask only this many questions, spread evenly over the file")
+    flag("--limit", type=positive, help="ask only this many, spread evenly over the file")
     flag("--steps", type=recurrences, default=",".join(map(str, DEPTHS)),
          help="recurrences r, comma-separated; default: %(default)s")
     flag("--template", choices=("cot", "plain"), default="cot",
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
-    flag("--max_new_tokens", type=positive, default=256,
-         help="longest answer; default: %(default)s")
-    flag("--batch_size", type=positive, default=32,
-         help="questions at once; default: %(default)s")
+    flag("--max_new_tokens", type=positive, default=256, help="longest answer (256)")
+    flag("--batch_size", type=positive, default=32, help="questions at once (32)")
     flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
     flag("--dtype", choices=DTYPES, default="auto",
          help="auto (default): bfloat16 where the device multiplies it natively, else float32")
@@ -414,16 +372,14 @@ def main():
     with write_atomically(path) as new, open(new, "w") as f:
         for line in (settings, *answers.values()):
             f.write(json.dumps(line) + "\n")
-    depths = f" at r = {steps}" if model.config.n_core else ""
-    known = f"; {path} holds {len(answers)} answers already" if answers else ""
-    where = dtype_on(args.dtype, device)
-    tell(f"{model.folder}, {where}: {len(questions)} questions{depths}{known}")
+    say(f"{model.folder}, {dtype_on(args.dtype, device)}: {len(questions)} questions at r = "
+        f"{steps}; {path} holds {len(answers)} answers already", sys.stderr)
     if args.template == "plain":
-        tell(f"answers are compared as numbers in {count_numbers} of these questions, as text in "
-             f"the other {len(questions) - count_numbers}")
+        say(f"answers are compared as numbers in {count_numbers} of these questions, as text in "
+            f"the other {len(questions) - count_numbers}", sys.stderr)
     if count_cut:
-        tell(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
-             f"{args.max_new_tokens} leaves too little of the model's context")
+        say(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
+            f"{args.max_new_tokens} leaves too little of the model's context", sys.stderr)
     answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, path, args)
 
     # Other commands may have answered all of these questions at other r, too.
