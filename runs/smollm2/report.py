@@ -1,9 +1,8 @@
 """
-Collect the results of runs/smollm2/run.sh in results.json, then print the tables and draw the
-picture of README.md.
+Print the tables of runs/smollm2/README.md from results.json, and draw its picture.
 
-    python -m runs.smollm2.report --collect out/smollm2     after the runs: write results.json
-    python -m runs.smollm2.report                           tables; matplotlib draws smollm2.png
+    python -m runs.smollm2.report                             tables; matplotlib draws smollm2.png
+    python -m runs.smollm2.report --collect out/smollm2       first read the runs of run.sh
 """
 import math
 import statistics
@@ -11,48 +10,33 @@ from pathlib import Path
 
 from common import Parser, cli, opening, read_json, write_json
 from model import find_checkpoint
-from runs.study.run import paired_t_test
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-
-LENGTHS = {"3 to 5": range(3, 6), "6 to 8": range(6, 9), "9 to 12": range(9, 13)}
+PICTURE = HERE.parents[1] / "assets" / "smollm2.png"
+CUPS = {"3 to 5": (3, 5), "6 to 8": (6, 8), "9 to 12": (9, 12), "13 to 24": (13, 24)}
+ARMS = {
+    "retrofit": "retrofit, 6 of 30 layers, 2 in a loop",
+    "random": "a random start of the same shape",
+    "parent": "its full parent, 30 layers",
+    "no-loop": "the same 6 layers without a loop",
+}
+COUNTS = {"3 to 5": (3, 5), "6 to 8": (6, 8), "9 to 12": (9, 12)}
 DEPTHS = 1, 2, 4, 8
 
-
-# --------------------------------------------------------------------------------------- collect
 
 def collect(out):
     """Read the runs under `out` into results.json, replacing entries with the same names."""
     found = read_json(HERE / "results.json")
-    for score in sorted(Path(out).glob("*-*-*/score.json")):
-        run = score.parent
-        task, arm, seed = run.name.split("-")
-        scores = read_json(score)
-        losses = {r: [round(x, 2) for x in sums] for r, sums in scores["losses"].items()}
-        scores["losses"] = losses
-        if "right" in scores:  # then no table needs the losses
-            del scores["losses"], scores["labels"]
-        made = read_json(Path(find_checkpoint(run), "train.json"))
-        found.setdefault(task, {})[f"{arm} {seed}"] = scores | {
-            "moves": scores["moves"] and [round(x, 5) for x in scores["moves"]],
-            "update": made["update"],
-            "flops": made["flops"],
-            "lr": made["config"]["lr"],
-        }
-    for path in sorted(Path(out).glob("generation-*-*.json")):
-        _, task, arm = path.stem.split("-")
-        shares = {result["steps"]: result["value"] for result in read_json(path)["results"]}
-        found.setdefault("generation", {})[f"{task} {arm}"] = shares
+    for score in sorted(Path(out).glob("cups-*/score.json")):
+        arm, seed = score.parent.name.removeprefix("cups-").rsplit("-", 1)
+        made = read_json(Path(find_checkpoint(score.parent), "train.json"))
+        settings = {key: made["config"][key] for key in ("lr", "batch_size", "dtype")}
+        found["cups"][f"{arm} {seed}"] = read_json(score) | settings | {
+            "updates": made["update"], "flops": made["flops"]}
     write_json(HERE / "results.json", found)
 
 
-# ---------------------------------------------------------------------------------------- tables
-
-def seeds_of(found, arm="loop"):
-    """Return the seeds of an arm's runs, such as ["0", "1", "2"]."""
-    return sorted(name.removeprefix(f"{arm} ") for name in found if name.startswith(arm))
-
+# ------------------------------------------------------------------------------------- statistics
 
 def mean_and_error(values):
     """Return "12.3 ± 0.4": the mean over seeds and its standard error; "12.3" for one seed."""
@@ -62,43 +46,93 @@ def mean_and_error(values):
     return f"{statistics.fmean(values):.1f} ± {error:.1f}"
 
 
-def right_answers(run, r, lengths):
-    """Return the percentage of right answers to the questions of these lengths at r."""
-    shares = [run["right"][str(r)][length - 1] for length in lengths]
-    return 100 * statistics.fmean(shares)
+def runs_of(found, arm):
+    """Return an arm's runs as {seed: run}."""
+    return {name.split()[1]: run for name, run in found.items() if name.split()[0] == arm}
+
+
+def accuracy(shares, first, last):
+    """Return the percentage of right answers after events number `first` to `last`."""
+    return 100 * statistics.fmean(shares[first - 1:last])
+
+
+def best_depth(runs, lengths, part="dev"):
+    """Return the r with the best mean accuracy on the stories of dev.jsonl; 0 without a loop."""
+    def quality(r):
+        return statistics.fmean(accuracy(run[part][r], *lengths) for run in runs.values())
+    return max(next(iter(runs.values()))[part], key=quality)  # of equal ones the first, so smallest
+
+
+def at_best(found, arm, lengths):
+    """Return an arm's best r for these lengths, and the accuracy of each of its runs there."""
+    runs = runs_of(found, arm)
+    r = best_depth(runs, lengths)
+    return r, [accuracy(run["test"][r], *lengths) for run in runs.values()]
+
+
+def gain_and_error(ours, theirs):
+    """Return "12.3 ± 0.4": the difference of two arms' means, and its error over seeds."""
+    gain = statistics.fmean(ours) - statistics.fmean(theirs)
+    if min(len(ours), len(theirs)) == 1:
+        return f"{gain:.1f}"
+    error = math.hypot(*(statistics.stdev(x) / math.sqrt(len(x)) for x in (ours, theirs)))
+    return f"{gain:.1f} ± {error:.1f}"
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+def print_table(found, rows, groups, part=None):
+    """
+    Print accuracy by number of events, and how many runs it is the mean of. rows: (title, arm, r);
+    r None: the best one for each group.
+    """
+    print("| (runs) | " + " | ".join(f"{name} events" for name in groups) + " |")
+    print("| --- " * (1 + len(groups)) + "|")
+    for title, arm, r in rows:
+        runs = runs_of(found, arm)
+        cells = []
+        for lengths in groups.values():
+            depth = best_depth(runs, lengths) if r is None else str(r)
+            scores = [accuracy((run[part] if part else run["right"])[depth], *lengths)
+                      for run in runs.values()]
+            best = f" (r = {depth})" if r is None and depth != "0" else ""
+            cells.append(mean_and_error(scores) + best)
+        print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
+
+
+def print_cups(found):
+    """Print the shell game's outcome: each r, each arm, the gains, and how far each r gets."""
+    depths = next(iter(runs_of(found, "retrofit").values()))["test"]
+    print_table(found, [(f"retrofit, r = {r}", "retrofit", r) for r in depths], CUPS, "test")
+    print()
+    print_table(found, [(title, arm, None) for arm, title in ARMS.items()], CUPS, "test")
+    print()
+    for arm, title in list(ARMS.items())[1:]:
+        for name, lengths in CUPS.items():
+            (r, ours), (_, theirs) = (at_best(found, which, lengths) for which in ("retrofit", arm))
+            print(f"retrofit at r = {r} over {title}, {name} events: "
+                  f"{gain_and_error(ours, theirs)} points")
+    for r in [*depths, "0"]:
+        runs = runs_of(found, "retrofit" if r != "0" else "parent")
+        means = map(statistics.fmean, zip(*(run["test"][r] for run in runs.values())))
+        horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
+        print(f"at least 70% right up to {horizon} events: {'r = ' + r if r != '0' else 'parent'}")
+    for name, run in found.items():
+        print(f"{name}: {run['updates']} updates of {run['batch_size']} rows, {run['flops']:.3g} "
+              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']} on {run['device']}")
 
 
 def print_counts(found):
-    """Print right answers by number of events: one row for each r of the loop, and the parent."""
-    print("| | " + " | ".join(f"{name} events" for name in LENGTHS) + " |")
-    print("| --- " * (1 + len(LENGTHS)) + "|")
+    """Print the counts: accuracy by number of events, and what r = 8 gains over other models."""
     rows = [(f"loop, r = {r}", "loop", r) for r in DEPTHS]
-    rows.append(("parent, equal FLOPs", "parent", 0))
-    for title, arm, r in rows:
-        cells = []
-        for lengths in LENGTHS.values():
-            runs = [found[f"{arm} {seed}"] for seed in seeds_of(found, arm)]
-            cells.append(mean_and_error([right_answers(run, r, lengths) for run in runs]))
-        print(f"| {title} | {' | '.join(cells)} |")
-
-
-def print_gains(found):
-    """
-    Print how many points the loop gains at r = 8 over smaller r and over the parent, with p of a
-    paired t-test if there are five seeds; and how far its state moves.
-    """
-    others = ("its r = 1", "loop", 1), ("its r = 4", "loop", 4), ("the parent", "parent", 0)
+    print_table(found, [*rows, ("parent, equal FLOPs", "parent", 0)], COUNTS)
+    others = ("its r = 1", "loop", "1"), ("its r = 4", "loop", "4"), ("parent", "parent", "0")
     for title, arm, r in others:
-        for name, lengths in LENGTHS.items():
-            gains = []
-            for seed in seeds_of(found, arm):
-                ours = right_answers(found[f"loop {seed}"], 8, lengths)
-                gains.append(ours - right_answers(found[f"{arm} {seed}"], r, lengths))
-            p = f", p = {paired_t_test(gains):.2g}" if len(gains) == 5 else ""
-            print(f"loop, r = 8, over {title}, {name} events: {mean_and_error(gains)}{p}")
-    for r in (2, 3, 4, 8, 16, 64):
-        moves = [100 * found[f"loop {seed}"]["moves"][r - 1] for seed in seeds_of(found)]
-        print(f"the state moves in recurrence {r} by {mean_and_error(moves)}%")
+        for name, lengths in COUNTS.items():
+            ours, theirs = runs_of(found, "loop"), runs_of(found, arm)
+            gains = [accuracy(ours[seed]["right"]["8"], *lengths)
+                     - accuracy(theirs[seed]["right"][r], *lengths) for seed in ours]
+            print(f"loop, r = 8, over {title}, {name} events: {mean_and_error(gains)}")
 
 
 def difference(run, r, other, other_r):
@@ -119,46 +153,48 @@ def print_language(found):
     """Print the loss per token over r, and its differences to r = 1 and to the parent."""
     print("| seed | r | NLL | gain over its r = 1, mnat | gain over the parent, mnat |")
     print("| --- " * 5 + "|")
-    for seed in seeds_of(found):
-        loop = found[f"loop {seed}"]
+    for seed, loop in runs_of(found, "loop").items():
         parent = found[f"parent {seed}"]
         tokens = sum(loop["labels"])
         for r in loop["losses"]:
-            nll = sum(loop["losses"][r]) / tokens
-            over_one = difference(loop, r, loop, 1)
-            over_parent = difference(loop, r, parent, 0)
-            print(f"| {seed} | {r} | {nll:.4f} | {over_one} | {over_parent} |")
+            print(f"| {seed} | {r} | {sum(loop['losses'][r]) / tokens:.4f} "
+                  f"| {difference(loop, r, loop, 1)} | {difference(loop, r, parent, 0)} |")
         print(f"| {seed} | parent | {sum(parent['losses']['0']) / tokens:.4f} | | |")
 
 
 def draw(found):
-    """Draw right answers by number of events, and NLL over r, as smollm2.png."""
+    """Draw accuracy by number of events: the retrofit at each r, and all arms at their best r."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    counts = found["counts"]
-    lengths = range(1, 13)
-    for arm, r in [*(("loop", r) for r in DEPTHS), ("parent", 0)]:
-        runs = [counts[f"{arm} {seed}"] for seed in seeds_of(counts, arm)]
-        means = [statistics.fmean(right_answers(run, r, [n]) for run in runs) for n in lengths]
-        left.plot(lengths, means, "k--" if arm == "parent" else "-", label=f"r = {r}" if r else arm)
-    left.axvspan(3, 5, alpha=0.1, label="trained")
-    left.set(xlabel="events in the story", ylabel="accuracy, %", ylim=(0, 103))
-    left.legend(fontsize=8)
-    language = found["language"]
-    for seed in seeds_of(language):
-        loop = language[f"loop {seed}"]
-        tokens = sum(loop["labels"])
-        right.plot(DEPTHS, [sum(loop["losses"][str(r)]) / tokens for r in DEPTHS], "o-",
-                   label=f"loop, seed {seed}")
-        nll = sum(language[f"parent {seed}"]["losses"]["0"]) / tokens
-        right.axhline(nll, ls="--", c="k", lw=1, label="parent" if seed == "0" else None)
-    right.set(xscale="log", xticks=DEPTHS, xlabel="r", ylabel="NLL per token of GSM8K's solutions")
-    right.set_xticks(DEPTHS, DEPTHS)
-    right.minorticks_off()
-    right.legend(fontsize=8)
-    figure.savefig(ROOT / "assets" / "smollm2.png", dpi=110)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True, sharey=True)
+    lengths = range(1, 25)
+
+    def curve(panel, arm, style, label, color, r=None):
+        runs = runs_of(found, arm)
+        depths = [r or best_depth(runs, (n, n)) for n in lengths]
+        values = [[100 * run["test"][d][n - 1] for run in runs.values()]
+                  for n, d in zip(lengths, depths)]
+        panel.plot(lengths, [statistics.fmean(v) for v in values], style, c=color, label=label)
+        low, high = zip(*((min(v), max(v)) for v in values))
+        panel.fill_between(lengths, low, high, color=color, alpha=0.15, lw=0)
+
+    left, right = panels
+    depths = list(next(iter(runs_of(found, "retrofit").values()))["test"])
+    for i, r in enumerate(depths):
+        curve(left, "retrofit", "-", f"r = {r}", plt.cm.viridis(i / len(depths)), r)
+    curve(left, "parent", "--", "its parent", "black")
+    for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
+        style = "-" if arm in ("retrofit", "random") else "--"
+        curve(right, arm, style, title + (" (best r)" if style == "-" else ""), color)
+    for panel in panels:
+        panel.axvspan(3, 5, alpha=0.1, color="gray", label="lengths in training")
+        panel.axhline(30, ls=":", lw=1, c="gray")
+        panel.axhline(20, ls=":", lw=1, c="gray")
+        panel.set(xlabel="events in the story", ylim=(0, 103), xlim=(1, 24))
+        panel.legend(fontsize=7.5, loc="lower left", ncols=3 if panel is left else 1)
+    left.set_ylabel("accuracy, %")
+    figure.savefig(PICTURE, dpi=110)
 
 
 def main():
@@ -168,16 +204,15 @@ def main():
     if args.collect:
         collect(args.collect)
     found = read_json(HERE / "results.json")
+    print_cups(found["cups"])
     for task in ("counts", "short"):
-        print(f"{task}\n")
+        print(f"\n{task}\n")
         print_counts(found[task])
-        print()
-        print_gains(found[task])
-        print()
+    print()
     print_language(found["language"])
     for name, shares in found["generation"].items():
         print(name, *(f"{share:.0%} at r = {r}" for r, share in shares.items()))
-    draw(found)
+    draw(found["cups"])
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = RecurrentLM.load(args.model, device, torch.float32)
     tokenizer = Tokenizer.load(model.folder)
-    found = {}
+    found = {"device": torch.cuda.get_device_name() if device == "cuda" else "a CPU"}
     for name in ("dev", "test"):
         lines = Path(args.data, f"{name}.jsonl").read_text().splitlines()
         stories = [encode_story(tokenizer, **json.loads(line)) for line in lines]
