@@ -64,7 +64,6 @@ def read_tokenizer_files(folder):
 
 
 def write_tokenizer(files, folder):
-    """Write the files that read_tokenizer_files() returned into a folder."""
     for name, content in files.items():
         Path(folder, name).write_bytes(content)
 
@@ -80,7 +79,7 @@ class Tokenizer:
     """Turns text into ids, and ids into text."""
     encode_text: Callable  # text -> ids; the names of control tokens are encoded as ordinary text
     decode_ids: Callable   # list of ids below vocab_size -> text
-    vocab_size: int        # the highest id + 1
+    vocab_size: int        # the highest id + 1; there may be gaps
     special: dict          # {name: id} of control tokens
     bos_id: int | None     # put before a text if transformers, given these files, does so
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
@@ -93,18 +92,15 @@ class Tokenizer:
         config = read_optional(folder, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # as in transformers
             config |= read_optional(folder, "special_tokens_map.json")
+        read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
         with reading(path):
-            if path.suffix == ".json":
-                found = read_tokenizer_json(path)
-            else:
-                found = read_sentencepiece(path, config)
-            encode, decode, tokens, special, bos_id = found
-            vocab_size = max(tokens.values()) + 1  # there may be gaps
+            encode, decode, tokens, special, bos_id = read(path, config)
             check_added(path, config, tokens)
-            eos_id = control_token(path, special, config, "eos_token")
+            eos_id = control_token(path, special, config.get("eos_token"))
         if eos_id is None:
             eos_id = next((special[name] for name in EOS_NAMES if name in special), None)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
+        vocab_size = max(tokens.values()) + 1
         return Tokenizer(encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
 
     def encode(self, text, bos=False):
@@ -134,31 +130,26 @@ def read_optional(folder, name):
 
 
 def token_name(token):
-    """The name of a token in a configuration: text, a dict, or null (gives "")."""
-    if isinstance(token, dict):
-        token = token["content"]
-    return token or ""
+    """The name of a token in a configuration, which writes it as text or as a dict."""
+    return token["content"] if isinstance(token, dict) else token
 
 
-def control_token(path, special, config, key):
+def control_token(path, special, token):
     """
-    Find the id of the token that `config` names as `key`, or None. Raises UserError if it is not
-    among the control tokens `special` of the file at `path`, since any other would be wrong.
+    Find the id of a token that the files beside `path` name as BOS or EOS; None gives None. Raises
+    UserError if it is not among the file's control tokens `special`, since any other would be wrong.
     """
-    name = token_name(config.get(key))
-    if name and name not in special:
-        raise UserError(f"{path}: has no control token {name}, although it is the {key} in the "
-                        "files beside it")
-    return special.get(name)
+    if token and token_name(token) not in special:
+        raise UserError(f"{path}: has no control token {token_name(token)}, which a file beside it "
+                        "names as BOS or EOS")
+    return special[token_name(token)] if token else None
 
 
 def check_added(path, config, tokens):
     """Raise UserError if the files beside a tokenizer's file add tokens to its own `tokens`."""
-    added = [*read_optional(path.parent, "added_tokens.json")]
-    added += config.get("added_tokens_decoder", {}).values()
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        if isinstance(config.get(key), list):
-            added += config[key]
+    added = [*read_optional(path.parent, "added_tokens.json"),
+             *config.get("added_tokens_decoder", {}).values(),
+             *(config.get("additional_special_tokens") or [])]
     for name in map(token_name, added):
         if name not in tokens:
             raise UserError(f"{path}: lacks the token {name}, which a file beside it adds. Merge "
@@ -176,10 +167,9 @@ def tokenizer_file(folder):
         _, _, tokens, *_ = read_sentencepiece(model, {})
         with reading(spec):
             return model if tokens == all_tokens(read_json(spec)) else spec
-    for path in (model, spec):
-        if path.exists():
-            return path
-    raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
+    if not model.exists() and not spec.exists():
+        raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
+    return model if model.exists() else spec
 
 
 def check_tokenizer(config, folder, *others):
@@ -208,9 +198,7 @@ def check_tokenizer(config, folder, *others):
 # Tokenizer.
 
 def read_sentencepiece(path, config):
-    """
-    Read a SentencePiece model (Llama 2, TinyLlama), which never encodes text as a control token.
-    """
+    """Read a SentencePiece model (Llama 2, TinyLlama), which never encodes control tokens."""
     import sentencepiece
     with reading(path):
         if re.match(rb"\S+ \d+\n", path.read_bytes()[:100]):
@@ -221,15 +209,12 @@ def read_sentencepiece(path, config):
     special = {name: i for name, i in tokens.items() if model.is_control(i)}
     # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer adds it
     # unless tokenizer_config.json says otherwise.
-    bos_id = None
-    if config.get("add_bos_token", True):
-        bos_id = special.get("<s>")
-        if "bos_token" in config:
-            bos_id = control_token(path, special, config, "bos_token")
+    bos = config.get("bos_token", "<s>" if "<s>" in special else None)
+    bos_id = control_token(path, special, bos) if config.get("add_bos_token", True) else None
     return model.encode, model.decode, tokens, special, bos_id
 
 
-def read_tokenizer_json(path):
+def read_tokenizer_json(path, _):
     """
     Read a tokenizer.json. The words of runs/tiny.sh are split in Python, and byte-level BPE is read
     with tiktoken, if both certainly give transformers' ids. All else needs the tokenizers library.
@@ -252,18 +237,16 @@ def first_token(path, spec):
     """
     Find the id of the token that a tokenizer.json puts before a text, or None. As in transformers,
     tokenizer_config.json is ignored. A token after the text is left out, because the model has to
-    continue a prompt. Raises UserError if several come before a text.
+    continue a prompt. Raises UserError if several come before a text, or unknown ones.
     """
+    processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
     before = []
-    processor = spec.get("post_processor") or {"type": "ByteLevel"}
     for step in processor.get("processors", [processor]):
-        if "single" in step:
-            for piece in itertools.takewhile(lambda piece: "SpecialToken" in piece, step["single"]):
-                before += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-        elif "cls" in step:  # BERT's and RoBERTa's: [name, id]
-            before.append(step["cls"][1])
-        elif step["type"] != "ByteLevel":  # which only moves offsets
+        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
             raise UserError(f"{path}: a post-processor {step['type']} is not supported")
+        tokens = itertools.takewhile(lambda piece: "SpecialToken" in piece, step.get("single", []))
+        for token in tokens:
+            before += step["special_tokens"][token["SpecialToken"]["id"]]["ids"]
     if len(before) > 1:
         raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
     return before[0] if before else None
@@ -285,10 +268,7 @@ def read_words(spec):
         found = re.findall(r"[\S\x1c-\x1f]+", text)  # which are blanks in Python alone
         return [vocab.get(word, vocab["<unk>"]) for word in found]
 
-    def decode(ids):
-        return " ".join(words[i] for i in ids if i in words)
-
-    return encode, decode
+    return encode, lambda ids: " ".join(words[i] for i in ids if i in words)
 
 
 # Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
@@ -310,22 +290,21 @@ def read_bytes(spec):
     Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken, which needs a token for each
     byte, and merges in the order of ids; and added tokens that are recognized as they are.
     """
+    model = spec["model"]
     step = spec.get("pre_tokenizer") or {}
-    *before, step = step.get("pretokenizers", [step])
-    match (*before, step.get("type"), step.get("add_prefix_space"), step.get("use_regex")):
-        case "ByteLevel", False, True:
+    match step.get("pretokenizers", [step]):
+        case [{"use_regex": True, "add_prefix_space": False}]:
             words = GPT2
-        case {"individual_digits": True}, "ByteLevel", False, True:
+        case [{"individual_digits": True}, {"use_regex": True, "add_prefix_space": False}]:
             words = DIGITS
-        case ({"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
-              "ByteLevel", False, False):
+        case [{"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+              {"use_regex": False, "add_prefix_space": False}]:
             pass
-        case ({"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-              "ByteLevel", False, False):
+        case [{"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+              {"use_regex": False, "add_prefix_space": False}]:
             words += f"|(?:(?!{words})(?s:.))+"  # what is between the words
         case _:
             return None
-    model = spec["model"]
     if model["type"] != "BPE":
         return None
     vocab = model["vocab"]
@@ -333,43 +312,35 @@ def read_bytes(spec):
     merged = set(merges)
     ranks = {text: i for text, i in vocab.items() if text in BYTES or i in merged}
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
+    in_text = [token for token in spec["added_tokens"] if not token["special"]]
     normalizer = (spec.get("normalizer") or {}).get("type")
-    unusual = [model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")]
-    unusual += [token[key] for token in in_text.values()
-                for key in ("lstrip", "rstrip", "single_word", "normalized")]
-    if (any(unusual) or merges != sorted(merges) or normalizer not in (None, "NFC")
-            or not set("".join(ranks)) == BYTES.keys() <= ranks.keys()
-            or vocab.keys() - added.keys() - ranks.keys()):
+    if (merges != sorted(merges) or normalizer not in (None, "NFC")
+            or BYTES.keys() - ranks.keys() or vocab.keys() - added.keys() - ranks.keys()
+            or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+            or any(token[key] for token in in_text
+                   for key in ("lstrip", "rstrip", "single_word", "normalized"))):
         return None
     import tiktoken
     ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
-    try:
-        coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
-    except ValueError:  # another kind of regular expression
-        return None
+    coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
     known = {*ranks.values(), *added.values()}
+    split_off = {token["content"] for token in in_text}
     names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
+
+    def encode_ordinary(text):
+        text = unicodedata.normalize("NFC", text) if normalizer else text
+        return [i for piece in PIECE.findall(text) for i in coder.encode_ordinary(piece)]
 
     def encode(text):
         ids = []
         start = 0
-        for match in names.finditer(text) if in_text else ():
-            if match[0] in in_text:  # not the name of a control token, which is ordinary text
-                ids += encode_ordinary(text[start:match.start()])
-                ids.append(added[match[0]])
+        for match in names.finditer(text) if split_off else ():
+            if match[0] in split_off:  # not the name of a control token, which is ordinary text
+                ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
                 start = match.end()
         return ids + encode_ordinary(text[start:])
 
-    def encode_ordinary(text):
-        text = unicodedata.normalize("NFC", text) if normalizer else text
-        pieces = map(coder.encode_ordinary, PIECE.findall(text))
-        return list(itertools.chain.from_iterable(pieces))
-
-    def decode(ids):
-        return coder.decode([i for i in ids if i in known])
-
-    return encode, decode
+    return encode, lambda ids: coder.decode([i for i in ids if i in known])
 
 
 def read_others(path):
@@ -386,10 +357,7 @@ def read_others(path):
         (encoding,) = coder.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
-    def decode(ids):
-        return coder.decode(ids, skip_special_tokens=False)
-
-    return encode, decode
+    return encode, functools.partial(coder.decode, skip_special_tokens=False)
 
 
 # ---------------------------------------------------------------------------------------- prepare
@@ -429,13 +397,9 @@ def read_records(path):
 
 
 def column_value(record, column):
-    """
-    Look up a column of a record. "a.b" is column b of the dict in column a, or None if a is null.
-    """
+    """The value of a column. "a.b" is column b of the dict in column a, or None if a is null."""
     for name in column.split("."):
-        if record is None:
-            return None
-        record = record[name]
+        record = None if record is None else record[name]
     return record
 
 
@@ -447,7 +411,6 @@ def drop_rule(rule):
 
 
 def is_dropped(record, rule):
-    """Whether a rule of --drop, COLUMN=TEXT, applies: the column contains TEXT, ignoring case."""
     column, _, text = rule.partition("=")
     return text.lower() in str(column_value(record, column)).lower()
 
@@ -484,47 +447,46 @@ def message_text(message):
     return "" if content is None else as_text(content)
 
 
+def parts(record, args):
+    """
+    The parts of a record's document: each is text or ids, and whether it carries loss. A prompt, or
+    each message with --loss assistant, is a part of its own.
+    """
+    found = [(read_column(record, args.prompt), False)] if args.prompt else []
+    if args.loss == "all":
+        return [*found, (read_column(record, args.field), True)]
+    return found + [(message_text(message), message["role"].lower() == "assistant")
+                    for message in column_value(record, args.field)]
+
+
 def document(tokenizer, record, args):
     """
     Turn a record into an array (2, N) int32: token ids, and targets, which are already shifted,
     with -100 for no loss.
 
-    The document begins with BOS and ends with EOS, and a newline separates a prompt from the text
-    that carries loss; a column of ids is used unchanged. Prompt and text are tokenized separately,
-    so that a prompt has the same ids here as at inference. With --loss assistant, so is each
-    message, and EOS follows each of the assistant's.
+    The document begins with BOS, a newline separates its parts, and EOS follows each that carries
+    loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
+    the same ids here as at inference.
 
     args: the flags of prepare. Raises an exception, which tokenize() catches, if a column is
     missing or has the wrong type, if ids are out of range, or if no token carries loss.
     """
-    # (text or ids, whether it carries loss)
-    pieces = [(read_column(record, args.field), True)]
-    if args.loss == "assistant":
-        messages = column_value(record, args.field)
-        pieces = [(message_text(message), message["role"].lower() == "assistant")
-                  for message in messages]
-    if args.prompt:
-        pieces.insert(0, (read_column(record, args.prompt), False))
-    ids = []
-    labels = []
-    for content, has_loss in pieces:
-        added = content
-        if isinstance(content, str):
-            text = ROLES.sub("", content) if args.strip_roles else content
+    ids, labels = [], []
+    for part, has_loss in parts(record, args):
+        if isinstance(part, str):
+            text = ROLES.sub("", part) if args.strip_roles else part
             text = text.strip() if has_loss else text
             if not text:
                 continue
-            is_first = not ids
-            added = tokenizer.encode(text if is_first else "\n" + text, bos=is_first)
-            if has_loss:
-                added.append(tokenizer.eos_id)
-        ids += added
-        labels += added if has_loss else [IGNORE] * len(added)
-    targets = [*labels[1:], IGNORE]  # the target is the next token
+            part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
+            part += [tokenizer.eos_id] * has_loss
+        ids += part
+        labels += part if has_loss else [IGNORE] * len(part)
     if not ids:
         return np.empty((2, 0), np.int32)
     if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
         raise ValueError("ids that the tokenizer does not have")
+    targets = [*labels[1:], IGNORE]  # the target is the next token
     if max(targets) < 0:
         raise ValueError("no token carries loss")
     return np.array([ids, targets], np.int32)
@@ -549,10 +511,7 @@ def tokenize(tokenizer, args, found):
 
 
 def write_shard(folder, name, tokens):
-    """
-    Write an array, (N) or (2, N), as a shard. Returns its entry in meta.json: [name, number of
-    tokens, SHA-256].
-    """
+    """Write an array, (N) or (2, N), as a shard. Returns meta.json's [name, tokens, SHA-256]."""
     with write_atomically(f"{folder}/{name}") as new:
         np.save(new, tokens)
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
@@ -562,9 +521,8 @@ def cut_validation(documents, share):
     """
     Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
     validation. Evenly spaced documents are for validation, since files are often sorted: the
-    fraction `share` of all, but at least 32, or a tenth if that is fewer. With fewer than 10
-    documents, such as a single book, the last tokens are for validation instead, again the fraction
-    `share` of all.
+    fraction `share` of all, but at least 32, or a tenth if that is fewer. Of fewer than 10, such as
+    a single book, it is the last tokens.
     """
     count = len(documents)
     if count < 10:
@@ -582,18 +540,13 @@ def cut_validation(documents, share):
 def write_shards(args, meta, documents):
     """Write the next shard for training and the next one for validation, and list them in meta."""
     number = len(meta["shards"]["train"])
-    dtype = np.uint16 if meta["vocab_size"] <= 65536 else np.uint32
     for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
         if len(tokens) == 1:  # ids alone
-            tokens = tokens[0].astype(dtype)
+            tokens = tokens[0].astype(np.uint16 if meta["vocab_size"] <= 65536 else np.uint32)
         if tokens.size:
             name = f"{split}_{number:06d}.npy"
-            entry = write_shard(args.out, name, tokens.copy())
-            meta["shards"][split].append(entry)
-            where = ""
-            if split == "val":
-                where = ", the end" if len(documents) < 10 else " of evenly spaced documents"
-            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens{where}")
+            meta["shards"][split].append(write_shard(args.out, name, tokens.copy()))
+            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
     write_json(f"{args.out}/progress.json", meta)
 
 
@@ -605,8 +558,7 @@ def pack(args, tokenizer, meta):
     counts = meta["counts"]
     records = itertools.chain.from_iterable(map(read_records, args.input))
     records = itertools.islice(records, sum(counts.values()), None)
-    documents = []
-    size = 0  # tokens in the documents
+    documents, size = [], 0  # those of the next shard, and their tokens
     example = None  # of a bad record
     work = functools.partial(tokenize, tokenizer, args)
     with ThreadPoolExecutor() as pool:
@@ -621,13 +573,11 @@ def pack(args, tokenizer, meta):
                     meta["longest"] = max(meta["longest"], found.shape[1])
                 if size >= args.shard_tokens:
                     write_shards(args, meta, documents)
-                    documents.clear()
-                    size = 0
-            total = sum(counts.values())
-            if counts["bad"] > MAX_BAD * total:
-                raise UserError(f"{args.out}: {counts['bad']} of {total} records so far are bad. "
-                                "Check the file, and the flags that name columns. One of them: "
-                                f"{example}")
+                    documents, size = [], 0
+            if counts["bad"] > MAX_BAD * sum(counts.values()):
+                raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
+                                "far are bad. Check the file, and the flags that name columns. One "
+                                f"of them: {example}")
     if documents:
         write_shards(args, meta, documents)
     if not meta["shards"]["train"]:
@@ -643,9 +593,7 @@ def prepare(args):
     does not tokenize again, and ends with the same bytes. Raises UserError if the output was
     started with different flags, if too many records are bad, or if no text is left.
     """
-    saved = checkpoints(args.tokenizer)
-    if saved:  # the folder of a run, whose checkpoints all have the same tokenizer
-        args.tokenizer = str(saved[-1])
+    args.tokenizer = str([args.tokenizer, *checkpoints(args.tokenizer)][-1])  # a run's is in those
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
@@ -657,22 +605,20 @@ def prepare(args):
             "out": None,  # may change on resume
         },
         "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
-        "longest": 0,        # tokens in the longest document
+        "longest": 0,                                   # tokens in the longest document
         "shards": {"train": [], "val": []},
-        "row_length": None,  # any T is allowed
+        "row_length": None,                             # any T is allowed
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
     }
     out = Path(args.out)
-    finished = out / "meta.json"
-    unfinished = out / "progress.json"  # becomes meta.json at the end
+    finished, unfinished = out / "meta.json", out / "progress.json"
     with locked(out):
         earlier = finished if finished.exists() else unfinished
         if earlier.exists():
             found = read_json(earlier)
             if found["shards"]["train"]:  # otherwise there is nothing to keep
-                arguments = {"loss": "all"} | found["arguments"]  # older ones have no --loss
-                check_settings(out, arguments, meta["arguments"], "Choose another --out")
+                check_settings(out, found["arguments"], meta["arguments"], "Choose another --out")
                 meta = found
         elif set(os.listdir(out)) - {".lock"}:
             raise UserError(f"{out}: contains other files. Choose another --out")
@@ -711,9 +657,8 @@ class Shards:
     """
     The rows of T tokens of a data set's split, "train" or "val".
 
-    Each epoch has all .num_rows of them in a different random order. The order is computed when the
-    epoch begins, and the last two orders stay in memory. With 25 million rows (26 billion tokens at
-    T = 1,024), an order takes 1 to 2 s to compute and 200 MB of memory.
+    Each epoch has all .num_rows of them in a different random order, of which the last two stay in
+    memory. That of 25 million rows takes 1 to 2 s to compute, and 200 MB.
     """
 
     def __init__(self, folder, split, T):
@@ -728,20 +673,18 @@ class Shards:
             raise UserError(f"{folder}: its rows have {row_length} tokens, not {T}. Use "
                             f"--context={row_length}")
         for name, count, *_ in self.meta["shards"][split]:
-            path = f"{folder}/{name}"
-            with reading(path):
+            with reading(f"{folder}/{name}") as path:
                 tokens = np.load(path, mmap_mode="r")
                 assert tokens.shape[-1] == count, f"meta.json lists {count:,} tokens"
             if tokens.ndim == 2:
                 self.longest = self.meta.get("longest", 0)
-            shard = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
-            self.shards.append(shard)
+            ids, targets = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
+            self.shards.append((ids, targets))
             self.starts.append(self.num_rows)
-            self.num_rows += len(shard[1]) // T
+            self.num_rows += len(targets) // T
         if not self.num_rows:
-            fix = {"train": "Use a smaller --context, or more data",
-                   "val": "Prepare it with a larger --val"}[split]
-            raise UserError(f"{folder}: has too few {split} tokens for one row of {T}. {fix}")
+            raise UserError(f"{folder}: has too few {split} tokens for one row of {T}. Use a "
+                            "smaller --context, more data, or a larger --val")
         self.order = functools.lru_cache(maxsize=2)(self.shuffle)
 
     def shuffle(self, seed, epoch):
@@ -765,22 +708,20 @@ class Dataset:
     The rows of one data set, or a mixture of several: "A:1,B:1,C:2" takes 1/4 of the samples
     from A, 1/4 from B and 1/2 from C.
 
-    Each round of sum(weights) samples has exactly weights[k] from source k, evenly spread. Each
-    source has its own epochs. .num_rows: the number of samples until the first source completes an
-    epoch. .folders: those of the sources; check_tokenizer() makes sure that they share a tokenizer.
-    .longest: see Shards.
+    A round is sum(weights) samples, of which exactly weights[k] are from source k, evenly spread.
+    Each source has its own epochs. .num_rows: the number of samples until the first source
+    completes an epoch. .folders: those of the sources; check_tokenizer() makes sure that they share
+    a tokenizer. .longest: see Shards.
     """
 
     def __init__(self, data, split, T):
-        self.folders = []
-        self.sources = []  # (Shards, weight)
-        turns = []         # (place in the round, source k, its i-th sample of the round)
-        for k, (folder, weight) in enumerate(read_mixture(data)):
-            self.folders.append(folder)
-            self.sources.append((Shards(folder, split, T), weight))
-            turns += [((i + 0.5) / weight, k, i) for i in range(weight)]
-        self.turns = sorted(turns)
-        self.num_rows = min(shards.num_rows * len(turns) // weight
+        mixture = read_mixture(data)
+        self.folders = [folder for folder, _ in mixture]
+        self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]
+        places = [((i + 0.5) / weight, k) for k, (_, weight) in enumerate(mixture)
+                  for i in range(weight)]
+        self.round = [k for _, k in sorted(places)]  # the source of each sample of a round
+        self.num_rows = min(shards.num_rows * len(self.round) // weight
                             for shards, weight in self.sources)
         self.longest = max(shards.longest for shards, _ in self.sources)
 
@@ -800,10 +741,11 @@ class Dataset:
         numbers = first + (index * world + rank) * B + np.arange(B)
         samples = []
         for number in numbers:
-            cycle, turn = divmod(number, len(self.turns))
-            _, k, i = self.turns[turn]
+            rounds, place = divmod(number, len(self.round))
+            k = self.round[place]
             shards, weight = self.sources[k]
-            samples.append(shards.sample(seed, cycle * weight + i))
+            earlier = rounds * weight + self.round[:place].count(k)  # samples of this source
+            samples.append(shards.sample(seed, earlier))
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
         return idx, targets, numbers
 

@@ -918,10 +918,9 @@ def test_texts_in_other_encodings(corpus):
     ],
 )
 def test_validation_has_whole_documents(corpus, n, flags, count_val):
-    """prepare keeps evenly spaced documents for validation, says so, and loses none."""
+    """prepare keeps evenly spaced documents for validation, and loses none."""
     documents(n)
-    said = run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
-    assert "of evenly spaced documents" in said
+    run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
     numbers = []
     for split in ("train", "val"):
         ids = np.load(f"out/{split}_000000.npy").tolist()
@@ -944,7 +943,7 @@ def test_a_validation_set_that_is_too_small(corpus):
 def test_validation_of_one_long_text(corpus):
     """A single document is split by tokens: its last 1% is for validation."""
     Path("a.txt").write_text("\ufeffhas 1 " + "has 1 " * 499)
-    assert "10 tokens, the end" in run_script("data", *prepare(corpus, "a.txt", "out"))
+    run_script("data", *prepare(corpus, "a.txt", "out"))
     rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
     assert (len(rest), len(val)) == (991, 10)
     assert Tokenizer.load("out").decode(rest[:2].tolist()) == "has 1", "without the byte order mark"
