@@ -4,13 +4,11 @@ completely or not at all, and torchrun's ranks. This file imports nothing else f
 """
 import argparse
 import contextlib
-import difflib
 import fcntl
 import hashlib
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -22,16 +20,10 @@ from safetensors import SafetensorError
 
 CPUINFO = Path("/proc/cpuinfo")
 
-
-def from_torchrun(name, otherwise):
-    """A number that torchrun sets in the environment, where MASTER_ADDR comes from it, too."""
-    value = os.environ.get(name, "") if "MASTER_ADDR" in os.environ else ""
-    return int(value) if value.isdecimal() else otherwise
-
-
-# A script that is started without torchrun is rank 0 of 1, whatever is left in the environment.
-WORLD = from_torchrun("WORLD_SIZE", 1)
-RANK = from_torchrun("RANK", 0) if WORLD > 1 else 0
+# torchrun sets all of these. If one is missing, the others are left over, and this is rank 0 of 1.
+LAUNCHED = {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= os.environ.keys()
+WORLD = int(os.environ["WORLD_SIZE"]) if LAUNCHED else 1
+RANK = int(os.environ["RANK"]) if LAUNCHED else 0
 
 
 # ------------------------------------------------------------------------- errors and messages
@@ -85,19 +77,10 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError and accepts no abbreviated flags."""
 
     def __init__(self, **options):
-        super().__init__(
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **options,
-        )
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **options)
 
     def error(self, message):
-        """Called by argparse. Raises UserError, which suggests the flag closest to a typo."""
-        known = self._option_string_actions  # {flag: ...}; argparse has no public list
-        for flag in re.findall(r"--[\w-]+", message):
-            near = difflib.get_close_matches(flag, known, 1)
-            if near and flag not in known:
-                message += f" (did you mean {near[0]}?)"
         raise UserError(f"{message} (--help lists the flags)")
 
 
@@ -111,8 +94,8 @@ def between(lowest, highest=math.inf, number_type=int):
     def number(text):
         value = number_type(text)
         if not lowest <= value <= highest or value == math.inf:
-            above = f"a finite number, at least {lowest}"
-            wanted = above if highest == math.inf else f"from {lowest} to {highest}"
+            wanted = "a finite number, at least {}" if highest == math.inf else "from {} to {}"
+            wanted = wanted.format(lowest, highest)
             raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
         return value
     return number
@@ -167,9 +150,7 @@ def native_bfloat16():
     on an AMD EPYC with AVX-512 bfloat16, 0.64 on an Intel with the latter alone; decoding 0.05 on
     an AMD EPYC with neither. ARM was not measured.
     """
-    if not CPUINFO.exists():
-        return False
-    words = set(CPUINFO.read_text().split())
+    words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
 
 
@@ -182,10 +163,8 @@ def choose_dtype(dtype, device):
 
 def dtype_on(dtype, device):
     """Say where and in what a model runs, such as "float32 on cpu (no native bfloat16)"."""
-    if device != "cpu" or native_bfloat16():
-        return f"{dtype} on {device}"
-    factor = ": float32 can be 19 times as fast" if dtype == "bfloat16" else ""
-    return f"{dtype} on {device} (no native bfloat16{factor})"
+    note = "" if device != "cpu" or native_bfloat16() else " (no native bfloat16)"
+    return f"{dtype} on {device}{note}"
 
 
 # --------------------------------------------------------------------------------------- files
@@ -220,14 +199,9 @@ def write_atomically(path):
         raise UserError(f"{path}: not written ({e})")
 
 
-# The temporary folders of write_atomically() that a killed process may leave in a data set or a
-# run. locked() deletes only these, so it never touches a user's own *.tmp-* folder.
-UNFINISHED = re.compile(r"((train|val|step)_\d+(\.npy)?|(progress|meta)\.json)\.tmp-\w{8}")
-
-
 def locked(folder):
     """
-    Create a folder if necessary, lock it, and remove what a killed process left unfinished in it.
+    Create a folder if necessary, lock it, and remove what a killed write_atomically() left in it.
     Returns an open file; closing it releases the lock. Raises UserError if another process holds
     the lock.
     """
@@ -242,9 +216,8 @@ def locked(folder):
         say(f"warning: {folder} cannot be locked ({e}). Make sure that no other process writes "
             "to it")
         return file
-    for path in Path(folder).glob("*.tmp-*/"):
-        if UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in Path(folder).glob("*.tmp-????????/"):
+        shutil.rmtree(path, ignore_errors=True)
     return file
 
 
@@ -261,14 +234,11 @@ def reading(path):
     except BaseException as e:  # libraries in Rust raise exceptions that are no Exception
         if isinstance(e, OSError) and e.filename:
             raise
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(20) == b"version https://git-":
+                raise UserError(f"{path}: only a pointer of Git LFS. Get it with `git lfs pull`")
         reason = " ".join(f"{type(e).__name__}: {e}".split())
-        message = f"{path}: damaged, or not what it should be ({reason:.200})"
-        if Path(path).is_file():
-            with open(path, "rb") as file:
-                if file.read(20) == b"version https://git-":
-                    message = (f"{path}: only a pointer of Git LFS. Get the file itself with "
-                               "`git lfs pull`")
-        raise UserError(message) from e
+        raise UserError(f"{path}: damaged, or not what it should be ({reason:.200})") from e
 
 
 def read_json(path):

@@ -137,7 +137,7 @@ def token_name(token):
 def control_token(path, special, token):
     """
     Find the id of a token that the files beside `path` name as BOS or EOS; None gives None. Raises
-    UserError if it is not among the file's control tokens `special`, since any other would be wrong.
+    UserError if it is not one of the file's control tokens `special`: any other would be wrong.
     """
     if token and token_name(token) not in special:
         raise UserError(f"{path}: has no control token {token_name(token)}, which a file beside it "
