@@ -11,10 +11,12 @@ that was stopped, repeat its command.
 `python -m tools.plan` estimates what a run will cost.
 
 What is unusual here: each update draws its number of recurrences, r = n + k, from a heavy-tailed
-distribution whose mean follows a curriculum, and only the last k carry gradient. All randomness
-(rows, recurrences, initial states) is a function of (seed, update). So on a CPU, with the same
-number of processes, the result of a run that was killed and resumed is bit-identical to that of an
-uninterrupted one; otherwise it is equal up to rounding.
+distribution whose mean follows a curriculum, and only the last k carry gradient. `update` counts
+the optimizer's steps; `steps` are always recurrences, r or (n, k).
+
+All randomness (rows, recurrences, initial states) is a function of (seed, update). So on a CPU,
+with the same number of processes, the result of a run that was killed and resumed is bit-identical
+to that of an uninterrupted one; otherwise it is equal up to rounding.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
@@ -141,8 +143,7 @@ def settings_parser():
     """Return a command-line parser with a flag for each field of Settings."""
     parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
     for item in fields(Settings):
-        meaning = item.metadata["meaning"]
-        option = {"default": item.default, "help": f"{meaning} [{item.default}]"}
+        option = {"default": item.default, "help": f"{item.metadata['meaning']} [{item.default}]"}
         if choices := get_args(item.type):  # of a Literal
             option["choices"] = choices
         elif item.type is bool:  # --key alone means true
@@ -161,8 +162,7 @@ def read_settings(argv, world=1):
     if a setting is invalid, or an update does not divide evenly into draws and micro-batches.
     """
     parser = settings_parser()
-    config = parser.parse_known_args(argv)[0].config
-    if config:
+    if config := parser.parse_known_args(argv)[0].config:
         with reading(config):
             values = tomllib.loads(Path(config).read_text())
         argv = [f"--{name}={value}" for name, value in values.items()] + argv
@@ -188,19 +188,14 @@ def num_updates(settings, share):
 
 def scheduled_mean(settings, update):
     """Return the sampler's mean at an update, which rises from 1 to R."""
-    R = settings.mean_recurrence
-    warmup = num_updates(settings, settings.curriculum_warmup)
+    R, warmup = settings.mean_recurrence, num_updates(settings, settings.curriculum_warmup)
     if update >= warmup:
         return R
-    rise = CURRICULA[settings.curriculum]
-    return max(1, math.ceil(R * rise(update / warmup)))
+    return max(1, math.ceil(R * CURRICULA[settings.curriculum](update / warmup)))
 
 
 def scheduled_depth(settings, update):
-    """
-    Return the largest k that --backprop_depth allows at an update, which rises from 2 over
-    --backprop_warmup (Figure 16).
-    """
+    """Return the largest k at an update, which rises from 2 over --backprop_warmup (Figure 16)."""
     k = min(settings.backprop_depth, settings.mean_recurrence)
     warmup = num_updates(settings, settings.backprop_warmup)
     if update < warmup:
@@ -216,8 +211,7 @@ def draw_steps(settings, update, number):
     from a Poisson distribution with that rate. The mean of r is therefore the scheduled mean + 1.
     Seed 0 gives the paper's own sequence.
     """
-    scheduled = scheduled_mean(settings, update)
-    r = scheduled
+    r = scheduled = scheduled_mean(settings, update)
     if settings.recurrence_sampler != "fixed":
         seed = (514229 + number + 1_000_003 * settings.seed) % (2**31 - 1)
         generator = torch.Generator().manual_seed(seed)
@@ -238,30 +232,21 @@ def draws_of(settings, update):
 
 
 def largest_depth(settings):
-    """
-    Return an upper bound on k over the whole run, at least 1. With --backprop_depth=0 it is the
-    largest r that the run draws.
-    """
+    """Return the largest k that a run may use. With --backprop_depth=0 that is its largest r."""
     if settings.backprop_depth:
         return min(settings.backprop_depth, settings.mean_recurrence)
-    drawn = [1]
-    for update in range(settings.updates):
-        drawn += [k for _, k in draws_of(settings, update)]
-    return max(drawn)
+    every_update = range(settings.updates)
+    return max((k for update in every_update for _, k in draws_of(settings, update)), default=1)
 
 
 def lr_scale(settings, update):
-    """
-    Return the factor on the learning rates at an update, from 0.001 to 1: linear warm-up,
-    constant, cosine cooldown.
-    """
+    """Return the factor on the learning rates, 0.001 to 1: linear warm-up, cosine cooldown."""
     warmup = num_updates(settings, settings.warmup)
     cooldown = num_updates(settings, settings.cooldown)
     rising = update / warmup if warmup else 1
     done = max(0, update - (settings.updates - cooldown)) / max(1, cooldown)
     falling = 0.5 * (1 + math.cos(math.pi * done))
-    scale = min(rising, 1, falling)
-    return 0.001 + 0.999 * scale
+    return 0.001 + 0.999 * min(rising, 1, falling)
 
 
 # ----------------------------------------------------------------------------------- the training
@@ -280,38 +265,39 @@ def train(settings, device):
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
     # Read now, because the folder may be deleted before the first checkpoint is written.
     tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
-    digest = train_set.fingerprint()
-    progress = read_progress(settings, resumed, model, digest)
+    fingerprint = train_set.fingerprint()
+    progress = read_progress(settings, resumed, model, fingerprint)
     start = progress["update"]
-    used = progress.get("used", {}).get(f"seed {settings.seed} of {digest}", (0, 0))
+    used = progress.get("used", {}).get(f"seed {settings.seed} of {fingerprint}", (0, 0))
     settings.rows_before, settings.draws_before = used
     if resumed:
         if not Path(resumed, "optimizer.safetensors").exists():
             raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. "
                             f"To go on from them, use --init_from={resumed} --out_dir=NEW")
         with reading(resumed / "optimizer.safetensors") as path:
-            moments = load_file(path)  # memory-mapped
-        optimizer.load(moments, start - progress["skipped"])
-    check_ranks(vars(settings) | {"data": digest, "update": start})
+            optimizer.load(load_file(path), start - progress["skipped"])  # memory-mapped
+    check_ranks(vars(settings) | {"data": fingerprint, "update": start})
     say(f"data: {settings.data}, {train_set.num_rows:,} rows; "
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
     describe_run(settings, model)
     if settings.rows_before:
-        say(f"rows and draws of r begin after the {settings.rows_before:,} rows of this data that "
-            f"earlier runs have seen with --seed={settings.seed}")
+        say(f"rows and draws of r begin after the {settings.rows_before:,} rows of earlier runs")
     if train_set.longest > settings.context:
         say(f"warning: --context={settings.context} cuts off the questions of some answers. The "
             f"longest question with its answer has {train_set.longest:,} tokens")
 
     # ---- The loop. No files are written before this point.
     lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
-    kernel = contextlib.nullcontext()
-    if device == "cpu" and settings.context <= 128:
-        # For short rows, the backward pass of SDPA's fused kernel takes twice as long.
-        kernel = sdpa_kernel(SDPBackend.MATH)
+    # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
+    short = device == "cpu" and settings.context <= 128
+    kernel = sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
     with lock, kernel:
+        if RANK == 0:  # cut off the log of the updates after the checkpoint, which are redone
+            with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
+                f.truncate(min(f.tell(), progress["log_bytes"]))
         if start < settings.updates:
-            warm_up(settings, model, train_set)
+            prepare = compile_model if settings.compile else warm_up
+            prepare(settings, model, train_set)
         if start == 0:
             log(settings, progress, validate(settings, model, val_sets))
         signals = catch_signals()
@@ -397,9 +383,8 @@ def to_inputs(model, batch, seed):
     targets (B, T) on the CPU, as losses() likes them. s_0 is None for an ordinary model.
     """
     idx, targets, numbers = batch
-    state = None
-    if model.config.n_core:
-        state = model.initial_state(*idx.shape, seed, int(numbers[0]))
+    looped = model.config.n_core > 0
+    state = model.initial_state(*idx.shape, seed, int(numbers[0])) if looped else None
     return to_device(idx, model.embed.weight.device), targets, state
 
 
@@ -408,10 +393,8 @@ def update_flops(settings, model, optimizer, draws, labelled=1.0):
     Return the FLOPs of an update with these draws, over all ranks, with Newton-Schulz. labelled:
     the fraction of the tokens that have a target.
     """
-    per_token = [
-        model.flops_per_token(steps, settings.context, True, settings.recompute, labelled)
-        for steps in draws
-    ]
+    per_token = [model.flops_per_token(steps, settings.context, True, settings.recompute, labelled)
+                 for steps in draws]
     tokens = settings.batch_size * settings.context
     return round(tokens * sum(per_token) / len(draws)) + optimizer.flops()
 
@@ -425,9 +408,8 @@ def validate(settings, model, val_sets):
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
     B = settings.micro_batch
-    device = model.embed.weight.device
-    totals = torch.zeros(2, len(steps), dtype=torch.float64, device=device)
-    losses, labels = totals
+    totals = torch.zeros(2, len(steps), dtype=torch.float64, device=model.embed.weight.device)
+    losses, labels = totals  # views of it
     for val_set in val_sets:
         rows = min(settings.eval_rows, val_set.num_rows)
         for i in range(math.ceil(rows / (B * WORLD))):
@@ -436,8 +418,7 @@ def validate(settings, model, val_sets):
             idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
             labels += (targets != IGNORE).sum()
             for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
-                token_losses = model.losses(s, targets)
-                losses[j] += token_losses.double().sum()
+                losses[j] += model.losses(s, targets).double().sum()
     if WORLD > 1:
         dist.all_reduce(totals)
     val = dict(zip(steps, (losses / labels).tolist()))
@@ -447,17 +428,13 @@ def validate(settings, model, val_sets):
 
 
 def log(settings, progress, entry):
-    """
-    Append an entry to log.jsonl. Truncates the log to the newest checkpoint first, because a killed
-    run redoes the updates after it. NaN becomes null.
-    """
+    """Append an entry to log.jsonl. NaN becomes null."""
     if RANK > 0:
         return
     entry = nan_to_null(entry | {key: progress[key] for key in ("update", "tokens", "flops")})
-    with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-        size = min(f.tell(), progress["log_bytes"])
-        f.truncate(size)
-        progress["log_bytes"] = size + f.write(json.dumps(entry).encode() + b"\n")
+    with open(f"{settings.out_dir}/log.jsonl", "a") as f:
+        f.write(json.dumps(entry) + "\n")
+        progress["log_bytes"] = f.tell()
     if settings.wandb:
         import wandb
         if not wandb.run:
@@ -512,32 +489,24 @@ def catch_signals():
 
 # -------------------------------------------------------------------------------------- the setup
 
-def make_config(settings, source=None):
-    """
-    Return the Config of a run. source: the Config of the checkpoint that it starts from, or None
-    to build one from the settings and the data's vocabulary.
-    """
-    random_weights = settings.reinit or not source
-    if not source:
-        folder, _ = read_mixture(settings.data)[0]
-        meta = read_json(f"{folder}/meta.json")
-        source = Config(
-            vocab_size=meta["vocab_size"],
-            n_embd=settings.n_embd,
-            n_head=settings.n_head,
-            n_kv_head=settings.n_kv_head,
-            n_ffn=settings.n_ffn,
-            n_prelude=settings.n_prelude,
-            n_core=settings.n_core,
-            n_coda=settings.n_coda,
-            eos_token_id=meta["eos_id"],
-        )
+def new_config(settings):
+    """Return the Config of a model with random weights, for the vocabulary of the data."""
+    folder, _ = read_mixture(settings.data)[0]
+    meta = read_json(f"{folder}/meta.json")
+    return Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
+                  n_embd=settings.n_embd, n_head=settings.n_head, n_kv_head=settings.n_kv_head,
+                  n_ffn=settings.n_ffn, n_prelude=settings.n_prelude, n_core=settings.n_core,
+                  n_coda=settings.n_coda, embed_scale=settings.embed_scale)
+
+
+def run_config(settings, config):
+    """Return a Config, new or of a checkpoint, with what the settings of a run change in it."""
     return replace(
-        source,
-        embed_scale=settings.embed_scale if random_weights else source.embed_scale,
+        config,
+        embed_scale=settings.embed_scale if settings.reinit else config.embed_scale,
         mean_recurrence=settings.mean_recurrence,
         backprop_depth=settings.backprop_depth or settings.mean_recurrence,
-        context=max(source.context, settings.context),
+        context=max(config.context, settings.context),
     )
 
 
@@ -549,12 +518,9 @@ def make_model(settings, resumed, device):
     Returns the model, and its weights before rounding to that dtype, as {name: tensor} on the CPU.
     Those of a checkpoint are memory-mapped.
     """
-    source = None
-    folder = resumed or settings.init_from
-    if folder:
-        folder = find_checkpoint(folder)
-        source = load_config(folder)
-    config = make_config(settings, source)
+    source = resumed or settings.init_from
+    folder = find_checkpoint(source) if source else None
+    config = run_config(settings, load_config(folder) if folder else new_config(settings))
     if folder and (resumed or not settings.reinit):
         model, weights = RecurrentLM.open_mapped(folder, config)
     else:
@@ -584,27 +550,21 @@ def choose_trained(settings, model):
 
 def make_optimizer(settings, model, rank, world, weights=None):
     """Return an Optimizer for the parameters that are not frozen."""
-    return Optimizer(
-        ((name, p) for name, p in model.named_parameters() if p.requires_grad),
-        lr=settings.lr,
-        adam_lr=settings.adam_lr,
-        weight_decay=settings.weight_decay,
-        clip=settings.clip or math.inf,
-        rule=settings.optimizer,
-        weights=weights,
-        stacked={} if model.config.n_core else stacked_rows(model),
-        rank=rank,
-        world=world,
-    )
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return Optimizer(trained, lr=settings.lr, adam_lr=settings.adam_lr,
+                     weight_decay=settings.weight_decay, clip=settings.clip or math.inf,
+                     rule=settings.optimizer, weights=weights,
+                     stacked={} if model.config.n_core else stacked_rows(model),
+                     rank=rank, world=world)
 
 
-def read_progress(settings, resumed, model, digest):
+def read_progress(settings, resumed, model, fingerprint):
     """
-    Return a run's counters and Recipe from its train.json, or fresh ones for a new run. digest: of
-    its data. Raises UserError if the run was started with a different Recipe.
+    Return a run's counters and Recipe from its train.json, or fresh ones for a new run. Raises
+    UserError if the run was started with a different Recipe, or other data.
     """
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
-    recipe["digest of the data"] = digest
+    recipe["digest of the data"] = fingerprint
     if resumed:
         progress = read_json(resumed / "train.json")
         defaults = {item.name: item.default for item in fields(Recipe)}  # may be newer than the run
@@ -612,37 +572,27 @@ def read_progress(settings, resumed, model, digest):
                        "To continue with other settings, on the rows that follow, use "
                        "--init_from=OLD --out_dir=NEW")
         return progress
-    progress = {
-        "update": 0,
-        "skipped": 0,  # updates without a finite gradient
-        "log_bytes": 0,
-        "recipe": recipe,
-    }
-    return progress | spent_before(model.folder)
+    fresh = {"update": 0, "skipped": 0, "log_bytes": 0, "recipe": recipe}
+    return fresh | spent_before(model.folder)
 
 
 def spent_before(folder):
     """
-    Return the {"tokens": ..., "flops": ...} that earlier runs spent between the parent and the
-    checkpoint `folder`; zeros if that is None. A parent is a checkpoint that train.py did not make,
-    such as surgery.py's, or one from a run without --init_from, which was pretraining.
-
-    "used" has what all of these runs used up, {"seed S of DIGEST": [rows, draws]}, so that the next
-    run neither repeats rows nor draws.
+    Return what the chain of runs that led to the checkpoint `folder` has spent: "tokens" and
+    "flops", without those of a first run from random weights, which was pretraining; and "used",
+    {"seed S of DATA": (rows, draws)}, which the next run must not repeat.
     """
-    if not (folder and Path(folder, "train.json").exists()):
+    if not (folder and Path(folder, "train.json").exists()):  # not made by train.py
         return {"tokens": 0, "flops": 0, "used": {}}
-    earlier = read_json(f"{folder}/train.json")
-    recipe = earlier["recipe"]
+    last = read_json(f"{folder}/train.json")
+    recipe, used = last["recipe"], last.get("used", {})
     key = f"seed {recipe['seed']} of {recipe['digest of the data']}"
-    used = earlier.get("used", {})
     rows, draws = used.get(key, (0, 0))
-    rows += earlier["update"] * recipe["batch_size"]
-    draws += earlier["update"] * recipe["draws"]
-    spent = {"used": used | {key: (rows, draws)}}
-    for name in ("tokens", "flops"):
-        spent[name] = earlier[name] if earlier["config"]["init_from"] else 0
-    return spent
+    used[key] = (rows + last["update"] * recipe["batch_size"],
+                 draws + last["update"] * recipe["draws"])
+    if not recipe["init_from"]:
+        last["tokens"] = last["flops"] = 0
+    return {"tokens": last["tokens"], "flops": last["flops"], "used": used}
 
 
 def check_ranks(start):
@@ -659,90 +609,79 @@ def check_ranks(start):
 
 def describe_run(settings, model):
     """Print what the settings mean: the model, the updates, and the schedules."""
-    c = model.config
-    size = model.num_params()
+    c, size = model.config, model.num_params()
     parts = ", ".join(f"{part} {n:,}" for part, n in size.items())
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; parameters: "
         f"{parts}; {size.total():,} in all, {model.num_params(trained=True).total():,} trained")
-    updates = settings.updates
-    tokens = updates * settings.batch_size * settings.context
-    say(f"run: {updates:,} updates of {settings.batch_size:,} rows of {settings.context:,} tokens, "
-        f"{tokens:.4g} tokens in all")
+    tokens = settings.updates * settings.batch_size * settings.context
+    say(f"run: {settings.updates:,} updates of {settings.batch_size:,} rows of "
+        f"{settings.context:,} tokens, {tokens:.4g} tokens in all")
     if c.n_core:
-        extra = 0 if settings.recurrence_sampler == "fixed" else 1  # see draw_steps()
-        first = scheduled_mean(settings, 0) + extra
-        last = settings.mean_recurrence + extra
-        rise = ""
-        if first < last:
-            warmup = num_updates(settings, settings.curriculum_warmup)
-            rise = f" after {warmup:,} updates, {first} at first"
-        say(f"mean of r: {last}{rise}; gradients through at most the last "
-            f"{largest_depth(settings)}")
+        extra = settings.recurrence_sampler != "fixed"  # see draw_steps()
+        warmup = num_updates(settings, settings.curriculum_warmup)
+        say(f"mean of r: {scheduled_mean(settings, 0) + extra} at first, "
+            f"{settings.mean_recurrence + extra} from update {warmup:,} on; gradients through at "
+            f"most the last {largest_depth(settings)}")
+
+
+def compile_model(settings, model, train_set):
+    """Compile the model in a warm-up. If the compiler is missing or fails, go on without it."""
+    functorch_config.activation_memory_budget = settings.activation_budget
+    say(f"{COMPILING}; --compile=false skips it")
+    try:
+        model.compile_parts()
+        warm_up(settings, model, train_set)
+    except (UserError, torch._dynamo.exc.BackendCompilerFailed) as e:
+        say(f"warning: {e!r:.300}. Continuing without torch.compile")
+        torch.compiler.set_stance("force_eager")
+        warm_up(settings, model, train_set)
 
 
 def warm_up(settings, model, train_set):
     """
-    Compile the model, and run one forward and backward pass at the run's largest k, so that
+    Run one forward and backward pass at the run's largest k and discard the gradients, so that
     compiling, or running out of memory, happens now and not hours later when the curriculum has
-    risen. Prints a GPU's peak memory. The gradients are discarded.
+    risen. Prints a GPU's peak memory.
     """
-    if settings.compile:
-        functorch_config.activation_memory_budget = settings.activation_budget
-        try:
-            model.compile_parts()
-            say(f"{COMPILING}; --compile=false skips it")
-        except UserError as e:
-            say(f"warning: {e}. Continuing without torch.compile")
     began = time.time()
     batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
-
-    def run():
-        _, losses = model(idx, targets, (1, largest_depth(settings)), state, settings.recompute)
-        losses.sum().backward()
-
-    try:
-        try:
-            run()
-        except (UserError, torch._dynamo.exc.BackendCompilerFailed) as e:  # of a larger kernel
-            say(f"warning: {e!r:.300}. Continuing without torch.compile")
-            torch.compiler.set_stance("force_eager")
-            run()
-    except torch.OutOfMemoryError:
-        raise UserError(f"out of memory with --micro_batch={settings.micro_batch}. Lower it or "
-                        "--context, or try --activation_budget=0.5, then --recompute")
+    _, losses = model(idx, targets, (1, largest_depth(settings)), state, settings.recompute)
+    losses.sum().backward()
     model.zero_grad()
-    memory = ""
-    if model.embed.weight.is_cuda:
-        memory = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
-    say(f"warm-up: {time.time() - began:.0f} s{memory}")
+    peak = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if idx.is_cuda else ""
+    say(f"warm-up: {time.time() - began:.0f} s{peak}")
 
 
-def start_processes():
-    """Join the process group, if there are other ranks. Returns this rank's device."""
-    device = "cpu"
-    gpu = None  # the device, if it is a GPU, for NCCL
-    if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        gpu = torch.device(device)
-        torch.cuda.set_device(device)
-    if WORLD == 1:
-        return device
+def join_ranks(device):
+    """
+    Join the process group of torchrun's ranks.
+
+    When torchrun restarts the ranks of a node after a crash, its store still holds the addresses of
+    the dead ones, so each attempt writes under its own prefix. Several nodes may count restarts
+    differently; for that, see runs/README.md.
+    """
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
-        # When torchrun restarts the ranks after a crash, its store still holds the addresses of the
-        # dead ones, so each attempt writes under its own prefix. Several nodes may count restarts
-        # differently; for that, see runs/README.md.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(store=store, rank=RANK, world_size=WORLD, device_id=gpu,
+    dist.init_process_group(store=store, rank=RANK, world_size=WORLD,
+                            device_id=None if device == "cpu" else torch.device(device),
                             timeout=timedelta(hours=1))  # another rank may be compiling or saving
-    return device
 
 
 def main():
     settings = read_settings(sys.argv[1:], WORLD)
-    device = start_processes()
-    code = train(settings, device)
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+    if WORLD > 1:
+        join_ranks(device)
+    try:
+        code = train(settings, device)
+    except torch.OutOfMemoryError:
+        raise UserError(f"out of memory with --micro_batch={settings.micro_batch}. Lower it or "
+                        "--context, or try --activation_budget=0.5, then --recompute")
     if WORLD > 1:
         # torchrun kills the other ranks when one fails, and rank 0 may still be saving.
         dist.barrier()

@@ -18,8 +18,8 @@ from common import Parser, UserError, choose_dtype, cli, opening, positive, read
 from data import Dataset
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
-from train import (choose_trained, describe_run, draws_of, largest_depth, make_config,
-                   make_optimizer, read_settings, spent_before, update_flops)
+from train import (choose_trained, describe_run, draws_of, largest_depth, make_optimizer,
+                   new_config, read_settings, run_config, spent_before, update_flops)
 
 # The bfloat16 FLOP/s that we expect from each GPU: not measured, but 61, 61 and 43% of its peak.
 GPUS = {
@@ -58,15 +58,15 @@ def presets():
 def plan(args, settings):
     """Print what a run of train.py with these settings will cost."""
     folder = None
-    source = None
     if args.preset:
-        source = retrofit_config(*presets()[args.preset])
+        config = retrofit_config(*presets()[args.preset])
     elif settings.init_from:
         folder = find_checkpoint(settings.init_from)
-        source = load_config(folder)
-    config = make_config(settings, source)
+        config = load_config(folder)
+    else:
+        config = new_config(settings)
     settings.dtype = choose_dtype(settings.dtype, "cuda")  # wherever the plan is made
-    model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
+    model = RecurrentLM.empty(run_config(settings, config)).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
     labelled = labelled_share(settings)
     if args.flops_of:
