@@ -106,7 +106,8 @@ def test_text_files_follow_the_model(llama, corpus, speaker):
     run_script("tools/export", "run", "out")
     for folder in ("m", find_checkpoint("run"), "out"):
         assert not [name for name in os.listdir(folder) if name.endswith("token")]
-        assert Path(folder, "chat_template.jinja").exists()
+        # Training has not used the template, so the export of a run leaves it out.
+        assert Path(folder, "chat_template.jinja").exists() == (folder != "out")
         said = read_json(f"{folder}/generation_config.json")
         assert said["eos_token_id"] == [1, 3]
         assert said["top_k"] == 20
