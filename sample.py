@@ -582,7 +582,7 @@ def stream(decoder, tokenizer, args, prompt, r):
     ids = tokenizer.encode(prompt, bos=True)
     shown = len(tokenizer.decode(ids))
     if c.n_core:
-        tell(f"--- r = {r}")
+        say(f"--- r = {r}", sys.stderr)
     limit = max(1, min(args.tokens, c.context - len(ids)))  # so generate() rejects long prompts
     count = count_accepted = 0
     began = time.perf_counter()
@@ -603,12 +603,12 @@ def stream(decoder, tokenizer, args, prompt, r):
     message = f"--- {count} tokens in {seconds:.1f} s"
     if args.draft_steps:
         message += f", {count_accepted} of them accepted drafts"
-    tell(message)
+    say(message, sys.stderr)
 
 
 def converse(decoder, tokenizer, args, parser):
     """Read prompts from the terminal, and answer each independently. "/steps 16" sets a flag."""
-    tell("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.")
+    say("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.", sys.stderr)
     sys.stdin.reconfigure(errors="surrogateescape")  # so that a wrong byte ends only its prompt
     while True:
         say("> ", sys.stderr, end="")
@@ -626,12 +626,7 @@ def converse(decoder, tokenizer, args, parser):
             elif line:
                 respond(decoder, tokenizer, args, line)
         except UserError as e:  # a mistake does not end the session
-            tell(e)
-
-
-def tell(text):
-    """Print to stderr, where everything but the model's text goes."""
-    say(text, sys.stderr)
+            say(e, sys.stderr)
 
 
 def make_parser():
@@ -671,11 +666,12 @@ def main():
     model, tokenizer = load_model(args.model, args.dtype)
     c = model.config
     device, dtype = describe(model)
-    tell(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, "
-         f"{dtype_on(dtype, device)}")
+    # Everything but the model's text goes to stderr.
+    say(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, {dtype_on(dtype, device)}",
+        sys.stderr)
     decoder = Decoder(model, args.compile)
     if args.compile:
-        tell(COMPILING)
+        say(COMPILING, sys.stderr)
     if args.prompt is None:
         converse(decoder, tokenizer, args, parser)
     else:
