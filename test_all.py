@@ -32,8 +32,8 @@ from helpers import (ASKED, FEED_FORWARD, GPU, HARD, ORACLE, QKV, RECURRENT, ROO
                      answers_of, checkpoints, contents, convert, decode, decode_model, documents,
                      error_line, exit_codes, expected, first_rows, generate_rows, identical, kill,
                      launch, max_difference, mean_loss, need, needs_compiler, noise, optimizer_rank,
-                     outcome, parameters, random_prompts, read_log, relative_error, run_on_ranks,
-                     run_script, same_end, save, slow_attention, small, step_with,
+                     outcome, parameters, random_prompts, read_log, relative_error, run_forked,
+                     run_on_ranks, run_script, same_end, save, slow_attention, small, step_with,
                      train_until, typed, wait_until, weights)
 
 import numpy as np
@@ -43,6 +43,7 @@ import tiktoken.load
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
@@ -109,21 +110,18 @@ def test_recurrence_is_the_papers_code(name):
 
 
 def test_gradients_of_a_bfloat16_model():
-    """At (n, k) = (24, 8), bfloat16 gradients differ from float32's by less than 1.8%."""
+    """At (n, k) = (24, 8), bfloat16 gradients differ from float32's by less than 0.77%."""
     torch.manual_seed(0)
-    idx = torch.randint(17, (4, 65))
-    grads = {}
+    idx = torch.randint(17, (4, 17))
+    grads = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = small(n_embd=256, n_kv_head=4, n_core=4, mean_recurrence=32).to(dtype)
-        state = model.initial_state(4, 64, 0)
-        inputs = idx[:, :-1]
-        targets = idx[:, 1:]
-        _, losses = model(inputs, targets, (24, 8), state)
+        # Large embeddings, beside which rounding the residual stream would lose much.
+        model = small(n_embd=64, n_core=4, mean_recurrence=32, embed_scale=10.0).to(dtype)
+        _, losses = model(idx[:, :-1], idx[:, 1:], (24, 8), model.initial_state(4, 16, 0))
         losses.mean().backward()
-        flat = [p.grad.flatten().float() for p in model.parameters()]
-        grads[dtype] = torch.cat(flat)
-    error = relative_error(grads[torch.bfloat16], grads[torch.float32])
-    assert error < 0.018, "with a residual stream in bfloat16 it is 0.021"
+        grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+    exact, found = grads
+    assert relative_error(found, exact) < 0.0077, "0.0082 with a residual stream in bfloat16"
 
 
 def test_roundings_of_a_bfloat16_model():
@@ -184,31 +182,30 @@ def test_initial_state():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("unlabelled", [5, 0, 30, 33])
-def test_losses_in_chunks(compiled, unlabelled, monkeypatch):
+def test_losses_in_chunks(compiled, monkeypatch):
     """Losses and gradients equal those of a single cross-entropy, with any number of targets."""
-    model = small()
-    idx = torch.randint(17, (3, 11))
-    targets = torch.randint(17, (3, 11))
-    targets.view(-1)[torch.randperm(33)[:unlabelled]] = -100
-    state = model.initial_state(3, 11, 0)
-    logits, _ = model(idx, steps=2, state=state)
-    exact = F.cross_entropy(logits.mT, targets, reduction="none")
-    wanted = torch.autograd.grad(mean_loss(exact, targets), list(model.parameters()))
-
-    monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * 5)
+    torch.manual_seed(0)
+    model, plain = small(), small()
     if compiled:
         torch.compiler.reset()
         model.compile_parts(backend="aot_eager")
-    _, losses = model(idx, targets, 2, state)
-    assert max_difference(losses, exact) < 1e-5
-    found = torch.autograd.grad(mean_loss(losses, targets), list(model.parameters()))
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert max_difference(ours, theirs) < 1e-6
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * 5)
+    state = model.initial_state(3, 11, 0)
+    for unlabelled in (5, 0, 30, 33):
+        idx, targets = torch.randint(17, (2, 3, 11))
+        targets.view(-1)[torch.randperm(33)[:unlabelled]] = -100
+        logits, _ = plain(idx, steps=2, state=state)
+        exact = F.cross_entropy(logits.mT, targets, reduction="none")
+        wanted = torch.autograd.grad(mean_loss(exact, targets), list(plain.parameters()))
+        _, losses = model(idx, targets, 2, state)
+        assert max_difference(losses, exact) < 1e-5
+        found = torch.autograd.grad(mean_loss(losses, targets), list(model.parameters()))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert max_difference(ours, theirs) < 1e-6
 
-    ((_, s),) = model.trajectory(idx, [2], state)
-    with torch.no_grad():
-        assert max_difference(model.losses(s, targets), exact) < 1e-5
+        ((_, s),) = model.trajectory(idx, [2], state)
+        with torch.no_grad():
+            assert max_difference(model.losses(s, targets), exact) < 1e-5
 
 
 def test_the_head_runs_where_there_is_a_target():
@@ -1569,39 +1566,50 @@ def test_training_learns(taught):
 def test_killed_ranks_end_alike(base, unbroken):
     """Runs whose ranks were killed end bit-identical on as many ranks, and close on others."""
     base = [*base, "--dtype=bfloat16", "--draws=2", f"--init_from={unbroken}", "--reinit"]
+    base += "--updates=6 --save_every=2 --eval_every=6 --batch_size=8 --micro_batch=2".split()
     two = launch("tests/dies_once.py", *base, "--out_dir=two", world=2)
     assert exit_codes(two) == [1, -signal.SIGKILL]
-    assert checkpoints("two") == ["step_000003"]
+    assert checkpoints("two") == ["step_000002"]
 
     for world in (1, 4):
         shutil.copytree("two", str(world))
-        run_on_ranks("train.py", *base, "--micro_batch=2", f"--out_dir={world}", world=world)
+        run_on_ranks("train.py", *base, "--micro_batch=1", f"--out_dir={world}", world=world)
 
     two = launch("train.py", *base, "--out_dir=two", world=2)
-    kill(two, lambda: len(read_log("two", "loss")) >= 8)
+    kill(two, lambda: len(read_log("two", "loss")) >= 5)
     run_on_ranks("train.py", *base, "--out_dir=two", world=2)
-    wanted = weights("two/step_000012", "model")
+    wanted = weights("two/step_000006", "model")
     for world in ("1", "4"):
         assert read_log(world, "loss") == pytest.approx(read_log("two", "loss"), abs=1e-2)
-        for name, t in weights(f"{world}/step_000012", "model").items():
+        for name, t in weights(f"{world}/step_000006", "model").items():
             assert relative_error(wanted[name], t) < 0.02, name
 
     Path("died").unlink()
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
-    command = [sys.executable, *torchrun, ROOT / "tests/dies_once.py", *base, "--out_dir=restarted"]
-    subprocess.run(command, check=True)
+    torchrun = elastic_launch(LaunchConfig(  # torchrun --standalone --max-restarts=1, but forked
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", start_method="forkserver"), run_forked)
+    torchrun(os.getcwd(), {}, "tests/dies_once.py", *base, "--out_dir=restarted")
     assert same_end("two", "restarted")
 
 
 @needs_compiler
-def test_compiled_run_resumes_alike(base):
+def test_compiled_run_resumes_alike(base, monkeypatch):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
-    base = ("train.py", *base, "--compile=true", "--n_prelude=0", "--n_coda=0")
-    run_on_ranks(*base, "--out_dir=unbroken", threads=2)
-    kill(launch(*base, "--out_dir=resumed", threads=2), lambda: checkpoints("resumed"))
-    run_on_ranks(*base, "--out_dir=resumed", threads=2)
-    assert read_log("resumed", "loss").items() <= read_log("unbroken", "loss").items()
-    assert identical(weights("resumed/step_000012"), weights("unbroken/step_000012"))
+    save_checkpoint = train.save_checkpoint
+
+    def save_and_copy(settings, *args):
+        save_checkpoint(settings, *args)
+        if not os.path.exists("resumed"):
+            shutil.copytree(settings.out_dir, "resumed")
+
+    monkeypatch.setattr(train, "save_checkpoint", save_and_copy)
+    base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--updates=6"]
+    torch.set_num_threads(2)
+    for out in ("unbroken", "resumed"):
+        torch.compiler.reset()
+        run_script("train", *base, f"--out_dir={out}")
+    torch.set_num_threads(1)
+    assert same_end("resumed", "unbroken")
 
 
 def test_recompute(base, unbroken):

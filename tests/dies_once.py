@@ -1,5 +1,5 @@
 """
-train.py, except that rank 1 kills itself while update 6 is saved, unless there is a file "died",
+train.py, except that rank 1 kills itself while update 4 is saved, unless there is a file "died",
 which it leaves behind.
 """
 import os
@@ -13,7 +13,7 @@ gather = Optimizer.gather
 
 
 def gather_or_die(optimizer):
-    if optimizer.rank == 1 and optimizer.updates == 6 and not os.path.exists("died"):
+    if optimizer.rank == 1 and optimizer.updates == 4 and not os.path.exists("died"):
         Path("died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return gather(optimizer)

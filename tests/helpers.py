@@ -26,6 +26,7 @@ GPU = os.environ.get("LOOPGRAFT_GPU")
 if not GPU:  # hide any GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 import torch
+import torch._dynamo  # which checkpoint() needs: before forking, which saves a second per process
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -103,14 +104,14 @@ def run_forked(folder, env, script, *args):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    common.RANK = int(env["RANK"])
-    common.WORLD = int(env["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    common.RANK = int(os.environ["RANK"])
+    common.WORLD = int(os.environ["WORLD_SIZE"])
     sys.argv = [script, *map(str, args)]
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def launch(*command, world=1, threads=1, last=()):
+def launch(*command, world=1, last=()):
     """
     Start a script on `world` ranks that meet at a store, as under torchrun. Returns the processes.
     last: more flags, for the last rank only.
@@ -121,7 +122,6 @@ def launch(*command, world=1, threads=1, last=()):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": str(threads),
     }
     Path("log").write_text("")
     processes = []
