@@ -1,7 +1,7 @@
 """
-Turn a pretrained model into a depth-recurrent one. Early layers become the prelude, and later
-layers the recurrent block and the coda; the layers in between are dropped, and a new adapter feeds
-the prelude's output into the loop.
+Turn a pretrained model into a depth-recurrent one (arXiv 2511.07384, section 3): its first layers
+become the prelude, its last ones the recurrent block and the coda, and a new adapter feeds the
+prelude's output into the loop. The layers in between are dropped.
 
     python surgery.py SRC OUT --shape 4,8,4 --verify            the paper's layers for this shape
     python surgery.py SRC OUT --prelude 0-3 --core 10-17 --coda 18-21
@@ -9,17 +9,11 @@ the prelude's output into the loop.
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
 
 A model that has lost layers needs a lot of training to recover. On a laptop, choose a --shape whose
-sizes add up to the number of layers: then all are kept, and with the default adapter, OUT at r = 1
-is bit-identical to its parent.
+sizes add up to the number of layers: then all are kept, and OUT at r = 1 is its parent, bit by bit.
 
-SRC is a folder, or a hub id, org/name or org/name@REVISION (pip install huggingface_hub). It holds
-a Llama, Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or
-runs, a released Recurrent-* model, or Huginn-0125. A SRC that is already recurrent takes no layer
-flags. OUT is a loopgraft checkpoint; its tensors may be stacked, but are never rounded.
-tools/from_gguf.py reads a .gguf file, and tools/export.py writes for other software.
-
-Paper: arXiv 2511.07384, section 3 and Tables 6-8. --shape follows its rule: the prelude comes from
-the first layers, core and coda from the last. tools/block_influence.py uses a different rule.
+SRC is a folder or a hub id, org/name or org/name@REVISION (pip install huggingface_hub): a Llama,
+Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or runs, a
+released Recurrent-* model, or Huginn-0125. Weights may be stacked in OUT, but are never rounded.
 
 To support another architecture, start with DEFAULTS; runs/README.md lists what else to change.
 """
@@ -46,9 +40,7 @@ def layer_list(text):
     """Parse layer numbers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []."""
     layers = []
     for piece in filter(None, text.split(",")):
-        first, dash, last = piece.partition("-")
-        first = int(first)
-        last = int(last) if dash else first
+        first, last = map(int, piece.split("-") if "-" in piece else (piece, piece))
         if last < first:
             raise ValueError(f"{piece} counts down")
         layers += range(first, last + 1)
@@ -76,7 +68,7 @@ def choose_layers(args, n):
         layers = [list(part) for part in parts]
     taken = sum(layers, [])
     if args.feed_forward:
-        taken = taken or list(range(n))
+        taken = taken or [*range(n)]
         layers = [taken, [], []]
     elif not layers[1]:
         raise UserError("no layers chosen for the recurrent block. Give --shape, or --prelude, "
@@ -95,14 +87,8 @@ def retrofit_config(parent, sizes, adapter="linear"):
     parent. A loop unties the head from the embeddings.
     """
     n_prelude, n_core, n_coda = sizes
-    return replace(
-        parent,
-        n_prelude=n_prelude,
-        n_core=n_core,
-        n_coda=n_coda,
-        adapter=adapter,
-        tie_embeddings=parent.tie_embeddings and not n_core,
-    )
+    return replace(parent, n_prelude=n_prelude, n_core=n_core, n_coda=n_coda, adapter=adapter,
+                   tie_embeddings=parent.tie_embeddings and not n_core)
 
 
 def initial_adapter(config, how="identity"):
@@ -130,10 +116,8 @@ def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
     prelude, core and coda, such as ([0, 1], [4, 5], [7]). adapter_init: the `how` of
     initial_adapter().
     """
-    sizes = [len(chosen) for chosen in layers]
-    config = retrofit_config(parent.config, sizes, adapter)
-    embeddings = parent.embed.weight.data
-    weights = {"embed.weight": embeddings, "norm_f.weight": parent.norm_f.weight.data}
+    config = retrofit_config(parent.config, map(len, layers), adapter)
+    weights = {"embed.weight": parent.embed.weight.data, "norm_f.weight": parent.norm_f.weight.data}
     if not config.tie_embeddings:
         weights["head.weight"] = parent.head.weight.data.clone()  # may be tied to the embeddings
     for part, chosen in zip(PARTS, layers):
@@ -142,7 +126,7 @@ def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
                 weights[f"{part}.{i}.{name}"] = p.data
     if config.n_core:
         for name, t in initial_adapter(config, adapter_init).items():
-            weights[name] = t.to(embeddings.dtype)
+            weights[name] = t.to(parent.embed.weight.dtype)
     model = RecurrentLM.empty(config)
     model.fill(weights)
     return model
@@ -158,12 +142,9 @@ def verify(source, layers, folder):
     """
     written = open_source(folder).float()
     config = written.config
-    expected = source
-    steps = 2
+    expected, steps = source, 2
     if layers:
-        in_a_row = sum(layers, [])
-        expected = retrofit(source, [in_a_row, [], []])
-        steps = 1
+        expected, steps = retrofit(source, [sum(layers, []), [], []]), 1
         if config.n_core:
             written.load_state_dict(initial_adapter(config), strict=False)
     T = min(64, config.context)
@@ -180,9 +161,9 @@ def verify(source, layers, folder):
 
 def open_source(src):
     """
-    Read a checkpoint folder, a run's folder or a hub id. Returns a RecurrentLM with the weights as
-    they are stored, and `folder` set to where its other files are; in an ordinary model, all layers
-    are prelude. Raises UserError if SRC is missing, corrupt or not supported.
+    Read a model from whatever SRC may be. Returns a RecurrentLM with the weights as they are stored
+    and its files in .folder; all layers of an ordinary model are prelude. Raises UserError if SRC
+    is missing, corrupt or not supported.
     """
     path = Path(src)
     for file in (path, *path.glob("*.gguf")):
@@ -190,7 +171,7 @@ def open_source(src):
             raise UserError(f"{src}: run `python -m tools.from_gguf {file} OUT` first, then "
                             "surgery.py on its OUT")
     folder = find_checkpoint(src if path.exists() else download(src))
-    tensors = map_tensors(folder)
+    tensors = read_tensors(folder)
     with reading(Path(folder, "config.json")):
         layout, config = read_config(folder, tensors)
         RecurrentLM.empty(config).rope(1)  # needs all keys of rope_scaling
@@ -198,7 +179,7 @@ def open_source(src):
         tokenizer = check_tokenizer(config, folder)
         if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
             config.bos_token_id = tokenizer.bos_id
-    weights = to_ours(folder, layout, config, tensors)
+    weights = to_ours(folder, layout, config, tensors)  # which may untie the head
     model = RecurrentLM.empty(config)
     model.folder = folder
     model.fill(weights)
@@ -209,7 +190,7 @@ def has_tokenizer(folder):
     return Path(folder, "tokenizer.model").exists() or Path(folder, "tokenizer.json").exists()
 
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # Tensors that released files carry, and that no model uses: the last ones only in Recurrent-*.
 STALE = re.compile(r"rotary_emb\.inv_freq$|freqs_cis$")
@@ -217,29 +198,24 @@ STALE_RAVEN = re.compile(r"freqs_cis$|\.norm_[34]\.weight$|\.attn\.Wqkv\.bias$")
 
 
 def weight_map(folder):
-    """Return the {tensor: file} of a folder's index of shards, or None if it has no index."""
+    """Return the {tensor: file} of a folder's index of shards, or {} if it has no index."""
     index = Path(folder, INDEX)
     with reading(index):
-        return dict(read_json(index)["weight_map"]) if index.exists() else None
+        return dict(read_json(index)["weight_map"]) if index.exists() else {}
 
 
-def map_tensors(folder):
+def read_tensors(folder):
     """Return {name: tensor} of the shards that a folder's index names, or of model.safetensors."""
-    single = Path(folder, "model.safetensors")
     files = weight_map(folder)
-    if files is None and not single.exists():
-        raise UserError(f"{folder} has no {single.name}, nor {INDEX}. Loading pickled weights "
-                        "(.bin, .pt) can run arbitrary code, so loopgraft never does. Look for a "
-                        "version in safetensors")
-    if files and single.exists() and single.name not in files.values():
-        raise UserError(f"{folder} has {single.name}, and {INDEX}, which names other files. Remove "
-                        "the older one")
+    if not files and not Path(folder, SINGLE).exists():
+        raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}. Loading pickled weights (.bin, "
+                        ".pt) can run arbitrary code, so loopgraft never does. Look for a version "
+                        "in safetensors")
     tensors = {}
-    for file in sorted(set(files.values())) if files else [single.name]:
+    for file in sorted(set(files.values())) or [SINGLE]:
         with reading(Path(folder, file)) as path:
-            for name, t in load_file(path).items():
-                if not files or files.get(name, file) == file:
-                    tensors[name] = t
+            found = load_file(path)
+        tensors |= {name: t for name, t in found.items() if files.get(name, file) == file}
     return tensors
 
 
@@ -248,17 +224,15 @@ def to_ours(folder, layout, config, tensors):
     Convert a checkpoint's {name: tensor} to {our name: tensor}, all in the smallest dtype that
     represents every one exactly. layout: its model_type. folder: for messages.
 
-    If the embeddings are tied, but there is a head that differs from them, changes `config`: as in
-    transformers, the head is used. Raises UserError if the tensors are not those of the model that
-    config.json describes.
+    As in transformers, a head that differs from the embeddings is used even if `config` ties them:
+    then this unties it. Raises UserError if the tensors are not those that config.json describes.
     """
     for name, t in tensors.items():
         if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise UserError(f"{folder}: tensor {name!r} is {t.dtype}, as in a quantized model, "
                             "which is not supported. Look for the original")
     names = tensor_names(replace(config, tie_embeddings=False), layout)
-    (embed,) = names["embed.weight"]
-    (head,) = names["head.weight"]
+    (embed,), (head,) = names["embed.weight"], names["head.weight"]
     if config.tie_embeddings:
         own, shared = tensors.get(head), tensors.get(embed)
         if own is None or own.shape == shared.shape and (own == shared).all():
@@ -267,33 +241,36 @@ def to_ours(folder, layout, config, tensors):
         else:
             config.tie_embeddings = False
             print(f"note: {head} differs from the embeddings, so they are not tied")
+    check_tensors(folder, layout, names, tensors)
     used = set().union(*names.values())
-    missing = sorted(used - tensors.keys())
-    if missing:
-        raise UserError(f"{folder} lacks the tensor {missing[0]!r}. Download it again")
-    unused = sorted(tensors.keys() - used)
-    if unused:
-        print("note: the model does not use these tensors:", *unused[:5])
+    dtype = functools.reduce(torch.promote_types, {tensors[name].dtype for name in used})
+    ours = {}
+    for name, pieces in names.items():
+        t = torch.cat([tensors[piece] for piece in pieces]).to(dtype)
+        ours[name] = rotary_order(config, name, t) if layout == "huginn_raven" else t
+    return ours
+
+
+def check_tensors(folder, layout, names, tensors):
+    """
+    Raise UserError if the {name: tensor} of a checkpoint lacks one of `names`, from tensor_names(),
+    or has one in another shape, or one more that is not known to be stale.
+    """
+    shapes = {name: shape for pieces in names.values() for name, shape in pieces.items()}
+    for name, wanted in shapes.items():
+        if name not in tensors:
+            raise UserError(f"{folder} lacks the tensor {name!r}. Download it again")
+        if tensors[name].shape != wanted:
+            raise UserError(f"{folder}: tensor {name!r} has the shape {tuple(tensors[name].shape)}, "
+                            f"but config.json describes {tuple(wanted)}")
     stale = STALE_RAVEN if layout == "huginn_raven" else STALE
+    unused = sorted(tensors.keys() - shapes.keys())
     for name in unused:
         if not stale.search(name):
             raise UserError(f"{folder}: tensor {name!r} has no counterpart in the model that "
                             "config.json describes")
-    for pieces in names.values():
-        for name, wanted in pieces.items():
-            found = tensors[name].shape
-            if found != wanted:
-                raise UserError(f"{folder}: tensor {name!r} has the shape {tuple(found)}, but "
-                                f"config.json describes {tuple(wanted)}")
-    dtypes = {tensors[name].dtype for name in used}
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    ours = {}
-    for name, pieces in names.items():
-        t = torch.cat([tensors[piece] for piece in pieces])
-        if layout == "huginn_raven":
-            t = rotary_order(config, name, t)
-        ours[name] = t.to(dtype)
-    return ours
+    if unused:
+        print("note: the model does not use these tensors:", *unused[:5])
 
 
 # ---------------------------------------------------------------------------------------- download
@@ -310,17 +287,12 @@ def download(spec):
                         "org/name@REVISION.)")
     try:
         from huggingface_hub import snapshot_download
-    except ModuleNotFoundError:
-        raise UserError(f"{spec}: no such folder. If it is a model on the Hugging Face hub: pip "
-                        "install huggingface_hub")
-    fetch = functools.partial(snapshot_download, repo, revision=revision or None)
-    try:
+        fetch = functools.partial(snapshot_download, repo, revision=revision or None)
         folder = fetch(allow_patterns=["config.json", INDEX, *TOKENIZER_FILES])
-    except Exception as e:  # of the network, or of the hub
+    except Exception as e:  # of the network, of the hub, or without huggingface_hub
         raise UserError(f"{spec}: no such folder, and not from the Hugging Face hub "
                         f"({' '.join(str(e).split()):.200})")
-    files = weight_map(folder) or {"all": "model.safetensors"}
-    return fetch(allow_patterns=sorted(set(files.values())))
+    return fetch(allow_patterns=[*set(weight_map(folder).values())] or [SINGLE])
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -351,10 +323,8 @@ SUPPORTED = {  # the values that we support; a missing key means the first one
 
 def read_config(folder, names):
     """
-    Read the config.json of a folder, in any layout. names: all tensor names, which show where a
-    released model has its norms.
-
-    Returns (model_type, Config). In the Config of an ordinary model, all layers are prelude. Raises
+    Read the config.json of a folder, in any layout. Returns (model_type, Config). names: those of
+    the tensors, because a released model's config.json does not say which norms it has. Raises
     UserError if config.json asks for something that is not supported.
     """
     path = Path(folder, "config.json")
@@ -380,8 +350,7 @@ def read_rope(raw):
     rope_type = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
     if rope_type not in ("default", "llama3"):
         raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
-    older = raw.get("rope_theta", 10000.0)
-    theta = rope.pop("rope_theta", older)
+    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     scaled = rope_type == "llama3" or "factor" in rope
     return {"rope_theta": theta, "rope_scaling": rope if scaled else None}
 
@@ -422,16 +391,12 @@ def from_hf(path, raw):
 def from_raven(raw, names):
     """
     Return the Config of a released Recurrent-* model, of Huginn-0125, or of one of our exports,
-    from its config.json, `raw`. names: all tensor names, which show where the norms are; only our
-    exports say so in config.json.
+    from its config.json, `raw`, and the names of its tensors.
     """
-    norm = raw.get("norm")  # only our exports have it
-    if not norm:
-        norm = "pre"
-        if any(".qk_bias" in name for name in names):
-            norm = "sandwich"
-        elif any(".q_norm." in name for name in names):
-            norm = "post"
+    norm = raw.get("norm")
+    if not norm:  # not one of our exports
+        parts = {part for name in names for part in name.split(".")}
+        norm = "sandwich" if "qk_bias" in parts else "post" if "q_norm" in parts else "pre"
         # The released files keep Huginn's ids, whatever their tokenizer is.
         raw = raw | {"bos_token_id": None, "eos_token_id": None}
     rope = read_rope(raw)
@@ -482,23 +447,16 @@ HF_NORMS = {  # "pre": Llama's, "post": OLMo-2's
     "pre": {"norm_1": ("input_layernorm",), "norm_2": ("post_attention_layernorm",)},
     "post": {"norm_1": ("post_attention_layernorm",), "norm_2": ("post_feedforward_layernorm",)},
 }
-RAVEN_NAMES = {
-    "embed": "transformer.wte",
-    "prelude": "transformer.prelude",
-    "adapter": "transformer.adapter",
-    "core": "transformer.core_block",
-    "coda": "transformer.coda",
-    "norm_f": "transformer.ln_f",
-    "head": "lm_head",
-}
+RAVEN_NAMES = {"embed": "transformer.wte", "prelude": "transformer.prelude",
+               "adapter": "transformer.adapter", "core": "transformer.core_block",
+               "coda": "transformer.coda", "norm_f": "transformer.ln_f", "head": "lm_head"}
 
 
 def tensor_names(config, layout):
     """
-    Map each of our tensor names to its names in a layout (a model_type), in stacking order,
-    each with its shape, such as {"prelude.0.mlp.fc.weight":
-    {"model.layers.0.mlp.gate_proj.weight": (96, 64), "model.layers.0.mlp.up_proj.weight":
-    (96, 64)}}.
+    Map each of our tensor names to its names in a layout (a model_type), in stacking order, each
+    with its shape, such as {"prelude.0.mlp.fc.weight": {"model.layers.0.mlp.gate_proj.weight":
+    (96, 64), "model.layers.0.mlp.up_proj.weight": (96, 64)}}.
     """
     names = {}
     model = RecurrentLM.empty(config)
@@ -515,10 +473,8 @@ def tensor_names(config, layout):
             module, _, leaf = rest.rpartition(".")  # "attn.qkv", "weight" or "bias"
             block = HF_BLOCK | HF_NORMS[config.norm]
             theirs = [f"model.layers.{layer}.{name}.{leaf}" for name in block[module]]
-        if len(theirs) == 3:  # q, k and v, whose sizes may differ
-            sizes = model.prelude[0].attn.split
-        else:
-            sizes = len(p) // len(theirs)
+        # The sizes of q, k and v may differ.
+        sizes = model.prelude[0].attn.split if len(theirs) == 3 else len(p) // len(theirs)
         names[ours] = {name: piece.shape for name, piece in zip(theirs, p.split(sizes))}
     return names
 
@@ -547,24 +503,22 @@ def was_trained(folder):
     return Path(folder, "train.json").exists()
 
 
-def copy_other_files(source, config, folder):
+def write_text_files(source, config, folder):
     """
-    Copy the tokenizer's files and generation_config.json from the folder `source` into OUT, with
-    the BOS and EOS ids of `config` in the latter. A model that train.py has trained loses the chat
-    template of its parent, since data.py never uses one.
+    Write the tokenizer's files and generation_config.json of the folder `source` into OUT, as they
+    fit the model: with the BOS and EOS ids of `config`; and without a chat template if train.py has
+    trained it, since data.py never uses one.
     """
     copy_tokenizer(source, folder)
+    path = folder / "tokenizer_config.json"
     if was_trained(source):
-        Path(folder, "chat_template.jinja").unlink(missing_ok=True)
-        path = Path(folder, "tokenizer_config.json")
-        config_file = read_json(path) if path.exists() else {}
-        if config_file.pop("chat_template", None):
-            write_json(path, config_file)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        if path.exists():
+            write_json(path, {k: v for k, v in read_json(path).items() if k != "chat_template"})
     path = folder / "generation_config.json"
     if path.exists():
-        generation = read_json(path)
-        generation["bos_token_id"] = config.bos_token_id
-        generation["eos_token_id"] = config.eos_token_id
+        generation = read_json(path) | {"bos_token_id": config.bos_token_id,
+                                        "eos_token_id": config.eos_token_id}
         if read_json(Path(source, "config.json"))["model_type"] == "huginn_raven":
             generation.pop("pad_token_id", None)  # Huginn's, which means nothing to this tokenizer
         write_json(path, generation)
@@ -589,10 +543,9 @@ def parse_args():
          help="how the loop's state s and the prelude's output e are merged: linear (default), a "
               "matrix on both; or add, s + e")
     flag("--adapter_init", choices=["identity", "half", "torch"],
-         help="weights of a linear adapter. identity (default): pass the prelude's output through, "
-              "so that r = 1 equals the kept layers in a row; half: add half of the state to it, "
-              "so that training uses the state from the start; torch: the default of torch's "
-              "Linear, as in the paper")
+         help="weights of a linear adapter: identity (default), with which r = 1 equals the kept "
+              "layers in a row; half, which adds half of the state, so that training uses it from "
+              "the start; torch, the default of torch's Linear, as in the paper")
     flag("--mean_recurrence", type=positive,
          help="default r of OUT; set it for released models, whose config.json always says 32")
     flag("--export", help=argparse.SUPPRESS)
@@ -606,9 +559,8 @@ def parse_args():
 
 def main():
     args = parse_args()
-    source = open_source(args.src)
+    source = model = open_source(args.src)
     layers = None
-    model = source
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         print("layers for prelude, core and coda:", *layers)
@@ -627,11 +579,11 @@ def main():
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
     sizes = model.num_params()
-    parts = ", ".join(f"{part} {size:,}" for part, size in sizes.items())
-    print(f"OUT has {sizes.total():,} parameters: {parts}")
+    print(f"OUT has {sizes.total():,} parameters:",
+          ", ".join(f"{part} {size:,}" for part, size in sizes.items()))
     with write_atomically(args.out) as folder:
         model.save(folder)
-        copy_other_files(source.folder, model.config, folder)
+        write_text_files(source.folder, model.config, folder)
         if args.verify:
             verify(source, layers, folder)
     print(f"wrote {args.out}")

@@ -14,11 +14,10 @@ from string import Template
 
 from safetensors.torch import save_file
 
-from common import (Parser, UserError, cli, new_folder, opening, read_json, write_atomically,
-                    write_json)
-from data import Tokenizer
-from surgery import (copy_other_files, has_tokenizer, open_source, rotary_order, tensor_names,
-                     verify, was_trained)
+from common import Parser, UserError, cli, new_folder, opening, write_atomically, write_json
+from data import Tokenizer, read_optional
+from surgery import (has_tokenizer, open_source, rotary_order, tensor_names, verify, was_trained,
+                     write_text_files)
 
 HERE = Path(__file__).parent
 
@@ -30,13 +29,8 @@ def to_hf(c):
     if c.embed_scale != 1:
         raise UserError(f"embed_scale = {c.embed_scale}: Hugging Face's layouts for ordinary "
                         "models have no such setting")
-    layout = "llama"  # a Mistral without a window is the same
-    if c.norm == "post":
-        layout = "olmo2"
-    elif c.head_norm:
-        layout = "qwen3"
-    elif c.qkv_bias:
-        layout = "qwen2"
+    layout = "qwen3" if c.head_norm else "qwen2" if c.qkv_bias else "llama"  # and Mistral
+    layout = "olmo2" if c.norm == "post" else layout
     return shared_keys(c) | {
         "model_type": layout,
         "architectures": [layout.capitalize() + "ForCausalLM"],
@@ -87,7 +81,7 @@ def to_raven(c):
         "mean_recurrence": c.mean_recurrence,
         "mean_backprop_depth": c.backprop_depth,
         "init_values": {"std": c.state_std, "embed_scale": c.embed_scale},
-        # keys that only the paper's own code reads
+        # keys that only the paper's code reads
         "padded_vocab_size": c.vocab_size,
         "block_size": c.context,
         "qk_bias": c.norm == "sandwich",
@@ -133,27 +127,22 @@ def export(model, folder):
     write_json(folder / "config.json", config | {"torch_dtype": dtype})
     if "auto_map" in config:
         shutil.copy(HERE / "modeling_loopgraft.py", folder)
-        card = Template((HERE / "model_card.md").read_text())
-        text = card.substitute(
-            name=folder.name,
-            layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
+        card = Template((HERE / "model_card.md").read_text()).substitute(
+            name=folder.name, layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
             mean_recurrence=c.mean_recurrence,
-            trained=TRAINED if was_trained(model.folder) else "",
-        )
-        (folder / "README.md").write_text(text)
+            trained=TRAINED if was_trained(model.folder) else "")
+        (folder / "README.md").write_text(card)
 
 
 def write_tokenizer_config(folder):
     """
-    Write the tokenizer_config.json of an export: the names of BOS and EOS, and the transformers
-    class that reads the tokenizer. With a tokenizer.json, PreTrainedTokenizerFast reproduces our
-    ids; Llama's and GPT-2's classes would split spaces and digits in their own ways. With a
+    Tell transformers in tokenizer_config.json what BOS and EOS are, and which of its classes reads
+    the tokenizer as we do. PreTrainedTokenizerFast reproduces the ids of a tokenizer.json. With a
     tokenizer.model alone, LlamaTokenizer comes closest: it differs in leading and repeated spaces,
     and after control tokens.
     """
     tokenizer = Tokenizer.load(folder)
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
+    config = read_optional(folder, "tokenizer_config.json")
     config.pop("auto_map", None)  # it names code that is not in OUT
     names = {i: name for name, i in tokenizer.special.items()}
     for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
@@ -165,7 +154,7 @@ def write_tokenizer_config(folder):
     else:
         config |= {"tokenizer_class": "LlamaTokenizer",
                    "add_bos_token": tokenizer.bos_id is not None}
-    write_json(path, config)
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def main():
@@ -178,7 +167,7 @@ def main():
     model = open_source(args.run)
     with write_atomically(args.out) as folder:
         export(model, folder)
-        copy_other_files(model.folder, model.config, folder)
+        write_text_files(model.folder, model.config, folder)
         if has_tokenizer(folder):
             write_tokenizer_config(folder)
         if args.verify:

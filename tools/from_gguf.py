@@ -49,10 +49,7 @@ def check_file(path, file):
 
 
 def convert(path, out):
-    """
-    Convert the .gguf file `path` to a new folder `out`. Raises UserError if it is corrupt or not
-    supported.
-    """
+    """Convert a .gguf file to a new folder. Raises UserError if it is corrupt or not supported."""
     import gguf
     import transformers
     from tokenizers import pre_tokenizers
@@ -67,8 +64,7 @@ def convert(path, out):
             **where, dtype=torch.float32, output_loading_info=True)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
-                raise UserError(f"{path}: {kind.replace('_', ' ')}: {sorted(report[kind])[0]}, and "
-                                f"{len(report[kind]) - 1} more")
+                raise UserError(f"{path}: {kind.replace('_', ' ')}: {sorted(report[kind])[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     if pre == "smollm":
         words = tokenizer.backend_tokenizer.pre_tokenizer
@@ -82,7 +78,8 @@ def convert(path, out):
     if "BF16" in stored and all(t.equal(t.bfloat16().float()) for t in weights.values()):
         weights = {name: t.bfloat16() for name, t in weights.items()}
     config = model.config.to_dict()
-    config.pop("quantization_config", None)  # the weights are dequantized
+    for key in ("quantization_config", "_name_or_path"):  # of the file, not of the folder
+        config.pop(key, None)
     with write_atomically(out) as folder:
         tokenizer.save_pretrained(folder)
         write_json(folder / "config.json", config)
