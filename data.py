@@ -147,9 +147,11 @@ def control_token(path, special, token):
 
 def check_added(path, config, tokens):
     """Raise UserError if the files beside a tokenizer's file add tokens to its own `tokens`."""
+    extra = config.get("extra_special_tokens") or []
     added = [*read_optional(path.parent, "added_tokens.json"),
              *config.get("added_tokens_decoder", {}).values(),
-             *(config.get("additional_special_tokens") or [])]
+             *(config.get("additional_special_tokens") or []),
+             *(extra.values() if isinstance(extra, dict) else extra)]
     for name in map(token_name, added):
         if name not in tokens:
             raise UserError(f"{path}: lacks the token {name}, which a file beside it adds. Merge "
@@ -285,57 +287,59 @@ DIGITS = GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])
 PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
 
 
+def word_pattern(spec):
+    """The regular expression of the words into which byte-level BPE splits a text, if we know it."""
+    step = spec.get("pre_tokenizer") or {}
+    match step.get("pretokenizers", [step]):
+        case [{"use_regex": True, "add_prefix_space": False}]:
+            return GPT2
+        case [{"individual_digits": True}, {"use_regex": True, "add_prefix_space": False}]:
+            return DIGITS
+        case [{"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+              {"use_regex": False, "add_prefix_space": False}]:
+            return words
+        case [{"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+              {"use_regex": False, "add_prefix_space": False}]:
+            return f"{words}|(?:(?!{words})(?s:.))+"  # also what is between the words
+
+
 def read_bytes(spec):
     """
     Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken, which needs a token for each
     byte, and merges in the order of ids; and added tokens that are recognized as they are.
     """
     model = spec["model"]
-    step = spec.get("pre_tokenizer") or {}
-    match step.get("pretokenizers", [step]):
-        case [{"use_regex": True, "add_prefix_space": False}]:
-            words = GPT2
-        case [{"individual_digits": True}, {"use_regex": True, "add_prefix_space": False}]:
-            words = DIGITS
-        case [{"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
-              {"use_regex": False, "add_prefix_space": False}]:
-            pass
-        case [{"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-              {"use_regex": False, "add_prefix_space": False}]:
-            words += f"|(?:(?!{words})(?s:.))+"  # what is between the words
-        case _:
-            return None
-    if model["type"] != "BPE":
+    words = word_pattern(spec)
+    if not words or model["type"] != "BPE":
         return None
     vocab = model["vocab"]
     merges = [vocab["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
     merged = set(merges)
     ranks = {text: i for text, i in vocab.items() if text in BYTES or i in merged}
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    in_text = [token for token in spec["added_tokens"] if not token["special"]]
+    in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
     normalizer = (spec.get("normalizer") or {}).get("type")
     if (merges != sorted(merges) or normalizer not in (None, "NFC")
             or BYTES.keys() - ranks.keys() or vocab.keys() - added.keys() - ranks.keys()
             or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-            or any(token[key] for token in in_text
+            or any(token[key] for token in in_text.values()
                    for key in ("lstrip", "rstrip", "single_word", "normalized"))):
         return None
     import tiktoken
     ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
     coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
     known = {*ranks.values(), *added.values()}
-    split_off = {token["content"] for token in in_text}
     names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
 
     def encode_ordinary(text):
         text = unicodedata.normalize("NFC", text) if normalizer else text
-        return [i for piece in PIECE.findall(text) for i in coder.encode_ordinary(piece)]
+        return [*itertools.chain.from_iterable(map(coder.encode_ordinary, PIECE.findall(text)))]
 
     def encode(text):
         ids = []
         start = 0
-        for match in names.finditer(text) if split_off else ():
-            if match[0] in split_off:  # not the name of a control token, which is ordinary text
+        for match in names.finditer(text) if in_text else ():
+            if match[0] in in_text:  # not the name of a control token, which is ordinary text
                 ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
                 start = match.end()
         return ids + encode_ordinary(text[start:])

@@ -257,12 +257,12 @@ def check_tensors(folder, layout, names, tensors):
     or has one in another shape, or one more that is not known to be stale.
     """
     shapes = {name: shape for pieces in names.values() for name, shape in pieces.items()}
-    for name, wanted in shapes.items():
+    for name, shape in shapes.items():
         if name not in tensors:
             raise UserError(f"{folder} lacks the tensor {name!r}. Download it again")
-        if tensors[name].shape != wanted:
-            raise UserError(f"{folder}: tensor {name!r} has the shape {tuple(tensors[name].shape)}, "
-                            f"but config.json describes {tuple(wanted)}")
+        if tensors[name].shape != shape:
+            raise UserError(f"{folder}: tensor {name!r} has the shape {(*tensors[name].shape,)}, "
+                            f"but config.json describes {(*shape,)}")
     stale = STALE_RAVEN if layout == "huginn_raven" else STALE
     unused = sorted(tensors.keys() - shapes.keys())
     for name in unused:
