@@ -277,9 +277,13 @@ def checkpoints(folder):
 
 
 def same_end(a, b):
-    """Whether two runs logged bit-identical losses and ended with bit-identical checkpoints."""
+    """Whether two runs logged equal losses, each once, and ended with bit-identical checkpoints."""
+    def logged(folder):
+        lines = map(json.loads, open(f"{folder}/log.jsonl"))
+        return [(line["update"], line["loss"]) for line in lines if "loss" in line]
+
     ends = [weights(Path(folder, checkpoints(folder)[-1])) for folder in (a, b)]
-    return read_log(a, "loss") == read_log(b, "loss") and identical(*ends)
+    return logged(a) == logged(b) and identical(*ends)
 
 
 def answers_of(path):
