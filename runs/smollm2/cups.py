@@ -9,7 +9,8 @@ the ball is now: B, D and D. The answers are targets only and not part of the te
 swaps the ball's cup and another one change places, otherwise two of the others. A training row
 holds three stories, of 3, 4 and 5 events in random order; a validation row holds one of 12 events.
 OUT is a data set for train.py. In it, test.jsonl has 400 stories of 24 events and dev.jsonl 200
-others, whose answers score.py scores after each event.
+others, whose answers score.py scores after each event. fair.jsonl has 400 more, whose swaps are of
+any two cups, so that they do not betray where the ball is.
 """
 import json
 
@@ -23,14 +24,17 @@ ROW = 66  # tokens: three stories have 12 events of 5 tokens, plus 1 and an EOS 
 CUPS = "ABCDE"
 
 
-def tell(rng, length):
-    """Return the events and the answers of a story of `length` events, as text."""
+def tell(rng, length, share=0.6):
+    """
+    Return the events and the answers of a story of `length` events, as text. share: of swaps with
+    the ball's cup; at 0.4, all pairs of the five cups are equally likely.
+    """
     ball, *others = rng.permutation(list(CUPS))
     events = [f" The ball is under {ball}."]
     answers = [f" {ball}"]
     for _ in range(length - 1):
         a, b = others[:2]
-        if rng.random() < 0.6:
+        if rng.random() < share:
             a, b = rng.permutation([ball, others[0]])
             ball, others[0] = others[0], ball
         events.append(f" {a} and {b} swap.")
@@ -86,10 +90,10 @@ def main():
             "row_length": ROW,
             "shards": shards,
         })
-        for name, count in (("dev", 200), ("test", 400)):
+        for name, count, share in (("dev", 200, 0.6), ("test", 400, 0.6), ("fair", 400, 0.4)):
             with open(folder / f"{name}.jsonl", "w") as file:
                 for _ in range(count):
-                    events, answers = tell(rng, 24)
+                    events, answers = tell(rng, 24, share)
                     print(json.dumps({"events": events, "answers": answers}), file=file)
 
 

@@ -1,15 +1,19 @@
 """
-Print the tables of runs/smollm2/README.md from results.json, and draw its picture.
+Print the tables of runs/smollm2/README.md, and draw its picture if matplotlib is installed.
 
-    python -m runs.smollm2.report                             tables; matplotlib draws smollm2.png
-    python -m runs.smollm2.report --collect out/smollm2       first read the runs of run.sh
+    python -m runs.smollm2.report                   of the published results.json
+    python -m runs.smollm2.report out/smollm2       the tables of your own runs, made by run.sh
 """
+import importlib.util
 import math
 import statistics
 from pathlib import Path
 
-from common import Parser, cli, opening, read_json, write_json
+import numpy as np
+
+from common import Parser, cli, opening, read_json
 from model import find_checkpoint
+from runs.smollm2.cups import tell
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parents[1] / "assets" / "smollm2.png"
@@ -25,15 +29,15 @@ DEPTHS = 1, 2, 4, 8
 
 
 def collect(out):
-    """Read the runs under `out` into results.json, replacing entries with the same names."""
-    found = read_json(HERE / "results.json")
+    """Read the runs of run.sh under `out`: {"retrofit 0": its scores and its settings, ...}."""
+    found = {}
     for score in sorted(Path(out).glob("cups-*/score.json")):
         arm, seed = score.parent.name.removeprefix("cups-").rsplit("-", 1)
         made = read_json(Path(find_checkpoint(score.parent), "train.json"))
         settings = {key: made["config"][key] for key in ("lr", "batch_size", "dtype")}
-        found["cups"][f"{arm} {seed}"] = read_json(score) | settings | {
+        found[f"{arm} {seed}"] = read_json(score) | settings | {
             "updates": made["update"], "flops": made["flops"]}
-    write_json(HERE / "results.json", found)
+    return found
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -56,11 +60,11 @@ def accuracy(shares, first, last):
     return 100 * statistics.fmean(shares[first - 1:last])
 
 
-def best_depth(runs, lengths, part="dev"):
+def best_depth(runs, lengths):
     """Return the r with the best mean accuracy on the stories of dev.jsonl; 0 without a loop."""
     def quality(r):
-        return statistics.fmean(accuracy(run[part][r], *lengths) for run in runs.values())
-    return max(next(iter(runs.values()))[part], key=quality)  # of equal ones the first, so smallest
+        return statistics.fmean(accuracy(run["dev"][r], *lengths) for run in runs.values())
+    return max(next(iter(runs.values()))["dev"], key=quality)  # of equal ones the smallest
 
 
 def at_best(found, arm, lengths):
@@ -79,9 +83,28 @@ def gain_and_error(ours, theirs):
     return f"{gain:.1f} ± {error:.1f}"
 
 
+def without_the_start(stories=10_000):
+    """
+    Return the share of right answers after each event of the best guess that knows all swaps, but
+    not the first sentence. The ball's cup is in 60% of the swaps, which betrays where it is.
+    """
+    rng = np.random.default_rng(0)
+    right = np.zeros(24)
+    for _ in range(stories):
+        belief = dict.fromkeys("ABCDE", 0.2)
+        for i, (event, answer) in enumerate(zip(*tell(rng, 24))):
+            if i:
+                a, _, b, _ = event.split()
+                for cup in belief:  # the likelihood of this pair: 4 pairs with the ball, 6 without
+                    belief[cup] *= 0.6 / 4 if cup in (a, b) else 0.4 / 6
+                belief[a], belief[b] = belief[b], belief[a]
+            right[i] += max(belief, key=belief.get) == answer.strip()
+    return right / stories
+
+
 # ------------------------------------------------------------------------------------------ tables
 
-def print_table(found, rows, groups, part=None):
+def print_table(found, rows, groups, part="right"):
     """
     Print accuracy by number of events, and how many runs it is the mean of. rows: (title, arm, r);
     r None: the best one for each group.
@@ -93,8 +116,7 @@ def print_table(found, rows, groups, part=None):
         cells = []
         for lengths in groups.values():
             depth = best_depth(runs, lengths) if r is None else str(r)
-            scores = [accuracy((run[part] if part else run["right"])[depth], *lengths)
-                      for run in runs.values()]
+            scores = [accuracy(run[part][depth], *lengths) for run in runs.values()]
             best = f" (r = {depth})" if r is None and depth != "0" else ""
             cells.append(mean_and_error(scores) + best)
         print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
@@ -103,23 +125,33 @@ def print_table(found, rows, groups, part=None):
 def print_cups(found):
     """Print the shell game's outcome: each r, each arm, the gains, and how far each r gets."""
     depths = next(iter(runs_of(found, "retrofit").values()))["test"]
-    print_table(found, [(f"retrofit, r = {r}", "retrofit", r) for r in depths], CUPS, "test")
+    at_each_r = [(f"retrofit, r = {r}", "retrofit", r) for r in depths]
+    arms = {arm: title for arm, title in ARMS.items() if runs_of(found, arm)}
+    print_table(found, at_each_r, CUPS, "test")
     print()
-    print_table(found, [(title, arm, None) for arm, title in ARMS.items()], CUPS, "test")
+    print_table(found, [(title, arm, None) for arm, title in arms.items()], CUPS, "test")
+    print("\nfair swaps, which do not betray where the ball is\n")
+    fair = {name: run for name, run in found.items() if "fair" in run}
+    ordinary = [(title, arm, 0) for arm, title in arms.items() if arm in ("parent", "no-loop")]
+    rows = [row for row in at_each_r + ordinary if runs_of(fair, row[1])]
+    print_table(fair, rows, CUPS, "fair")
     print()
-    for arm, title in list(ARMS.items())[1:]:
-        for name, lengths in CUPS.items():
+    for name, lengths in CUPS.items():
+        print(f"without the first sentence, {name} events: "
+              f"{accuracy(without_the_start(), *lengths):.1f}")
+        for arm, title in arms.items():
             (r, ours), (_, theirs) = (at_best(found, which, lengths) for which in ("retrofit", arm))
-            print(f"retrofit at r = {r} over {title}, {name} events: "
-                  f"{gain_and_error(ours, theirs)} points")
+            if arm != "retrofit":
+                print(f"retrofit at r = {r} over {title}: {gain_and_error(ours, theirs)} points; "
+                      f"its runs: {', '.join(f'{x:.1f}' for x in theirs)}")
     for r in [*depths, "0"]:
-        runs = runs_of(found, "retrofit" if r != "0" else "parent")
-        means = map(statistics.fmean, zip(*(run["test"][r] for run in runs.values())))
+        runs = runs_of(found, "parent" if r == "0" else "retrofit").values()
+        means = map(statistics.fmean, zip(*(run["test"][r] for run in runs)))
         horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
-        print(f"at least 70% right up to {horizon} events: {'r = ' + r if r != '0' else 'parent'}")
+        print(f"at least 70% right up to {horizon} events: {'parent' if r == '0' else f'r = {r}'}")
     for name, run in found.items():
         print(f"{name}: {run['updates']} updates of {run['batch_size']} rows, {run['flops']:.3g} "
-              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']} on {run['device']}")
+              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}", run.get("device", ""))
 
 
 def print_counts(found):
@@ -187,10 +219,10 @@ def draw(found):
     for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
         style = "-" if arm in ("retrofit", "random") else "--"
         curve(right, arm, style, title + (" (best r)" if style == "-" else ""), color)
+    shortcut = 100 * without_the_start()
     for panel in panels:
+        panel.plot(lengths, shortcut, ":", c="gray", label="swaps alone, without the start")
         panel.axvspan(3, 5, alpha=0.1, color="gray", label="lengths in training")
-        panel.axhline(30, ls=":", lw=1, c="gray")
-        panel.axhline(20, ls=":", lw=1, c="gray")
         panel.set(xlabel="events in the story", ylim=(0, 103), xlim=(1, 24))
         panel.legend(fontsize=7.5, loc="lower left", ncols=3 if panel is left else 1)
     left.set_ylabel("accuracy, %")
@@ -199,10 +231,11 @@ def draw(found):
 
 def main():
     parser = Parser(description=opening(__doc__))
-    parser.add_argument("--collect", metavar="FOLDER", help="the runs to read")
+    parser.add_argument("runs", nargs="?", metavar="FOLDER", help="print the tables of these runs")
     args = parser.parse_args()
-    if args.collect:
-        collect(args.collect)
+    if args.runs:
+        print_cups(collect(args.runs))
+        return
     found = read_json(HERE / "results.json")
     print_cups(found["cups"])
     for task in ("counts", "short"):
@@ -212,7 +245,8 @@ def main():
     print_language(found["language"])
     for name, shares in found["generation"].items():
         print(name, *(f"{share:.0%} at r = {r}" for r, share in shares.items()))
-    draw(found["cups"])
+    if importlib.util.find_spec("matplotlib"):
+        draw(found["cups"])
 
 
 if __name__ == "__main__":

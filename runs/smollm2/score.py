@@ -3,7 +3,7 @@ Score a model on stories of cups.py at several r: the share of right answers aft
 
     python -m runs.smollm2.score --model out/smollm2/loop --data out/smollm2/cups --out FILE
 
-The right answer must be the most likely of all tokens. Everything is computed in float32.
+The right answer must be the most likely of all tokens.
 """
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from common import Parser, cli, opening, recurrences, write_json
-from data import Tokenizer
-from model import IGNORE, RecurrentLM
+from model import IGNORE
 from runs.smollm2.cups import encode_story
+from sample import load_model
 
 ROWS = 50  # stories in one pass
 
@@ -43,11 +43,9 @@ def main():
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--steps", type=recurrences, default="1,2,4,8,16,32,64")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = RecurrentLM.load(args.model, device, torch.float32)
-    tokenizer = Tokenizer.load(model.folder)
-    found = {"device": torch.cuda.get_device_name() if device == "cuda" else "a CPU"}
-    for name in ("dev", "test"):
+    model, tokenizer = load_model(args.model)
+    found = {}
+    for name in ("dev", "test", "fair"):
         lines = Path(args.data, f"{name}.jsonl").read_text().splitlines()
         stories = [encode_story(tokenizer, **json.loads(line)) for line in lines]
         stories = torch.tensor(stories).transpose(0, 1)
