@@ -288,7 +288,7 @@ PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
 
 
 def word_pattern(spec):
-    """The regular expression of the words into which byte-level BPE splits a text, if we know it."""
+    """The regular expression of the words into which byte-level BPE splits a text, or None."""
     step = spec.get("pre_tokenizer") or {}
     match step.get("pretokenizers", [step]):
         case [{"use_regex": True, "add_prefix_space": False}]:
@@ -498,9 +498,8 @@ def document(tokenizer, record, args):
 
 def tokenize(tokenizer, args, found):
     """
-    Turn a record of read_records() into a document: token ids (1, N), or with --prompt or --loss
-    assistant (2, N), whose second row is the targets. Returns ("kept", the document), ("dropped",
-    None), or ("bad", the reason).
+    Turn a record of read_records() into a document: token ids (1, N); or (2, N) with targets, if
+    only a part carries loss. Returns ("kept", the document), ("dropped", None), or ("bad", why).
     """
     path, record = found
     num_rows = 2 if args.prompt or args.loss == "assistant" else 1
@@ -525,8 +524,8 @@ def cut_validation(documents, share):
     """
     Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
     validation. Evenly spaced documents are for validation, since files are often sorted: the
-    fraction `share` of all, but at least 32, or a tenth if that is fewer. Of fewer than 10, such as
-    a single book, it is the last tokens.
+    fraction `share` of all, but at least 32, or a tenth if that is fewer. With fewer than 10, such
+    as a single book, it is the last tokens instead.
     """
     count = len(documents)
     if count < 10:

@@ -74,8 +74,7 @@ def choose_layers(args, n):
         raise UserError("no layers chosen for the recurrent block. Give --shape, or --prelude, "
                         "--core and --coda; or --feed_forward for a model without one")
     if len(set(taken) & set(range(n))) < len(taken):
-        raise UserError(f"layers {taken}: SRC has layers 0-{n - 1}, and each can be taken only "
-                        "once")
+        raise UserError(f"layers {taken}: SRC has layers 0-{n - 1}, each to be taken only once")
     return layers
 
 
@@ -93,12 +92,12 @@ def retrofit_config(parent, sizes, adapter="linear"):
 
 def initial_adapter(config, how="identity"):
     """
-    Return the initial weights {name: tensor} of the adapter; an additive one has none. how:
-    "identity" passes the prelude's output through, so that r = 1 equals the kept layers in a row;
-    "half" adds half of the state to it; "torch" is torch's default initialization of a Linear, as
-    in the paper, with seed 0.
+    Return the initial weights {name: tensor} of the adapter; an additive one has none, nor has an
+    ordinary model. how: "identity" passes the prelude's output through, so that r = 1 equals the
+    kept layers in a row; "half" adds half of the state to it; "torch" is torch's default
+    initialization of a Linear, as in the paper, with seed 0.
     """
-    if config.adapter != "linear":
+    if config.adapter != "linear" or not config.n_core:
         return {}
     C = config.n_embd
     weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
@@ -124,9 +123,8 @@ def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
         for i, layer in enumerate(chosen):
             for name, p in parent.prelude[layer].named_parameters():
                 weights[f"{part}.{i}.{name}"] = p.data
-    if config.n_core:
-        for name, t in initial_adapter(config, adapter_init).items():
-            weights[name] = t.to(parent.embed.weight.dtype)
+    for name, t in initial_adapter(config, adapter_init).items():
+        weights[name] = t.to(parent.embed.weight.dtype)
     model = RecurrentLM.empty(config)
     model.fill(weights)
     return model
@@ -145,8 +143,7 @@ def verify(source, layers, folder):
     expected, steps = source, 2
     if layers:
         expected, steps = retrofit(source, [sum(layers, []), [], []]), 1
-        if config.n_core:
-            written.load_state_dict(initial_adapter(config), strict=False)
+        written.load_state_dict(initial_adapter(config), strict=False)
     T = min(64, config.context)
     ids = torch.arange(T)[None] * 7 % config.vocab_size  # spread over the vocabulary
     state = torch.zeros(1, T, config.n_embd)  # so that an additive adapter passes e through
@@ -208,9 +205,8 @@ def read_tensors(folder):
     """Return {name: tensor} of the shards that a folder's index names, or of model.safetensors."""
     files = weight_map(folder)
     if not files and not Path(folder, SINGLE).exists():
-        raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}. Loading pickled weights (.bin, "
-                        ".pt) can run arbitrary code, so loopgraft never does. Look for a version "
-                        "in safetensors")
+        raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}. Pickled weights (.bin, .pt) are "
+                        "never loaded, since they can run code. Look for a version in safetensors")
     tensors = {}
     for file in sorted(set(files.values())) or [SINGLE]:
         with reading(Path(folder, file)) as path:
