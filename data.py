@@ -139,10 +139,11 @@ def control_token(path, special, token):
     Find the id of a token that the files beside `path` name as BOS or EOS; None gives None. Raises
     UserError if it is not one of the file's control tokens `special`: any other would be wrong.
     """
-    if token and token_name(token) not in special:
-        raise UserError(f"{path}: has no control token {token_name(token)}, which a file beside it "
-                        "names as BOS or EOS")
-    return special[token_name(token)] if token else None
+    name = token_name(token)
+    if name and name not in special:
+        raise UserError(f"{path}: has no control token {name}, which a file beside it names as BOS "
+                        "or EOS")
+    return special.get(name)
 
 
 def check_added(path, config, tokens):
