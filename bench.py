@@ -39,7 +39,7 @@ def main():
     flag = timed.add_argument
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
     flag("--dtype", choices=DTYPES, default="auto",
-         help="auto (default): bfloat16 where the device multiplies it natively, else float32")
+         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
     flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
     flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
          help="use torch.compile (true)")

@@ -155,7 +155,7 @@ def native_bfloat16():
 
 
 def choose_dtype(dtype, device):
-    """Resolve --dtype: auto is bfloat16 where the device multiplies it natively, else float32."""
+    """Resolve --dtype: auto is bfloat16 on GPUs and CPUs with native_bfloat16(), else float32."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if device != "cpu" or native_bfloat16() else "float32"
@@ -229,7 +229,7 @@ def reading(path):
     """
     try:
         yield path
-    except (UserError, ModuleNotFoundError, KeyboardInterrupt, GeneratorExit):
+    except (UserError, ModuleNotFoundError, MemoryError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as e:  # libraries in Rust raise exceptions that are no Exception
         if isinstance(e, OSError) and e.filename:

@@ -338,7 +338,7 @@ def parse_args():
     flag("--batch_size", type=positive, default=32, help="questions at once (32)")
     flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
     flag("--dtype", choices=DTYPES, default="auto",
-         help="auto (default): bfloat16 where the device multiplies it natively, else float32")
+         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
     flag("--out", metavar="FILE.json",
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")

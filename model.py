@@ -363,7 +363,7 @@ class RecurrentLM(nn.Module):
         """One recurrence: state s and prelude output e, both (B, T, C) -> the next state."""
         if self.config.adapter == "linear":
             x = self.adapter(torch.cat((s, e), -1)).type_as(e)
-        elif self.config.adapter == "add":
+        else:
             x = s + e
         return run_blocks(self.core, x, rope, caches)
 
@@ -401,8 +401,8 @@ class RecurrentLM(nn.Module):
         Last state s (B, T, C) -> the cross-entropy (B, T) float32 of each target (B, T), which is 0
         where the target is -100.
 
-        The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, only
-        where there is a target, and the backward pass recomputes them. torch.compile sees chunks of
+        The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, and
+        only where there is a target; the backward pass recomputes them. torch.compile sees chunks of
         one shape, because positions without a target fill up the last one. Targets of a model on a
         GPU may stay on the CPU, where counting them does not wait for the GPU.
         """
@@ -447,9 +447,10 @@ class RecurrentLM(nn.Module):
         for _ in range(max_new_tokens):
             state = self.initial_state(1, idx.shape[1], seed=0)
             logits, _ = self(idx, steps=steps, state=state)
-            token = logits[:, -1].argmax(-1, keepdim=True)
             if temperature:
                 token = (logits[:, -1] / temperature).softmax(-1).multinomial(1)
+            else:
+                token = logits[:, -1].argmax(-1, keepdim=True)
             idx = torch.cat((idx, token), 1)
         return idx[0, len(ids):].tolist()
 
@@ -564,7 +565,7 @@ class RecurrentLM(nn.Module):
                 flops += uses_with_gradient * backward
 
         head = self.head.weight
-        times = 2 + reached + head.requires_grad if training else 1  # logits are recomputed
+        times = (2 + reached + head.requires_grad) if training else 1  # logits are recomputed
         return flops + times * 2 * head.numel() * labelled
 
     @torch.no_grad()

@@ -354,16 +354,16 @@ class Decoder:
         """
         cache = batch.cache
 
-        def run(token, position):
+        def whole_pass(token, position):
             cache.go_to(position, cache.length + 1 if self.use_graph else batch.end)
             return self.logits(cache, self.run(cache, token, cache.r)[1])
 
         if not self.use_graph:
-            return run(batch.token, batch.position)
+            return whole_pass(batch.token, batch.position)
         if not batch.graph:  # for all positions, up to where finished rows stay: see advance()
             gc.collect()     # frees the graph for more rows
             inputs = batch.token.clone(), batch.position.clone()
-            batch.graph = torch.cuda.make_graphed_callables(run, inputs)
+            batch.graph = torch.cuda.make_graphed_callables(whole_pass, inputs)
         return batch.graph(batch.token, batch.position)
 
     # The two parts of a pass, to call after cache.go_to(). tokens: (rows, T).
@@ -636,7 +636,7 @@ def make_parser():
          help="checkpoint or run folder; default: %(default)s, which runs/tiny.sh makes")
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=DTYPES, default="auto",
-         help="auto (default): bfloat16 where the device multiplies it natively, else float32")
+         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
     flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "

@@ -115,12 +115,12 @@ class Recipe:
     dtype: Literal[DTYPES] = setting(
         "auto", "dtype of weights and matrix products; the optimizer keeps float32 copies. auto: "
         "bfloat16 on a GPU and on CPUs that multiply it natively, else float32")
+    rows_before = draws_before = 0  # no flags: what earlier runs have used, see spent_before()
 
 
 @dataclass
 class Settings(Recipe):
     """Settings that cannot change the result beyond rounding, so they may change on resume."""
-    rows_before = draws_before = 0  # no flags: what earlier runs have used, see spent_before()
     config: str = setting("", "a TOML file of settings, which flags override")
     out_dir: str = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
