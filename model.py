@@ -402,9 +402,9 @@ class RecurrentLM(nn.Module):
         where the target is -100.
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, and
-        only where there is a target; the backward pass recomputes them. torch.compile sees chunks of
-        one shape, because positions without a target fill up the last one. Targets of a model on a
-        GPU may stay on the CPU, where counting them does not wait for the GPU.
+        only where there is a target; the backward pass recomputes them. torch.compile sees chunks
+        of one shape, because positions without a target fill up the last one. Targets of a model on
+        a GPU may stay on the CPU, where counting them does not wait for the GPU.
         """
         x = self.run_coda(s, self.rope(s.shape[1])).flatten(0, 1)
         flat = targets.flatten().cpu()

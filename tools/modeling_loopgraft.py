@@ -79,7 +79,7 @@ class LoopgraftConfig(PretrainedConfig):
         return super().to_dict() | {"num_hidden_layers": self.num_hidden_layers}
 
 
-# RMSNorm, mix() and truncated_normal() are copies of those in loopgraft's model.py: keep them alike.
+# Copies of loopgraft's model.py: RMSNorm, mix() and truncated_normal(). Keep them in sync.
 
 class RMSNorm(nn.RMSNorm):
     """Normalize in float32, cast to the weights' dtype, then scale: the order that Llama has."""

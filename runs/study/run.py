@@ -189,7 +189,8 @@ def measure(name, label, seed):
     for test in ("test", "test18"):
         out = f"{run}/{test}.json"
         execute("eval_gsm8k.py", f"--model={run}", f"--data={training.corpus}/{test}.jsonl",
-                f"--steps={STEPS}", f"--out={out}", "--template=plain", "--max_new_tokens=1", "--dtype=float32")
+                f"--steps={STEPS}", f"--out={out}", "--template=plain", "--max_new_tokens=1",
+                "--dtype=float32")
         for row in read_json(out)["results"]:
             for length, (share, *_) in row["by_difficulty"].items():
                 right.setdefault(row["steps"], {})[length] = share
