@@ -132,11 +132,9 @@ def test_roundings_of_a_bfloat16_model():
     mean_square = x.double().square().mean(-1, keepdim=True)
     normed = x.double() / (mean_square + 1e-5).sqrt()
     wanted = normed.bfloat16() * weight
-    equal = model.norm_f(x) == wanted
-    assert equal.float().mean() > 0.999
+    assert (model.norm_f(x) == wanted).float().mean() > 0.999
 
-    head = model.head.weight.double()
-    exact = x.bfloat16().double() @ head.T
+    exact = x.bfloat16().double() @ model.head.weight.double().T
     logits = model.logits(x)
     assert logits.dtype == torch.float32
     assert max_difference(logits, exact) <= 2**-8 * exact.abs().max()
@@ -172,8 +170,7 @@ def test_initial_state():
     assert model.initial_state(2, 9, 5, row=6).equal(part)
     assert not model.initial_state(2, 9).equal(model.initial_state(2, 9)), "no seed: a random one"
     if shutil.which("g++"):
-        compiled = torch.compile(model.initial_state)
-        assert max_difference(compiled(2, 9, 5, 6), part) < 3e-6
+        assert max_difference(torch.compile(model.initial_state)(2, 9, 5, 6), part) < 3e-6
 
     for norm, std in (("sandwich", 0.5 * 6.0), ("pre", 0.5)):
         model = small(norm=norm, state_std=0.5, embed_scale=6.0, n_kv_head=4)
@@ -223,14 +220,7 @@ def test_the_head_runs_where_there_is_a_target():
 
 def test_random_weights_have_the_papers_sizes():
     """Random weights have the paper's standard deviation, scaled down in output projections."""
-    model = small(
-        n_embd=64,
-        n_ffn=512,
-        n_prelude=2,
-        n_core=2,
-        n_coda=1,
-        mean_recurrence=5,
-    )
+    model = small(n_embd=64, n_ffn=512, n_prelude=2, n_core=2, n_coda=1, mean_recurrence=5)
     std = math.sqrt(2 / (5 * 64))
     written = std / math.sqrt(2 * (2 + 5 * 2 + 1))
     block = model.core[0]
@@ -267,8 +257,7 @@ def test_defaults_are_those_of_transformers(kind):
     common.write_json("config.json", sizes)
     theirs = tf.AutoConfig.from_pretrained(".")
     _, config = surgery.read_config(".", [])
-    wanted = surgery.from_hf(Path("config.json"), theirs.to_dict())
-    assert config == wanted
+    assert config == surgery.from_hf(Path("config.json"), theirs.to_dict())
     assert config.norm_eps == theirs.rms_norm_eps
     assert config.context == theirs.max_position_embeddings
     assert config.n_kv_head == theirs.num_key_value_heads
@@ -277,23 +266,19 @@ def test_defaults_are_those_of_transformers(kind):
     assert config.eos_token_id == theirs.eos_token_id
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"model_type": "gemma"},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"hidden_act": "gelu"},
-        {"attention_bias": True},
-        {"mlp_bias": True},
-        {"quantization_config": {"bits": 4}},
-        {"model_type": "mistral", "sliding_window": 8},
-        {"model_type": "huginn_raven", "injection_type": "gate"},
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    {"model_type": "gemma"},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    {"hidden_act": "gelu"},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"quantization_config": {"bits": 4}},
+    {"model_type": "mistral", "sliding_window": 8},
+    {"model_type": "huginn_raven", "injection_type": "gate"},
+])
 def test_what_we_cannot_compute_is_refused(wrong):
     """A config.json that asks for something we do not support is refused."""
-    config = read_json(ORACLE / "hf_llama/config.json")
-    common.write_json("config.json", config | wrong)
+    common.write_json("config.json", read_json(ORACLE / "hf_llama/config.json") | wrong)
     with pytest.raises(UserError, match="is not supported"):
         surgery.read_config(".", [])
 
@@ -341,8 +326,7 @@ def test_weights_are_those_that_the_folder_declares():
     x = expected("hf_llama3")
 
     def logits(folder, out):
-        model = convert(folder, out, "--feed_forward")
-        return model(x["input_ids"])[0]
+        return convert(folder, out, "--feed_forward")(x["input_ids"])[0]
 
     wanted = logits(ORACLE / "hf_llama3", "oracle")
     assert logits("hf", "shards").equal(wanted)
@@ -466,21 +450,14 @@ def test_flags_of_the_loop(llama):
         run_script("surgery", "tied", m, "--feed_forward", *untie)
         run_script("tools/export", m, f"{m}/hf")
         for out in (m, f"{m}/hf"):
-            heads = [name for name in weights(out) if "head" in name]
-            assert len(heads) == len(untie)
+            assert len([name for name in weights(out) if "head" in name]) == len(untie)
     assert identical(convert("tied1/hf", "m", "--feed_forward").state_dict(), tied.state_dict())
 
 
 def test_huginn_is_its_formulas():
     """A Huginn-style model, exported and read back, gives the logits of Huginn's formulas."""
-    model = small(
-        norm="sandwich",
-        n_kv_head=4,
-        tie_embeddings=True,
-        embed_scale=32**0.5,
-        norm_eps=1e-6,
-        rope_theta=50000.0,
-    )
+    model = small(norm="sandwich", n_kv_head=4, tie_embeddings=True, embed_scale=32**0.5,
+                  norm_eps=1e-6, rope_theta=50000.0)
     torch.manual_seed(0)
     for p in model.parameters():  # norms of 1 would hide a misplaced one
         torch.nn.init.normal_(p, float(p.dim() == 1), 0.2)
@@ -511,12 +488,9 @@ def test_llama_3s_ids(monkeypatch):
     converter.converted().save("tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(".")
-    theirs = tiktoken.Encoding(
-        name="llama 3",
-        pat_str=converter.pattern,
-        mergeable_ranks=tiktoken.load.load_tiktoken_bpe(str(path)),
-        special_tokens={},
-    )
+    theirs = tiktoken.Encoding(name="llama 3", pat_str=converter.pattern,
+                               mergeable_ranks=tiktoken.load.load_tiktoken_bpe(str(path)),
+                               special_tokens={})
     for text in (*HARD, *(ROOT / "README.md").read_text().splitlines()):
         ids = ours.encode(text)
         assert ids == theirs.encode_ordinary(text), text[:200]
@@ -557,8 +531,7 @@ def write_bpe(kind):
     )
     bpe.train([str(ROOT / "README.md")], trainer)
     for name in ("<thi", "<think>", ">."):  # one begins with the other; the longest match wins
-        token = tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")
-        bpe.add_tokens([token])
+        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")])
     bpe.enable_truncation(9)
     spec = json.loads(bpe.to_str())
     if kind == "unordered":
@@ -641,8 +614,7 @@ def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
     assert Tokenizer.load(".").bos_id == 1
 
     prints = set()
-    of_bos = None, "<s>", "</s>"
-    for adds, bos in itertools.product((True, False, None), of_bos):
+    for adds, bos in itertools.product((True, False, None), (None, "<s>", "</s>")):
         config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds, "bos_token": bos}
         common.write_json("tokenizer_config.json", config)
         theirs = tf.AutoTokenizer.from_pretrained(".")("has 1").input_ids
@@ -721,14 +693,11 @@ def test_tokens_that_other_files_name(speaker):
     assert Tokenizer.load("bpe").eos_id == theirs.eos_token_id == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"normalizer": {"type": "Lowercase"}},
-        {"added_tokens": [{"content": "<step>", "special": False}]},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"pre_tokenizer": {"type": "Whitespace"}},
+    {"normalizer": {"type": "Lowercase"}},
+    {"added_tokens": [{"content": "<step>", "special": False}]},
+])
 def test_words_are_transformers(change, corpus):
     """A tokenizer of words is read without a package only if it is as simple as tiny.sh's."""
     tokenizers = need("tokenizers")
@@ -810,20 +779,17 @@ STYLED = [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]
 MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
 
 
-@pytest.mark.parametrize(
-    "row, flags, without_loss, with_loss",
-    [
-        ({"b": " has 1 \nhas 2\n"}, {"field": "b"}, "", "|has 1 \nhas 2$"),
-        ({"a": MARKED}, {}, "", "|so\nit\nthe user: is$"),
-        ({"a": CHAT}, {}, "", "|has\nUser's$"),
-        ({"a": STYLED}, {}, "", "|has\n2$"),
-        ({"a": TURNS}, {}, "", "|has 1\n\n2$"),
-        ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
-        ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "\n7$"),
-        ({"a": [65, 66, 67]}, {}, "", "ABC"),
-        ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
-    ],
-)
+@pytest.mark.parametrize("row, flags, without_loss, with_loss", [
+    ({"b": " has 1 \nhas 2\n"}, {"field": "b"}, "", "|has 1 \nhas 2$"),
+    ({"a": MARKED}, {}, "", "|so\nit\nthe user: is$"),
+    ({"a": CHAT}, {}, "", "|has\nUser's$"),
+    ({"a": STYLED}, {}, "", "|has\n2$"),
+    ({"a": TURNS}, {}, "", "|has 1\n\n2$"),
+    ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
+    ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "\n7$"),
+    ({"a": [65, 66, 67]}, {}, "", "ABC"),
+    ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
+])
 def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
     """Messages are joined, role tags are removed, and a prompt carries no loss."""
 
@@ -849,8 +815,7 @@ def test_loss_on_the_assistants_messages(corpus):
     decode = Tokenizer.load("out").decode
     assert decode(ids.tolist()) == "has 1 1 </s> gets 2 3 </s>"
     assert decode(targets[targets >= 0].tolist()) == "1 </s> 3 </s>"
-    said = error_line("data", *prepare(corpus, "a.jsonl", "out", "--field=m"))
-    assert "loss = assistant" in said
+    assert "loss = assistant" in error_line("data", *prepare(corpus, "a.jsonl", "out", "--field=m"))
 
 
 def test_prepare_counts_bad_documents(corpus):
@@ -907,15 +872,12 @@ def test_texts_in_other_encodings(corpus):
         assert f"{path}: damaged" in error_line("data", *prepare(corpus, path, "out"))
 
 
-@pytest.mark.parametrize(
-    "n, flags, count_val",
-    [
-        (4000, [], 40),
-        (1000, [], 32),
-        (300, [], 30),
-        (300, ["--val=0.2"], 60),
-    ],
-)
+@pytest.mark.parametrize("n, flags, count_val", [
+    (4000, [], 40),
+    (1000, [], 32),
+    (300, [], 30),
+    (300, ["--val=0.2"], 60),
+])
 def test_validation_has_whole_documents(corpus, n, flags, count_val):
     """prepare keeps evenly spaced documents for validation, and loses none."""
     documents(n)
@@ -977,8 +939,7 @@ def test_loader_is_a_pure_function(corpus):
         return [shards.sample(seed, number).tolist() for number in numbers]
 
     first = rows(seed=7, epoch=0)
-    others = [rows(seed=7, epoch=1), rows(seed=8, epoch=0)]
-    for other in others:
+    for other in [rows(seed=7, epoch=1), rows(seed=8, epoch=0)]:
         assert sorted(other) == sorted(first)
         assert other != first
 
@@ -1027,8 +988,7 @@ def test_mixture_follows_its_weights(corpus):
         assert numbers[mine].tolist() == list(range(100 * weight))
     assert mixture.num_rows == 1024 * 8 // 5  # an epoch of the first set
 
-    other = Dataset("a:5,b,c:3", "val", 39)
-    assert other.fingerprint() != mixture.fingerprint()
+    assert Dataset("a:5,b,c:3", "val", 39).fingerprint() != mixture.fingerprint()
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -1039,17 +999,9 @@ def test_muon_beside_adamw_is_torchs(products, monkeypatch):
     ours = parameters(noise())
     theirs = parameters(noise())
     sizes = [16, 8]
-    opt = Optimizer(
-        ours.items(),
-        lr=0.02,
-        adam_lr=0.003,
-        weight_decay=0.1,
-        stacked={QKV: sizes},
-    )
-    stacked = theirs.pop(QKV).detach()
-    parts = [torch.nn.Parameter(part) for part in stacked.split(sizes)]
-    matrices = []
-    rest = []
+    opt = Optimizer(ours.items(), lr=0.02, adam_lr=0.003, weight_decay=0.1, stacked={QKV: sizes})
+    parts = [torch.nn.Parameter(part) for part in theirs.pop(QKV).detach().split(sizes)]
+    matrices, rest = [], []
     for name, p in theirs.items():
         in_rest = p.dim() != 2 or name in ("embed.weight", "head.weight")
         (rest if in_rest else matrices).append(p)
@@ -1081,14 +1033,7 @@ def test_adamw_and_clipping_are_torchs(clip, scale):
     """AdamW matches torch's with eps 1e-8, after clip_grad_norm_, even where gradients are tiny."""
     ours = parameters(noise())
     theirs = parameters(noise())
-    opt = Optimizer(
-        ours.items(),
-        lr=0.01,
-        adam_lr=1.0,
-        weight_decay=0.1,
-        clip=clip,
-        rule="adamw",
-    )
+    opt = Optimizer(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, clip=clip, rule="adamw")
     peer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), weight_decay=0.1)
     for i in range(5):
         grads = noise(i, scale=scale)
@@ -1156,11 +1101,9 @@ def test_ranks_keep_even_shares(preset):
     model = RecurrentLM.empty(retrofit_config(parent, sizes))
     for world in (2, 4, 8):
         optimizers = [train.make_optimizer(Settings(), model, rank, world) for rank in range(world)]
-        kept = []
-        work = []
+        kept, work = [], []
         for opt in optimizers:
-            held = opt.masters | opt.moments
-            kept.append(sum(t.numel() for t in held.values()))
+            kept.append(sum(t.numel() for t in (opt.masters | opt.moments).values()))
             matrices = [piece.master for piece in opt.own if piece.rule == "muon"]
             work.append(sum(t.numel() for t in matrices))
         for shares in (kept, work):
@@ -1181,20 +1124,16 @@ def test_greedy_tokens_of_the_papers_code(name):
     prompt = x["greedy_prompt"]
     greedy = x["greedy"][:, prompt.shape[1] :]
     model.config.state_std = 0
-    new = decode(model, prompt.tolist(), greedy.shape[1], steps=4)
-    assert new.equal(greedy)
+    assert decode(model, prompt.tolist(), greedy.shape[1], steps=4).equal(greedy)
 
 
-@pytest.mark.parametrize(
-    "n_core, norm, steps, chunk",
-    [
-        (2, "pre", 5, 512),
-        (2, "post", 6, 3),
-        (2, "sandwich", 4, 3),
-        (2, "pre", 0, 3),
-        (0, "pre", None, 3),
-    ],
-)
+@pytest.mark.parametrize("n_core, norm, steps, chunk", [
+    (2, "pre", 5, 512),
+    (2, "post", 6, 3),
+    (2, "sandwich", 4, 3),
+    (2, "pre", 0, 3),
+    (0, "pre", None, 3),
+])
 def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch):
     """Decoding with a cache gives the tokens of a full forward pass over the text so far."""
     monkeypatch.setattr(sample, "PREFILL", chunk)
@@ -1202,8 +1141,7 @@ def test_cache_equals_full_recomputation(n_core, norm, steps, chunk, monkeypatch
     prompts = torch.randint(64, (3, 7))
     new = decode(model, prompts.tolist(), 12, steps=steps, seed=5)
     text = torch.cat((prompts, new), 1)
-    state = model.initial_state(1, 19, 5).expand(3, -1, -1)
-    logits, _ = model(text, steps=steps, state=state)
+    logits, _ = model(text, steps=steps, state=model.initial_state(1, 19, 5).expand(3, -1, -1))
     assert new.equal(logits[:, 6:-1].argmax(-1))
 
 
@@ -1236,18 +1174,14 @@ def test_batch_equals_alone(way):
     limits = (20, 5, 13, 6)
     rows, _ = generate_rows(Decoder(model), prompts, limits, seed=3, **way)
     for prompt, limit, row in zip(prompts, limits, rows, strict=True):
-        alone = decode(model, [prompt], limit, seed=3, **way)
-        assert alone.tolist() == [row]
+        assert decode(model, [prompt], limit, seed=3, **way).tolist() == [row]
 
 
-@pytest.mark.parametrize(
-    "norm, steps, draft_steps, scale",
-    [
-        ("pre", 8, 2, 0.2),
-        ("post", 4, 2, 0.3),
-        ("sandwich", 6, 1, 0.3),
-    ],
-)
+@pytest.mark.parametrize("norm, steps, draft_steps, scale", [
+    ("pre", 8, 2, 0.2),
+    ("post", 4, 2, 0.3),
+    ("sandwich", 6, 1, 0.3),
+])
 def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
     """Drafts do not change greedy text, whether they are right or wrong."""
     torch.manual_seed(0)
@@ -1264,9 +1198,7 @@ def test_drafts_do_not_change_the_text(norm, steps, draft_steps, scale):
 def test_drafts_give_up_and_wait_for_others(monkeypatch):
     """Drafting stops if unfinished rows reject drafts; ended rows never outgrow their cache."""
     model = decode_model()
-    rounds = 0
-    in_ended = 0
-    in_others = 0
+    rounds = in_ended = in_others = 0
 
     def accept(p, q, drafts, rng):
         nonlocal rounds
@@ -1372,8 +1304,7 @@ def test_sampling_follows_its_settings():
         (0.5, 0, [0.0616, 0.6849, 0.0068, 0.2466]),
     ):
         p = distribution(logits, temperature, top_k)
-        tokens = sample_token(p, torch.Generator().manual_seed(0))
-        share = tokens.bincount(minlength=4) / 20000
+        share = sample_token(p, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
 
 
@@ -1384,8 +1315,7 @@ def test_samples_follow_the_flags(corpus):
     texts = [run_script(*ask, "--temperature=2", f"--seed={seed}") for seed in (0, 0, 1, 2)]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
-    greedy = run_script(*ask)
-    assert run_script(*ask, "--temperature=2", "--top_k=1") == greedy
+    assert run_script(*ask, "--temperature=2", "--top_k=1") == run_script(*ask)
 
 
 def pretend(monkeypatch, cpuinfo):
@@ -1455,12 +1385,8 @@ def test_schedules_are_the_papers():
 
     oracle = read_json(ORACLE / "curriculum.json")
     for x in oracle["schedules"]:
-        s = Settings(
-            updates=x["total"],
-            curriculum_warmup=x["warmup"],
-            mean_recurrence=x["max_mean_rec"],
-            curriculum=x["warmup_type"],
-        )
+        s = Settings(updates=x["total"], curriculum_warmup=x["warmup"],
+                     mean_recurrence=x["max_mean_rec"], curriculum=x["warmup_type"])
         found = [train.scheduled_mean(s, u) for u in range(x["total"])]
         assert found == expand(x["mean_recurrence_runs"])
         s.curriculum = "none"
@@ -1482,12 +1408,8 @@ def test_schedules_are_the_papers():
     assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
 
     for x, draws in itertools.product(oracle["sampler"]["cases"], (1, 4)):
-        s = Settings(
-            mean_recurrence=x["mean_recurrence"],
-            backprop_depth=x["backprop_depth"],
-            curriculum="none",
-            draws=draws,
-        )
+        s = Settings(mean_recurrence=x["mean_recurrence"], backprop_depth=x["backprop_depth"],
+                     curriculum="none", draws=draws)
         for seed in (0, 1):
             s.seed = seed
             pairs = [train.draws_of(s, update) for update in range(64 // draws)]
@@ -1522,10 +1444,8 @@ def test_executed_flops_are_torchs():
         train.choose_trained(s, model)
         idx = torch.ones(2, 200, dtype=torch.int64)
         for training in (False, True):
-            with (
-                FlopCounterMode(display=False, custom_mapping=CAUSAL) as counter,
-                torch.set_grad_enabled(training),
-            ):
+            with (FlopCounterMode(display=False, custom_mapping=CAUSAL) as counter,
+                  torch.set_grad_enabled(training)):
                 _, losses = model(idx, idx, steps, recompute=s.recompute)
                 if training:
                     losses.sum().backward()
@@ -1559,8 +1479,7 @@ def test_flags_override_the_config():
 def test_training_learns(taught):
     """After 80 updates, a few seconds, the validation loss is less than half that of guessing."""
     losses = read_log(taught / "tiny/task", "val")
-    meta = taught / "tiny/data/pretrain/meta.json"
-    chance = math.log(read_json(meta)["vocab_size"])
+    chance = math.log(read_json(taught / "tiny/data/pretrain/meta.json")["vocab_size"])
     assert losses[80]["4"] < chance / 2 < chance < losses[0]["4"]
 
 
@@ -1759,8 +1678,7 @@ def test_changed_settings_or_data(base, unbroken):
 
     shutil.copytree("run", "copy")
     shutil.copytree("data", "moved")
-    said = run_script("train", *base, "--data=moved/pretrain", "--out_dir=copy")
-    assert "done: copy" in said
+    assert "done: copy" in run_script("train", *base, "--data=moved/pretrain", "--out_dir=copy")
 
     shutil.rmtree("data")
     tiny("data", seed=1, rows=64)
@@ -1947,8 +1865,7 @@ def test_muon_updates_the_papers_matrices(n_core, base):
         for part, grad in zip(parts, w.grad.split(rows)):
             part.grad = grad
         torch.optim.Muon(parts, lr=s.lr, weight_decay=s.weight_decay).step()
-        wanted = torch.cat(parts)
-        assert max_difference(after[f"prelude.0.{name}"], wanted) < 0.05 * s.lr, name
+        assert max_difference(after[f"prelude.0.{name}"], torch.cat(parts)) < 0.05 * s.lr, name
 
 
 def start_of_run(flags):
@@ -2140,12 +2057,10 @@ def test_no_updates_only_validate(corpus, base, unbroken):
     assert not checkpoints("run")
 
     model = RecurrentLM.load(unbroken).double()
-    total = 0
-    labels = 0
+    total = labels = 0
     for folder, rows in ((large, 27), ("small", 5)):
         idx, targets = first_rows(Dataset(folder, "val", 50), rows)
-        state = model.initial_state(rows, 50, 0)
-        _, losses = model(idx, targets, steps=4, state=state)
+        _, losses = model(idx, targets, steps=4, state=model.initial_state(rows, 50, 0))
         total += losses.sum()
         labels += (targets != -100).sum()
     assert abs(read_log("run", "val")[0]["4"] - total / labels) < 1e-5
@@ -2171,40 +2086,37 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
                 assert is_right(text, answer) == row[f"{metric}_correct"], row["why"]
 
 
-@pytest.mark.parametrize(
-    "output, reference, right",
-    [
-        ("17 + 25 = 42", "17 + 25 = 42", True),
-        ("it is 43.", "17 + 25 = 42", False),
-        ("18", "#### 18", True),
-        ("$1,234.50", "1234.5", True),
-        ("-3", "3", False),
-        ("\u22123", "-3", True),
-        ("", "42", False),
-        (" paris.\n", "Paris", True),
-        ("1/4", "3/4", False),
-        ("she has 1, 2 or 3", "3", True),
-        (".5", "0.5", True),
-        ("it is -.5", "-0.5", True),
-        ("it is .5", "5", False),
-        ("No.5", "5", True),
-        ("so...5", "5", True),
-        ("$.75", "0.75", True),
-        ("1.5e6", "1,500,000", True),
-        ("1500000", "1.5E+6", True),
-        ("9e99999999999999999999", "99999999999999999999", True),
-        ("35", "3,5", False),
-        ("3,4", "34", False),
-        ("They are 3, 5, 7.", "3,5,7", True),
-        ("357", "3,5,7", False),
-        ("1234", "12,34", False),
-        ("58,500", "58500", True),
-        ("1,234,567", "1234567", True),
-        ("5-3", "3", True),
-        ("June 5, 2024", "May 3, 2024", False),
-        ("x = 5, y = 4", "x = 3, y = 4", False),
-    ],
-)
+@pytest.mark.parametrize("output, reference, right", [
+    ("17 + 25 = 42", "17 + 25 = 42", True),
+    ("it is 43.", "17 + 25 = 42", False),
+    ("18", "#### 18", True),
+    ("$1,234.50", "1234.5", True),
+    ("-3", "3", False),
+    ("\u22123", "-3", True),
+    ("", "42", False),
+    (" paris.\n", "Paris", True),
+    ("1/4", "3/4", False),
+    ("she has 1, 2 or 3", "3", True),
+    (".5", "0.5", True),
+    ("it is -.5", "-0.5", True),
+    ("it is .5", "5", False),
+    ("No.5", "5", True),
+    ("so...5", "5", True),
+    ("$.75", "0.75", True),
+    ("1.5e6", "1,500,000", True),
+    ("1500000", "1.5E+6", True),
+    ("9e99999999999999999999", "99999999999999999999", True),
+    ("35", "3,5", False),
+    ("3,4", "34", False),
+    ("They are 3, 5, 7.", "3,5,7", True),
+    ("357", "3,5,7", False),
+    ("1234", "12,34", False),
+    ("58,500", "58500", True),
+    ("1,234,567", "1234567", True),
+    ("5-3", "3", True),
+    ("June 5, 2024", "May 3, 2024", False),
+    ("x = 5, y = 4", "x = 3, y = 4", False),
+])
 def test_answers_to_plain_questions(output, reference, right):
     """A numeric reference is compared with the output's last number, any other as text."""
     assert same_answer(output, reference) == right
@@ -2273,8 +2185,7 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
 
     tokenizer.special["a control token"] = control
     decoder = scripted(model, [*words, control, end, after])
-    texts = eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3)
-    assert texts == ["has 1 so"]
+    assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3) == ["has 1 so"]
 
 
 def test_a_hub_id_beside_a_folder(monkeypatch):
@@ -2316,8 +2227,7 @@ def test_a_stop_may_span_several_tokens(speaker, corpus):
     ):
         tokenizer = Tokenizer.load(folder)
         *ids, _ = tokenizer.encode(text)
-        decoder = scripted(small(), ids)
-        texts = eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, [stop], 1)
+        texts = eval_gsm8k.answer_batch(scripted(small(), ids), tokenizer, [[5]], 30, [stop], 1)
         assert texts == [answer]
 
 
@@ -2354,18 +2264,15 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     assert read_json("a.json")["cut_prompts"] == 4
 
 
-@pytest.mark.parametrize(
-    "line, encoding, words",
-    [
-        ('{"question": "has 1 so", "answer": null}', "utf-8", "line 3 is not"),
-        ('{"question": "has 1 so", "answer": ["1"]}', "utf-8", "line 3 is not"),
-        ('{"question": NaN, "answer": "1"}', "utf-8", "line 3 is not"),
-        ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 3 is not"),
-        ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
-        ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
-        ('{"question": "has 1 so", "answer": "1"}', "utf-16-le", "line 1 is not"),
-    ],
-)
+@pytest.mark.parametrize("line, encoding, words", [
+    ('{"question": "has 1 so", "answer": null}', "utf-8", "line 3 is not"),
+    ('{"question": "has 1 so", "answer": ["1"]}', "utf-8", "line 3 is not"),
+    ('{"question": NaN, "answer": "1"}', "utf-8", "line 3 is not"),
+    ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 3 is not"),
+    ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
+    ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
+    ('{"question": "has 1 so", "answer": "1"}', "utf-16-le", "line 1 is not"),
+])
 def test_questions_that_are_none(line, encoding, words, checkpoint):
     """Questions and answers are text or numbers in UTF-8; other files are refused in one line."""
     good = '{"question": "has 1 so", "answer": 1}\n'
@@ -2421,8 +2328,7 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
 
     def wanted(steps=3, seed=0, max_new_tokens=12, template="cot", dtype="float32"):
         model, tokenizer = sample.load_model(looped, dtype)
-        prompt = make_prompt(ASKED[0]["question"], template)
-        ids = [1, *tokenizer.encode(prompt)]
+        ids = [1, *tokenizer.encode(make_prompt(ASKED[0]["question"], template))]
         events = Decoder(model).generate([ids], max_new_tokens, steps, seed=seed)
         text = tokenizer.decode([token for _, token, _ in events])
         return text if template == "plain" else re.split("ANY|mis", text)[0]
@@ -2471,9 +2377,7 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
         "decode --prompt_tokens 4 --tokens 4 --steps 4 --draft_steps 0,1",
     ):
         flags = "--model", checkpoint, "--repeat", 1, "--compile=false"
-        said = run_script("bench", *command.split(), *flags)
-        result = json.loads(said.splitlines()[-1])
-        rows += result["rows"]
+        rows += json.loads(run_script("bench", *command.split(), *flags).splitlines()[-1])["rows"]
 
     update, plain, drafts = rows
     # 2 recurrences, and the clock at the end.
@@ -2558,8 +2462,7 @@ def test_ranks_that_nobody_started():
     for left in ({"RANK": ""}, {"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "2"},
                  {"RANK": "1", "MASTER_ADDR": "x"}, {"RANK": "x", "MASTER_ADDR": "x"}):
         command = [sys.executable, "-c", code]
-        said = subprocess.check_output(command, env=os.environ | left, text=True)
-        assert said == "0 1\n", left
+        assert subprocess.check_output(command, env=os.environ | left, text=True) == "0 1\n", left
 
 
 def test_no_compiler(base, monkeypatch):
@@ -2618,8 +2521,7 @@ def check_trace(folder, prompt, steps):
     probabilities = []
     for r in steps or [0]:
         logits, _ = model(torch.tensor([ids]), steps=r, state=state)
-        p = logits[0].softmax(-1)
-        highest, likeliest = p.max(-1)
+        highest, likeliest = logits[0].softmax(-1).max(-1)
         tokens.append(likeliest.tolist())
         probabilities.append(highest.tolist())
 
@@ -2646,8 +2548,7 @@ def test_trace_is_what_the_model_says(speaker, corpus):
     for p in loud.core.parameters():
         p.data *= 3
     save(loud, "loud", corpus)
-    said = check_trace("loud", "has 7 loses 4 times 3 gets 2 gets 1", [1, 2, 3, 6])
-    assert said.count("*") > 5
+    assert check_trace("loud", "has 7 loses 4 times 3 gets 2 gets 1", [1, 2, 3, 6]).count("*") > 5
     check_trace("loud", "has", [1, 4])
     check_trace(speaker, "na\u00efve 漢字 🙂", [])  # an ordinary model: one column
 
@@ -2666,8 +2567,7 @@ def test_tokens_as_text(speaker):
 def test_characters_stream_whole(speaker, monkeypatch):
     """sample.py streams only whole characters, and not the prompt, which begins with BOS."""
     text = "naïve 漢字 👍🏽 na e\u0301"
-    shown = []
-    asked = []
+    shown, asked = [], []
     encode = Tokenizer.load(speaker).encode
     ids = encode(text)
 
@@ -2699,14 +2599,8 @@ needs_gpu = pytest.mark.skipif(
 
 def gpu_model(device, dtype, width=128, T=128):
     """A random model with heads of 64 on a device, and idx, targets and a state for it."""
-    model = small(
-        vocab_size=512,
-        n_embd=width,
-        n_head=width // 64,
-        n_kv_head=1,
-        n_ffn=352,
-        context=512,
-    )
+    model = small(vocab_size=512, n_embd=width, n_head=width // 64, n_kv_head=1, n_ffn=352,
+                  context=512)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(512, (4, T + 1), generator=generator)
     state = torch.randn(4, T, width, generator=generator)
@@ -2734,14 +2628,8 @@ def test_gpu_updates_like_the_cpu():
         for r in (1, 4, 32):
             of_r, _ = model(idx, steps=r, state=state)
             logits.append(of_r.detach())
-        optimizer = Optimizer(
-            model.named_parameters(),
-            lr=0.01,
-            adam_lr=0.01,
-            weight_decay=0.0,
-            clip=1.0,
-            weights=masters,
-        )
+        optimizer = Optimizer(model.named_parameters(), lr=0.01, adam_lr=0.01, weight_decay=0.0,
+                              clip=1.0, weights=masters)
         _, losses = model(idx, targets, (4, 4), state)
         losses.mean().backward()
         optimizer.accumulate()

@@ -68,10 +68,8 @@ def outcome(script, *args):
     """
     main = importlib.import_module(script.replace("/", ".")).main
     printed = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", [script, *map(str, args)]),
-        contextlib.redirect_stdout(printed),
-    ):
+    with (mock.patch.object(sys, "argv", [script, *map(str, args)]),
+          contextlib.redirect_stdout(printed)):
         try:
             common.cli(main)
         except SystemExit as end:
@@ -175,8 +173,7 @@ def exit_codes(processes):
 
 def run_on_ranks(*command, **options):
     """Run a script that must succeed on all ranks. options: those of launch()."""
-    codes = exit_codes(launch(*command, **options))
-    assert not any(codes), Path("log").read_text()
+    assert not any(exit_codes(launch(*command, **options))), Path("log").read_text()
 
 
 def typed(*lines):
@@ -201,18 +198,8 @@ def unwrap(path):
 # Models and tensors.
 def small(seed=0, **changes):
     """A random model that is cheap to run."""
-    c = Config(
-        vocab_size=17,
-        n_embd=32,
-        n_head=4,
-        n_kv_head=2,
-        n_ffn=64,
-        n_prelude=1,
-        n_core=2,
-        n_coda=1,
-        mean_recurrence=4,
-        eos_token_id=1,
-    )
+    c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
+               n_coda=1, mean_recurrence=4, eos_token_id=1)
     model = RecurrentLM(replace(c, **{"head_dim": 0} | changes))
     model.init_weights(seed)
     return model
@@ -297,8 +284,7 @@ def documents(n):
     with open("a.jsonl", "w") as f:
         for i in range(n):
             digits = " ".join(str(i))
-            row = {"text": f" {digits}\n", "meta": {"by": f"by {i % 50}"}}
-            print(json.dumps(row), file=f)
+            print(json.dumps({"text": f" {digits}\n", "meta": {"by": f"by {i % 50}"}}), file=f)
 
 
 # Models in tests/oracle.
@@ -351,17 +337,9 @@ def step_with(opt, ps, *grads, lr_factor=1.0, labels=1):
 
 def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
     """A tiny random model whose greedy tokens depend on its noise (std 1) and its recurrences."""
-    return small(
-        1,
-        vocab_size=vocab_size,
-        n_core=n_core,
-        n_coda=min(n_core, 1),
-        norm=norm,
-        context=context,
-        state_std=1.0,
-        mean_recurrence=3,
-        n_kv_head=4 if norm == "sandwich" else 2,
-    )
+    return small(1, vocab_size=vocab_size, n_core=n_core, n_coda=min(n_core, 1), norm=norm,
+                 context=context, state_std=1.0, mean_recurrence=3,
+                 n_kv_head=4 if norm == "sandwich" else 2)
 
 
 def generate_rows(decoder, prompts, limits, steps=None, **options):
@@ -432,17 +410,8 @@ def optimizer_rank(rank, world, folder):
     found = {}
     for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
         ps = parameters(noise(), getattr(torch, dtype))
-        opt = Optimizer(
-            ps.items(),
-            lr=0.02,
-            adam_lr=0.01,
-            weight_decay=0.1,
-            clip=20.0,
-            rule=kind,
-            weights=noise(),
-            rank=rank,
-            world=world,
-        )
+        opt = Optimizer(ps.items(), lr=0.02, adam_lr=0.01, weight_decay=0.1, clip=20.0, rule=kind,
+                        weights=noise(), rank=rank, world=world)
         micro_batches = range(rank * 8 // world, (rank + 1) * 8 // world)  # its share of 8
         for u in range(20):
             grads = [noise(u, i) for i in micro_batches]

@@ -57,15 +57,8 @@ def llama(corpus, tmp_path_factory):
 def speaker(tmp_path_factory):
     """A random Llama of 5 layers with a SentencePiece tokenizer that has byte fallback."""
     folder = tmp_path_factory.mktemp("speaker")
-    model = small(
-        vocab_size=512,
-        n_prelude=5,
-        n_core=0,
-        n_coda=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        context=512,
-    )
+    model = small(vocab_size=512, n_prelude=5, n_core=0, n_coda=0, bos_token_id=1, eos_token_id=2,
+                  context=512)
     # Bytes are never the likeliest token: libraries decode an incomplete character differently.
     model.head.weight.data[:259] = 0
     model.save(folder)

@@ -78,8 +78,7 @@ def test_export_is_the_inverse_of_import(name):
     raven = name in RECURRENT
     flags = [] if raven else ["--feed_forward"]
     run_script("surgery", ORACLE / name, "m", *flags)
-    said = run_script("tools/export", "m", "out", "--verify")
-    assert "equal to the last bit" in said
+    assert "equal to the last bit" in run_script("tools/export", "m", "out", "--verify")
     assert identical(weights("out"), weights(ORACLE / name, "model"))
 
     if raven:
@@ -140,14 +139,11 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"adapter": adapter, "rope_scaling": LLAMA3, "embed_scale": 3.0} for adapter in ADAPTERS),
-        {"norm": "post"},
-        {"head_norm": True, "qkv_bias": True, "head_dim": 16},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    *({"adapter": adapter, "rope_scaling": LLAMA3, "embed_scale": 3.0} for adapter in ADAPTERS),
+    {"norm": "post"},
+    {"head_norm": True, "qkv_bias": True, "head_dim": 16},
+])
 def test_transformers_runs_the_export(changes):
     """In transformers, an export gives our logits, gradients and greedy tokens, with any cache."""
     tf = need("transformers")
@@ -190,12 +186,10 @@ def test_transformers_runs_the_export(changes):
         assert relative_error(grad, model.get_parameter(ours).grad) < 1e-4, ours
 
     ids[0, :6] = 0  # padding
-    prompts = [row[row > 0].tolist() for row in ids]
-    wanted = decode(model, prompts, 8, steps=9)
+    wanted = decode(model, [row[row > 0].tolist() for row in ids], 8, steps=9)
     greedy = functools.partial(theirs.generate, num_steps=9, eos_token_id=None, max_new_tokens=8)
     for way in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-        new = greedy(ids, attention_mask=ids > 0, **way)
-        assert new[:, 12:].equal(wanted), way
+        assert greedy(ids, attention_mask=ids > 0, **way)[:, 12:].equal(wanted), way
     assisted = greedy(ids[1:], assistant_model=load("out", mean_recurrence=2))
     assert assisted[:, 12:].equal(wanted[1:])
 
@@ -207,9 +201,7 @@ def test_forward_takes_what_others_give(checkpoint):
     run_script("tools/export", checkpoint, "out")
     model = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
     out = model(ids, num_steps=5, use_cache=True, output_hidden_states=True)
-    ours = RecurrentLM.load(checkpoint)
-    s0 = out.hidden_states[0]
-    for r, state in ours.trajectory(ids, range(6), s0):
+    for r, state in RecurrentLM.load(checkpoint).trajectory(ids, range(6), out.hidden_states[0]):
         assert max_difference(out.hidden_states[r], state) < 1e-5
 
     mask = torch.ones(1, 1, 12, 12).tril().bool()
@@ -274,8 +266,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         ours = Tokenizer.load(folder)
         m = f"m/{folder.name}"
         out = f"out/{folder.name}"
-        model = small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1)
-        model.save(m)
+        small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1).save(m)
         data.copy_tokenizer(folder, m)
         run_script("tools/export", m, out)
         theirs = tf.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
@@ -329,16 +320,14 @@ def test_a_trained_model_has_no_foreign_chat_template(checkpoint, corpus):
     Path("cut/chat_template.jinja").write_text("<|user|>")
     flags = """--context=39 --updates=1 --batch_size=2 --mean_recurrence=2 --eval_rows=2
         --eval_recurrences=1 --compile=false --dtype=float32""".split()
-    data_flag = f"--data={corpus}/task"
-    run_script("train", "--init_from=cut", "--out_dir=run", data_flag, *flags)
+    run_script("train", "--init_from=cut", "--out_dir=run", f"--data={corpus}/task", *flags)
     run_script("surgery", "run", "again", "--mean_recurrence=2")
     for folder, has_template in (("cut", True), ("run", False), ("again", False)):
         run_script("tools/export", folder, f"{folder}-hf")
         files = contents(f"{folder}-hf")
         assert ("chat_template.jinja" in files) == has_template
         assert (b"<|user|>" in files["tokenizer_config.json"]) == has_template
-        asks = b"the question alone" in files["README.md"]
-        assert asks == (folder == "run")
+        assert (b"the question alone" in files["README.md"]) == (folder == "run")
 
 
 def test_the_harness_scores_an_export(looped):
@@ -364,8 +353,7 @@ def test_the_harness_scores_an_export(looped):
         flags = f"pretrained=hf,trust_remote_code=True,mean_recurrence={r}"
         lm = HFLM.create_from_arg_string(flags, {"device": "cpu"})
         ((likelihood, _),) = lm.loglikelihood(to_score)
-        s0 = model.initial_state(1, len(ids), 0)
-        logits, _ = model(torch.tensor([ids]), steps=r, state=s0)
+        logits, _ = model(torch.tensor([ids]), steps=r, state=model.initial_state(1, len(ids), 0))
         log_p = logits[0].log_softmax(-1)
         wanted = 0
         for i in range(start, len(ids)):
@@ -405,8 +393,7 @@ def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None
     file.add_bos_token_id(257)
     file.add_eos_token_id(257)
 
-    arch = gguf.MODEL_ARCH[kind.upper()]
-    names = gguf.get_tensor_name_map(arch, raw["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], raw["num_hidden_layers"])
     heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
     for name, t in load_file(folder / "model.safetensors").items():
         module = name.split(".")[-2]
@@ -435,15 +422,8 @@ def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
     """A converted .gguf file has transformers' logits and token ids, and loses no precision."""
     transformers = need("transformers")
     need("accelerate")
-    parent = small(
-        n_embd=64,
-        n_ffn=96,
-        vocab_size=320,
-        n_prelude=3,
-        n_core=0,
-        n_coda=0,
-        qkv_bias=kind == "qwen2",
-    )
+    parent = small(n_embd=64, n_ffn=96, vocab_size=320, n_prelude=3, n_core=0, n_coda=0,
+                   qkv_bias=kind == "qwen2")
     for name, p in parent.named_parameters():
         if name.endswith("bias"):
             p.data.normal_()
@@ -473,8 +453,7 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
     """What transformers would read differently is refused; a file's own tokenizer is used."""
     need("accelerate")
     tokenizers = need("tokenizers")
-    model = small(n_embd=64, n_ffn=96, vocab_size=258, n_core=0, n_coda=0)
-    model.save("parent")
+    small(n_embd=64, n_ffn=96, vocab_size=258, n_core=0, n_coda=0).save("parent")
     run_script("tools/export", "parent", "hf")
     ones = np.ones(8, np.float32)
     for words, options in (
@@ -548,8 +527,7 @@ def test_flops_are_the_papers():
     """`tools/plan.py` counts FLOPs by the paper's rule, and matches its result files to 1e-8."""
     shapes = {}
     for preset, (parent, _) in plan.presets().items():
-        name = re.sub(r"-\d+-\d+-\d+$", "", preset)
-        shapes[name] = parent
+        shapes[re.sub(r"-\d+-\d+-\d+$", "", preset)] = parent
     # From the fraction of r to that of the warm-up at which the curriculum reaches it.
     inverses = {"linear": lambda share: share, "1-sqrt": lambda share: 1 - (1 - share) ** 2}
     for row in read_json(ORACLE / "flops.json")["rows"]:
@@ -608,8 +586,7 @@ def test_plan_counts_all_that_a_rank_holds(dtype):
     storages = {t.data_ptr(): t.nbytes for t in held}  # masters may be the weights themselves
     planned = plan.memory(s, model, gpus=1)
     planned.pop("activations")
-    wanted = sum(storages.values()) / 1e9
-    assert sum(planned.values()) == pytest.approx(wanted)
+    assert sum(planned.values()) == pytest.approx(sum(storages.values()) / 1e9)
 
 
 def planned_updates(run, *flags):
@@ -638,10 +615,8 @@ def test_as_many_flops_with_other_recurrences(base, unbroken):
     """A looped model's updates differ in cost, so --flops_of is met to within one update."""
     spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
     deeper = *base, "--mean_recurrence=5", "--curriculum_warmup=0.75"
-    updates = planned_updates(unbroken, *deeper)
-    run = train_to_the_end("run", *deeper, f"--updates={updates}")
-    totals = [*read_log("run", "flops").values()]
-    assert abs(run["flops"] - spent) <= max(np.diff(totals))
+    run = train_to_the_end("run", *deeper, f"--updates={planned_updates(unbroken, *deeper)}")
+    assert abs(run["flops"] - spent) <= max(np.diff([*read_log("run", "flops").values()]))
 
 
 def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
@@ -692,8 +667,7 @@ def test_layer_choice(llama, corpus):
 
     def note(block, given, out):
         (x,) = given[:1]
-        cosine = F.cosine_similarity(x.double(), out.double(), -1)
-        noted.append(1 - cosine.mean().item())
+        noted.append(1 - F.cosine_similarity(x.double(), out.double(), -1).mean().item())
 
     for block in model.prelude:
         block.register_forward_hook(note)
@@ -718,10 +692,8 @@ def test_corpus_follows_from_its_seed():
 
 def solve_stories(story, _):
     """The answers after each sentence of a story (a list of words), computed independently."""
-    answers = []
-    number = 0
-    numbers = map(int, story[1::2])
-    for verb, x in zip(story[::2], numbers):
+    answers, number = [], 0
+    for verb, x in zip(story[::2], map(int, story[1::2])):
         results = {"has": x, "gets": number + x, "loses": number - x, "times": number * x}
         number = results[verb] % 10
         answers.append(str(number))
@@ -743,8 +715,7 @@ def read_stories(folder):
     """Yield (words without answers, answers) of each training story."""
     vocab = read_json(f"{folder}/tokenizer.json")["model"]["vocab"]
     words = {i: word for word, i in vocab.items()}
-    story = []
-    answers = []
+    story, answers = [], []
     answer = None
     for i, target in np.load(f"{folder}/train_000000.npy").T.tolist():
         word = words[i]
@@ -755,8 +726,7 @@ def read_stories(folder):
             answers.append(answer)
         elif word == "</s>":
             yield story, answers
-            story = []
-            answers = []
+            story, answers = [], []
         elif word != "<s>" and not written_out:
             story.append(word)
 
@@ -814,11 +784,8 @@ def test_tiny_run_end_to_end():
     for script in ROOT.glob("*.py"):
         shutil.copy(script, ".")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    said = subprocess.check_output(
-        ["bash", "runs/tiny.sh", "--quick", "--seed", "5"],
-        env=os.environ | {"PATH": path},
-        text=True,
-    )
+    said = subprocess.check_output(["bash", "runs/tiny.sh", "--quick", "--seed", "5"],
+                                   env=os.environ | {"PATH": path}, text=True)
     out = Path("out/tiny-quick-seed5")
     assert os.listdir("out") == [out.name]
 
