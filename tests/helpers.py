@@ -401,7 +401,7 @@ def random_prompts(*lengths):
 
 def optimizer_rank(rank, world, folder):
     """
-    Run 20 updates of every rule and dtype as one of `world` gloo ranks. Writes a file with the
+    Run 8 updates of every rule and dtype as one of `world` gloo ranks. Writes a file with the
     weights, how many numbers the rank keeps and, on rank 0, all masters and moments.
     """
     torch.set_num_threads(1)
@@ -413,7 +413,7 @@ def optimizer_rank(rank, world, folder):
         opt = Optimizer(ps.items(), lr=0.02, adam_lr=0.01, weight_decay=0.1, clip=20.0, rule=kind,
                         weights=noise(), rank=rank, world=world)
         micro_batches = range(rank * 8 // world, (rank + 1) * 8 // world)  # its share of 8
-        for u in range(20):
+        for u in range(8):
             grads = [noise(u, i) for i in micro_batches]
             step_with(opt, ps, *grads, lr_factor=0.9**u, labels=8)
         name = f"{kind} {dtype}"

@@ -636,10 +636,7 @@ def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
 def test_plot_results():
     """plot.py prints the points that it draws; an ordinary model has one value at every r."""
     need("matplotlib")
-    for name, n_core, value, steps in (
-        ("loop", 2, 0.5, (2, 8)),
-        ("parent", 0, 1, (0,)),
-    ):
+    for name, n_core, value, steps in (("loop", 2, 0.5, (2, 8)), ("parent", 0, 1, (0,))):
         row = {"metric": "flexible", "value": value, "standard_error": 0.25 * value}
         result = {"config": vars(small(n_core=n_core, n_coda=n_core).config), "task": "count"}
         result["results"] = [row | {"steps": r} for r in steps]
