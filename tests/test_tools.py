@@ -774,32 +774,6 @@ def test_recipes_are_valid():
                 train.read_settings([*launch, *command.split()], world)
 
 
-def test_tiny_run_end_to_end():
-    """`bash runs/tiny.sh --quick --seed 5` runs every stage, in a folder of its own."""
-    for name in ("runs", "config", "tools"):
-        shutil.copytree(ROOT / name, name)
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, ".")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    said = subprocess.check_output(["bash", "runs/tiny.sh", "--quick", "--seed", "5"],
-                                   env=os.environ | {"PATH": path}, text=True)
-    out = Path("out/tiny-quick-seed5")
-    assert os.listdir("out") == [out.name]
-
-    def progress(name):
-        return read_json(f"{find_checkpoint(out / name)}/train.json")
-
-    parent = progress("parent")
-    # Equal to the nearest update of the parent, so off by half of one at most.
-    assert abs(parent["flops"] / progress("task")["flops"] - 1) < 0.6 / parent["update"]
-
-    table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
-    header, _, *rows = [[text.strip() for text in line] for line in table[-6:]]
-    assert header == ["", *map(str, range(1, 13)), "18"]
-    labels = ["looped, r = 1", "looped, r = 4", "looped, r = 32", "parent (equal FLOPs)"]
-    assert [label for label, *_ in rows] == labels
-
-
 def test_readme_does_what_it_says(taught, monkeypatch):
     """The Python in README.md runs, and so do the commands that need only the output of tiny.sh."""
     shutil.copytree(taught, "out")
@@ -881,3 +855,46 @@ def test_mistakes_with_tools_end_in_one_line(command, words, mistaken_inputs):
         Path(path.name).symlink_to(path)
     assert words in error_line(*command.split())
     assert not contents("out")
+
+
+# ------------------------------------------------------------- tiny.sh, beside the tests above
+@pytest.fixture(scope="session", autouse=True)
+def tiny_run(request, tmp_path_factory):
+    """Run tiny.sh in a copy of the repository, in a process that runs beside the other tests."""
+    if not any("tiny_run" in item.name for item in request.session.items):
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("tiny_run")
+    for name in ("runs", "config", "tools"):
+        shutil.copytree(ROOT / name, folder / name)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(["bash", "runs/tiny.sh", "--quick", "--seed", "5"], cwd=folder,
+                                   env=os.environ | {"PATH": path}, stdout=log, stderr=log)
+        yield process, folder
+        process.kill()
+        process.wait()
+
+
+def test_tiny_run_end_to_end(tiny_run):
+    """`bash runs/tiny.sh --quick --seed 5` runs every stage, in a folder of its own."""
+    process, folder = tiny_run
+    code, said = process.wait(), (folder / "log").read_text()
+    assert code == 0, said
+    out = folder / "out/tiny-quick-seed5"
+    assert os.listdir(folder / "out") == [out.name]
+
+    def progress(name):
+        return read_json(f"{find_checkpoint(out / name)}/train.json")
+
+    parent = progress("parent")
+    # Equal to the nearest update of the parent, so off by half of one at most.
+    assert abs(parent["flops"] / progress("task")["flops"] - 1) < 0.6 / parent["update"]
+
+    table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
+    header, _, *rows = [[text.strip() for text in line] for line in table[-6:]]
+    assert header == ["", *map(str, range(1, 13)), "18"]
+    labels = ["looped, r = 1", "looped, r = 4", "looped, r = 32", "parent (equal FLOPs)"]
+    assert [label for label, *_ in rows] == labels
