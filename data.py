@@ -328,7 +328,10 @@ def read_bytes(spec):
         return None
     import tiktoken
     ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
-    coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
+    try:
+        coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
+    except ValueError:  # another kind of regular expression
+        return None
     known = {*ranks.values(), *added.values()}
     names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
 

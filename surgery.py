@@ -285,7 +285,9 @@ def download(spec):
         from huggingface_hub import snapshot_download
         fetch = functools.partial(snapshot_download, repo, revision=revision or None)
         folder = fetch(allow_patterns=["config.json", INDEX, *TOKENIZER_FILES])
-    except Exception as e:  # of the network, of the hub, or without huggingface_hub
+    except ModuleNotFoundError:
+        raise UserError(f"{spec}: no such folder. For the hub's: `pip install huggingface_hub`")
+    except Exception as e:  # of the network or of the hub
         raise UserError(f"{spec}: no such folder, and not from the Hugging Face hub "
                         f"({' '.join(str(e).split()):.200})")
     return fetch(allow_patterns=[*set(weight_map(folder).values())] or [SINGLE])
