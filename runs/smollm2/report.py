@@ -131,7 +131,7 @@ def print_cups(found):
     print()
     print_table(found, [(title, arm, None) for arm, title in arms.items()], CUPS, "test")
     print("\nfair swaps, which do not betray where the ball is\n")
-    fair = {name: run for name, run in found.items() if "fair" in run}
+    fair = {name.replace("-cpu", ""): run for name, run in found.items() if "fair" in run}
     ordinary = [(title, arm, 0) for arm, title in arms.items() if arm in ("parent", "no-loop")]
     rows = [row for row in at_each_r + ordinary if runs_of(fair, row[1])]
     print_table(fair, rows, CUPS, "fair")
