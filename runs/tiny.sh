@@ -5,7 +5,7 @@
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# It takes 4 to 9 minutes on 2 idle cores. --quick runs every stage in about a minute, which is too
+# It takes 4 minutes on 2 idle cores of a recent CPU, and longer on an older one. --quick runs every stage in about a minute, which is too
 # short to learn anything. Output goes to out/tiny, to out/tiny-quick with --quick, or to
 # out/tiny-seed5 with --seed 5. The same command resumes a run that was stopped; `rm -rf out/tiny`
 # starts over. On a busy machine two threads keep waiting for each other, so a single thread is many
@@ -49,7 +49,7 @@ score() {  # score NAME: evaluate the model in $out/NAME at r = 1, 4 and 32
 }
 
 if [[ ! $quick ]]; then
-    echo "This takes 4 to 9 minutes on 2 idle cores. If they are busy, stop it (Ctrl-C) and run"
+    echo "This takes 4 minutes on 2 idle cores of a recent CPU. If they are busy, stop it and run"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('matplotlib'))" ||
@@ -75,7 +75,8 @@ stage "3. Surgery" "5 s" \
 stage "4. Heal, then teach the task" "1 to 2 minutes" \
 "A little more pretraining makes up for the lost layers. Then the model learns to answer stories of
 3, 4 and 5 sentences, while the mean number of recurrences, r, rises from 2 to 9."
-train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
+train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal \
+    --compile=false  # compiling takes longer than it saves in so few updates
 train task task --data=$out/data/task --init_from=$out/heal --updates=$task
 
 stage "5. Teach the same task to the unmodified parent" "1 to 2 minutes" \
