@@ -227,7 +227,7 @@ def locked(folder):
 def reading(path):
     """
     Name a user's file in whatever goes wrong while it is being read: `with reading(path): ...`
-    raises UserError for all exceptions but those that say more than that.
+    turns any exception that does not already do so into a UserError.
     """
     try:
         yield path

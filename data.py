@@ -412,7 +412,7 @@ def column_value(record, column):
 
 
 def drop_rule(rule):
-    """The type of --drop: COLUMN=TEXT, of which neither is empty, since any text contains ""."""
+    """The type of --drop: COLUMN=TEXT. Neither may be empty, because any text contains ""."""
     if not all(rule.partition("=")):
         raise ValueError
     return rule
@@ -715,7 +715,7 @@ class Dataset:
     The rows of one data set, or a mixture of several: "A:1,B:1,C:2" takes 1/4 of the samples
     from A, 1/4 from B and 1/2 from C.
 
-    A round is sum(weights) samples, of which exactly weights[k] are from source k, evenly spread.
+    A round is sum(weights) samples: exactly weights[k] from source k, evenly spread.
     Each source has its own epochs. .num_rows: the number of samples until the first source
     completes an epoch. .folders: those of the sources; check_tokenizer() makes sure that they share
     a tokenizer. .longest: see Shards.
