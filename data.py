@@ -664,8 +664,8 @@ class Shards:
     """
     The rows of T tokens of a data set's split, "train" or "val".
 
-    Each epoch has all .num_rows of them in a different random order, of which the last two stay in
-    memory. That of 25 million rows takes 1 to 2 s to compute, and 200 MB.
+    Each epoch goes through all .num_rows of them in a new random order. The last two orders stay in
+    memory; one of 25 million rows takes 1 to 2 s to compute, and 200 MB.
     """
 
     def __init__(self, folder, split, T):

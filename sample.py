@@ -17,7 +17,6 @@ What is unusual here:
   position) alone, not on what else is in the batch.
 """
 import contextlib
-import functools
 import gc
 import itertools
 import math

@@ -220,8 +220,8 @@ def to_ours(folder, layout, config, tensors):
     Convert a checkpoint's {name: tensor} to {our name: tensor}, all in the smallest dtype that
     represents every one exactly. layout: its model_type. folder: for messages.
 
-    As in transformers, a head that differs from the embeddings is used even if `config` ties them:
-    then this unties it. Raises UserError if the tensors are not those that config.json describes.
+    As in transformers, a head that differs from the embeddings is used even if `config` ties the
+    two; `config` is then untied. Raises UserError if config.json describes other tensors.
     """
     for name, t in tensors.items():
         if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -354,7 +354,7 @@ def test_weights_are_those_that_the_folder_declares():
 
 
 def change(folder, changed):
-    """Change tensors in a folder's model.safetensors, or remove those that become None."""
+    """Replace tensors in a folder's model.safetensors; None removes one."""
     tensors = weights(folder) | changed
     kept = {name: t.clone() for name, t in tensors.items() if t is not None}
     save_file(kept, folder / "model.safetensors")
