@@ -33,7 +33,6 @@ from common import (DTYPES, Parser, UserError, check_settings, cli, digest, dtyp
                     positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json)
 from data import as_text
-from model import COMPILING
 from sample import DEPTHS, Decoder, describe, load_model
 
 GSM8K = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
@@ -336,7 +335,7 @@ def parse_args():
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
     flag("--max_new_tokens", type=positive, default=256, help="longest answer (256)")
     flag("--batch_size", type=positive, default=32, help="questions at once (32)")
-    flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
+    flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--dtype", choices=DTYPES, default="auto",
          help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")

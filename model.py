@@ -23,6 +23,7 @@ Paper: arXiv 2511.07384, section 3.
 """
 import functools
 import math
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,14 +34,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, read_json, reading, write_json
+from common import UserError, read_json, reading, say, write_json
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)): Huginn's value, used at every width
 IGNORE = -100                      # marks a target without loss, as in torch
 LOGITS_AT_ONCE = 1 << 26           # the most logits in memory at once: 256 MB in float32
 NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
 ADAPTERS = "linear", "add"         # how state and prelude output are merged: see run_core()
-COMPILING = "compiling takes half a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)"
 
 
 @dataclass
@@ -264,19 +264,6 @@ def recomputed(function):
     return call
 
 
-def compiled(function, **how):
-    """torch.compile(function), which raises UserError if the compiler fails on its kernels."""
-    fast = torch.compile(function, **how)
-
-    def call(*args, **kwargs):
-        try:
-            return fast(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as e:
-            raise UserError(f"torch.compile failed on this machine ({e!r:.200})")
-
-    return call
-
-
 def to_device(tensor, device):
     """Copy a tensor from the CPU to a device, without waiting for a GPU: from pinned memory."""
     if device.type == "cuda":
@@ -340,7 +327,8 @@ class RecurrentLM(nn.Module):
         with torch.no_grad():
             s = self.recur(s, e, rope, n)
         s = self.recur(s, e, rope, k, recompute=recompute)
-        return (self.predict(s), None) if targets is None else (None, self.losses(s, targets))
+        x = self.run_coda(s, rope)
+        return (self.logits(x), None) if targets is None else (None, self.losses(x, targets))
 
     # The parts of forward(). Decoding (sample.py) calls them with its own rope and caches.
 
@@ -381,35 +369,31 @@ class RecurrentLM(nn.Module):
             s = run_core(s, e, rope, caches[i] if caches else None)
         return s
 
-    def run_coda(self, x, rope, caches=None):
-        """Last state (B, T, C) -> the head's input (B, T, C)."""
+    def run_coda(self, s, rope=None, caches=None):
+        """Last state (B, T, C) -> the head's input (B, T, C). rope: by default, rope(T)."""
+        rope = rope or self.rope(s.shape[1])
         if self.config.norm == "sandwich":
-            x = self.norm_f(x)  # Huginn applies its final norm before the coda, too
-        x = run_blocks(self.coda, x, rope, caches)
-        return self.norm_f(x)
+            s = self.norm_f(s)  # Huginn applies its final norm before the coda, too
+        return self.norm_f(run_blocks(self.coda, s, rope, caches))
 
     def logits(self, x):
         """The output (..., C) of run_coda() -> logits (..., V) float32."""
         return self.head(x).float()
 
-    def predict(self, s):
-        """Last state (B, T, C) -> logits (B, T, V) float32."""
-        return self.logits(self.run_coda(s, self.rope(s.shape[1])))
-
-    def losses(self, s, targets):
+    def losses(self, x, targets):
         """
-        Last state s (B, T, C) -> the cross-entropy (B, T) float32 of each target (B, T), which is 0
-        where the target is -100.
+        The output x (B, T, C) of run_coda() -> the cross-entropy (B, T) float32 of each target
+        (B, T), which is 0 where the target is -100.
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, and
-        only where there is a target; the backward pass recomputes them. torch.compile sees chunks
-        of one shape, because positions without a target fill up the last one. Targets of a model on
-        a GPU may stay on the CPU, where counting them does not wait for the GPU.
+        only where there is a target; the backward pass recomputes them. All chunks have one shape,
+        for torch.compile: positions without a target fill up the last one. Targets of a model on a
+        GPU may stay on the CPU, where counting them does not wait for the GPU.
         """
-        x = self.run_coda(s, self.rope(s.shape[1])).flatten(0, 1)
-        flat = targets.flatten().cpu()
+        x, flat = x.flatten(0, 1), targets.flatten().cpu()
         wanted = flat != IGNORE
-        size = min(LOGITS_AT_ONCE // self.config.vocab_size, math.ceil(len(flat) / 4))
+        most = len(flat) if wanted.all() else math.ceil(len(flat) / 4)  # positions in a chunk
+        size = min(LOGITS_AT_ONCE // self.config.vocab_size, most)
         count = max(1, math.ceil(wanted.sum().item() / size))
         order = wanted.argsort(descending=True, stable=True)[:count * size]
         flat, order = to_device(flat[order], x.device), to_device(order, x.device)
@@ -426,8 +410,8 @@ class RecurrentLM(nn.Module):
     def trajectory(self, idx, steps, state=None):
         """
         Run once, up to the largest r in `steps`, such as [1, 2, 4, 8], and yield (r, state
-        (B, T, C)) for each r in increasing order. predict(state) gives forward()'s logits at that
-        r, and losses(state, targets) its losses.
+        (B, T, C)) for each r in increasing order. With x = run_coda(state), logits(x) and
+        losses(x, targets) are those of forward() at that r.
         """
         rope = self.rope(idx.shape[1])
         e, s = self.run_prelude(idx, state, rope)
@@ -505,14 +489,16 @@ class RecurrentLM(nn.Module):
             torch.compile(torch.sin)(self.norm_f.weight.data)
         except RuntimeError as e:
             raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
+        say("compiling takes half a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)",
+            sys.stderr)
         # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
         # many, and for each view of the cache.
         torch._dynamo.config.recompile_limit = 32
-        layer = compiled(Block.forward, **how)
+        layer = torch.compile(Block.forward, **how)
         for block in [*self.prelude, *self.coda]:
             block.forward = functools.partial(layer, block)
         for part in ("run_core", "logits", "chunk_losses"):
-            setattr(self, part, compiled(getattr(self, part), **how))
+            setattr(self, part, torch.compile(getattr(self, part), **how))
 
     # ------------------------------------------------------------------ counting, initializing
 
@@ -534,36 +520,30 @@ class RecurrentLM(nn.Module):
         of T tokens; with training=True, also those of the backward pass.
 
         steps, recompute: as for forward(). labelled: the fraction of the tokens that have a target,
-        for which losses() computes logits. What fills up its last chunk is not counted, and neither
-        is what --activation_budget recomputes.
+        for which losses() computes logits. Not counted: what fills up its last chunk, and what
+        --activation_budget recomputes.
         """
         n, k = self.split_steps(steps)
-        c = self.config
         matrices = self.num_params(matrices=True)
         trained = self.num_params(matrices=True, trained=True)
         for size in (matrices, trained):
             size["core"] += size["adapter"]
-        # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel; a
-        # causal kernel skips half of them. The backward pass takes five products, because it
-        # recomputes the scores.
-        attention = 2 * T * c.n_head * c.head_dim
-
         flops = 0
         reached = trained["embed"] > 0  # gradient flows back as far as the first trained part
-        for part, layers, uses, uses_with_gradient in (
-            ("prelude", c.n_prelude, 1, 1),
-            ("core", c.n_core, n + k, k),
-            ("coda", c.n_coda, 1, 1),
-        ):
-            forward = 2 * matrices[part] + layers * attention
+        for part, uses, uses_with_gradient in ("prelude", 1, 1), ("core", n + k, k), ("coda", 1, 1):
+            # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel;
+            # a causal kernel skips half of them. The backward pass takes five products, because it
+            # recomputes the scores.
+            layers = len(getattr(self, part))
+            attention = layers * 2 * T * self.config.n_head * self.config.head_dim
+            forward = 2 * matrices[part] + attention
             flops += uses * forward
             reached = reached or trained[part] > 0
             if training and reached:
-                backward = 2 * (matrices[part] + trained[part]) + 5 * layers * attention // 2
+                backward = 2 * (matrices[part] + trained[part]) + 5 * attention // 2
                 if recompute and part == "core":
                     backward += forward
                 flops += uses_with_gradient * backward
-
         head = self.head.weight
         times = (2 + reached + head.requires_grad) if training else 1  # logits are recomputed
         return flops + times * 2 * head.numel() * labelled

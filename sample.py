@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from common import (DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural, non_negative,
                     opening, positive, random_seed, recurrences, say)
 from data import check_tokenizer
-from model import COMPILING, Linear, RecurrentLM, attend
+from model import Linear, RecurrentLM, attend
 
 DRAFTS = 12     # tokens that a row drafts before one pass at full depth checks them
 TOO_FEW = 2     # drafting stops once rounds average this many accepted drafts or fewer
@@ -636,7 +636,7 @@ def make_parser():
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=DTYPES, default="auto",
          help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
-    flag("--compile", action="store_true", help=f"use torch.compile: {COMPILING}")
+    flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
               "--trace several from 1 to 32")
@@ -669,8 +669,6 @@ def main():
     say(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, {dtype_on(dtype, device)}",
         sys.stderr)
     decoder = Decoder(model, args.compile)
-    if args.compile:
-        say(COMPILING, sys.stderr)
     if args.prompt is None:
         converse(decoder, tokenizer, args, parser)
     else:

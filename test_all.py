@@ -89,7 +89,7 @@ def test_recurrence_is_the_papers_code(name):
     x = expected(name)
     ids, s0 = x["input_ids"], x["s0"]
     for r, state in model.trajectory(ids, [1, 2, 8], s0):
-        logits = model.predict(state)
+        logits = model.logits(model.run_coda(state))
         # Float32 alone: 1.96e-5 apart on a CPU without AVX-512, below 1e-5 on one that has it.
         assert max_difference(logits, x[f"logits.{r}"]) < 3e-5
         for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
@@ -201,20 +201,22 @@ def test_losses_in_chunks(compiled, monkeypatch):
 
         ((_, s),) = model.trajectory(idx, [2], state)
         with torch.no_grad():
-            assert max_difference(model.losses(s, targets), exact) < 1e-5
+            assert max_difference(model.losses(model.run_coda(s), targets), exact) < 1e-5
 
 
 def test_the_head_runs_where_there_is_a_target():
-    """Few targets cost few logits, and chunk_losses() sees one shape whatever their number is."""
+    """Few targets cost few logits, in chunks of one shape; without gaps there is one chunk."""
     model = small()
     rows = []
     model.chunk_losses = lambda x, targets: rows.append(len(x)) or x.sum(-1)
-    for asked, chunks in ((0, 1), (1, 1), (11, 1), (12, 2), (44, 4)):
+    for asked, count, size in (
+        (0, 1, 11), (1, 1, 11), (11, 1, 11), (12, 2, 11), (43, 4, 11), (44, 1, 44),
+    ):
         targets = torch.full((4, 11), -100)
         targets.view(-1)[torch.randperm(44)[:asked]] = 1
         rows.clear()
         model(targets.clamp(0), targets, 1)
-        assert rows == [11] * chunks
+        assert rows == [size] * count
 
 
 def test_random_weights_have_the_papers_sizes():
@@ -2466,7 +2468,7 @@ def test_no_compiler(base, monkeypatch):
 
 @needs_compiler
 def test_compiler_that_fails_later(base, monkeypatch):
-    """If the compiler fails on larger kernels, a run goes on without, and a model says so."""
+    """If the compiler fails on larger kernels, a run goes on without."""
     def fails(graph, inputs):
         raise RuntimeError("g++: killed\ntwice")
 
@@ -2475,10 +2477,6 @@ def test_compiler_that_fails_later(base, monkeypatch):
     said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
     torch.compiler.set_stance("default")
     assert "without torch.compile" in said
-    model = small()
-    model.compile_parts()
-    with pytest.raises(UserError, match="torch.compile failed"):
-        model(torch.ones(1, 4, dtype=torch.int64))
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):

@@ -46,8 +46,8 @@ from common import (DTYPES, RANK, WORLD, Parser, UserError, between, check_setti
                     positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json, yes_or_no)
 from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
-from model import (COMPILING, IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint,
-                   load_config, to_device)
+from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
+                   to_device)
 from muon import MOMENTS, Optimizer, stacked_rows
 
 MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
@@ -418,7 +418,7 @@ def validate(settings, model, val_sets):
             idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
             labels += (targets != IGNORE).sum()
             for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
-                losses[j] += model.losses(s, targets).double().sum()
+                losses[j] += model.losses(model.run_coda(s), targets).double().sum()
     if WORLD > 1:
         dist.all_reduce(totals)
     val = dict(zip(steps, (losses / labels).tolist()))
@@ -627,7 +627,6 @@ def describe_run(settings, model):
 def compile_model(settings, model, train_set):
     """Compile the model in a warm-up. If the compiler is missing or fails, go on without it."""
     functorch_config.activation_memory_budget = settings.activation_budget
-    say(f"{COMPILING}; --compile=false skips it")
     try:
         model.compile_parts()
         warm_up(settings, model, train_set)
