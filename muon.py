@@ -107,20 +107,6 @@ def adamw_star_(w, g, m, v, t, lr, decay):
     w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - BETA2**t)))
 
 
-def stacked_rows(model):
-    """
-    Return {name: [rows of each matrix]} for the weights of an ordinary model in which q, k and v,
-    or gate and up, are stacked. In the paper's static baselines, which are Hugging Face models,
-    these are separate matrices, so Muon and AdamW* must update each one separately. The paper's
-    recurrent models stack them as ours do.
-    """
-    rows = {}
-    for i, block in enumerate(model.prelude):
-        rows[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
-        rows[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
-    return rows
-
-
 @dataclass
 class Piece:
     """
@@ -313,20 +299,20 @@ class Optimizer:
         mine = self.masters | self.moments
         if self.world == 1:
             return mine
+        if self.rank > 0:
+            for piece in self.own:
+                for key in (piece.name, *piece.keys):
+                    dist.send(mine[key], 0)
+            return {}
         whole = {}
         for piece in self.pieces:
             for key in (piece.name, *piece.keys):
-                if self.rank == 0:
-                    if piece.owner == 0:
-                        rows = mine[key]
-                    else:
-                        rows = torch.empty_like(piece.grad)
-                        dist.recv(rows, piece.owner)
-                    if key not in whole:
-                        whole[key] = torch.empty(self.params[piece.name].shape)
-                    whole[key][piece.rows] = rows
-                elif self.rank == piece.owner:
-                    dist.send(mine[key], 0)
+                rows = mine[key] if piece.owner == 0 else torch.empty_like(piece.grad)
+                if piece.owner > 0:
+                    dist.recv(rows, piece.owner)
+                if key not in whole:
+                    whole[key] = torch.empty(self.params[piece.name].shape)
+                whole[key][piece.rows] = rows
         return whole
 
     def load(self, moments, updates):

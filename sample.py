@@ -224,9 +224,6 @@ class Batch:
     rng: torch.Generator
     graph: Callable | None = None  # the CUDA graph of a step at this number of rows
 
-    def distribution(self, logits):
-        return distribution(logits, self.temperature, self.top_k)
-
     def advance(self, token, count):
         """
         Set new last tokens (B, 1), `count` positions further on: an int, or (B, 1). Finished rows
@@ -384,7 +381,8 @@ class Decoder:
             logits = self.step(batch)
             token = logits.argmax(-1)
             if batch.temperature:
-                token = sample_token(batch.distribution(logits), batch.rng)
+                p = distribution(logits, batch.temperature, batch.top_k)
+                token = sample_token(p, batch.rng)
             batch.advance(token, 1)
             batch.end = min(batch.end, batch.cache.length) + 1  # see advance()
             token = token.where(logits.amax(-1).isfinite(), NO_NUMBER)
@@ -409,7 +407,7 @@ class Decoder:
                 es.append(e)
                 states.append(s)
                 if i < DRAFTS:
-                    q.append(batch.distribution(self.logits(cache, s)))
+                    q.append(distribution(self.logits(cache, s), batch.temperature, batch.top_k))
                     token = sample_token(q[-1], batch.rng)
                     drafts.append(token)
             drafts, q, e, s = (torch.cat(parts, 1) for parts in (drafts, q, es, states))
@@ -418,7 +416,8 @@ class Decoder:
             rest = cache.core[draft_steps:]
             s = self.model.recur(s, e, cache.rope, len(rest), rest)
             logits = self.logits(cache, s)
-            accepted, token = accept(batch.distribution(logits), q, drafts, batch.rng)
+            p = distribution(logits, batch.temperature, batch.top_k)
+            accepted, token = accept(p, q, drafts, batch.rng)
             batch.advance(token, accepted + 1)
 
             # A draft whose logits are not finite is never accepted.
@@ -488,40 +487,31 @@ def trace(model, tokenizer, args, prompt, steps):
     """
     ids = tokenizer.encode(prompt, bos=True)
     names = [token_text(tokenizer, token) for token in ids]
-    shown = range(len(ids))
-    if args.only:
-        words = [name.strip() for name in names]
-        shown = [t for t in shown if words[t] == args.only]
-        names = [names[t] for t in shown]
+    shown = [t for t, name in enumerate(names) if args.only in (None, name.strip())]
+    names = [names[t] for t in shown]
     if not shown:
         raise UserError(f"--only {args.only}: no token of the prompt is this word")
 
     noise = model.initial_state(1, len(ids), args.seed)  # as in decoding
     idx = torch.tensor([ids], device=noise.device)
-    rope = model.rope(len(ids))
-    states = [s for _, s in model.trajectory(idx, steps, noise)]
-    at_each_r = []  # (probability and token of the best, probability of the last r's best)
-    for s in reversed(states):
-        logits = model.logits(model.run_coda(s, rope)[0, shown])  # (len(shown), V)
-        if not logits.amax(-1).isfinite().all():
-            raise UserError(NOT_FINITE)
-        p = logits.softmax(-1)
+    # For each r, the largest first: probabilities of the likeliest tokens, these tokens, and
+    # probabilities of the largest r's tokens, all (len(shown),).
+    found = []
+    for _, s in reversed(list(model.trajectory(idx, steps, noise))):
+        p = model.logits(model.run_coda(s)[0, shown]).softmax(-1)  # (len(shown), V)
         best, token = p.max(-1)
-        last = at_each_r[0][1] if at_each_r else token
-        of_last = p.gather(1, last[:, None])[:, 0]
-        at_each_r.append((best, token, of_last))
-    probabilities, tokens, of_last_choice = (torch.stack(x[::-1]).cpu() for x in zip(*at_each_r))
+        last = found[0][1] if found else token
+        found.append((best, token, p.gather(1, last[:, None])[:, 0]))
+    probabilities, tokens, of_last_choice = (torch.stack(x[::-1]).cpu() for x in zip(*found))
+    if not probabilities.isfinite().all():
+        raise UserError(NOT_FINITE)
 
-    agrees = tokens == tokens[-1]
     columns = [["", *names, "settled"]]
-    for i, r in enumerate(steps):
+    for r, best, chosen, agrees in zip(steps, probabilities, tokens, tokens == tokens[-1]):
         column = [f"  r = {r}" if r else "  next"]
-        for t in range(len(shown)):
-            text = token_text(tokenizer, tokens[i, t].item())
-            star = "" if agrees[i, t] else "*"
-            column.append(f"  {probabilities[i, t]:4.0%} {text}{star}")
-        column.append(f"  {agrees[i].sum()} of {len(shown)}")
-        columns.append(column)
+        for p, token, agree in zip(best, chosen.tolist(), agrees):
+            column.append(f"  {p:4.0%} {token_text(tokenizer, token)}{'' if agree else '*'}")
+        columns.append([*column, f"  {agrees.sum()} of {len(shown)}"])
     widths = [max(map(len, column)) for column in columns]
     if args.picture:
         draw(args.picture, names, steps, of_last_choice)

@@ -1385,7 +1385,7 @@ def test_schedules_are_the_papers():
 
     for x in oracle["backprop_schedules"]:
         s = Settings(updates=x["total"], backprop_warmup=x["warmup"], curriculum="none")
-        found = [train.scheduled_depth(s, u) for u in range(x["total"] - 1)]
+        found = [train.scheduled_k(s, u) for u in range(x["total"] - 1)]
         *wanted, _ = expand(x["backprop_depth_runs"])  # its last update has k = 1
         assert found == wanted
 
@@ -1397,6 +1397,7 @@ def test_schedules_are_the_papers():
     s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
     scales = [train.lr_scale(s, update) for update in range(4)]
     assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
+    assert train.num_updates(Settings(updates=100), 0.07) == 7, "though 0.07 * 100 > 7"
 
     for x, draws in itertools.product(oracle["sampler"]["cases"], (1, 4)):
         s = Settings(mean_recurrence=x["mean_recurrence"], backprop_depth=x["backprop_depth"],
@@ -2711,7 +2712,7 @@ def test_gpu_run_resumes(base):
 # ------------------------------------------------------------------------------------- the mock GPU
 # {what is done once: {the function in which the host waits for the GPU: how often}}
 WAITS = {
-    "update": {"train.train": 1},
+    "update": {"train.train_model": 1},
     "plain": {"sample.plain_rounds": 1},
     "sampled": {"sample.plain_rounds": 1},
     "drafted": {"sample.draft_rounds": 1},

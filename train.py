@@ -15,8 +15,8 @@ distribution whose mean follows a curriculum, and only the last k carry gradient
 the optimizer's steps; `steps` are always recurrences, r or (n, k).
 
 All randomness (rows, recurrences, initial states) is a function of (seed, update). So on a CPU,
-with the same number of processes, the result of a run that was killed and resumed is bit-identical
-to that of an uninterrupted one; otherwise it is equal up to rounding.
+with the same numbers of processes and threads, the result of a run that was killed and resumed is
+bit-identical to that of an uninterrupted one; otherwise it is equal up to rounding.
 
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
@@ -48,7 +48,7 @@ from common import (DTYPES, RANK, WORLD, Parser, UserError, between, check_setti
 from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
                    to_device)
-from muon import MOMENTS, Optimizer, stacked_rows
+from muon import MOMENTS, Optimizer
 
 MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
 
@@ -183,7 +183,7 @@ def read_settings(argv, world=1):
 
 def num_updates(settings, share):
     """Convert a fraction of the run to a number of updates, rounded up."""
-    return math.ceil(share * settings.updates)
+    return math.ceil(round(share * settings.updates, 6))  # 0.07 * 100 is 7.000000000000001
 
 
 def scheduled_mean(settings, update):
@@ -194,7 +194,7 @@ def scheduled_mean(settings, update):
     return max(1, math.ceil(R * CURRICULA[settings.curriculum](update / warmup)))
 
 
-def scheduled_depth(settings, update):
+def scheduled_k(settings, update):
     """Return the largest k at an update, which rises from 2 over --backprop_warmup (Figure 16)."""
     k = min(settings.backprop_depth, settings.mean_recurrence)
     warmup = num_updates(settings, settings.backprop_warmup)
@@ -221,7 +221,7 @@ def draw_steps(settings, update, number):
         r = int(torch.poisson(rate, generator=generator)) + 1
     k = r
     if settings.backprop_depth:  # as in the paper's code, k does not exceed the scheduled mean
-        k = min(r, scheduled, scheduled_depth(settings, update))
+        k = min(r, scheduled, scheduled_k(settings, update))
     return r - k, k
 
 
@@ -231,12 +231,12 @@ def draws_of(settings, update):
     return [draw_steps(settings, update, first + i) for i in range(settings.draws)]
 
 
-def largest_depth(settings):
+def largest_k(settings):
     """Return the largest k that a run may use. With --backprop_depth=0 that is its largest r."""
     if settings.backprop_depth:
         return min(settings.backprop_depth, settings.mean_recurrence)
-    every_update = range(settings.updates)
-    return max((k for update in every_update for _, k in draws_of(settings, update)), default=1)
+    updates = range(settings.updates)
+    return max((k for update in updates for _, k in draws_of(settings, update)), default=1)
 
 
 def lr_scale(settings, update):
@@ -251,7 +251,7 @@ def lr_scale(settings, update):
 
 # ----------------------------------------------------------------------------------- the training
 
-def train(settings, device):
+def train_model(settings, device):
     """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
     # ---- Start, from the run's newest checkpoint if there is one.
     saved = checkpoints(settings.out_dir)
@@ -551,11 +551,17 @@ def choose_trained(settings, model):
 def make_optimizer(settings, model, rank, world, weights=None):
     """Return an Optimizer for the parameters that are not frozen."""
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    stacked = {}
+    if not model.config.n_core:
+        # The paper's static baselines are Hugging Face models, in which q, k and v, or gate and up,
+        # are separate matrices. Its recurrent models stack them as ours do.
+        for i, block in enumerate(model.prelude):
+            stacked[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
+            stacked[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
     return Optimizer(trained, lr=settings.lr, adam_lr=settings.adam_lr,
                      weight_decay=settings.weight_decay, clip=settings.clip or math.inf,
-                     rule=settings.optimizer, weights=weights,
-                     stacked={} if model.config.n_core else stacked_rows(model),
-                     rank=rank, world=world)
+                     rule=settings.optimizer, weights=weights, stacked=stacked, rank=rank,
+                     world=world)
 
 
 def read_progress(settings, resumed, model, fingerprint):
@@ -595,15 +601,14 @@ def spent_before(folder):
     return {"tokens": last["tokens"], "flops": last["flops"], "used": used}
 
 
-def check_ranks(start):
-    """Raise UserError if the ranks disagree on a value in the dict `start`."""
-    if WORLD == 1:
-        return
-    starts = [None] * WORLD
-    dist.all_gather_object(starts, start)
-    for key, value in starts[0].items():
-        if start[key] != value:
-            raise UserError(f"rank {RANK} has {key} = {start[key]}, but rank 0 has {value}. All "
+def check_ranks(mine):
+    """Raise UserError if a value in the dict `mine` differs on rank 0."""
+    first = [mine]
+    if WORLD > 1:
+        dist.broadcast_object_list(first)
+    for key, value in first[0].items():
+        if mine[key] != value:
+            raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}. All "
                             "ranks need the same settings and the same files")
 
 
@@ -621,7 +626,7 @@ def describe_run(settings, model):
         warmup = num_updates(settings, settings.curriculum_warmup)
         say(f"mean of r: {scheduled_mean(settings, 0) + extra} at first, "
             f"{settings.mean_recurrence + extra} from update {warmup:,} on; gradients through at "
-            f"most the last {largest_depth(settings)}")
+            f"most the last {largest_k(settings)}")
 
 
 def compile_model(settings, model, train_set):
@@ -645,7 +650,7 @@ def warm_up(settings, model, train_set):
     began = time.time()
     batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
-    _, losses = model(idx, targets, (1, largest_depth(settings)), state, settings.recompute)
+    _, losses = model(idx, targets, (1, largest_k(settings)), state, settings.recompute)
     losses.sum().backward()
     model.zero_grad()
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if idx.is_cuda else ""
@@ -677,7 +682,7 @@ def main():
     if WORLD > 1:
         join_ranks(device)
     try:
-        code = train(settings, device)
+        code = train_model(settings, device)
     except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={settings.micro_batch}. Lower it or "
                         "--context, or try --activation_budget=0.5, then --recompute")

@@ -18,8 +18,8 @@ from common import Parser, UserError, choose_dtype, cli, opening, positive, read
 from data import Dataset
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
-from train import (choose_trained, describe_run, draws_of, largest_depth, make_optimizer,
-                   new_config, read_settings, run_config, spent_before, update_flops)
+from train import (choose_trained, describe_run, draws_of, largest_k, make_optimizer, new_config,
+                   read_settings, run_config, spent_before, update_flops)
 
 # The bfloat16 FLOP/s that we expect from each GPU: not measured, but 61, 61 and 43% of its peak.
 GPUS = {
@@ -181,7 +181,7 @@ def memory(settings, model, gpus):
     layer = 14 * c.n_embd + 6 * (c.n_ffn + heads * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
-    loops = 1 if settings.recompute else largest_depth(settings)
+    loops = 1 if settings.recompute else largest_k(settings)
     layers = c.n_prelude + c.n_core * loops + c.n_coda
     activations = settings.micro_batch * settings.context * layer * layers
     if settings.compile:
