@@ -19,9 +19,8 @@ instead: token ids, and targets, which are already shifted, with -100 for no los
 the shards. It is written last, so a folder that has one is complete. Its "row_length" is null if
 any T is allowed; data written in fixed-length rows (runs/tiny_corpus.py) allows only that length.
 
-Unusual: the loader has no state. A batch is a pure function of (seed, index, rank, world, B), where
-index counts micro-batches. So a run can resume from its step number alone, and 2 ranks see the same
-samples as 1 rank with twice the batch size.
+This file has three parts that hardly depend on each other: the loader, `prepare`, and tokenizers,
+the longest, because token ids have to be those of transformers.
 """
 import bisect
 import functools
@@ -40,624 +39,60 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import (Parser, UserError, check_settings, cli, digest, fraction, locked, opening,
+from common import (Parser, UserError, between, check_settings, cli, digest, locked, opening,
                     positive, read_json, reading, say, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
 
-# -------------------------------------------------------------------------------- tokenizer files
-
-TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
-                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-                   "generation_config.json")
-
-
-def copy_tokenizer(source, target):
-    """Copy those of TOKENIZER_FILES that exist from one folder to another."""
-    write_tokenizer(read_tokenizer_files(source), target)
-
-
-def read_tokenizer_files(folder):
-    """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
-    paths = [Path(folder, name) for name in TOKENIZER_FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
-def write_tokenizer(files, folder):
-    for name, content in files.items():
-        Path(folder, name).write_bytes(content)
-
-
-# ------------------------------------------------------------------------------------- tokenizers
-
-# Usual names of the end-of-text token, tried in this order if no file names one.
-EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
-
-
-@dataclass
-class Tokenizer:
-    """Turns text into ids, and ids into text."""
-    encode_text: Callable  # text -> ids; the names of control tokens are encoded as ordinary text
-    decode_ids: Callable   # list of ids below vocab_size -> text
-    vocab_size: int        # the highest id + 1; there may be gaps
-    special: dict          # {name: id} of control tokens
-    bos_id: int | None     # put before a text if transformers, given these files, does so
-    eos_id: int | None     # ends a document; None if the tokenizer has no such token
-    fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
-
-    @staticmethod
-    def load(folder):
-        """Load the Tokenizer in a folder. Raises UserError if there is none."""
-        path = tokenizer_file(folder)
-        config = read_optional(folder, "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # as in transformers
-            config |= read_optional(folder, "special_tokens_map.json")
-        read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
-        with reading(path):
-            encode, decode, tokens, special, bos_id = read(path, config)
-            check_added(path, config, tokens)
-            eos_id = control_token(path, special, config.get("eos_token"))
-        if eos_id is None:
-            eos_id = next((special[name] for name in EOS_NAMES if name in special), None)
-        fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
-        vocab_size = max(tokens.values()) + 1
-        return Tokenizer(encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
-
-    def encode(self, text, bos=False):
-        """
-        Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
-        text is four characters, never EOS. Raises UserError if the text is not Unicode.
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise UserError(f"a text holds half a character, which has no UTF-8 ({e})")
-        ids = self.encode_text(text)
-        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
-
-    def decode(self, ids):
-        """
-        Turn a list of ids into text. Skips ids that the tokenizer lacks, which a model with a
-        padded vocabulary may produce.
-        """
-        return self.decode_ids([i for i in ids if i < self.vocab_size])
-
-
-def read_optional(folder, name):
-    """Read the dict in a folder's JSON file; {} if there is no such file."""
-    with reading(Path(folder, name)) as path:
-        return dict(read_json(path)) if path.exists() else {}
-
-
-def token_name(token):
-    """The name of a token in a configuration, which writes it as text or as a dict."""
-    return token["content"] if isinstance(token, dict) else token
-
-
-def control_token(path, special, token):
-    """
-    Find the id of a token that the files beside `path` name as BOS or EOS; None gives None. Raises
-    UserError if it is not one of the file's control tokens `special`: any other would be wrong.
-    """
-    name = token_name(token)
-    if name and name not in special:
-        raise UserError(f"{path}: has no control token {name}, which a file beside it names as BOS "
-                        "or EOS")
-    return special.get(name)
-
-
-def check_added(path, config, tokens):
-    """Raise UserError if the files beside a tokenizer's file add tokens to its own `tokens`."""
-    extra = config.get("extra_special_tokens") or []
-    added = [*read_optional(path.parent, "added_tokens.json"),
-             *config.get("added_tokens_decoder", {}).values(),
-             *(config.get("additional_special_tokens") or []),
-             *(extra.values() if isinstance(extra, dict) else extra)]
-    for name in map(token_name, added):
-        if name not in tokens:
-            raise UserError(f"{path}: lacks the token {name}, which a file beside it adds. Merge "
-                            "them with transformers' AutoTokenizer and save_pretrained()")
-
-
-def tokenizer_file(folder):
-    """
-    Find the file that defines a folder's tokenizer: tokenizer.model, unless there is none or a
-    tokenizer.json has other tokens, because a fine-tune left the tokenizer.model of its parent.
-    Raises UserError if there is neither.
-    """
-    model, spec = (Path(folder, name) for name in ("tokenizer.model", "tokenizer.json"))
-    if model.exists() and spec.exists():
-        _, _, tokens, *_ = read_sentencepiece(model, {})
-        with reading(spec):
-            return model if tokens == all_tokens(read_json(spec)) else spec
-    if not model.exists() and not spec.exists():
-        raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
-    return model if model.exists() else spec
-
-
-def check_tokenizer(config, folder, *others):
-    """
-    Load the Tokenizer of a model's folder, and add its EOS, which data.py trains, to the ids that
-    end a text by the model's Config. Raises UserError if it has more ids than the model, or if the
-    tokenizer of one of the other folders, such as a data set's, differs from it.
-    """
-    tokenizer = Tokenizer.load(folder)
-    for other in others:
-        theirs = Tokenizer.load(other).fingerprint
-        if theirs != tokenizer.fingerprint:
-            raise UserError(f"{other}: its tokenizer ({theirs}) differs from that of {folder} "
-                            f"({tokenizer.fingerprint}). Prepare the data with "
-                            f"--tokenizer={folder}")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, but its model "
-                        f"only {config.vocab_size}, so it is the tokenizer of a different model")
-    if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
-        ends = [*sorted(config.ends), tokenizer.eos_id]
-        config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
-    return tokenizer
-
-
-# These readers return encode_text, decode_ids, {name: id} of all tokens, special and bos_id: see
-# Tokenizer.
-
-def read_sentencepiece(path, config):
-    """Read a SentencePiece model (Llama 2, TinyLlama), which never encodes control tokens."""
-    import sentencepiece
-    with reading(path):
-        if re.match(rb"\S+ \d+\n", path.read_bytes()[:100]):
-            raise UserError(f"{path}: Meta's own format of Llama 3's tokenizer, not SentencePiece. "
-                            "Use the tokenizer.json of a Hugging Face repository instead")
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    tokens = {model.id_to_piece(i): i for i in range(model.vocab_size())}
-    special = {name: i for name, i in tokens.items() if model.is_control(i)}
-    # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer adds it
-    # unless tokenizer_config.json says otherwise.
-    bos = config.get("bos_token", "<s>" if "<s>" in special else None)
-    bos_id = control_token(path, special, bos) if config.get("add_bos_token", True) else None
-    return model.encode, model.decode, tokens, special, bos_id
-
-
-def read_tokenizer_json(path, _):
-    """
-    Read a tokenizer.json. The words of runs/tiny.sh are split in Python, and byte-level BPE is read
-    with tiktoken, if both certainly give transformers' ids. All else needs the tokenizers library.
-    """
-    spec = read_json(path)
-    special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
-    encode, decode = read_words(spec) or read_bytes(spec) or read_others(path)
-    return encode, decode, all_tokens(spec), special, first_token(path, spec)
-
-
-def all_tokens(spec):
-    """{name: id} of a tokenizer.json."""
-    vocab = spec["model"]["vocab"]
-    if isinstance(vocab, list):  # Unigram: pairs (name, score)
-        vocab = {name: i for i, (name, _) in enumerate(vocab)}
-    return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
-
-
-def first_token(path, spec):
-    """
-    Find the id of the token that a tokenizer.json puts before a text, or None. As in transformers,
-    tokenizer_config.json is ignored. A token after the text is left out, because the model has to
-    continue a prompt. Raises UserError if several come before a text, or unknown ones.
-    """
-    processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
-    before = []
-    for step in processor.get("processors", [processor]):
-        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
-            raise UserError(f"{path}: a post-processor {step['type']} is not supported")
-        tokens = itertools.takewhile(lambda piece: "SpecialToken" in piece, step.get("single", []))
-        for token in tokens:
-            before += step["special_tokens"][token["SpecialToken"]["id"]]["ids"]
-    if len(before) > 1:
-        raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
-    return before[0] if before else None
-
-
-# These return encode_text and decode_ids, or None if the tokenizer.json is of another kind.
-
-def read_words(spec):
-    """Tokens that are words between blanks, as in runs/tiny.sh, without any package."""
-    vocab = spec["model"]["vocab"]
-    simple = {"pre_tokenizer": {"type": "WhitespaceSplit"}, "normalizer": None, "decoder": None}
-    if (spec["model"]["type"] != "WordLevel" or spec["model"].get("unk_token") != "<unk>"
-            or any(spec.get(key) != value for key, value in simple.items())
-            or not all(token["special"] for token in spec["added_tokens"])):
-        return None
-    words = {i: word for word, i in all_tokens(spec).items()}
-
-    def encode(text):
-        found = re.findall(r"[\S\x1c-\x1f]+", text)  # which are blanks in Python alone
-        return [vocab.get(word, vocab["<unk>"]) for word in found]
-
-    return encode, lambda ids: " ".join(words[i] for i in ids if i in words)
-
-
-# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
-# (from 0) as character 256 + n.
-OTHERS = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
-BYTES = {chr(256 + OTHERS.index(b) if b in OTHERS else b): b for b in range(256)}
-
-# How GPT-2 splits text into words; and SmolLM2, which splits off single digits before.
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGITS = GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
-
-# What tiktoken gets at a time, because it fails on a million blanks in a row. If possible, a piece
-# ends between a letter or digit and a blank, where words end anyway.
-PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
-
-
-def word_pattern(spec):
-    """The regular expression of the words into which byte-level BPE splits a text, or None."""
-    step = spec.get("pre_tokenizer") or {}
-    match step.get("pretokenizers", [step]):
-        case [{"use_regex": True, "add_prefix_space": False}]:
-            return GPT2
-        case [{"individual_digits": True}, {"use_regex": True, "add_prefix_space": False}]:
-            return DIGITS
-        case [{"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
-              {"use_regex": False, "add_prefix_space": False}]:
-            return words
-        case [{"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-              {"use_regex": False, "add_prefix_space": False}]:
-            return f"{words}|(?:(?!{words})(?s:.))+"  # also what is between the words
-
-
-def read_bytes(spec):
-    """
-    Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken, which needs a token for each
-    byte, and merges in the order of ids; and added tokens that are recognized as they are.
-    """
-    model = spec["model"]
-    words = word_pattern(spec)
-    if not words or model["type"] != "BPE":
-        return None
-    vocab = model["vocab"]
-    merges = [vocab["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
-    merged = set(merges)
-    ranks = {text: i for text, i in vocab.items() if text in BYTES or i in merged}
-    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
-    normalizer = (spec.get("normalizer") or {}).get("type")
-    if (merges != sorted(merges) or normalizer not in (None, "NFC")
-            or BYTES.keys() - ranks.keys() or vocab.keys() - added.keys() - ranks.keys()
-            or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-            or any(token[key] for token in in_text.values()
-                   for key in ("lstrip", "rstrip", "single_word", "normalized"))):
-        return None
-    import tiktoken
-    ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
-    try:
-        coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
-    except ValueError:  # another kind of regular expression
-        return None
-    known = {*ranks.values(), *added.values()}
-    names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
-
-    def encode_ordinary(text):
-        text = unicodedata.normalize("NFC", text) if normalizer else text
-        return [*itertools.chain.from_iterable(map(coder.encode_ordinary, PIECE.findall(text)))]
-
-    def encode(text):
-        ids = []
-        start = 0
-        for match in names.finditer(text) if in_text else ():
-            if match[0] in in_text:  # not the name of a control token, which is ordinary text
-                ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
-                start = match.end()
-        return ids + encode_ordinary(text[start:])
-
-    return encode, lambda ids: coder.decode([i for i in ids if i in known])
-
-
-def read_others(path):
-    """A tokenizer.json of any kind, with the tokenizers library."""
-    import tokenizers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
-    coder = tokenizers.Tokenizer.from_file(str(path))
-    coder.no_truncation()
-    coder.no_padding()
-    coder.encode_special_tokens = True  # as ordinary text
-
-    def encode(text):
-        # Unlike encode(), this releases the GIL, so that threads encode in parallel.
-        (encoding,) = coder.encode_batch_fast([text], add_special_tokens=False)
-        return encoding.ids
-
-    return encode, functools.partial(coder.decode, skip_special_tokens=False)
-
-
-# ---------------------------------------------------------------------------------------- prepare
-# A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
-# one document.
-
-# What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
-# at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
-ROLE = "(?:user|human|assistant|system)"
-TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
-ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
-
-MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
-
-
-def read_records(path):
-    """
-    Yield the records of a file, as pairs of its path and a dict or bytes of JSON, which tokenize()
-    parses in its thread. Raises UserError if the file is of another kind or damaged.
-    """
-    suffix = Path(path).suffix
-    with reading(path):
-        if suffix in (".txt", ".md", ".rst"):
-            text = Path(path).read_text("utf-8-sig")
-            if "\0" in text:
-                raise UserError(f"{path}: not a text in UTF-8. Convert it, for example with iconv")
-            yield path, {"text": text}
-        elif suffix == ".jsonl":
-            with open(path, "rb") as file:
-                yield from ((path, line) for line in file if line.strip())
-        elif suffix == ".parquet":
-            from pyarrow import parquet
-            for batch in parquet.ParquetFile(path).iter_batches(256):
-                yield from ((path, row) for row in batch.to_pylist())
-        else:
-            raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
-
-
-def column_value(record, column):
-    """The value of a column. "a.b" is column b of the dict in column a, or None if a is null."""
-    for name in column.split("."):
-        record = None if record is None else record[name]
-    return record
-
-
-def drop_rule(rule):
-    """The type of --drop: COLUMN=TEXT. Neither may be empty, because any text contains ""."""
-    if not all(rule.partition("=")):
-        raise ValueError
-    return rule
-
-
-def is_dropped(record, rule):
-    column, _, text = rule.partition("=")
-    return text.lower() in str(column_value(record, column)).lower()
-
-
-def as_text(value):
-    """
-    Return a text, or the text of a number, of true or false, or of bytes in UTF-8. Raises
-    ValueError or TypeError if there is none, as for null, NaN, a list or half a character.
-    """
-    if isinstance(value, bytes):  # from parquet files that do not say that a column is text
-        return value.decode()
-    if isinstance(value, (bool, int, float)):
-        return json.dumps(value, allow_nan=False)
-    str.encode(value)
-    return value
-
-
-def read_column(record, column):
-    """
-    Read a column that holds text, a number, ids or a chat, whose messages are joined by newlines.
-    Returns text or ids.
-    """
-    value = column_value(record, column)
-    if not isinstance(value, list):
-        return as_text(value)
-    if all(type(item) is int for item in value):  # true is no id, and 1.5 would be rounded
-        return value
-    return "\n".join(map(message_text, value))
-
-
-def message_text(message):
-    """Return the text of a chat's message; a call of a tool may have none."""
-    content = message["content"]
-    return "" if content is None else as_text(content)
-
-
-def parts(record, args):
-    """
-    The parts of a record's document: each is text or ids, and whether it carries loss. A prompt, or
-    each message with --loss assistant, is a part of its own.
-    """
-    found = [(read_column(record, args.prompt), False)] if args.prompt else []
-    if args.loss == "all":
-        return [*found, (read_column(record, args.field), True)]
-    return found + [(message_text(message), message["role"].lower() == "assistant")
-                    for message in column_value(record, args.field)]
-
-
-def document(tokenizer, record, args):
-    """
-    Turn a record into an array (2, N) int32: token ids, and targets, which are already shifted,
-    with -100 for no loss.
-
-    The document begins with BOS, a newline separates its parts, and EOS follows each that carries
-    loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
-    the same ids here as at inference.
-
-    args: the flags of prepare. Raises an exception, which tokenize() catches, if a column is
-    missing or has the wrong type, if ids are out of range, or if no token carries loss.
-    """
-    ids, labels = [], []
-    for part, has_loss in parts(record, args):
-        if isinstance(part, str):
-            text = ROLES.sub("", part) if args.strip_roles else part
-            text = text.strip() if has_loss else text
-            if not text:
-                continue
-            part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
-            part += [tokenizer.eos_id] * has_loss
-        ids += part
-        labels += part if has_loss else [IGNORE] * len(part)
-    if not ids:
-        return np.empty((2, 0), np.int32)
-    if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
-        raise ValueError("ids that the tokenizer does not have")
-    targets = [*labels[1:], IGNORE]  # the target is the next token
-    if max(targets) < 0:
-        raise ValueError("no token carries loss")
-    return np.array([ids, targets], np.int32)
-
-
-def tokenize(tokenizer, args, found):
-    """
-    Turn a record of read_records() into a document: token ids (1, N); or (2, N) with targets, if
-    only a part carries loss. Returns ("kept", the document), ("dropped", None), or ("bad", why).
-    """
-    path, record = found
-    num_rows = 2 if args.prompt or args.loss == "assistant" else 1
-    try:
-        if isinstance(record, bytes):
-            record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
-        if any(is_dropped(record, rule) for rule in args.drop):
-            return "dropped", None
-        return "kept", document(tokenizer, record, args)[:num_rows].copy()
-    except Exception as e:  # not JSON, or a column is missing or has the wrong type
-        return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
-
-
-def write_shard(folder, name, tokens):
-    """Write an array, (N) or (2, N), as a shard. Returns meta.json's [name, tokens, SHA-256]."""
-    with write_atomically(f"{folder}/{name}") as new:
-        np.save(new, tokens)
-    return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
-
-
-def cut_validation(documents, share):
-    """
-    Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
-    validation. Evenly spaced documents are for validation, since files are often sorted: the
-    fraction `share` of all, but at least 32, or a tenth if that is fewer. With fewer than 10, such
-    as a single book, it is the last tokens instead.
-    """
-    count = len(documents)
-    if count < 10:
-        tokens = np.concatenate(documents, axis=1)
-        held_out = round(share * tokens.shape[1])
-        return np.split(tokens, [tokens.shape[1] - held_out], axis=1)
-    number = max(math.ceil(share * count), min(32, count // 10))
-    held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
-    splits = [[documents[0][:, :0]], [documents[0][:, :0]]]  # each begins with no tokens
-    for i, tokens in enumerate(documents):
-        splits[i in held_out].append(tokens)
-    return [np.concatenate(split, axis=1) for split in splits]
-
-
-def write_shards(args, meta, documents):
-    """Write the next shard for training and the next one for validation, and list them in meta."""
-    number = len(meta["shards"]["train"])
-    for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
-        if len(tokens) == 1:  # ids alone
-            tokens = tokens[0].astype(np.uint16 if meta["vocab_size"] <= 65536 else np.uint32)
-        if tokens.size:
-            name = f"{split}_{number:06d}.npy"
-            meta["shards"][split].append(write_shard(args.out, name, tokens.copy()))
-            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
-    write_json(f"{args.out}/progress.json", meta)
-
-
-def pack(args, tokenizer, meta):
-    """
-    Tokenize the records that are not in a shard yet, and write each shard when it is full. Threads
-    are enough, because the tokenizer libraries release the GIL.
-    """
-    counts = meta["counts"]
-    records = itertools.chain.from_iterable(map(read_records, args.input))
-    records = itertools.islice(records, sum(counts.values()), None)
-    documents, size = [], 0  # those of the next shard, and their tokens
-    example = None  # of a bad record
-    work = functools.partial(tokenize, tokenizer, args)
-    with ThreadPoolExecutor() as pool:
-        while group := list(itertools.islice(records, 1000)):
-            for outcome, found in pool.map(work, group):
-                counts[outcome] += 1
-                if outcome == "bad":
-                    example = found
-                elif outcome == "kept":
-                    documents.append(found)
-                    size += found.shape[1]
-                    meta["longest"] = max(meta["longest"], found.shape[1])
-                if size >= args.shard_tokens:
-                    write_shards(args, meta, documents)
-                    documents, size = [], 0
-            if counts["bad"] > MAX_BAD * sum(counts.values()):
-                raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
-                                "far are bad. Check the file, and the flags that name columns. One "
-                                f"of them: {example}")
-    if documents:
-        write_shards(args, meta, documents)
-    if not meta["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
-                        "--field and --drop")
-
-
-def prepare(args):
-    """
-    Turn the records of files into a data set. args: the command's flags.
-
-    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
-    does not tokenize again, and ends with the same bytes. Raises UserError if the output was
-    started with different flags, if too many records are bad, or if no text is left.
-    """
-    args.tokenizer = str([args.tokenizer, *checkpoints(args.tokenizer)][-1])  # a run's is in those
-    tokenizer = Tokenizer.load(args.tokenizer)
-    if tokenizer.eos_id is None:
-        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
-                        "Name it as eos_token in tokenizer_config.json")
-    meta = {
-        "arguments": vars(args) | {
-            "input": [[os.path.basename(path), digest(path)] for path in args.input],
-            "tokenizer": tokenizer.fingerprint,
-            "out": None,  # may change on resume
-        },
-        "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
-        "longest": 0,                                   # tokens in the longest document
-        "shards": {"train": [], "val": []},
-        "row_length": None,                             # any T is allowed
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-    }
-    out = Path(args.out)
-    finished, unfinished = out / "meta.json", out / "progress.json"
-    with locked(out):
-        earlier = finished if finished.exists() else unfinished
-        if earlier.exists():
-            found = read_json(earlier)
-            if found["shards"]["train"]:  # otherwise there is nothing to keep
-                check_settings(out, found["arguments"], meta["arguments"], "Choose another --out")
-                meta = found
-        elif set(os.listdir(out)) - {".lock"}:
-            raise UserError(f"{out}: contains other files. Choose another --out")
-        if finished.exists():
-            print(f"{out} is already complete")
-            return
-        write_json(unfinished, meta)
-        pack(args, tokenizer, meta)
-        copy_tokenizer(args.tokenizer, out)
-        unfinished.rename(finished)
-    print(f"{out}: complete. Records: {meta['counts']}. The longest document has "
-          f"{meta['longest']:,} tokens")
-
-
 # ------------------------------------------------------------------------------------- the loader
+# It has no state. A batch is a pure function of (seed, index, rank, world, B), where index counts
+# micro-batches. So a run can resume from its step number alone, and 2 ranks see the same samples as
+# 1 rank with twice the batch size.
 
-def read_mixture(data):
+class Dataset:
     """
-    Parse --data, such as "A:1,B:1,C:2". Returns [(folder, weight), ...]. Raises UserError if a
-    folder is not a finished data set or a weight is not a whole number above 0.
+    The rows of one data set, or a mixture of several: "A:1,B:1,C:2" takes 1/4 of the samples
+    from A, 1/4 from B and 1/2 from C.
+
+    A round is sum(weights) samples: exactly weights[k] from source k, evenly spread. Each source
+    has its own epochs. .num_rows: the number of samples until the first source completes an epoch.
+    .folders: those of the sources. .longest: see Shards.
     """
-    mixture = []
-    for source in data.split(","):
-        folder, _, weight = source.partition(":")
-        if not os.path.exists(f"{folder}/meta.json"):
-            raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
-                            "`python data.py prepare`, or the one of runs/tiny.sh with "
-                            "`python -m runs.tiny_corpus --out out/tiny/data`")
-        if not re.fullmatch("[1-9][0-9]*|", weight):
-            raise UserError(f"--data={data}: weights must be whole numbers above 0")
-        mixture.append((folder, int(weight or 1)))
-    return mixture
+
+    def __init__(self, data, split, T):
+        mixture = read_mixture(data)
+        self.folders = [folder for folder, _ in mixture]
+        self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]
+        places = [((i + 0.5) / weight, k) for k, (_, weight) in enumerate(mixture)
+                  for i in range(weight)]
+        self.round = [k for _, k in sorted(places)]  # the source of each sample of a round
+        self.num_rows = min(shards.num_rows * len(self.round) // weight
+                            for shards, weight in self.sources)
+        self.longest = max(shards.longest for shards, _ in self.sources)
+
+    def fingerprint(self):
+        """A digest of the shards' contents and of the weights. It does not depend on paths."""
+        content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.sources])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def batch(self, seed, index, rank, world, B, first=0):
+        """
+        Return one rank's B rows of a micro-batch.
+
+        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. first: samples to
+        skip, which earlier runs have seen. Returns idx and targets (-100: no loss), both (B, T)
+        int64, and numbers (B,) int64: the rows' global sample indices.
+        """
+        numbers = first + (index * world + rank) * B + np.arange(B)
+        samples = []
+        for number in numbers:
+            rounds, place = divmod(number, len(self.round))
+            k = self.round[place]
+            shards, weight = self.sources[k]
+            earlier = rounds * weight + self.round[:place].count(k)  # samples of this source
+            samples.append(shards.sample(seed, earlier))
+        idx, targets = torch.from_numpy(np.stack(samples, axis=1))
+        return idx, targets, numbers
 
 
 class Shards:
@@ -710,63 +145,286 @@ class Shards:
         return np.array([x[start:start + self.T] for x in self.shards[shard]], np.int64)
 
 
-class Dataset:
+def read_mixture(data):
     """
-    The rows of one data set, or a mixture of several: "A:1,B:1,C:2" takes 1/4 of the samples
-    from A, 1/4 from B and 1/2 from C.
-
-    A round is sum(weights) samples: exactly weights[k] from source k, evenly spread.
-    Each source has its own epochs. .num_rows: the number of samples until the first source
-    completes an epoch. .folders: those of the sources; check_tokenizer() makes sure that they share
-    a tokenizer. .longest: see Shards.
+    Parse --data, such as "A:1,B:1,C:2". Returns [(folder, weight), ...]. Raises UserError if a
+    folder is not a finished data set or a weight is not a whole number above 0.
     """
-
-    def __init__(self, data, split, T):
-        mixture = read_mixture(data)
-        self.folders = [folder for folder, _ in mixture]
-        self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]
-        places = [((i + 0.5) / weight, k) for k, (_, weight) in enumerate(mixture)
-                  for i in range(weight)]
-        self.round = [k for _, k in sorted(places)]  # the source of each sample of a round
-        self.num_rows = min(shards.num_rows * len(self.round) // weight
-                            for shards, weight in self.sources)
-        self.longest = max(shards.longest for shards, _ in self.sources)
-
-    def fingerprint(self):
-        """A digest of the shards' contents and of the weights. It does not depend on paths."""
-        content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.sources])
-        return hashlib.sha256(content.encode()).hexdigest()
-
-    def batch(self, seed, index, rank, world, B, first=0):
-        """
-        Return one rank's B rows of a micro-batch.
-
-        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. first: samples to
-        skip, which earlier runs have seen. Returns idx and targets (-100: no loss), both (B, T)
-        int64, and numbers (B,) int64: the rows' global sample indices.
-        """
-        numbers = first + (index * world + rank) * B + np.arange(B)
-        samples = []
-        for number in numbers:
-            rounds, place = divmod(number, len(self.round))
-            k = self.round[place]
-            shards, weight = self.sources[k]
-            earlier = rounds * weight + self.round[:place].count(k)  # samples of this source
-            samples.append(shards.sample(seed, earlier))
-        idx, targets = torch.from_numpy(np.stack(samples, axis=1))
-        return idx, targets, numbers
+    mixture = []
+    for source in data.split(","):
+        folder, _, weight = source.partition(":")
+        if not os.path.exists(f"{folder}/meta.json"):
+            raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
+                            "`python data.py prepare`, or the one of runs/tiny.sh with "
+                            "`python -m runs.tiny_corpus --out out/tiny/data`")
+        if not re.fullmatch("[1-9][0-9]*|", weight):
+            raise UserError(f"--data={data}: weights must be whole numbers above 0")
+        mixture.append((folder, int(weight or 1)))
+    return mixture
 
 
-# ------------------------------------------------------------------------------------ the command
+# ---------------------------------------------------------------------------------------- prepare
+# A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
+# one document.
+
+MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
+
+# What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
+# at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
+ROLE = "(?:user|human|assistant|system)"
+TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
+ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
+
+
+def read_records(path):
+    """
+    Yield the records of a file: dicts, or lines of JSON in bytes, which are parsed by threads.
+    Raises UserError if the file is of another kind or damaged.
+    """
+    suffix = Path(path).suffix
+    with reading(path):
+        if suffix in (".txt", ".md", ".rst"):
+            text = Path(path).read_text("utf-8-sig")
+            if "\0" in text:
+                raise UserError(f"{path}: not a text in UTF-8. Convert it, for example with iconv")
+            yield {"text": text}
+        elif suffix == ".jsonl":
+            with open(path, "rb") as file:
+                yield from filter(bytes.strip, file)
+        elif suffix == ".parquet":
+            from pyarrow import parquet
+            for batch in parquet.ParquetFile(path).iter_batches(256):
+                yield from batch.to_pylist()
+        else:
+            raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
+
+
+def column_value(record, column):
+    """The value of a column. "a.b" is column b of the dict in column a, or None if a is null."""
+    for name in column.split("."):
+        record = None if record is None else record[name]
+    return record
+
+
+def as_text(value):
+    """
+    Return a text, or the text of a number, of true or false, or of bytes in UTF-8. Raises
+    ValueError or TypeError if there is none, as for null, NaN, a list or half a character.
+    """
+    if isinstance(value, bytes):  # from parquet files that do not say that a column is text
+        return value.decode()
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value, allow_nan=False)
+    str.encode(value)
+    return value
+
+
+def read_column(record, column):
+    """Return text, a list of ids, or the messages of a chat, joined by newlines, of a column."""
+    value = column_value(record, column)
+    if not isinstance(value, list):
+        return as_text(value)
+    if all(type(item) is int for item in value):  # true is no id, and 1.5 would be rounded
+        return value
+    return "\n".join(as_text(message["content"] or "") for message in value)
+
+
+def document(tokenizer, record, args):
+    """
+    Turn a record into an array (2, N) int32: token ids, and targets, which are already shifted,
+    with -100 for no loss. args: the flags of prepare.
+
+    The document begins with BOS, a newline separates its parts, and EOS follows each that carries
+    loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
+    the same ids here as at inference. Raises an exception, whatever its type, if a column is
+    missing or has the wrong type, if ids are out of range, or if no token carries loss.
+    """
+    parts = []  # text or ids, and whether they carry loss
+    if args.prompt:
+        parts.append((read_column(record, args.prompt), False))
+    if args.loss == "all":
+        parts.append((read_column(record, args.field), True))
+    else:
+        for message in column_value(record, args.field):
+            text = as_text(message["content"] or "")  # the call of a tool may have null
+            parts.append((text, message["role"].lower() == "assistant"))
+    ids, labels = [], []
+    for part, has_loss in parts:
+        if isinstance(part, str):
+            text = ROLES.sub("", part) if args.strip_roles else part
+            text = text.strip() if has_loss else text
+            if not text:
+                continue
+            part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
+            part += [tokenizer.eos_id] * has_loss
+        ids += part
+        labels += part if has_loss else [IGNORE] * len(part)
+    if not ids:
+        return np.empty((2, 0), np.int32)
+    if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
+        raise ValueError("ids that the tokenizer does not have")
+    targets = [*labels[1:], IGNORE]  # the target is the next token
+    if max(targets) < 0:
+        raise ValueError("no token carries loss")
+    return np.array([ids, targets], np.int32)
+
+
+def is_dropped(record, rule):
+    """Whether a rule of --drop, COLUMN=TEXT, applies to a record."""
+    column, _, text = rule.partition("=")
+    return text.lower() in str(column_value(record, column)).lower()
+
+
+def tokenize(tokenizer, args, path, record):
+    """
+    Turn a record of the file `path` into a document: token ids (1, N); or (2, N) with targets, if
+    only a part carries loss. Returns ("kept", the document), ("dropped", None), or ("bad", why).
+    """
+    num_rows = 2 if args.prompt or args.loss == "assistant" else 1
+    try:
+        if isinstance(record, bytes):
+            record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
+        if any(is_dropped(record, rule) for rule in args.drop):
+            return "dropped", None
+        return "kept", document(tokenizer, record, args)[:num_rows].copy()
+    except Exception as e:  # not JSON, or a column is missing or has the wrong type
+        return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
+
+
+def pack(args, tokenizer, meta):
+    """
+    Tokenize the records that are not in a shard yet, and write each shard when it is full. Threads
+    are enough, because the tokenizer libraries release the GIL.
+    """
+    counts = meta["counts"]
+    records = ((path, record) for path in args.input for record in read_records(path))
+    records = itertools.islice(records, sum(counts.values()), None)
+    documents, size = [], 0  # those of the next shard, and their tokens
+    example = None  # of a bad record
+    with ThreadPoolExecutor() as pool:
+        while group := list(itertools.islice(records, 1000)):
+            for outcome, result in pool.map(lambda x: tokenize(tokenizer, args, *x), group):
+                counts[outcome] += 1
+                if outcome == "bad":
+                    example = result
+                elif outcome == "kept":
+                    documents.append(result)
+                    size += result.shape[1]
+                    meta["longest"] = max(meta["longest"], result.shape[1])
+                if size >= args.shard_tokens:
+                    write_shards(args, meta, documents)
+                    documents, size = [], 0
+            if counts["bad"] > MAX_BAD * sum(counts.values()):
+                raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
+                                "far are bad. Check the file, and the flags that name columns. One "
+                                f"of them: {example}")
+    if documents:
+        write_shards(args, meta, documents)
+    if not meta["shards"]["train"]:
+        raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
+                        "--field and --drop")
+
+
+def cut_validation(documents, share):
+    """
+    Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
+    validation: the fraction `share` of the documents, but at least 32, or a tenth if that is fewer.
+    They are evenly spaced, since files are often sorted. If there are fewer than 10, such as a
+    single book, it is the fraction `share` of the tokens instead, the last ones.
+    """
+    count = len(documents)
+    if count < 10:
+        tokens = np.concatenate(documents, axis=1)
+        length = tokens.shape[1]
+        return np.split(tokens, [length - round(share * length)], axis=1)
+    number = max(math.ceil(share * count), min(32, count // 10))
+    held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
+    splits = [], []
+    for i, tokens in enumerate(documents):
+        splits[i in held_out].append(tokens)
+    return [np.concatenate(split, axis=1) for split in splits]
+
+
+def write_shard(folder, name, tokens):
+    """Write an array, (N) or (2, N), as a shard. Returns meta.json's [name, tokens, SHA-256]."""
+    with write_atomically(f"{folder}/{name}") as new:
+        np.save(new, tokens)
+    return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
+
+
+def write_shards(args, meta, documents):
+    """Write the next shard for training and the next one for validation, and list them in meta."""
+    number = len(meta["shards"]["train"])
+    for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
+        if len(tokens) == 1:  # ids alone
+            tokens = tokens[0].astype(np.uint16 if meta["vocab_size"] <= 65536 else np.uint32)
+        if tokens.size:
+            name = f"{split}_{number:06d}.npy"
+            meta["shards"][split].append(write_shard(args.out, name, tokens.copy()))
+            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
+    write_json(f"{args.out}/progress.json", meta)
+
+
+def prepare(args):
+    """
+    Turn the records of files into a data set. args: the command's flags.
+
+    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
+    does not tokenize again, and ends with the same bytes. Raises UserError if the output was
+    started with different flags, if too many records are bad, or if no text is left.
+    """
+    args.tokenizer = str([args.tokenizer, *checkpoints(args.tokenizer)][-1])  # a run's is in those
+    tokenizer = Tokenizer.load(args.tokenizer)
+    if tokenizer.eos_id is None:
+        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
+                        "Name it as eos_token in tokenizer_config.json")
+    meta = {
+        "arguments": vars(args) | {
+            "input": [[os.path.basename(path), digest(path)] for path in args.input],
+            "tokenizer": tokenizer.fingerprint,
+            "out": None,  # may change on resume
+        },
+        "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
+        "longest": 0,                                   # tokens in the longest document
+        "shards": {"train": [], "val": []},
+        "row_length": None,                             # any T is allowed
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+    }
+    out = Path(args.out)
+    finished, unfinished = out / "meta.json", out / "progress.json"
+    with locked(out):
+        if finished.exists() or unfinished.exists():
+            earlier = read_json(finished if finished.exists() else unfinished)
+            if earlier["shards"]["train"]:  # otherwise there is nothing to keep
+                check_settings(out, earlier["arguments"], meta["arguments"], "Choose another --out")
+                meta = earlier
+        elif set(os.listdir(out)) - {".lock"}:
+            raise UserError(f"{out}: contains other files. Choose another --out")
+        if finished.exists():
+            print(f"{out} is already complete")
+            return
+        write_json(unfinished, meta)
+        pack(args, tokenizer, meta)
+        copy_tokenizer(args.tokenizer, out)
+        unfinished.rename(finished)
+    print(f"{out}: complete. Records: {meta['counts']}. The longest document has "
+          f"{meta['longest']:,} tokens")
+
+
+def drop_rule(rule):
+    """The type of --drop: COLUMN=TEXT. Neither may be empty, because any text contains ""."""
+    if not all(rule.partition("=")):
+        raise ValueError
+    return rule
+
 
 def main():
-    parser = Parser(description=opening(__doc__))
-    commands = parser.add_subparsers(dest="command", required=True)
-    preparing = commands.add_parser(
-        "prepare", help="pack files into a data set", description=opening(__doc__),
-        usage="data.py prepare --input FILE ... --tokenizer FOLDER --out FOLDER [flags]",
-        epilog="If it is killed, run the same command again: it resumes at the next shard.")
-    flag = preparing.add_argument
+    parser = Parser(description=opening(__doc__), usage="data.py prepare --input FILE ... "
+                    "--tokenizer FOLDER --out FOLDER [flags]")
+    flag = parser.add_argument
+    flag("command", choices=["prepare"],
+         help="pack files into a data set. If it is killed, the same command resumes")
     flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
          help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
     flag("--tokenizer", required=True, metavar="FOLDER",
@@ -784,13 +442,340 @@ def main():
               "column a, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
-    flag("--val", type=fraction, default=0.01,
+    flag("--val", type=between(0, 0.9, float), default=0.01,
          help="fraction of each shard's documents, evenly spaced, to use for validation (0.01), "
               "but at least 32, or a tenth if that is fewer")
     flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
     flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")
     prepare(parser.parse_args())
+
+
+# ------------------------------------------------------------------------------------- tokenizers
+
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
+                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+                   "generation_config.json")
+
+# Usual names of the end-of-text token, tried in this order if no file names one.
+EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
+
+
+def copy_tokenizer(source, target):
+    """Copy those of TOKENIZER_FILES that exist from one folder to another."""
+    write_tokenizer(read_tokenizer_files(source), target)
+
+
+def read_tokenizer_files(folder):
+    """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
+    paths = [Path(folder, name) for name in TOKENIZER_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def write_tokenizer(files, folder):
+    for name, content in files.items():
+        Path(folder, name).write_bytes(content)
+
+
+@dataclass
+class Tokenizer:
+    """Turns text into ids, and ids into text."""
+    folder: str            # that it was loaded from
+    encode_text: Callable  # text -> ids; the names of control tokens are encoded as ordinary text
+    decode_ids: Callable   # list of ids below vocab_size -> text
+    vocab_size: int        # the highest id + 1; there may be gaps
+    special: dict          # {name: id} of control tokens
+    bos_id: int | None     # put before a text if transformers, given these files, does so
+    eos_id: int | None     # ends a document; None if the tokenizer has no such token
+    fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
+
+    @staticmethod
+    def load(folder):
+        """Load the Tokenizer in a folder. Raises UserError if there is none."""
+        path = tokenizer_file(folder)
+        config = read_optional(folder, "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # as in transformers
+            config |= read_optional(folder, "special_tokens_map.json")
+        read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
+        with reading(path):
+            encode, decode, tokens, special, bos_id = read(path, config)
+            check_added(path, config, tokens)
+            eos_id = control_token(path, special, config.get("eos_token"))
+        if eos_id is None:
+            eos_id = next((special[name] for name in EOS_NAMES if name in special), None)
+        fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
+        vocab_size = max(tokens.values()) + 1
+        return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
+
+    def encode(self, text, bos=False):
+        """
+        Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
+        text is four characters, never EOS. Raises UserError if the text is not Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UserError(f"a text holds half a character, which has no UTF-8 ({e})")
+        ids = self.encode_text(text)
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def decode(self, ids):
+        """
+        Turn a list of ids into text. Skips ids that the tokenizer lacks, which a model with a
+        padded vocabulary may produce.
+        """
+        return self.decode_ids([i for i in ids if i < self.vocab_size])
+
+
+def load_tokenizer(folder, config):
+    """
+    Load the Tokenizer of a model's folder. Its EOS, which data.py trains, becomes one of the ids
+    that end a text by the model's Config. Raises UserError if it has more ids than the model.
+    """
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, but its model "
+                        f"only {config.vocab_size}, so it is the tokenizer of a different model")
+    if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
+        ends = [*sorted(config.ends), tokenizer.eos_id]
+        config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
+    return tokenizer
+
+
+def check_same_tokenizer(tokenizer, folder):
+    """Raise UserError if the tokenizer of a data set's folder differs from the model's."""
+    theirs = Tokenizer.load(folder)
+    if theirs.fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{folder}: its tokenizer ({theirs.fingerprint}) differs from that of "
+                        f"{tokenizer.folder} ({tokenizer.fingerprint}). Prepare the data with "
+                        f"--tokenizer={tokenizer.folder}")
+
+
+def tokenizer_file(folder):
+    """
+    Find the file that defines a folder's tokenizer: tokenizer.model, unless there is none or a
+    tokenizer.json has other tokens, because a fine-tune left the tokenizer.model of its parent.
+    Raises UserError if there is neither.
+    """
+    model, spec = (Path(folder, name) for name in ("tokenizer.model", "tokenizer.json"))
+    if model.exists() and spec.exists():
+        _, _, tokens, *_ = read_sentencepiece(model, {})
+        with reading(spec):
+            return model if tokens == all_tokens(read_json(spec)) else spec
+    if not model.exists() and not spec.exists():
+        raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
+    return model if model.exists() else spec
+
+
+def read_optional(folder, name):
+    """Read the dict in a folder's JSON file; {} if there is no such file."""
+    with reading(Path(folder, name)) as path:
+        return dict(read_json(path)) if path.exists() else {}
+
+
+def token_name(token):
+    """The name of a token in a configuration, which writes it as text or as a dict."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def control_token(path, special, token):
+    """
+    Find the id of a token that the files beside `path` name as BOS or EOS; None gives None. Raises
+    UserError if it is not one of the file's control tokens `special`: any other would be wrong.
+    """
+    name = token_name(token)
+    if name and name not in special:
+        raise UserError(f"{path}: has no control token {name}, which a file beside it names as BOS "
+                        "or EOS")
+    return special.get(name)
+
+
+def check_added(path, config, tokens):
+    """Raise UserError if the files beside a tokenizer's file add tokens to its own `tokens`."""
+    added = [*read_optional(path.parent, "added_tokens.json"),
+             *config.get("added_tokens_decoder", {}).values(),
+             *(config.get("additional_special_tokens") or [])]
+    for name in map(token_name, added):
+        if name not in tokens:
+            raise UserError(f"{path}: lacks the token {name}, which a file beside it adds. Merge "
+                            "them with transformers' AutoTokenizer and save_pretrained()")
+
+
+# Each of the two formats has a reader. It returns encode_text, decode_ids, {name: id} of all
+# tokens, special and bos_id: see Tokenizer.
+
+def read_sentencepiece(path, config):
+    """Read a SentencePiece model (Llama 2, TinyLlama), which never encodes control tokens."""
+    import sentencepiece
+    with reading(path):
+        if re.match(rb"\S+ \d+\n", path.read_bytes()[:100]):
+            raise UserError(f"{path}: Meta's own format of Llama 3's tokenizer, not SentencePiece. "
+                            "Use the tokenizer.json of a Hugging Face repository instead")
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    tokens = {model.id_to_piece(i): i for i in range(model.vocab_size())}
+    special = {name: i for name, i in tokens.items() if model.is_control(i)}
+    # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer adds it
+    # unless tokenizer_config.json says otherwise.
+    bos = config.get("bos_token", "<s>" if "<s>" in special else None)
+    bos_id = control_token(path, special, bos) if config.get("add_bos_token", True) else None
+    return model.encode, model.decode, tokens, special, bos_id
+
+
+def read_tokenizer_json(path, _):
+    """
+    Read a tokenizer.json. The words of runs/tiny.sh are split in Python, and byte-level BPE is read
+    with tiktoken, if both certainly give transformers' ids. All else needs the tokenizers library.
+    """
+    spec = read_json(path)
+    special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
+    encode, decode = word_level(spec) or byte_level(spec) or any_tokenizer_json(path)
+    return encode, decode, all_tokens(spec), special, template_bos(path, spec)
+
+
+def all_tokens(spec):
+    """{name: id} of a tokenizer.json."""
+    vocab = spec["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram: pairs (name, score)
+        vocab = {name: i for i, (name, _) in enumerate(vocab)}
+    return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
+
+
+def template_bos(path, spec):
+    """
+    Find the id of BOS, the token that a tokenizer.json puts before a text, or None. As in
+    transformers, tokenizer_config.json is ignored. A token after the text is left out, because the
+    model has to continue a prompt. Raises UserError if several come before a text, or unknown ones.
+    """
+    processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
+    before = []
+    for step in processor.get("processors", [processor]):
+        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
+            raise UserError(f"{path}: a post-processor {step['type']} is not supported")
+        tokens = itertools.takewhile(lambda piece: "SpecialToken" in piece, step.get("single", []))
+        for token in tokens:
+            before += step["special_tokens"][token["SpecialToken"]["id"]]["ids"]
+    if len(before) > 1:
+        raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
+    return before[0] if before else None
+
+
+# These return encode_text and decode_ids, or None if the tokenizer.json is of another kind.
+
+def word_level(spec):
+    """Tokens that are words between blanks, as in runs/tiny.sh, without any package."""
+    model = spec["model"]
+    can_be_read = (
+        model["type"] == "WordLevel" and model.get("unk_token") == "<unk>"
+        and spec.get("pre_tokenizer") == {"type": "WhitespaceSplit"}
+        and not spec.get("normalizer") and not spec.get("decoder")
+        and all(token["special"] for token in spec["added_tokens"])
+    )
+    if not can_be_read:
+        return None
+    vocab = model["vocab"]
+    words = {i: word for word, i in all_tokens(spec).items()}
+
+    def encode(text):
+        found = re.findall(r"[\S\x1c-\x1f]+", text)  # which are blanks in Python alone
+        return [vocab.get(word, vocab["<unk>"]) for word in found]
+
+    return encode, lambda ids: " ".join(words[i] for i in ids if i in words)
+
+
+# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
+# (from 0) as character 256 + n.
+UNPRINTABLE = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
+BYTES = {chr(256 + UNPRINTABLE.index(b) if b in UNPRINTABLE else b): b for b in range(256)}
+
+# How GPT-2 splits text into words; and SmolLM2, which splits off single digits before.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS = GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+
+# What tiktoken gets at a time, because it fails on a million blanks in a row. If possible, a piece
+# ends between a letter or digit and a blank, where words end anyway.
+PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
+
+
+def word_pattern(spec):
+    """The regular expression of the words into which byte-level BPE splits a text, or None."""
+    step = spec.get("pre_tokenizer") or {}
+    match step.get("pretokenizers", [step]):
+        case [{"use_regex": True, "add_prefix_space": False}]:
+            return GPT2
+        case [{"individual_digits": True}, {"use_regex": True, "add_prefix_space": False}]:
+            return DIGITS
+        case [{"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+              {"use_regex": False, "add_prefix_space": False}]:
+            return words
+        case [{"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+              {"use_regex": False, "add_prefix_space": False}]:
+            return f"{words}|(?:(?!{words})(?s:.))+"  # also what is between the words
+
+
+def byte_level(spec):
+    """Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken."""
+    words = word_pattern(spec)
+    model = spec["model"]
+    if not words or model["type"] != "BPE":
+        return None
+    vocab = model["vocab"]
+    merges = [vocab["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
+    merged = set(merges)
+    ranks = {text: i for text, i in vocab.items() if text in BYTES or i in merged}
+    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
+    normalizer = (spec.get("normalizer") or {}).get("type")
+    can_be_read = (
+        normalizer in (None, "NFC")
+        # tiktoken needs a token for each byte, and merges in the order of ids.
+        and BYTES.keys() <= ranks.keys() and merges == sorted(merges)
+        # Each other token must be the result of a merge, and be recognized as it is if added.
+        and vocab.keys() <= ranks.keys() | added.keys()
+        and not any(token[key] for token in in_text.values()
+                    for key in ("lstrip", "rstrip", "single_word", "normalized"))
+    )
+    if not can_be_read:
+        return None
+    import tiktoken
+    ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
+    try:
+        coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
+    except ValueError:  # another kind of regular expression
+        return None
+    known = {*ranks.values(), *added.values()}
+    names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
+
+    def encode_ordinary(text):
+        text = unicodedata.normalize("NFC", text) if normalizer else text
+        return [*itertools.chain.from_iterable(map(coder.encode_ordinary, PIECE.findall(text)))]
+
+    def encode(text):
+        ids = []
+        start = 0
+        for match in names.finditer(text) if in_text else ():
+            if match[0] in in_text:  # not the name of a control token, which is ordinary text
+                ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
+                start = match.end()
+        return ids + encode_ordinary(text[start:])
+
+    return encode, lambda ids: coder.decode([i for i in ids if i in known])
+
+
+def any_tokenizer_json(path):
+    """A tokenizer.json of any kind, with the tokenizers library."""
+    import tokenizers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
+    coder = tokenizers.Tokenizer.from_file(str(path))
+    coder.no_truncation()
+    coder.no_padding()
+    coder.encode_special_tokens = True  # as ordinary text
+
+    def encode(text):
+        # Unlike encode(), this releases the GIL, so that threads encode in parallel.
+        (encoding,) = coder.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
+
+    return encode, functools.partial(coder.decode, skip_special_tokens=False)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from common import (DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural, non_negative,
                     opening, positive, random_seed, recurrences, say)
-from data import check_tokenizer
+from data import load_tokenizer
 from model import Linear, RecurrentLM, attend
 
 DRAFTS = 12     # tokens that a row drafts before one pass at full depth checks them
@@ -546,7 +546,7 @@ def load_model(folder, dtype="auto"):
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = RecurrentLM.load(folder, device, getattr(torch, choose_dtype(dtype, device)))
-    return model.eval(), check_tokenizer(model.config, model.folder)
+    return model.eval(), load_tokenizer(model.folder, model.config)
 
 
 def respond(decoder, tokenizer, args, prompt):

@@ -45,7 +45,8 @@ from common import (DTYPES, RANK, WORLD, Parser, UserError, between, check_setti
                     cli, dtype_on, fraction, locked, nan_to_null, natural, non_negative, opening,
                     positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json, yes_or_no)
-from data import Dataset, check_tokenizer, read_mixture, read_tokenizer_files, write_tokenizer
+from data import (Dataset, check_same_tokenizer, load_tokenizer, read_mixture,
+                  read_tokenizer_files, write_tokenizer)
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
                    to_device)
 from muon import MOMENTS, Optimizer
@@ -529,7 +530,9 @@ def make_model(settings, resumed, device):
         weights = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, settings.dtype))
     data_folders = [data_folder for data_folder, _ in read_mixture(settings.data)]
-    check_tokenizer(config, model.folder or data_folders[0], *data_folders)
+    tokenizer = load_tokenizer(model.folder or data_folders[0], config)
+    for data_folder in data_folders:
+        check_same_tokenizer(tokenizer, data_folder)
     choose_trained(settings, model)
     return model, weights
 
