@@ -17,7 +17,6 @@ released Recurrent-* model, or Huginn-0125. Weights may be stacked in OUT, but a
 
 To support another architecture, start with DEFAULTS; runs/README.md lists what else to change.
 """
-import argparse
 import functools
 import re
 from dataclasses import replace
@@ -28,7 +27,7 @@ from safetensors.torch import load_file
 
 from common import (Parser, UserError, cli, natural, new_folder, opening, positive, read_json,
                     reading, write_atomically, write_json)
-from data import TOKENIZER_FILES, check_tokenizer, copy_tokenizer
+from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
@@ -173,13 +172,14 @@ def open_source(src):
         layout, config = read_config(folder, tensors)
         RecurrentLM.empty(config).rope(1)  # needs all keys of rope_scaling
     if has_tokenizer(folder):
-        tokenizer = check_tokenizer(config, folder)
+        tokenizer = load_tokenizer(folder, config)
         if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
             config.bos_token_id = tokenizer.bos_id
-    weights = to_ours(folder, layout, config, tensors)  # which may untie the head
+    if config.tie_embeddings:
+        check_tied_head(layout, config, tensors)
     model = RecurrentLM.empty(config)
     model.folder = folder
-    model.fill(weights)
+    model.fill(to_ours(folder, layout, config, tensors))
     return model
 
 
@@ -194,16 +194,10 @@ STALE = re.compile(r"rotary_emb\.inv_freq$|freqs_cis$")
 STALE_RAVEN = re.compile(r"freqs_cis$|\.norm_[34]\.weight$|\.attn\.Wqkv\.bias$")
 
 
-def weight_map(folder):
-    """Return the {tensor: file} of a folder's index of shards, or {} if it has no index."""
-    index = Path(folder, INDEX)
-    with reading(index):
-        return dict(read_json(index)["weight_map"]) if index.exists() else {}
-
-
 def read_tensors(folder):
     """Return {name: tensor} of the shards that a folder's index names, or of model.safetensors."""
-    files = weight_map(folder)
+    with reading(Path(folder, INDEX)) as index:
+        files = dict(read_json(index)["weight_map"]) if index.exists() else {}
     if not files and not Path(folder, SINGLE).exists():
         raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}. Pickled weights (.bin, .pt) are "
                         "never loaded, since they can run code. Look for a version in safetensors")
@@ -215,28 +209,28 @@ def read_tensors(folder):
     return tensors
 
 
+def check_tied_head(layout, config, tensors):
+    """
+    As in transformers, a head in the file that differs from the embeddings is used, although
+    config.json ties the two: then untie them in `config`. Otherwise remove the head from `tensors`.
+    """
+    names = tensor_names(replace(config, tie_embeddings=False), layout)
+    (embed,), (head,) = names["embed.weight"], names["head.weight"]
+    own, shared = tensors.get(head), tensors.get(embed)
+    if own is None or own.shape == shared.shape and (own == shared).all():
+        tensors.pop(head, None)
+    else:
+        config.tie_embeddings = False
+        print(f"note: {head} differs from the embeddings, so they are not tied")
+
+
 def to_ours(folder, layout, config, tensors):
     """
     Convert a checkpoint's {name: tensor} to {our name: tensor}, all in the smallest dtype that
-    represents every one exactly. layout: its model_type. folder: for messages.
-
-    As in transformers, a head that differs from the embeddings is used even if `config` ties the
-    two; `config` is then untied. Raises UserError if config.json describes other tensors.
+    represents every one exactly. layout: its model_type. folder: for messages. Raises UserError if
+    config.json describes other tensors.
     """
-    for name, t in tensors.items():
-        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise UserError(f"{folder}: tensor {name!r} is {t.dtype}, as in a quantized model, "
-                            "which is not supported. Look for the original")
-    names = tensor_names(replace(config, tie_embeddings=False), layout)
-    (embed,), (head,) = names["embed.weight"], names["head.weight"]
-    if config.tie_embeddings:
-        own, shared = tensors.get(head), tensors.get(embed)
-        if own is None or own.shape == shared.shape and (own == shared).all():
-            del names["head.weight"]
-            tensors.pop(head, None)
-        else:
-            config.tie_embeddings = False
-            print(f"note: {head} differs from the embeddings, so they are not tied")
+    names = tensor_names(config, layout)
     check_tensors(folder, layout, names, tensors)
     used = set().union(*names.values())
     dtype = functools.reduce(torch.promote_types, {tensors[name].dtype for name in used})
@@ -250,8 +244,12 @@ def to_ours(folder, layout, config, tensors):
 def check_tensors(folder, layout, names, tensors):
     """
     Raise UserError if the {name: tensor} of a checkpoint lacks one of `names`, from tensor_names(),
-    or has one in another shape, or one more that is not known to be stale.
+    or has one in another shape, or one more that is not known to be stale, or a quantized one.
     """
+    for name, t in tensors.items():
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise UserError(f"{folder}: tensor {name!r} is {t.dtype}, as in a quantized model, "
+                            "which is not supported. Look for the original")
     shapes = {name: shape for pieces in names.values() for name, shape in pieces.items()}
     for name, shape in shapes.items():
         if name not in tensors:
@@ -283,14 +281,14 @@ def download(spec):
                         "org/name@REVISION.)")
     try:
         from huggingface_hub import snapshot_download
-        fetch = functools.partial(snapshot_download, repo, revision=revision or None)
-        folder = fetch(allow_patterns=["config.json", INDEX, *TOKENIZER_FILES])
+        return snapshot_download(
+            repo, revision=revision or None, ignore_patterns=["*/*", "consolidated*"],
+            allow_patterns=["config.json", *TOKENIZER_FILES, INDEX, "*.safetensors"])
     except ModuleNotFoundError:
         raise UserError(f"{spec}: no such folder. For the hub's: `pip install huggingface_hub`")
     except Exception as e:  # of the network or of the hub
         raise UserError(f"{spec}: no such folder, and not from the Hugging Face hub "
                         f"({' '.join(str(e).split()):.200})")
-    return fetch(allow_patterns=[*set(weight_map(folder).values())] or [SINGLE])
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -508,11 +506,6 @@ def write_text_files(source, config, folder):
     trained it, since data.py never uses one.
     """
     copy_tokenizer(source, folder)
-    path = folder / "tokenizer_config.json"
-    if was_trained(source):
-        (folder / "chat_template.jinja").unlink(missing_ok=True)
-        if path.exists():
-            write_json(path, {k: v for k, v in read_json(path).items() if k != "chat_template"})
     path = folder / "generation_config.json"
     if path.exists():
         generation = read_json(path) | {"bos_token_id": config.bos_token_id,
@@ -520,6 +513,11 @@ def write_text_files(source, config, folder):
         if read_json(Path(source, "config.json"))["model_type"] == "huginn_raven":
             generation.pop("pad_token_id", None)  # Huginn's, which means nothing to this tokenizer
         write_json(path, generation)
+    path = folder / "tokenizer_config.json"
+    if was_trained(source):
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        if path.exists():
+            write_json(path, {k: v for k, v in read_json(path).items() if k != "chat_template"})
 
 
 def parse_args():
@@ -546,34 +544,37 @@ def parse_args():
               "the start; torch, the default of torch's Linear, as in the paper")
     flag("--mean_recurrence", type=positive,
          help="default r of OUT; set it for released models, whose config.json always says 32")
-    flag("--export", help=argparse.SUPPRESS)
     flag("--verify", action="store_true",
          help="check that OUT has exactly the logits of the layers of SRC that it keeps")
-    args = parser.parse_args()
-    if args.export:
-        raise UserError("`surgery.py RUN OUT --export hf` is now `python -m tools.export RUN OUT`")
-    return args
+    return parser.parse_args()
+
+
+def refuse_unused(args, config):
+    """Raise UserError if a flag has no effect on a SRC with this Config."""
+    unused = {"untie": "a loop has a head of its own anyway"}
+    if config.n_core:
+        flags = *PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"
+        unused = dict.fromkeys(flags, "SRC is already recurrent")
+    elif args.feed_forward:
+        unused = dict.fromkeys(("adapter", "adapter_init"), "OUT has no loop")
+    elif args.adapter == "add":
+        unused["adapter_init"] = "this adapter has no weights"
+    for flag, why in unused.items():
+        if getattr(args, flag):
+            raise UserError(f"--{flag} has no effect: {why}")
 
 
 def main():
     args = parse_args()
     source = model = open_source(args.src)
+    refuse_unused(args, source.config)
     layers = None
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         print("layers for prelude, core and coda:", *layers)
         if args.untie:
             source.config.tie_embeddings = False
-        loop = not args.feed_forward
-        used = {"untie": not loop, "adapter": loop, "adapter_init": loop and args.adapter != "add"}
-        for flag, has_effect in used.items():
-            if getattr(args, flag) and not has_effect:
-                raise UserError(f"--{flag} has no effect with these flags (--help)")
         model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity")
-    else:
-        for flag in (*PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"):
-            if getattr(args, flag):
-                raise UserError(f"--{flag} has no effect: SRC is already recurrent")
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
     sizes = model.num_params()
