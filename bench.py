@@ -16,14 +16,13 @@ mbu: the bytes/s of weights that it reads, as a share of this machine's memory b
 row, that is its limit, unless the recurrent block fits in the cache.
 """
 import json
-import statistics
-import sys
 import time
+from statistics import fmean, median
 
 import torch
 
-from common import (DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural, opening,
-                    positive, recurrences, several, yes_or_no)
+from common import (DTYPES, Parser, choose_dtype, cli, dtype_on, natural, opening, positive,
+                    recurrences, several, yes_or_no)
 from model import Config, RecurrentLM
 from muon import MOMENTS
 from sample import Decoder, describe
@@ -33,8 +32,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main():
-    if "plan" in sys.argv[1:2]:
-        raise UserError("`bench.py plan` is now `python -m tools.plan`, with the same flags")
     timed = Parser(add_help=False)
     flag = timed.add_argument
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
@@ -45,15 +42,19 @@ def main():
          help="use torch.compile (true)")
 
     parser = Parser(description=opening(__doc__))
-    commands = parser.add_subparsers(dest="command", required=True)
-    flag = commands.add_parser("train", parents=[timed], help="time updates").add_argument
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("train", parents=[timed], help="time updates")
+    command.set_defaults(bench=bench_train)
+    flag = command.add_argument
     flag("--steps", type=n_plus_k, default="0+4,24+8",
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, help="rows per update (4)")
     flag("--context", type=positive, default=256, help="tokens per row (256)")
     flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
 
-    flag = commands.add_parser("decode", parents=[timed], help="time new tokens").add_argument
+    command = commands.add_parser("decode", parents=[timed], help="time new tokens")
+    command.set_defaults(bench=bench_decode)
+    flag = command.add_argument
     flag("--steps", type=recurrences, default="1,2,4,8,16,32",
          help="recurrences r (%(default)s)")
     flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
@@ -61,20 +62,9 @@ def main():
     flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
     flag("--draft_steps", type=several(natural), default="0",
          help="recurrences of a draft; 0 (default): none")
+    args = parser.parse_args()
 
-    bench(parser.parse_args())
-
-
-def bench(args):
-    """
-    Time training or decoding. Prints a line for each measurement, and then all of them as one line
-    of JSON.
-
-    matmul_peak: FLOP/s of a large square matrix product. read_peak: bytes/s of reading 2 GB.
-    peak_mib: the most GPU memory in use so far, in MiB.
-    """
     name = choose_dtype(args.dtype, DEVICE)
-    dtype = getattr(torch, name)
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)
     else:
@@ -82,43 +72,17 @@ def bench(args):
                         n_prelude=2, n_core=4, n_coda=2)
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
-    model.to(dtype)
+    model.to(getattr(torch, name))
     device, _ = describe(model)
     print(dtype_on(name, device))
-    result = {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__,
-              "dtype": name, "rows": []}
-    if args.command == "train":
-        result["matmul_peak"] = matmul_speed(dtype, args.repeat)
-    else:
-        result["read_peak"] = read_speed(args.repeat)
-    run = bench_train if args.command == "train" else bench_decode
-    for row in run(model, args):
-        if args.command == "train":
-            row["mfu"] = row["flops_per_s"] / result["matmul_peak"]
-        elif not row["draft_steps"]:
-            weights = model.flops_per_token(row["r"], T=0) / 2  # that each new token reads
-            bytes_per_s = weights * dtype.itemsize * row["tokens_per_s"] / args.batch_size
-            row["mbu"] = bytes_per_s / result["read_peak"]
+    rows = []
+    for row in args.bench(model, args):
         if DEVICE == "cuda":
-            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20  # so far
         print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-        result["rows"].append(row)
-    print(json.dumps(result))
-
-
-def matmul_speed(dtype, repeat):
-    """Return the FLOP/s of a large square matrix product, the median of `repeat` products."""
-    n = 8192 if DEVICE == "cuda" else 2048
-    a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
-    _, seconds = time_runs(lambda: a @ b, repeat)
-    return 2 * n**3 / statistics.median(seconds)
-
-
-def read_speed(repeat):
-    """Return the bytes/s of reading 2 GB, the median of `repeat` dot products of two vectors."""
-    a, b = torch.ones(2, 2**28, device=DEVICE)
-    _, seconds = time_runs(lambda: a @ b, repeat)
-    return 2 * a.nbytes / statistics.median(seconds)
+        rows.append(row)
+    print(json.dumps({"device": device, "threads": torch.get_num_threads(),
+                      "torch": torch.__version__, "dtype": name, "rows": rows}))
 
 
 def clock():
@@ -130,28 +94,16 @@ def clock():
 
 def time_runs(run, repeat):
     """
-    Call run() once as a warm-up, then `repeat` times. Returns how many seconds the warm-up took,
-    and a list of the seconds of the other calls.
+    Call run() once as a warm-up, then `repeat` times. Returns the median, the most and the fewest
+    seconds of a call, and those of the warm-up.
     """
     seconds = []
     for _ in range(repeat + 1):
         began = clock()
         run()
         seconds.append(clock() - began)
-    return seconds[0], seconds[1:]
-
-
-def speeds(tokens, first, seconds):
-    """
-    Return the columns of a row as a dict: tokens per second (median, lowest, highest) and the
-    seconds of the warm-up. tokens: how many per run. first, seconds: see time_runs().
-    """
-    return {
-        "tokens_per_s": tokens / statistics.median(seconds),
-        "low": tokens / max(seconds),
-        "high": tokens / min(seconds),
-        "first_s": first,
-    }
+    first, *seconds = seconds
+    return median(seconds), max(seconds), min(seconds), first
 
 
 # ------------------------------------------------------------------------------- training
@@ -163,6 +115,7 @@ def bench_train(model, args):
 
     Compiling happens in the warm-up, so first_s shows how long it takes.
     """
+    peak = matmul_speed(model.embed.weight.dtype, args.repeat)
     shape = 2, args.batch_size, args.context
     idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     optimizer = make_optimizer(Settings(optimizer=args.optimizer), model, rank=0, world=1)
@@ -176,10 +129,20 @@ def bench_train(model, args):
             norm = optimizer.reduce()
             optimizer.step(norm.item(), idx.numel())
 
-        first, seconds = time_runs(update, args.repeat)
-        flops = idx.numel() * model.flops_per_token((n, k), args.context, training=True)
-        yield {"n": n, "k": k} | speeds(idx.numel(), first, seconds) | {
-            "flops_per_s": (flops + optimizer.flops()) / statistics.median(seconds)}
+        seconds, slowest, fastest, first = time_runs(update, args.repeat)
+        tokens = idx.numel()
+        flops = tokens * model.flops_per_token((n, k), args.context, training=True)
+        flops += optimizer.flops()
+        yield {"n": n, "k": k, "tokens_per_s": tokens / seconds, "low": tokens / slowest,
+               "high": tokens / fastest, "first_s": first, "flops_per_s": flops / seconds,
+               "mfu": flops / seconds / peak, "matmul_peak": peak}
+
+
+def matmul_speed(dtype, repeat):
+    """Return the FLOP/s of a large square matrix product."""
+    n = 8192 if DEVICE == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
+    return 2 * n**3 / time_runs(lambda: a @ b, repeat)[0]
 
 
 def n_plus_k(text):
@@ -200,6 +163,7 @@ def bench_decode(model, args):
 
     accepted: the share of the new tokens that were accepted drafts.
     """
+    peak = read_speed(args.repeat)
     decoder = Decoder(model, args.compile)
     torch.manual_seed(0)
     shape = args.batch_size, args.prompt_tokens
@@ -212,12 +176,23 @@ def bench_decode(model, args):
                 events = decoder.generate(prompts, args.tokens, r, draft_steps=draft_steps)
                 drafts[:] = [accepted for _, _, accepted in events]
 
-            first, seconds = time_runs(run, args.repeat)
-            row = {"r": r, "draft_steps": draft_steps}
-            row |= speeds(len(prompts) * args.tokens, first, seconds)
+            seconds, slowest, fastest, first = time_runs(run, args.repeat)
+            tokens = len(prompts) * args.tokens
+            row = {"r": r, "draft_steps": draft_steps, "tokens_per_s": tokens / seconds,
+                   "low": tokens / slowest, "high": tokens / fastest, "first_s": first}
             if draft_steps:
-                row["accepted"] = statistics.fmean(drafts)
+                row["accepted"] = fmean(drafts)
+            else:
+                weights = model.flops_per_token(r, T=0) / 2  # that each new token reads
+                read = weights * model.embed.weight.itemsize * row["tokens_per_s"] / len(prompts)
+                row |= {"mbu": read / peak, "read_peak": peak}
             yield row
+
+
+def read_speed(repeat):
+    """Return the bytes/s of reading 2 GB, in a dot product of two vectors."""
+    a, b = torch.ones(2, 2**28, device=DEVICE)
+    return 2 * a.nbytes / time_runs(lambda: a @ b, repeat)[0]
 
 
 if __name__ == "__main__":

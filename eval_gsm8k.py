@@ -71,8 +71,8 @@ def read_questions(path, limit=None):
     the file, since files are often sorted.
 
     Returns a list of dicts, such as {"question": "has 1 so", "answer": "1", "difficulty": "2",
-    "index": 0, "line": 1}, where "index" counts the questions of the file, and "difficulty" may be
-    None. Raises UserError if a line is not a question.
+    "index": 0}, where "index" counts the questions of the file, and "difficulty" may be None.
+    Raises UserError if a line is not a question.
     """
     questions = []
     with reading(path):
@@ -83,13 +83,14 @@ def read_questions(path, limit=None):
         try:
             row = json.loads(line)
             question = {key: as_text(row[key]) for key in ("question", "answer")}
+            if not question["question"]:
+                raise ValueError("an empty question")
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{path}: line {number} is not a JSON object with "question" and '
                             f'"answer" ({e!r})')
         difficulty = row.get("difficulty")
-        difficulty = None if difficulty is None else str(difficulty)
-        place = {"difficulty": difficulty, "index": len(questions), "line": number}
-        questions.append(question | place)
+        question["difficulty"] = None if difficulty is None else str(difficulty)
+        questions.append(question | {"index": len(questions)})
     if not questions:
         raise UserError(f"{path} has no questions")
     count = len(questions)
@@ -102,25 +103,6 @@ def make_prompt(question, template="cot"):
     if template == "plain":
         return question
     return f"{EXAMPLE}Q: {question}\nA: Let's think step by step."
-
-
-def encode_prompts(questions, model, tokenizer, args):
-    """
-    Add its prompt, a list of token ids, to each question as "ids". Returns how many prompts lost
-    their beginning because they did not fit, as in the harness.
-    """
-    room = model.config.context - args.max_new_tokens
-    if room <= 0:
-        raise UserError(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in "
-                        f"the model's context of {model.config.context}")
-    count_cut = 0
-    for question in questions:
-        ids = tokenizer.encode(make_prompt(question["question"], args.template), bos=True)
-        if not ids:
-            raise UserError(f"{args.data}: the question in line {question['line']} is empty")
-        question["ids"] = ids[-room:]
-        count_cut += len(ids) > room
-    return count_cut
 
 
 # ---- scores of an answer ----------------------------------------------------------------------
@@ -274,18 +256,22 @@ def answer_settings(args, model):
     }
 
 
-def read_answers(path, settings):
+def open_answers(path, settings):
     """
-    Read a file of answers as {(r, index): line}; {} if there is no file. Drops an unfinished last
-    line, left by a killed process. Raises UserError if the file has different settings.
+    Read a file of answers as {(r, index): line}, or begin it. An unfinished last line, left by a
+    killed process, is removed. Raises UserError if the file has different settings.
     """
-    if not Path(path).exists():
-        return {}
-    with reading(path):
-        *lines, unfinished = Path(path).read_text().split("\n")
-        header, *lines = map(json.loads, lines)
-        check_settings(path, header, settings, "Name another file with --out")
-        return {(line["steps"], line["index"]): line for line in lines}
+    answers = {}
+    if Path(path).exists():
+        with reading(path):
+            *lines, unfinished = Path(path).read_text().split("\n")
+            header, *lines = map(json.loads, lines)
+            check_settings(path, header, settings, "Name another file with --out")
+            answers = {(line["steps"], line["index"]): line for line in lines}
+    with write_atomically(path) as new, open(new, "w") as f:
+        for line in (settings, *answers.values()):
+            f.write(json.dumps(line) + "\n")
+    return answers
 
 
 # ---- the summary ------------------------------------------------------------------------------
@@ -343,48 +329,45 @@ def parse_args():
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")
     flag("--task", metavar="NAME",
          help="name of the questions in tables and pictures; default: the name of the --data file")
-    return parser.parse_args()
-
-
-def main():
-    args = parse_args()
+    args = parser.parse_args()
     if not args.data:
         args.data = fetch_gsm8k()
         args.task = args.task or "GSM8K"
     args.task = args.task or Path(args.data).name
     args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
+    return args
+
+
+def main():
+    args = parse_args()
+    path = args.out.removesuffix(".json") + ".jsonl"  # of the answers
     questions = read_questions(args.data, args.limit)
-    path = f"{args.out}l"
+    if args.template == "cot" and not any(reference_numbers(x["answer"]) for x in questions):
+        raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
+                        "else. --template plain compares text")
     if args.dtype == "auto" and Path(path).exists():  # what it became when the file was begun
         args.dtype = json.loads(Path(path).read_text().split("\n")[0])["dtype"]
     model, tokenizer = load_model(args.model, args.dtype)
-    steps = args.steps if model.config.n_core else [0]
-    count_cut = encode_prompts(questions, model, tokenizer, args)
-    count_numbers = sum(bool(reference_numbers(question["answer"])) for question in questions)
-    if args.template == "cot" and not count_numbers:
-        raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
-                        "else. --template plain compares text")
     device, args.dtype = describe(model)
+    room = max(1, model.config.context - args.max_new_tokens)
+    count_cut = 0
+    for question in questions:
+        ids = tokenizer.encode(make_prompt(question["question"], args.template), bos=True)
+        question["ids"] = ids[-room:]  # too long a prompt loses its beginning, as in the harness
+        count_cut += len(ids) > room
     settings = answer_settings(args, model)
-    answers = read_answers(path, settings)
-    # Rewritten without the unfinished line of a killed process.
-    with write_atomically(path) as new, open(new, "w") as f:
-        for line in (settings, *answers.values()):
-            f.write(json.dumps(line) + "\n")
+    answers = open_answers(path, settings)
+    steps = args.steps if model.config.n_core else [0]
     say(f"{model.folder}, {dtype_on(args.dtype, device)}: {len(questions)} questions at r = "
         f"{steps}; {path} holds {len(answers)} answers already", sys.stderr)
-    if args.template == "plain":
-        say(f"answers are compared as numbers in {count_numbers} of these questions, as text in "
-            f"the other {len(questions) - count_numbers}", sys.stderr)
     if count_cut:
         say(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
             f"{args.max_new_tokens} leaves too little of the model's context", sys.stderr)
     answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, path, args)
 
-    # Other commands may have answered all of these questions at other r, too.
-    answers = read_answers(path, settings)
-    answered = sorted({r for r, _ in answers})
-    steps = [r for r in answered if all((r, x["index"]) in answers for x in questions)]
+    # Earlier commands may have answered all of these questions at other r, too.
+    steps = sorted({r for r, _ in answers})
+    steps = [r for r in steps if all((r, question["index"]) in answers for question in questions)]
     results, table = summarize(questions, answers, steps, METRICS[args.template])
     # Record the training cost, too, so that plotting a summary does not need the model.
     train_json = Path(model.folder, "train.json")
@@ -399,7 +382,6 @@ def main():
         "torch": torch.__version__,
         "training": {key: training.get(key) for key in ("update", "flops")},
         "settings": settings,
-        "cut_prompts": count_cut,
         "results": results,
     })
     say("\n".join(table))

@@ -841,7 +841,6 @@ def test_plot_results_of_the_harness():
 # ---------------------------------------------------------------------------------------- mistakes
 MISTAKES = [
     ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
-    ("bench plan --config=x", "python -m tools.plan"),
     ("tools/export m llama", "exists already"),
     ("tools/plot m/config.json", "nothing to draw"),
 ]
