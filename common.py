@@ -52,8 +52,7 @@ def cli(main):
     except (UserError, OSError) as e:
         end = f"error: {e}"
     except ModuleNotFoundError as e:
-        package = {"tokenizers": "'tokenizers>=0.21'"}.get(e.name, e.name)
-        end = f"error: this needs `pip install {package}`"
+        end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet
     sys.exit(end)
 
@@ -94,9 +93,8 @@ def between(lowest, highest=math.inf, number_type=int):
     def number(text):
         value = number_type(text)
         if not lowest <= value <= highest or value == math.inf:
-            wanted = "a finite number, at least {}" if highest == math.inf else "from {} to {}"
-            wanted = wanted.format(lowest, highest)
-            raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be a finite number from {lowest} to {highest}, "
+                                             f"not {text}")
         return value
     return number
 
@@ -141,29 +139,31 @@ recurrences = several(positive)  # the type of --steps
 DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype
 
 
-def native_bfloat16():
+def native_bfloat16(device="cpu"):
     """
-    Say whether this CPU multiplies bfloat16 natively: Intel with AMX, AMD with AVX-512 bfloat16,
-    ARM with bf16. False where there is no /proc/cpuinfo.
+    Say whether a device multiplies bfloat16 natively: any GPU does, and CPUs by Intel with AMX, by
+    AMD with AVX-512 bfloat16, and ARM with bf16. False on a CPU without /proc/cpuinfo.
 
     Measured speed of bfloat16 over float32 with torch 2.13: training 2.0 on an Intel with AMX, 1.9
     on an AMD EPYC with AVX-512 bfloat16, 0.64 on an Intel with the latter alone; decoding 0.05 on
     an AMD EPYC with neither. ARM was not measured.
     """
+    if device != "cpu":
+        return True
     words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
 
 
 def choose_dtype(dtype, device):
-    """Resolve --dtype: auto is bfloat16 on GPUs and CPUs with native_bfloat16(), else float32."""
+    """Resolve --dtype: auto is bfloat16 where that is native, else float32."""
     if dtype != "auto":
         return dtype
-    return "bfloat16" if device != "cpu" or native_bfloat16() else "float32"
+    return "bfloat16" if native_bfloat16(device) else "float32"
 
 
 def dtype_on(dtype, device):
     """Say where and in what a model runs, such as "float32 on cpu (no native bfloat16)"."""
-    if device != "cpu" or native_bfloat16():
+    if native_bfloat16(device):
         return f"{dtype} on {device}"
     factor = ": float32 can be 19 times as fast" if dtype == "bfloat16" else ""
     return f"{dtype} on {device} (no native bfloat16{factor})"

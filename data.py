@@ -491,14 +491,31 @@ class Tokenizer:
 
     @staticmethod
     def load(folder):
-        """Load the Tokenizer in a folder. Raises UserError if there is none."""
+        """
+        Load the Tokenizer in a folder. A tokenizer.model needs sentencepiece. For a tokenizer.json,
+        the words of runs/tiny.sh are split in Python, and byte-level BPE is read with tiktoken, if
+        both certainly give transformers' ids. All others need the tokenizers library. Raises
+        UserError if there is no tokenizer, or one that we would read otherwise than transformers.
+        """
         path = tokenizer_file(folder)
         config = read_optional(folder, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # as in transformers
             config |= read_optional(folder, "special_tokens_map.json")
-        read = read_tokenizer_json if path.suffix == ".json" else read_sentencepiece
         with reading(path):
-            encode, decode, tokens, special, bos_id = read(path, config)
+            if path.suffix == ".json":
+                spec = read_json(path)
+                encode, decode = word_level(spec) or byte_level(spec) or any_tokenizer_json(path)
+                tokens = all_tokens(spec)
+                special = {token["content"]: token["id"] for token in spec["added_tokens"]
+                           if token["special"]}
+                bos_id = template_bos(path, spec)
+            else:
+                encode, decode, tokens, special = read_sentencepiece(path)
+                # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer
+                # adds it unless tokenizer_config.json says otherwise.
+                bos = config.get("bos_token", "<s>" if "<s>" in special else None)
+                adds = config.get("add_bos_token", True)
+                bos_id = control_token(path, special, bos) if adds else None
             check_added(path, config, tokens)
             eos_id = control_token(path, special, config.get("eos_token"))
         if eos_id is None:
@@ -559,7 +576,7 @@ def tokenizer_file(folder):
     """
     model, spec = (Path(folder, name) for name in ("tokenizer.model", "tokenizer.json"))
     if model.exists() and spec.exists():
-        _, _, tokens, *_ = read_sentencepiece(model, {})
+        _, _, tokens, _ = read_sentencepiece(model)
         with reading(spec):
             return model if tokens == all_tokens(read_json(spec)) else spec
     if not model.exists() and not spec.exists():
@@ -601,11 +618,11 @@ def check_added(path, config, tokens):
                             "them with transformers' AutoTokenizer and save_pretrained()")
 
 
-# Each of the two formats has a reader. It returns encode_text, decode_ids, {name: id} of all
-# tokens, special and bos_id: see Tokenizer.
-
-def read_sentencepiece(path, config):
-    """Read a SentencePiece model (Llama 2, TinyLlama), which never encodes control tokens."""
+def read_sentencepiece(path):
+    """
+    Read a SentencePiece model (Llama 2, TinyLlama), which never encodes control tokens. Returns
+    encode_text, decode_ids, {name: id} of all tokens, and special: see Tokenizer.
+    """
     import sentencepiece
     with reading(path):
         if re.match(rb"\S+ \d+\n", path.read_bytes()[:100]):
@@ -614,22 +631,7 @@ def read_sentencepiece(path, config):
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     tokens = {model.id_to_piece(i): i for i in range(model.vocab_size())}
     special = {name: i for name, i in tokens.items() if model.is_control(i)}
-    # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer adds it
-    # unless tokenizer_config.json says otherwise.
-    bos = config.get("bos_token", "<s>" if "<s>" in special else None)
-    bos_id = control_token(path, special, bos) if config.get("add_bos_token", True) else None
-    return model.encode, model.decode, tokens, special, bos_id
-
-
-def read_tokenizer_json(path, _):
-    """
-    Read a tokenizer.json. The words of runs/tiny.sh are split in Python, and byte-level BPE is read
-    with tiktoken, if both certainly give transformers' ids. All else needs the tokenizers library.
-    """
-    spec = read_json(path)
-    special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
-    encode, decode = word_level(spec) or byte_level(spec) or any_tokenizer_json(path)
-    return encode, decode, all_tokens(spec), special, template_bos(path, spec)
+    return model.encode, model.decode, tokens, special
 
 
 def all_tokens(spec):
@@ -659,7 +661,8 @@ def template_bos(path, spec):
     return before[0] if before else None
 
 
-# These return encode_text and decode_ids, or None if the tokenizer.json is of another kind.
+# These read a tokenizer.json. They return encode_text and decode_ids, or None if it is of another
+# kind.
 
 def word_level(spec):
     """Tokens that are words between blanks, as in runs/tiny.sh, without any package."""

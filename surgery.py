@@ -176,7 +176,7 @@ def open_source(src):
         if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
             config.bos_token_id = tokenizer.bos_id
     if config.tie_embeddings:
-        check_tied_head(layout, config, tensors)
+        resolve_tied_head(layout, config, tensors)
     model = RecurrentLM.empty(config)
     model.folder = folder
     model.fill(to_ours(folder, layout, config, tensors))
@@ -209,10 +209,10 @@ def read_tensors(folder):
     return tensors
 
 
-def check_tied_head(layout, config, tensors):
+def resolve_tied_head(layout, config, tensors):
     """
-    As in transformers, a head in the file that differs from the embeddings is used, although
-    config.json ties the two: then untie them in `config`. Otherwise remove the head from `tensors`.
+    Untie the head in `config` if the file has another one than the embeddings, which transformers
+    uses, too, although config.json ties the two. If it only repeats them, drop it from `tensors`.
     """
     names = tensor_names(replace(config, tie_embeddings=False), layout)
     (embed,), (head,) = names["embed.weight"], names["head.weight"]
@@ -550,7 +550,7 @@ def parse_args():
 
 
 def refuse_unused(args, config):
-    """Raise UserError if a flag has no effect on a SRC with this Config."""
+    """Raise UserError if a flag was given that has no effect on a SRC with this Config."""
     unused = {"untie": "a loop has a head of its own anyway"}
     if config.n_core:
         flags = *PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"
