@@ -19,8 +19,8 @@ instead: token ids, and targets, which are already shifted, with -100 for no los
 the shards. It is written last, so a folder that has one is complete. Its "row_length" is null if
 any T is allowed; data written in fixed-length rows (runs/tiny_corpus.py) allows only that length.
 
-This file has three parts that hardly depend on each other: the loader, `prepare`, and tokenizers,
-the longest, because token ids have to be those of transformers.
+This file has three parts that hardly depend on each other: the loader; `prepare`, with its command
+line; and tokenizers, the longest, because token ids have to be those of transformers.
 """
 import bisect
 import functools
@@ -275,7 +275,7 @@ def is_dropped(record, rule):
     return text.lower() in str(column_value(record, column)).lower()
 
 
-def tokenize(tokenizer, args, path, record):
+def tokenize(tokenizer, record, path, args):
     """
     Turn a record of the file `path` into a document: token ids (1, N); or (2, N) with targets, if
     only a part carries loss. Returns ("kept", the document), ("dropped", None), or ("bad", why).
@@ -297,13 +297,13 @@ def pack(args, tokenizer, meta):
     are enough, because the tokenizer libraries release the GIL.
     """
     counts = meta["counts"]
-    records = ((path, record) for path in args.input for record in read_records(path))
+    records = ((record, path) for path in args.input for record in read_records(path))
     records = itertools.islice(records, sum(counts.values()), None)
     documents, size = [], 0  # those of the next shard, and their tokens
     example = None  # of a bad record
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(records, 1000)):
-            for outcome, result in pool.map(lambda x: tokenize(tokenizer, args, *x), group):
+            for outcome, result in pool.map(lambda item: tokenize(tokenizer, *item, args), group):
                 counts[outcome] += 1
                 if outcome == "bad":
                     example = result
@@ -514,10 +514,13 @@ class Tokenizer:
                 # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer
                 # adds it unless tokenizer_config.json says otherwise.
                 bos = config.get("bos_token", "<s>" if "<s>" in special else None)
-                adds = config.get("add_bos_token", True)
-                bos_id = control_token(path, special, bos) if adds else None
-            check_added(path, config, tokens)
-            eos_id = control_token(path, special, config.get("eos_token"))
+                bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
+            eos_id = token_id(path, special, config.get("eos_token"))
+            added = [*read_optional(folder, "added_tokens.json"),
+                     *config.get("added_tokens_decoder", {}).values(),
+                     *(config.get("additional_special_tokens") or [])]
+            for token in added:
+                token_id(path, tokens, token)  # raises an error if the file lacks it
         if eos_id is None:
             eos_id = next((special[name] for name in EOS_NAMES if name in special), None)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
@@ -590,32 +593,17 @@ def read_optional(folder, name):
         return dict(read_json(path)) if path.exists() else {}
 
 
-def token_name(token):
-    """The name of a token in a configuration, which writes it as text or as a dict."""
-    return token["content"] if isinstance(token, dict) else token
-
-
-def control_token(path, special, token):
+def token_id(path, tokens, token):
     """
-    Find the id of a token that the files beside `path` name as BOS or EOS; None gives None. Raises
-    UserError if it is not one of the file's control tokens `special`: any other would be wrong.
+    Find the id of a token that a file beside `path` names, as text or as a dict; None gives None.
+    Raises UserError if it is not one of {name: id} `tokens`.
     """
-    name = token_name(token)
-    if name and name not in special:
-        raise UserError(f"{path}: has no control token {name}, which a file beside it names as BOS "
-                        "or EOS")
-    return special.get(name)
-
-
-def check_added(path, config, tokens):
-    """Raise UserError if the files beside a tokenizer's file add tokens to its own `tokens`."""
-    added = [*read_optional(path.parent, "added_tokens.json"),
-             *config.get("added_tokens_decoder", {}).values(),
-             *(config.get("additional_special_tokens") or [])]
-    for name in map(token_name, added):
-        if name not in tokens:
-            raise UserError(f"{path}: lacks the token {name}, which a file beside it adds. Merge "
-                            "them with transformers' AutoTokenizer and save_pretrained()")
+    name = token["content"] if isinstance(token, dict) else token
+    if name and name not in tokens:
+        raise UserError(f"{path}: lacks the token {name}, or has it as ordinary text, but a file "
+                        "beside it names it. Merge them with transformers' AutoTokenizer and "
+                        "save_pretrained()")
+    return tokens.get(name)
 
 
 def read_sentencepiece(path):

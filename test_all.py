@@ -649,7 +649,7 @@ def test_configured_end_of_text(corpus):
         assert tokenizer.decode([5, skipped, 7]) == tokenizer.decode([5, 7])
 
     common.write_json("tokenizer_config.json", {"eos_token": "<|none|>"})
-    with pytest.raises(UserError, match="no control token <.none.>"):
+    with pytest.raises(UserError, match="lacks the token <.none.>"):
         Tokenizer.load(".")
 
 
@@ -684,7 +684,7 @@ def test_tokens_that_other_files_name(speaker):
 
     write_bpe("bpe")
     common.write_json("bpe/special_tokens_map.json", {"eos_token": "<|end|>"})
-    with pytest.raises(UserError, match="no control token <.end.>"):
+    with pytest.raises(UserError, match="lacks the token <.end.>"):
         Tokenizer.load("bpe")
     common.write_json("bpe/special_tokens_map.json", {"eos_token": "<s>"})
     common.write_json("bpe/tokenizer_config.json", {"eos_token": "</s>"})
