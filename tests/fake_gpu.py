@@ -188,7 +188,7 @@ def run_training(gpu, found, corpus):
         train.WORLD = world
         train.dist = muon.dist = mock.MagicMock()
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
-        train.dist.all_gather_object = lambda objects, mine: objects.__setitem__(0, mine)
+        train.dist.broadcast_object_list = lambda objects: None
         flags = ("--updates=2 --batch_size=8 --context=39 --n_prelude=1 --n_core=1 --n_coda=1 "
                  "--eval_rows=8 --mean_recurrence=2 --backprop_depth=1 --curriculum=none "
                  "--eval_recurrences=1 --recurrence_sampler=fixed --compile=false")
@@ -219,7 +219,7 @@ def run_training(gpu, found, corpus):
 
 def run_decoding(gpu, found):
     """Run every way of decoding, eager and recorded. Both must wait alike."""
-    sample.CHUNK = 8
+    sample.CHUNK, sample.DRAFTS, sample.TOO_FEW = 8, 2, 0
     llm = small(1, n_core=1, context=64).to("cuda", torch.bfloat16)
     ways = {"plain": {}, "sampled": {"temperature": 0.8}, "drafted": {"draft_steps": 1}}
 
@@ -260,7 +260,7 @@ def run_scripts(corpus, folder):
     """Run every other script that uses a GPU, from its command line."""
     for command in (
             "bench train --steps=1+1 --batch_size=1 --context=8 --repeat=1 --compile=false",
-            "bench decode --tokens=4 --steps=2 --repeat=1",
+            f"bench decode --model={folder} --tokens=4 --steps=2 --repeat=1",
             f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --compile",
             f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "
             "--template=plain --max_new_tokens=3 --out=gsm8k.json",
