@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 GPU = os.environ.get("LOOPGRAFT_GPU")
@@ -36,6 +37,7 @@ import common
 import data
 import eval_gsm8k  # and train: before forking, which saves their import in each process
 import train
+from data import Tokenizer
 from model import Config, RecurrentLM
 from muon import Optimizer
 from sample import Decoder
@@ -223,7 +225,6 @@ def expected(name):
 
 
 def max_difference(a, b):
-    """The largest absolute difference of two tensors."""
     return (a - b).abs().max()
 
 
@@ -285,6 +286,13 @@ def documents(n):
         for i in range(n):
             digits = " ".join(str(i))
             print(json.dumps({"text": f" {digits}\n", "meta": {"by": f"by {i % 50}"}}), file=f)
+
+
+def documents_in(folder, split):
+    """The numbers i of those documents, in the order in which a data set's split has them."""
+    ids = [np.load(path) for path in sorted(Path(folder).glob(f"{split}_*.npy"))]
+    *texts, _ = Tokenizer.load(folder).decode(np.concatenate(ids).tolist()).split("</s>")
+    return [int(text.replace(" ", "")) for text in texts]
 
 
 # Models in tests/oracle.
