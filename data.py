@@ -178,8 +178,8 @@ ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
 def read_records(path):
     """
-    Yield the records of a file: dicts, or lines of JSON in bytes, which are parsed by threads.
-    Raises UserError if the file is of another kind or damaged.
+    Yield the records of a file: dicts, or lines of JSON as bytes, which tokenize() parses in its
+    thread. Raises UserError if the file is of another kind or damaged.
     """
     suffix = Path(path).suffix
     with reading(path):
@@ -220,7 +220,7 @@ def as_text(value):
 
 
 def read_column(record, column):
-    """Return text, a list of ids, or the messages of a chat, joined by newlines, of a column."""
+    """Return the text or the ids in a column. A chat's messages are joined by newlines."""
     value = column_value(record, column)
     if not isinstance(value, list):
         return as_text(value)
@@ -492,10 +492,10 @@ class Tokenizer:
     @staticmethod
     def load(folder):
         """
-        Load the Tokenizer in a folder. A tokenizer.model needs sentencepiece. For a tokenizer.json,
-        the words of runs/tiny.sh are split in Python, and byte-level BPE is read with tiktoken, if
-        both certainly give transformers' ids. All others need the tokenizers library. Raises
-        UserError if there is no tokenizer, or one that we would read otherwise than transformers.
+        Load the Tokenizer in a folder. For a tokenizer.model we use sentencepiece. For a
+        tokenizer.json, the words of runs/tiny.sh are split in Python, and byte-level BPE is read
+        with tiktoken, if that certainly gives transformers' ids; all others need the tokenizers
+        library. Raises UserError if there is no tokenizer, or one that we cannot read in full.
         """
         path = tokenizer_file(folder)
         config = read_optional(folder, "tokenizer_config.json")
