@@ -2302,7 +2302,6 @@ MISTAKES = [
     ("train --data=task --context=39 --out_dir=out --uptades=3", "--uptades=3"),
     ("train --data=task --context=39 --out_dir=out --draws=3", "--draws"),
     ("train --data=task --context=30 --out_dir=out", "--context"),
-    ("train --data=task --out_dir=out --backprop_depth=0 --backprop_warmup=1", "above 0"),
     ("train --data=task --context=39 --out_dir=out --train=norm|heads", "named 'heads'"),
     ("train --data=task --context=39 --out_dir=out --updates=1 --train=m|", "named ''"),
     ("train --data=task --context=39 --updates=1 --out_dir=out --n_core=0 --n_coda=1", "n_coda"),

@@ -170,8 +170,6 @@ def read_settings(argv, world=1):
     settings = Settings(**vars(parser.parse_args(argv)))
     if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
-    if settings.backprop_warmup and not settings.backprop_depth:
-        parser.error("--backprop_warmup needs a --backprop_depth above 0")
     settings.micro_batch = min(settings.micro_batch, math.ceil(settings.batch_size / world))
     if settings.batch_size % (settings.micro_batch * world * settings.draws):
         raise UserError(f"--batch_size={settings.batch_size}: must be a multiple of the number of "
