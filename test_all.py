@@ -1455,8 +1455,7 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
             shutil.copytree(settings.out_dir, "resumed")
 
     monkeypatch.setattr(train, "save_checkpoint", save_and_copy)
-    base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--backprop_depth=1",
-            "--updates=6"]
+    base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--updates=6"]
     torch.set_num_threads(2)
     for out in ("unbroken", "resumed"):
         torch.compiler.reset()
