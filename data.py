@@ -231,8 +231,8 @@ def read_column(record, column):
 
 def document(tokenizer, record, args):
     """
-    Turn a record into an array (2, N) int32: token ids, and targets, which are already shifted,
-    with -100 for no loss. args: the flags of prepare.
+    Turn a record into an array of token ids (1, N) int32; or (2, N), with targets, which are
+    already shifted, with -100 for no loss, if only a part carries loss. args: the flags of prepare.
 
     The document begins with BOS, a newline separates its parts, and EOS follows each that carries
     loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
@@ -259,12 +259,12 @@ def document(tokenizer, record, args):
             part += [tokenizer.eos_id] * has_loss
         ids += part
         labels += part if has_loss else [IGNORE] * len(part)
-    if not ids:
-        return np.empty((2, 0), np.int32)
-    if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
+    if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
         raise ValueError("ids that the tokenizer does not have")
-    targets = [*labels[1:], IGNORE]  # the target is the next token
-    if max(targets) < 0:
+    if not args.prompt and args.loss == "all":
+        return np.array([ids], np.int32)
+    targets = [*labels, IGNORE][1:]  # the target is the next token
+    if ids and max(targets) < 0:
         raise ValueError("no token carries loss")
     return np.array([ids, targets], np.int32)
 
@@ -277,16 +277,15 @@ def is_dropped(record, rule):
 
 def tokenize(tokenizer, record, path, args):
     """
-    Turn a record of the file `path` into a document: token ids (1, N); or (2, N) with targets, if
-    only a part carries loss. Returns ("kept", the document), ("dropped", None), or ("bad", why).
+    Turn a record of the file `path` into a document(). Returns ("kept", the document),
+    ("dropped", None), or ("bad", why).
     """
-    num_rows = 2 if args.prompt or args.loss == "assistant" else 1
     try:
         if isinstance(record, bytes):
             record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
         if any(is_dropped(record, rule) for rule in args.drop):
             return "dropped", None
-        return "kept", document(tokenizer, record, args)[:num_rows].copy()
+        return "kept", document(tokenizer, record, args)
     except Exception as e:  # not JSON, or a column is missing or has the wrong type
         return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 
@@ -373,7 +372,8 @@ def prepare(args):
     does not tokenize again, and ends with the same bytes. Raises UserError if the output was
     started with different flags, if too many records are bad, or if no text is left.
     """
-    args.tokenizer = str([args.tokenizer, *checkpoints(args.tokenizer)][-1])  # a run's is in those
+    if saved := checkpoints(args.tokenizer):  # a run has its tokenizer in each of those
+        args.tokenizer = str(saved[-1])
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "

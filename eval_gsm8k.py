@@ -242,8 +242,9 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
 
 def answer_settings(args, model):
     """
-    Return everything that determines the answers: the first line of their file. Files are
-    identified by digest, since they may move, and training may continue in the model's folder.
+    Return the first line of the file of answers: what each depends on, except for what changes it
+    by rounding at most: the device, --batch_size and --compile. Files are identified by digest,
+    since they may move, and training may continue in the model's folder.
     """
     return {
         "template": args.template,
@@ -335,12 +336,15 @@ def parse_args():
         args.task = args.task or "GSM8K"
     args.task = args.task or Path(args.data).name
     args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
+    args.answers = args.out.removesuffix(".json") + ".jsonl"
+    if Path(args.data).resolve() in (Path(args.out).resolve(), Path(args.answers).resolve()):
+        raise UserError(f"--out {args.out}: would write over the questions. Name another file")
     return args
 
 
 def main():
     args = parse_args()
-    path = args.out.removesuffix(".json") + ".jsonl"  # of the answers
+    path = args.answers
     questions = read_questions(args.data, args.limit)
     if args.template == "cot" and not any(reference_numbers(x["answer"]) for x in questions):
         raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "

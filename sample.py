@@ -420,8 +420,9 @@ class Decoder:
             accepted, token = accept(p, q, drafts, batch.rng)
             batch.advance(token, accepted + 1)
 
-            # A draft whose logits are not finite is never accepted.
-            token = token.where(logits.amax(-1).gather(1, accepted).isfinite(), NO_NUMBER)
+            finite = logits.amax(-1).isfinite()  # (B, DRAFTS + 1)
+            drafts = drafts.where(finite[:, :-1], NO_NUMBER)
+            token = token.where(finite.gather(1, accepted), NO_NUMBER)
             # One tensor, because the CPU waits for the GPU at each transfer.
             outcome = torch.column_stack((batch.position, accepted, token, drafts)).tolist()
             batch.end = max(position for position, *_ in outcome) + 1
@@ -480,12 +481,11 @@ def token_text(tokenizer, token):
 
 
 @torch.inference_mode()
-def trace(model, tokenizer, args, prompt, steps):
+def trace(model, tokenizer, args, ids, steps):
     """
-    Print a line for each token of the prompt, or only for those that --only names. It shows the
+    Print a line for each token of a prompt, ids, or only for those that --only names. It shows the
     likeliest next token at each r, with a star where the largest r chooses a different one.
     """
-    ids = tokenizer.encode(prompt, bos=True)
     names = [token_text(tokenizer, token) for token in ids]
     shown = [t for t, name in enumerate(names) if args.only in (None, name.strip())]
     names = [names[t] for t in shown]
@@ -552,23 +552,26 @@ def load_model(folder, dtype="auto"):
 def respond(decoder, tokenizer, args, prompt):
     """Continue a prompt at each r, or trace it."""
     c = decoder.model.config
+    ids = tokenizer.encode(prompt, bos=True)
+    if not ids:
+        raise UserError("the prompt has no tokens")
     tracing = args.trace or args.only or args.picture
     steps = args.steps or (DEPTHS if tracing else [c.mean_recurrence])
     if not c.n_core:
         steps = [0]
     if tracing:
-        trace(decoder.model, tokenizer, args, prompt, steps)
+        trace(decoder.model, tokenizer, args, ids, steps)
         return
     if args.top_k and not args.temperature:
         raise UserError("--top_k needs a --temperature above 0: greedy decoding ignores it")
     for r in steps:
-        stream(decoder, tokenizer, args, prompt, r)
+        stream(decoder, tokenizer, args, ids, r)
 
 
 def stream(decoder, tokenizer, args, prompt, r):
-    """Generate text after a prompt with r recurrences, and print it token by token."""
+    """Generate text after a prompt, ids, with r recurrences, and print it token by token."""
     c = decoder.model.config
-    ids = tokenizer.encode(prompt, bos=True)
+    ids = [*prompt]
     shown = len(tokenizer.decode(ids))
     if c.n_core:
         say(f"--- r = {r}", sys.stderr)
@@ -576,7 +579,7 @@ def stream(decoder, tokenizer, args, prompt, r):
     count = count_accepted = 0
     began = time.perf_counter()
     for _, token, accepted in decoder.generate(
-            [ids], limit, r, lambda _, token: token in c.ends, temperature=args.temperature,
+            [prompt], limit, r, lambda _, token: token in c.ends, temperature=args.temperature,
             top_k=args.top_k, seed=args.seed, draft_steps=args.draft_steps):
         count += 1
         count_accepted += accepted

@@ -212,14 +212,16 @@ def read_tensors(folder):
 def resolve_tied_head(layout, config, tensors):
     """
     Untie the head in `config` if the file has another one than the embeddings, which transformers
-    uses, too, although config.json ties the two. If it only repeats them, drop it from `tensors`.
+    uses, too, although config.json ties the two. Otherwise leave only the embeddings in `tensors`.
     """
     names = tensor_names(replace(config, tie_embeddings=False), layout)
     (embed,), (head,) = names["embed.weight"], names["head.weight"]
-    own, shared = tensors.get(head), tensors.get(embed)
-    if own is None or own.shape == shared.shape and (own == shared).all():
-        tensors.pop(head, None)
-    else:
+    if head not in tensors:
+        return
+    own = tensors.pop(head)
+    shared = tensors.setdefault(embed, own)  # safetensors' save_model() writes only the head
+    if own.shape != shared.shape or (own != shared).any():
+        tensors[head] = own
         config.tie_embeddings = False
         print(f"note: {head} differs from the embeddings, so they are not tied")
 

@@ -378,8 +378,12 @@ def test_own_head():
     theirs = tf.AutoModelForCausalLM.from_pretrained("hf")
     assert max_difference(theirs(idx).logits, wanted) < 1e-5
 
-    change(Path("hf"), {"lm_head.weight": model.embed.weight.data})
-    assert convert("hf", "tied", "--feed_forward").config.tie_embeddings
+    tied = {"lm_head.weight": model.embed.weight.data}
+    for i, changed in enumerate((tied, tied | {"model.embed_tokens.weight": None})):
+        change(Path("hf"), changed)
+        found = convert("hf", f"tied{i}", "--feed_forward")
+        assert found.config.tie_embeddings
+        assert found.embed.weight.equal(model.embed.weight)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -756,6 +760,7 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
     ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
     ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "\n7$"),
     ({"a": [65, 66, 67]}, {}, "", "ABC"),
+    ({"a": [65]}, {}, "", "A"),
     ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
 ])
 def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
@@ -766,11 +771,14 @@ def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
 
     tokenizer = SimpleNamespace(encode=encode, eos_id=ord("$"), vocab_size=128)
     flags = dict(field="a", prompt=None, strip_roles=True, loss="all") | flags
-    ids, targets = data.document(tokenizer, row, SimpleNamespace(**flags)).tolist()
+    ids, *targets = data.document(tokenizer, row, SimpleNamespace(**flags)).tolist()
     assert "".join(map(chr, ids)) == without_loss + with_loss
+    if not targets:  # all of it carries loss
+        assert not without_loss and not flags["prompt"]
+        return
 
     first = max(1, len(without_loss))  # the first id that is a target; the id before it predicts it
-    assert targets == [-100] * (first - 1) + ids[first:] + [-100]
+    assert targets == [[-100] * (first - 1) + ids[first:] + [-100]]
 
 
 def test_loss_on_the_assistants_messages(corpus):
@@ -1162,7 +1170,7 @@ def test_numbers_that_are_none(bad, checkpoint, corpus):
     model.head.weight.data[3] = bad
     save(model, "bad", corpus)
     say = "sample", "--model=bad", "--prompt=has 1 so"
-    for flags in ("", "--temperature=1", "--draft_steps=1", "--trace"):
+    for flags in ("", "--temperature=1", "--draft_steps=1 --tokens=5", "--trace"):
         assert "logits are not finite" in error_line(*say, *flags.split()), flags
     Path("q.jsonl").write_text('{"question": "has", "answer": "2"}')
     ask = "eval_gsm8k", "--model=bad", "--data=q.jsonl", "--template=plain", "--max_new_tokens=2"
@@ -2311,10 +2319,13 @@ MISTAKES = [
     ("sample --prompt 3 --model exported", "surgery.py exported OUT"),
     ("sample --prompt 3 --model llama", "--shape"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
+    ("sample --trace --model m --prompt=", "no tokens"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k needs a --temperature"),
     ("sample --prompt 3 --model m --temperature inf --top_k=5", "finite number"),
     ("sample --prompt 3 --model m --temperature nan", "finite number"),
     ("eval_gsm8k --model m --data m/config.json", "not a JSON object"),
+    ("eval_gsm8k --model m --data test.jsonl --out test.json", "over the questions"),
+    ("eval_gsm8k --model m --data test.jsonl --out test.jsonl", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
 ]
 
