@@ -678,9 +678,8 @@ def word_level(spec):
 UNPRINTABLE = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
 BYTES = {chr(256 + UNPRINTABLE.index(b) if b in UNPRINTABLE else b): b for b in range(256)}
 
-# How GPT-2 splits text into words; and SmolLM2, which splits off single digits before.
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGITS = GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+# How SmolLM2 splits text into words: as GPT-2 does, after splitting off single digits.
+SMOLLM2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 
 # What tiktoken gets at a time, because it fails on a million blanks in a row. If possible, a piece
 # ends between a letter or digit and a blank, where words end anyway.
@@ -689,12 +688,9 @@ PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
 
 def word_pattern(spec):
     """The regular expression of the words into which byte-level BPE splits a text, or None."""
-    step = spec.get("pre_tokenizer") or {}
-    match step.get("pretokenizers", [step]):
-        case [{"use_regex": True, "add_prefix_space": False}]:
-            return GPT2
+    match (spec.get("pre_tokenizer") or {}).get("pretokenizers"):
         case [{"individual_digits": True}, {"use_regex": True, "add_prefix_space": False}]:
-            return DIGITS
+            return SMOLLM2
         case [{"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
               {"use_regex": False, "add_prefix_space": False}]:
             return words
@@ -705,35 +701,32 @@ def word_pattern(spec):
 
 def byte_level(spec):
     """Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken."""
-    words = word_pattern(spec)
-    model = spec["model"]
-    if not words or model["type"] != "BPE":
+    model, words = spec["model"], word_pattern(spec)
+    if model["type"] != "BPE" or not words:
         return None
     vocab = model["vocab"]
     merges = [vocab["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
-    merged = set(merges)
-    ranks = {text: i for text, i in vocab.items() if text in BYTES or i in merged}
+    learned = {*merges, *(vocab.get(byte) for byte in BYTES)}  # None for a byte without a token
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
     normalizer = (spec.get("normalizer") or {}).get("type")
     can_be_read = (
         normalizer in (None, "NFC")
         # tiktoken needs a token for each byte, and merges in the order of ids.
-        and BYTES.keys() <= ranks.keys() and merges == sorted(merges)
+        and None not in learned and merges == sorted(merges)
         # Each other token must be the result of a merge, and be recognized as it is if added.
-        and vocab.keys() <= ranks.keys() | added.keys()
+        and learned.issuperset(vocab[name] for name in vocab.keys() - added.keys())
         and not any(token[key] for token in in_text.values()
                     for key in ("lstrip", "rstrip", "single_word", "normalized"))
     )
     if not can_be_read:
         return None
     import tiktoken
-    ranks = {bytes(map(BYTES.get, text)): i for text, i in ranks.items()}
+    ranks = {bytes(map(BYTES.get, text)): i for text, i in vocab.items() if i in learned}
     try:
         coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
     except ValueError:  # another kind of regular expression
         return None
-    known = {*ranks.values(), *added.values()}
     names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
 
     def encode_ordinary(text):
@@ -749,6 +742,7 @@ def byte_level(spec):
                 start = match.end()
         return ids + encode_ordinary(text[start:])
 
+    known = {*vocab.values(), *added.values()}
     return encode, lambda ids: coder.decode([i for i in ids if i in known])
 
 
