@@ -161,16 +161,11 @@ def open_source(src):
     and its files in .folder; all layers of an ordinary model are prelude. Raises UserError if SRC
     is missing, corrupt or not supported.
     """
-    path = Path(src)
-    for file in (path, *path.glob("*.gguf")):
-        if file.suffix == ".gguf" and not any(path.glob("*.safetensors")):
-            raise UserError(f"{src}: run `python -m tools.from_gguf {file} OUT` first, then "
-                            "surgery.py on its OUT")
-    folder = find_checkpoint(src if path.exists() else download(src))
+    refuse_gguf(Path(src))
+    folder = find_checkpoint(src if Path(src).exists() else download(src))
     tensors = read_tensors(folder)
     with reading(Path(folder, "config.json")):
         layout, config = read_config(folder, tensors)
-        RecurrentLM.empty(config).rope(1)  # needs all keys of rope_scaling
     if has_tokenizer(folder):
         tokenizer = load_tokenizer(folder, config)
         if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
@@ -181,6 +176,14 @@ def open_source(src):
     model.folder = folder
     model.fill(to_ours(folder, layout, config, tensors))
     return model
+
+
+def refuse_gguf(path):
+    """Say what to do with a .gguf file, or with a folder that has only such weights."""
+    for file in (path, *path.glob("*.gguf")):
+        if file.suffix == ".gguf" and not any(path.glob("*.safetensors")):
+            raise UserError(f"{path}: run `python -m tools.from_gguf {file} OUT` first, then "
+                            "surgery.py on its OUT")
 
 
 def has_tokenizer(folder):
@@ -339,6 +342,9 @@ def read_config(folder, names):
     return layout, from_hf(path, DEFAULTS[layout] | raw)
 
 
+LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+
+
 def read_rope(raw):
     """
     Return Config's {"rope_theta": ..., "rope_scaling": ...} from a config.json, which has
@@ -349,8 +355,12 @@ def read_rope(raw):
     if rope_type not in ("default", "llama3"):
         raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    scaled = rope_type == "llama3" or "factor" in rope
-    return {"rope_theta": theta, "rope_scaling": rope if scaled else None}
+    if rope_type == "default" and "factor" not in rope:
+        return {"rope_theta": theta, "rope_scaling": None}
+    lacking = LLAMA3_ROPE - rope.keys()
+    if lacking:
+        raise UserError(f"config.json: llama3's RoPE lacks {', '.join(sorted(lacking))}")
+    return {"rope_theta": theta, "rope_scaling": rope}
 
 
 def from_hf(path, raw):
@@ -391,14 +401,13 @@ def from_raven(raw, names):
     Return the Config of a released Recurrent-* model, of Huginn-0125, or of one of our exports,
     from its config.json, `raw`, and the names of its tensors.
     """
-    norm = raw.get("norm")
-    if not norm:  # not one of our exports
+    if "norm" not in raw:  # a released model, whose tensors tell the norm
         parts = {part for name in names for part in name.split(".")}
         norm = "sandwich" if "qk_bias" in parts else "post" if "q_norm" in parts else "pre"
-        # The released files keep Huginn's ids, whatever their tokenizer is.
-        raw = raw | {"bos_token_id": None, "eos_token_id": None}
+        # The ids are Huginn's in all of them, whatever their tokenizer is.
+        raw = raw | {"norm": norm, "bos_token_id": None, "eos_token_id": None}
     rope = read_rope(raw)
-    if norm == "sandwich":
+    if raw["norm"] == "sandwich":
         # Huginn's own key. The other released files have it, too, but their code never reads it.
         rope["rope_theta"] = raw["rope_base"]
     return Config(
@@ -411,7 +420,7 @@ def from_raven(raw, names):
         n_core=raw["n_layers_in_recurrent_block"],
         n_coda=raw["n_layers_in_coda"],
         head_dim=raw.get("head_dim") or 0,
-        norm=norm,
+        norm=raw["norm"],
         head_norm=raw.get("head_norm", False),
         qkv_bias=raw.get("qkv_bias", False),
         norm_eps=raw["norm_eps"],
