@@ -398,20 +398,7 @@ class Decoder:
         cache = batch.cache
         mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself
         while mean_accepted > TOO_FEW:
-            token = batch.token
-            drafts, q = [], []  # tokens (B, 1), and the probabilities (B, 1, V) that they came from
-            es, states = [], []
-            for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
-                cache.go_to(batch.position + i, batch.end + i)
-                e, s = self.run(cache, token, draft_steps)
-                es.append(e)
-                states.append(s)
-                if i < DRAFTS:
-                    q.append(distribution(self.logits(cache, s), batch.temperature, batch.top_k))
-                    token = sample_token(q[-1], batch.rng)
-                    drafts.append(token)
-            drafts, q, e, s = (torch.cat(parts, 1) for parts in (drafts, q, es, states))
-
+            drafts, q, e, s = self.draft(batch, draft_steps)
             cache.go_to(batch.position + cache.index[:DRAFTS + 1], batch.end + DRAFTS)
             rest = cache.core[draft_steps:]
             s = self.model.recur(s, e, cache.rope, len(rest), rest)
@@ -433,6 +420,26 @@ class Decoder:
                 if row in batch.live:  # a running mean over about four rounds
                     mean_accepted += (count - mean_accepted) / (4 * len(batch.live))
             yield new
+
+    def draft(self, batch, draft_steps):
+        """
+        Draft DRAFTS tokens for each row. Returns them (B, DRAFTS), the probabilities (B, DRAFTS, V)
+        that they were drawn from, and the prelude's output e and the state s after draft_steps
+        recurrences, both (B, DRAFTS + 1, C), of the row's last token and of the drafts.
+        """
+        token = batch.token
+        drafts, q, es, states = [], [], [], []
+        for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
+            batch.cache.go_to(batch.position + i, batch.end + i)
+            e, s = self.run(batch.cache, token, draft_steps)
+            es.append(e)
+            states.append(s)
+            if i < DRAFTS:
+                logits = self.logits(batch.cache, s)
+                q.append(distribution(logits, batch.temperature, batch.top_k))
+                token = sample_token(q[-1], batch.rng)
+                drafts.append(token)
+        return tuple(torch.cat(parts, 1) for parts in (drafts, q, es, states))
 
 
 class FewRows(nn.Module):
@@ -494,15 +501,11 @@ def trace(model, tokenizer, args, ids, steps):
 
     noise = model.initial_state(1, len(ids), args.seed)  # as in decoding
     idx = torch.tensor([ids], device=noise.device)
-    # For each r, the largest first: probabilities of the likeliest tokens, these tokens, and
-    # probabilities of the largest r's tokens, all (len(shown),).
-    found = []
-    for _, s in reversed(list(model.trajectory(idx, steps, noise))):
+    found = []  # for each r, the likeliest tokens' probabilities and ids, both (len(shown),)
+    for _, s in model.trajectory(idx, steps, noise):
         p = model.logits(model.run_coda(s)[0, shown]).softmax(-1)  # (len(shown), V)
-        best, token = p.max(-1)
-        last = found[0][1] if found else token
-        found.append((best, token, p.gather(1, last[:, None])[:, 0]))
-    probabilities, tokens, of_last_choice = (torch.stack(x[::-1]).cpu() for x in zip(*found))
+        found.append(p.max(-1))
+    probabilities, tokens = (torch.stack(x).cpu() for x in zip(*found))
     if not probabilities.isfinite().all():
         raise UserError(NOT_FINITE)
 
@@ -513,21 +516,8 @@ def trace(model, tokenizer, args, ids, steps):
             column.append(f"  {p:4.0%} {token_text(tokenizer, token)}{'' if agree else '*'}")
         columns.append([*column, f"  {agrees.sum()} of {len(shown)}"])
     widths = [max(map(len, column)) for column in columns]
-    if args.picture:
-        draw(args.picture, names, steps, of_last_choice)
     for row in zip(*columns):
         print(" ".join(map(str.ljust, row, widths)).rstrip())
-
-
-def draw(path, names, steps, probabilities):
-    """Plot probabilities (len(steps), len(names)) as colors, with a row for each token."""
-    from matplotlib.figure import Figure
-    figure = Figure(layout="constrained")
-    axes = figure.add_subplot(xlabel="recurrences r")
-    axes.imshow(probabilities.T, aspect="auto", vmin=0, vmax=1)
-    axes.set_xticks(range(len(steps)), steps)
-    axes.set_yticks(range(len(names)), names, parse_math=False)  # "$" is an ordinary token
-    figure.savefig(path)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -555,7 +545,7 @@ def respond(decoder, tokenizer, args, prompt):
     ids = tokenizer.encode(prompt, bos=True)
     if not ids:
         raise UserError("the prompt has no tokens")
-    tracing = args.trace or args.only or args.picture
+    tracing = args.trace or args.only
     steps = args.steps or (DEPTHS if tracing else [c.mean_recurrence])
     if not c.n_core:
         steps = [0]
@@ -647,8 +637,6 @@ def make_parser():
     flag("--trace", action="store_true",
          help="instead of a text, show what each r would say after each token of the prompt")
     flag("--only", metavar="WORD", help="like --trace, but only for this token")
-    flag("--picture", metavar="FILE", help="like --trace, and plot the probability that each r "
-         "gives to the choice of the largest r")
     return parser
 
 
