@@ -18,6 +18,7 @@ row, that is its limit, unless the recurrent block fits in the cache.
 import json
 import time
 from statistics import fmean, median
+from typing import NamedTuple
 
 import torch
 
@@ -31,60 +32,6 @@ from train import Settings, make_optimizer
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def main():
-    timed = Parser(add_help=False)
-    flag = timed.add_argument
-    flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
-    flag("--dtype", choices=DTYPES, default="auto",
-         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
-    flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
-    flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
-         help="use torch.compile (true)")
-
-    parser = Parser(description=opening(__doc__))
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("train", parents=[timed], help="time updates")
-    command.set_defaults(bench=bench_train)
-    flag = command.add_argument
-    flag("--steps", type=n_plus_k, default="0+4,24+8",
-         help="recurrences without + with gradient (%(default)s)")
-    flag("--batch_size", type=positive, default=4, help="rows per update (4)")
-    flag("--context", type=positive, default=256, help="tokens per row (256)")
-    flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
-
-    command = commands.add_parser("decode", parents=[timed], help="time new tokens")
-    command.set_defaults(bench=bench_decode)
-    flag = command.add_argument
-    flag("--steps", type=recurrences, default="1,2,4,8,16,32",
-         help="recurrences r (%(default)s)")
-    flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
-    flag("--prompt_tokens", type=positive, default=32, help="tokens per prompt (32)")
-    flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
-    flag("--draft_steps", type=several(natural), default="0",
-         help="recurrences of a draft; 0 (default): none")
-    args = parser.parse_args()
-
-    name = choose_dtype(args.dtype, DEVICE)
-    if args.model:
-        model = RecurrentLM.load(args.model, DEVICE)
-    else:
-        config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
-                        n_prelude=2, n_core=4, n_coda=2)
-        model = RecurrentLM(config).to(DEVICE)
-        model.init_weights(0)
-    model.to(getattr(torch, name))
-    device, _ = describe(model)
-    print(dtype_on(name, device))
-    rows = []
-    for row in args.bench(model, args):
-        if DEVICE == "cuda":
-            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20  # so far
-        print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-        rows.append(row)
-    print(json.dumps({"device": device, "threads": torch.get_num_threads(),
-                      "torch": torch.__version__, "dtype": name, "rows": rows}))
-
-
 def clock():
     """Return the time in seconds, after the device has finished all work that was launched."""
     if DEVICE == "cuda":
@@ -92,18 +39,29 @@ def clock():
     return time.perf_counter()
 
 
+class Seconds(NamedTuple):
+    """How long the calls of a function took."""
+    median: float
+    fastest: float
+    slowest: float
+    first: float  # the warm-up
+
+
 def time_runs(run, repeat):
-    """
-    Call run() once as a warm-up, then `repeat` times. Returns the median, the most and the fewest
-    seconds of a call, and those of the warm-up.
-    """
+    """Call run() once as a warm-up, then `repeat` times. Returns Seconds."""
     seconds = []
     for _ in range(repeat + 1):
         began = clock()
         run()
         seconds.append(clock() - began)
     first, *seconds = seconds
-    return median(seconds), max(seconds), min(seconds), first
+    return Seconds(median(seconds), min(seconds), max(seconds), first)
+
+
+def speeds(tokens, seconds):
+    """The speeds of calls that process this many tokens each."""
+    return {"tokens_per_s": tokens / seconds.median, "low": tokens / seconds.slowest,
+            "high": tokens / seconds.fastest, "first_s": seconds.first}
 
 
 # ------------------------------------------------------------------------------- training
@@ -129,20 +87,19 @@ def bench_train(model, args):
             norm = optimizer.reduce()
             optimizer.step(norm.item(), idx.numel())
 
-        seconds, slowest, fastest, first = time_runs(update, args.repeat)
+        seconds = time_runs(update, args.repeat)
         tokens = idx.numel()
         flops = tokens * model.flops_per_token((n, k), args.context, training=True)
         flops += optimizer.flops()
-        yield {"n": n, "k": k, "tokens_per_s": tokens / seconds, "low": tokens / slowest,
-               "high": tokens / fastest, "first_s": first, "flops_per_s": flops / seconds,
-               "mfu": flops / seconds / peak, "matmul_peak": peak}
+        yield {"n": n, "k": k, **speeds(tokens, seconds), "flops_per_s": flops / seconds.median,
+               "mfu": flops / seconds.median / peak, "matmul_peak": peak}
 
 
 def matmul_speed(dtype, repeat):
     """Return the FLOP/s of a large square matrix product."""
     n = 8192 if DEVICE == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
-    return 2 * n**3 / time_runs(lambda: a @ b, repeat)[0]
+    return 2 * n**3 / time_runs(lambda: a @ b, repeat).median
 
 
 def n_plus_k(text):
@@ -176,10 +133,9 @@ def bench_decode(model, args):
                 events = decoder.generate(prompts, args.tokens, r, draft_steps=draft_steps)
                 drafts[:] = [accepted for _, _, accepted in events]
 
-            seconds, slowest, fastest, first = time_runs(run, args.repeat)
+            seconds = time_runs(run, args.repeat)
             tokens = len(prompts) * args.tokens
-            row = {"r": r, "draft_steps": draft_steps, "tokens_per_s": tokens / seconds,
-                   "low": tokens / slowest, "high": tokens / fastest, "first_s": first}
+            row = {"r": r, "draft_steps": draft_steps, **speeds(tokens, seconds)}
             if draft_steps:
                 row["accepted"] = fmean(drafts)
             else:
@@ -192,7 +148,66 @@ def bench_decode(model, args):
 def read_speed(repeat):
     """Return the bytes/s of reading 2 GB, in a dot product of two vectors."""
     a, b = torch.ones(2, 2**28, device=DEVICE)
-    return 2 * a.nbytes / time_runs(lambda: a @ b, repeat)[0]
+    return 2 * a.nbytes / time_runs(lambda: a @ b, repeat).median
+
+
+# ----------------------------------------------------------------------------- the command
+
+def parse_args():
+    timed = Parser(add_help=False)
+    flag = timed.add_argument
+    flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
+    flag("--dtype", choices=DTYPES, default="auto",
+         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
+    flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
+    flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
+         help="use torch.compile (true)")
+
+    parser = Parser(description=opening(__doc__))
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("train", parents=[timed], help="time updates")
+    command.set_defaults(bench=bench_train)
+    flag = command.add_argument
+    flag("--steps", type=n_plus_k, default="0+4,24+8",
+         help="recurrences without + with gradient (%(default)s)")
+    flag("--batch_size", type=positive, default=4, help="rows per update (4)")
+    flag("--context", type=positive, default=256, help="tokens per row (256)")
+    flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
+
+    command = commands.add_parser("decode", parents=[timed], help="time new tokens")
+    command.set_defaults(bench=bench_decode)
+    flag = command.add_argument
+    flag("--steps", type=recurrences, default="1,2,4,8,16,32",
+         help="recurrences r (%(default)s)")
+    flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
+    flag("--prompt_tokens", type=positive, default=32, help="tokens per prompt (32)")
+    flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
+    flag("--draft_steps", type=several(natural), default="0",
+         help="recurrences of a draft; 0 (default): none")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    name = choose_dtype(args.dtype, DEVICE)
+    if args.model:
+        model = RecurrentLM.load(args.model, DEVICE)
+    else:
+        config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
+                        n_prelude=2, n_core=4, n_coda=2)
+        model = RecurrentLM(config).to(DEVICE)
+        model.init_weights(0)
+    model.to(getattr(torch, name))
+    device, _ = describe(model)
+    print(dtype_on(name, device))
+    rows = []
+    for row in args.bench(model, args):
+        if DEVICE == "cuda":
+            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20  # so far
+        print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+        rows.append(row)
+    print(json.dumps({"device": device, "threads": torch.get_num_threads(),
+                      "torch": torch.__version__, "dtype": name, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import sys
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
 import requests
 import torch
@@ -103,6 +104,22 @@ def make_prompt(question, template="cot"):
     if template == "plain":
         return question
     return f"{EXAMPLE}Q: {question}\nA: Let's think step by step."
+
+
+def encode_prompts(questions, tokenizer, context, args):
+    """
+    Add to each question the "ids" of its prompt. One that does not leave room for an answer in the
+    model's context loses its beginning, as in the harness.
+    """
+    room = max(1, context - args.max_new_tokens)
+    count_cut = 0
+    for question in questions:
+        ids = tokenizer.encode(make_prompt(question["question"], args.template), bos=True)
+        question["ids"] = ids[-room:]
+        count_cut += len(ids) > room
+    if count_cut:
+        say(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
+            f"{args.max_new_tokens} leaves too little of the model's context", sys.stderr)
 
 
 # ---- scores of an answer ----------------------------------------------------------------------
@@ -212,10 +229,10 @@ def cut(text, stops):
     return text
 
 
-def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
+def answer_rest(decoder, tokenizer, questions, steps, answers, args):
     """
     Answer each batch of questions that is not complete in `answers`, {(r, index): line}, and add
-    its lines to `answers` and to the file.
+    its lines to `answers` and to their file.
     """
     stops = STOPS if args.template == "cot" else ()
     # So that batches need little padding, and running out of memory happens early.
@@ -228,7 +245,7 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, args):
                 continue
             texts = answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
                                  args.max_new_tokens, stops, r, args.seed)
-            with open(path, "a") as f:
+            with open(args.answers, "a") as f:
                 for question, text in zip(batch, texts):
                     line = {"index": question["index"], "steps": r, "output": text}
                     for metric, is_right in METRICS[args.template].items():
@@ -257,6 +274,15 @@ def answer_settings(args, model):
     }
 
 
+def dtype_on_resume(args):
+    """Return --dtype, or instead of auto what that became when the file of answers was begun."""
+    path = Path(args.answers)
+    if args.dtype != "auto" or not path.exists():
+        return args.dtype
+    with reading(path):
+        return json.loads(path.read_text().split("\n")[0])["dtype"]
+
+
 def open_answers(path, settings):
     """
     Read a file of answers as {(r, index): line}, or begin it. An unfinished last line, left by a
@@ -277,11 +303,17 @@ def open_answers(path, settings):
 
 # ---- the summary ------------------------------------------------------------------------------
 
+class Accuracy(NamedTuple):
+    value: float
+    standard_error: float
+    n: int  # answers
+
+
 def accuracy(questions, answers, r, metric):
-    """Return the accuracy at r, its standard error, and the number of answers."""
+    """Return the Accuracy at r."""
     n = len(questions)
     p = sum(answers[r, question["index"]][metric] for question in questions) / n
-    return p, math.sqrt(p * (1 - p) / n), n
+    return Accuracy(p, math.sqrt(p * (1 - p) / n), n)
 
 
 def summarize(questions, answers, steps, metrics):
@@ -295,15 +327,16 @@ def summarize(questions, answers, steps, metrics):
     results = []
     for r in steps:
         for metric in metrics:
-            value, error, n = accuracy(questions, answers, r, metric)
+            found = accuracy(questions, answers, r, metric)
             by_difficulty = {}
             for level in levels:
                 part = [question for question in questions if question["difficulty"] == level]
                 by_difficulty[level] = accuracy(part, answers, r, metric)
             results.append({"steps": r, "metric": metric, "by_difficulty": by_difficulty,
-                            "value": value, "standard_error": error, "n": n})
-            table.append(" ".join([f"{r or '-':>6}  {metric:9}{value:6.1%}{error:6.1%}{n:7}  ",
-                                   *(f"{right:4.0%}" for right, *_ in by_difficulty.values())]))
+                            **found._asdict()})
+            p, error, n = found
+            table.append(" ".join([f"{r or '-':>6}  {metric:9}{p:6.1%}{error:6.1%}{n:7}  ",
+                                   *(f"{part.value:4.0%}" for part in by_difficulty.values())]))
     return results, table
 
 
@@ -344,34 +377,23 @@ def parse_args():
 
 def main():
     args = parse_args()
-    path = args.answers
     questions = read_questions(args.data, args.limit)
     if args.template == "cot" and not any(reference_numbers(x["answer"]) for x in questions):
         raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
                         "else. --template plain compares text")
-    if args.dtype == "auto" and Path(path).exists():  # what it became when the file was begun
-        args.dtype = json.loads(Path(path).read_text().split("\n")[0])["dtype"]
-    model, tokenizer = load_model(args.model, args.dtype)
+    model, tokenizer = load_model(args.model, dtype_on_resume(args))
     device, args.dtype = describe(model)
-    room = max(1, model.config.context - args.max_new_tokens)
-    count_cut = 0
-    for question in questions:
-        ids = tokenizer.encode(make_prompt(question["question"], args.template), bos=True)
-        question["ids"] = ids[-room:]  # too long a prompt loses its beginning, as in the harness
-        count_cut += len(ids) > room
+    encode_prompts(questions, tokenizer, model.config.context, args)
     settings = answer_settings(args, model)
-    answers = open_answers(path, settings)
+    answers = open_answers(args.answers, settings)
     steps = args.steps if model.config.n_core else [0]
     say(f"{model.folder}, {dtype_on(args.dtype, device)}: {len(questions)} questions at r = "
-        f"{steps}; {path} holds {len(answers)} answers already", sys.stderr)
-    if count_cut:
-        say(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
-            f"{args.max_new_tokens} leaves too little of the model's context", sys.stderr)
-    answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, path, args)
+        f"{steps}; {args.answers} holds {len(answers)} answers already", sys.stderr)
+    answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, args)
 
     # Earlier commands may have answered all of these questions at other r, too.
-    steps = sorted({r for r, _ in answers})
-    steps = [r for r in steps if all((r, question["index"]) in answers for question in questions)]
+    indices = [question["index"] for question in questions]
+    steps = [r for r in sorted({r for r, _ in answers}) if all((r, i) in answers for i in indices)]
     results, table = summarize(questions, answers, steps, METRICS[args.template])
     # Record the training cost, too, so that plotting a summary does not need the model.
     train_json = Path(model.folder, "train.json")
@@ -389,7 +411,7 @@ def main():
         "results": results,
     })
     say("\n".join(table))
-    say(f"wrote {args.out}, and every answer to {path}")
+    say(f"wrote {args.out}, and every answer to {args.answers}")
 
 
 if __name__ == "__main__":
