@@ -116,7 +116,6 @@ class Recipe:
     dtype: Literal[DTYPES] = setting(
         "auto", "dtype of weights and matrix products; the optimizer keeps float32 copies. auto: "
         "bfloat16 on a GPU and on CPUs that multiply it natively, else float32")
-    rows_before = draws_before = 0  # no flags: what earlier runs have used, see spent_before()
 
 
 @dataclass
@@ -224,18 +223,18 @@ def draw_steps(settings, update, number):
     return r - k, k
 
 
-def draws_of(settings, update):
-    """Return all draws of an update: [(n, k), ...]"""
-    first = settings.draws_before + update * settings.draws + 1
+def draws_of(settings, update, first_draw=0):
+    """Return all draws of an update: [(n, k), ...]. first_draw: number of earlier runs' draws."""
+    first = first_draw + update * settings.draws + 1
     return [draw_steps(settings, update, first + i) for i in range(settings.draws)]
 
 
-def largest_k(settings):
+def largest_k(settings, first_draw=0):
     """Return the largest k that a run may use. With --backprop_depth=0 that is its largest r."""
     if settings.backprop_depth:
         return min(settings.backprop_depth, settings.mean_recurrence)
-    updates = range(settings.updates)
-    return max((k for update in updates for _, k in draws_of(settings, update)), default=1)
+    draws = (draws_of(settings, update, first_draw) for update in range(settings.updates))
+    return max((k for draw in draws for _, k in draw), default=1)
 
 
 def lr_scale(settings, update):
@@ -253,34 +252,22 @@ def lr_scale(settings, update):
 def train_model(settings, device):
     """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
     # ---- Start, from the run's newest checkpoint if there is one.
-    saved = checkpoints(settings.out_dir)
-    resumed = saved[-1] if saved else None
-    if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
-        settings.dtype = read_json(resumed / "train.json")["recipe"]["dtype"]
-    settings.dtype = choose_dtype(settings.dtype, device)
-    model, weights = make_model(settings, resumed, device)
-    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
     train_set = Dataset(settings.data, "train", settings.context)
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
+    model, weights, optimizer, progress = open_run(settings, device, train_set)
     # Read now, because the folder may be deleted before the first checkpoint is written.
     tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
-    fingerprint = train_set.fingerprint()
-    progress = read_progress(settings, resumed, model, fingerprint)
     start = progress["update"]
-    used = progress.get("used", {}).get(f"seed {settings.seed} of {fingerprint}", (0, 0))
-    settings.rows_before, settings.draws_before = used
-    if resumed:
-        if not Path(resumed, "optimizer.safetensors").exists():
-            raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. "
-                            f"To go on from them, use --init_from={resumed} --out_dir=NEW")
-        with reading(resumed / "optimizer.safetensors") as path:
-            optimizer.load(load_file(path), start - progress["skipped"])  # memory-mapped
-    check_ranks(vars(settings) | {"data": fingerprint, "update": start})
+    recipe = progress["recipe"]
+    first_row, first_draw = progress["used"].get(sequence(recipe), (0, 0))  # after earlier runs
+    check_ranks(vars(settings) | {"data": recipe["digest of the data"], "update": start,
+                                  "first row": first_row})
     say(f"data: {settings.data}, {train_set.num_rows:,} rows; "
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
-    describe_run(settings, model)
-    if settings.rows_before:
-        say(f"rows and draws of r begin after the {settings.rows_before:,} rows of earlier runs")
+    max_k = largest_k(settings, first_draw)
+    describe_run(settings, model, max_k)
+    if first_row:
+        say(f"rows and draws of r begin after the {first_row:,} rows of earlier runs")
     if train_set.longest > settings.context:
         say(f"warning: --context={settings.context} cuts off the questions of some answers. The "
             f"longest question with its answer has {train_set.longest:,} tokens")
@@ -296,7 +283,7 @@ def train_model(settings, device):
                 f.truncate(min(f.tell(), progress["log_bytes"]))
         if start < settings.updates:
             prepare = compile_model if settings.compile else warm_up
-            prepare(settings, model, train_set)
+            prepare(settings, model, train_set, max_k)
         if start == 0:
             log(settings, progress, validate(settings, model, val_sets))
         signals = catch_signals()
@@ -309,7 +296,7 @@ def train_model(settings, device):
             began = time.time()
 
             # ---- Gradients: each micro-batch runs n recurrences without gradient, then k with it.
-            draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
+            draws = draws_of(settings, update, first_draw) if model.config.n_core else [(0, 0)]
             sums = torch.zeros(3, dtype=torch.float64, device=device)
             loss_sum, num_labels, num_stops = sums  # views of it
             for i in range(num_micro_batches):
@@ -317,7 +304,7 @@ def train_model(settings, device):
                     num_stops += 1
                     break
                 index = update * num_micro_batches + i
-                batch = train_set.batch(settings.seed, index, RANK, WORLD, B, settings.rows_before)
+                batch = train_set.batch(settings.seed, index, RANK, WORLD, B, first_row)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
                 _, token_losses = model(idx, targets, (n, k), state, settings.recompute)
@@ -509,6 +496,28 @@ def run_config(settings, config):
     )
 
 
+def open_run(settings, device, train_set):
+    """
+    Open a run at its newest checkpoint, or else at its start, and resolve --dtype=auto. Returns
+    what make_model() does, the optimizer, and what read_progress() does.
+    """
+    saved = checkpoints(settings.out_dir)
+    resumed = saved[-1] if saved else None
+    if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
+        settings.dtype = read_json(resumed / "train.json")["recipe"]["dtype"]
+    settings.dtype = choose_dtype(settings.dtype, device)
+    model, weights = make_model(settings, resumed, device)
+    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
+    progress = read_progress(settings, resumed, model, train_set.fingerprint())
+    if resumed:
+        if not Path(resumed, "optimizer.safetensors").exists():
+            raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. "
+                            f"To go on from them, use --init_from={resumed} --out_dir=NEW")
+        with reading(resumed / "optimizer.safetensors") as path:  # memory-mapped
+            optimizer.load(load_file(path), progress["update"] - progress["skipped"])
+    return model, weights, optimizer, progress
+
+
 def make_model(settings, resumed, device):
     """
     Make the model of a run, on the device and in settings.dtype: from its own checkpoint `resumed`,
@@ -573,7 +582,7 @@ def read_progress(settings, resumed, model, fingerprint):
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = fingerprint
     if resumed:
-        progress = read_json(resumed / "train.json")
+        progress = {"used": {}} | read_json(resumed / "train.json")
         defaults = {item.name: item.default for item in fields(Recipe)}  # may be newer than the run
         check_settings(settings.out_dir, defaults | progress["recipe"], recipe,
                        "To continue with other settings, on the rows that follow, use "
@@ -583,21 +592,25 @@ def read_progress(settings, resumed, model, fingerprint):
     return fresh | spent_before(model.folder)
 
 
+def sequence(recipe):
+    """Name what determines the rows and draws of a run, as in "used" of train.json."""
+    return f"seed {recipe['seed']} of {recipe['digest of the data']}"
+
+
 def spent_before(folder):
     """
     Return what the chain of runs that led to the checkpoint `folder` has spent: "tokens" and
-    "flops", without those of a first run from random weights, which was pretraining; and "used",
-    {"seed S of DATA": (rows, draws)}, which the next run must not repeat.
+    "flops", without those of a first run without --init_from, which was pretraining; and "used",
+    {sequence: (rows, draws)}, which the next run must not repeat.
     """
     if not (folder and Path(folder, "train.json").exists()):  # not made by train.py
         return {"tokens": 0, "flops": 0, "used": {}}
     last = read_json(f"{folder}/train.json")
     recipe, used = last["recipe"], last.get("used", {})
-    key = f"seed {recipe['seed']} of {recipe['digest of the data']}"
-    rows, draws = used.get(key, (0, 0))
-    used[key] = (rows + last["update"] * recipe["batch_size"],
-                 draws + last["update"] * recipe["draws"])
-    if not recipe["init_from"]:
+    rows, draws = used.get(sequence(recipe), (0, 0))
+    used[sequence(recipe)] = (rows + last["update"] * recipe["batch_size"],
+                              draws + last["update"] * recipe["draws"])
+    if not recipe["init_from"]:  # one with --reinit counts: it is compared with one without
         last["tokens"] = last["flops"] = 0
     return {"tokens": last["tokens"], "flops": last["flops"], "used": used}
 
@@ -613,8 +626,8 @@ def check_ranks(mine):
                             "ranks need the same settings and the same files")
 
 
-def describe_run(settings, model):
-    """Print what the settings mean: the model, the updates, and the schedules."""
+def describe_run(settings, model, max_k):
+    """Print what the settings mean: the model, the updates, and the schedules. max_k: see largest_k()."""
     c, size = model.config, model.num_params()
     parts = ", ".join(f"{part} {n:,}" for part, n in size.items())
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; parameters: "
@@ -627,31 +640,31 @@ def describe_run(settings, model):
         warmup = num_updates(settings, settings.curriculum_warmup)
         say(f"mean of r: {scheduled_mean(settings, 0) + extra} at first, "
             f"{settings.mean_recurrence + extra} from update {warmup:,} on; gradients through at "
-            f"most the last {largest_k(settings)}")
+            f"most the last {max_k}")
 
 
-def compile_model(settings, model, train_set):
+def compile_model(settings, model, train_set, k):
     """Compile the model in a warm-up. If the compiler is missing or fails, go on without it."""
     functorch_config.activation_memory_budget = settings.activation_budget
     try:
         model.compile_parts()
-        warm_up(settings, model, train_set)
+        warm_up(settings, model, train_set, k)
     except (UserError, torch._dynamo.exc.BackendCompilerFailed) as e:
         say(f"warning: {e!r:.300}. Continuing without torch.compile")
         torch.compiler.set_stance("force_eager")
-        warm_up(settings, model, train_set)
+        warm_up(settings, model, train_set, k)
 
 
-def warm_up(settings, model, train_set):
+def warm_up(settings, model, train_set, k):
     """
-    Run one forward and backward pass at the run's largest k and discard the gradients, so that
+    Run one forward and backward pass at k, the run's largest, and discard the gradients, so that
     compiling, or running out of memory, happens now and not hours later when the curriculum has
     risen. Prints a GPU's peak memory.
     """
     began = time.time()
     batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
-    _, losses = model(idx, targets, (1, largest_k(settings)), state, settings.recompute)
+    _, losses = model(idx, targets, (1, k), state, settings.recompute)
     losses.sum().backward()
     model.zero_grad()
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if idx.is_cuda else ""

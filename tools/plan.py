@@ -77,7 +77,7 @@ def plan(args, settings):
     if args.quiet:
         print(settings.updates)
         return
-    describe_run(settings, model)
+    describe_run(settings, model, largest_k(settings))
     try:
         train_set = Dataset(settings.data, "train", settings.context)
         epochs = settings.updates * settings.batch_size / train_set.num_rows
