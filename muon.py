@@ -23,7 +23,7 @@ Loshchilov and Hutter (2019); AdamW*: Huginn's variant. Hyperparameters: arXiv 2
 appendix D. Owners: ZeRO-1 (arXiv 1910.02054).
 """
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,12 @@ MOMENTS = {  # what each rule keeps besides the master weights
     "adamw*": ["exp_avg", "exp_avg_sq"],
 }
 
-# On a CPU without native bfloat16, Newton-Schulz multiplies in float32 and rounds each result.
 CPU_PRODUCTS = torch.bfloat16 if native_bfloat16() else torch.float32
+
+
+def rounded(x):
+    """Round to bfloat16; on a CPU without native bfloat16 products, return that as float32."""
+    return x.bfloat16().to(torch.bfloat16 if x.is_cuda else CPU_PRODUCTS)
 
 
 def newton_schulz(G):
@@ -50,15 +54,9 @@ def newton_schulz(G):
     close enough. Returns (rows, cols).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    products = torch.bfloat16 if G.is_cuda else CPU_PRODUCTS
     tall = G.size(0) > G.size(1)
     X = (G.mT if tall else G).bfloat16()  # so that the Gram matrix X X^T is the small one
-    X = X / (X.norm() + 1e-7)
-
-    def rounded(x):
-        return x.bfloat16().to(products)
-
-    X = rounded(X)
+    X = rounded(X / (X.norm() + 1e-7))
     for _ in range(5):
         A = rounded(X @ X.mT)
         B = rounded(torch.addmm(A, A, A, beta=b, alpha=c))
@@ -121,18 +119,17 @@ class Piece:
     weight: torch.Tensor                # those rows, in the model's dtype, (8000, 2048)
     grad: torch.Tensor | None = None    # the sum of their gradients, float32, (8000, 2048)
     master: torch.Tensor | None = None  # the exact weights, float32, (8000, 2048)
-    # float32, e.g. {"embed.weight.exp_avg": (8000, 2048), "embed.weight.exp_avg_sq": ...}
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def matrices(self):
-        """Yield (weights, gradient, *moments) of each matrix that is updated separately."""
-        tensors = self.master, self.grad, *self.moments.values()
-        return zip(*(t.split(self.splits) for t in tensors))
+    moments: list | None = None         # [exp_avg, exp_avg_sq], float32, (8000, 2048) each
 
     @property
     def keys(self):
-        """The names of its moments in a checkpoint, such as "embed.weight.exp_avg"."""
-        return [f"{self.name}.{moment}" for moment in MOMENTS[self.rule]]
+        """The names of its master and its moments in a checkpoint: name, name.exp_avg, ..."""
+        return [self.name, *(f"{self.name}.{moment}" for moment in MOMENTS[self.rule])]
+
+    def matrices(self):
+        """Yield (weights, gradient, *moments) of each matrix that is updated separately."""
+        tensors = self.master, self.grad, *self.moments
+        return zip(*(t.split(self.splits) for t in tensors))
 
 
 class Optimizer:
@@ -182,7 +179,7 @@ class Optimizer:
             if piece.weight.dtype != torch.float32:
                 exact = weights[piece.name][piece.rows] if weights else piece.weight
                 piece.master = exact.to(device, torch.float32)
-            piece.moments = {key: torch.zeros_like(piece.master) for key in piece.keys}
+            piece.moments = [torch.zeros_like(piece.master) for _ in MOMENTS[piece.rule]]
 
     def make_pieces(self, rule, stacked):
         """
@@ -204,14 +201,10 @@ class Optimizer:
         return sorted(pieces, key=lambda piece: piece.owner)
 
     @property
-    def masters(self):
-        """{name: float32 weights} of the rows that this rank owns."""
-        return {piece.name: piece.master for piece in self.own}
-
-    @property
-    def moments(self):
-        """{name.moment: tensor} of the rows that this rank owns."""
-        return {key: t for piece in self.own for key, t in piece.moments.items()}
+    def state(self):
+        """{name or name.moment: float32 tensor} of the rows that this rank owns."""
+        return {key: t for piece in self.own
+                for key, t in zip(piece.keys, (piece.master, *piece.moments))}
 
     def flops(self):
         """FLOPs of Newton-Schulz in one update, over all ranks; AdamW's are negligible."""
@@ -296,17 +289,17 @@ class Optimizer:
         there, and {} on other ranks. With several ranks the result is on the CPU, and rank 0's
         device holds one piece of another rank at a time.
         """
-        mine = self.masters | self.moments
+        mine = self.state
         if self.world == 1:
             return mine
         if self.rank > 0:
             for piece in self.own:
-                for key in (piece.name, *piece.keys):
+                for key in piece.keys:
                     dist.send(mine[key], 0)
             return {}
         whole = {}
         for piece in self.pieces:
-            for key in (piece.name, *piece.keys):
+            for key in piece.keys:
                 rows = mine[key] if piece.owner == 0 else torch.empty_like(piece.grad)
                 if piece.owner > 0:
                     dist.recv(rows, piece.owner)
@@ -321,6 +314,6 @@ class Optimizer:
         KeyError if one is missing.
         """
         for piece in self.own:
-            for key, moment in piece.moments.items():
+            for key, moment in zip(piece.keys[1:], piece.moments):
                 moment.copy_(moments[key][piece.rows])
         self.updates = updates

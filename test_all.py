@@ -1065,7 +1065,7 @@ def test_ranks_keep_even_shares(preset):
         optimizers = [train.make_optimizer(Settings(), model, rank, world) for rank in range(world)]
         kept, work = [], []
         for opt in optimizers:
-            kept.append(sum(t.numel() for t in (opt.masters | opt.moments).values()))
+            kept.append(sum(t.numel() for t in opt.state.values()))
             matrices = [piece.master for piece in opt.own if piece.rule == "muon"]
             work.append(sum(t.numel() for t in matrices))
         for shares in (kept, work):
@@ -2499,7 +2499,7 @@ def test_gpu_updates_like_the_cpu():
         losses.mean().backward()
         optimizer.accumulate()
         optimizer.step(optimizer.reduce().item())
-        after = torch.cat([w.flatten() for w in optimizer.masters.values()])
+        after = torch.cat([piece.master.flatten() for piece in optimizer.own])
         return torch.stack(logits).cpu(), (after - before).cpu()
 
     exact_logits, exact_change = update("cpu", torch.float32)

@@ -170,9 +170,9 @@ def memory(settings, model, gpus):
     weights = sum(p.nbytes for p in model.parameters())
     gradients = optimizer.sums.nbytes  # float32 sums; the next line adds those of one micro-batch
     gradients += optimizer.sums.numel() * model.embed.weight.element_size()
-    states = [*optimizer.moments.values()]
+    states = [t for piece in optimizer.own for t in piece.moments]
     if settings.dtype != "float32":  # float32 weights need no master copy
-        states += optimizer.masters.values()
+        states += [piece.master for piece in optimizer.own]
 
     # Bytes per layer and token that a compiled forward pass keeps for the backward pass, counted
     # on small models in bfloat16.
