@@ -159,8 +159,8 @@ def rotate(x, rope):
 
 
 def attend(q, k, v, mask=None, **flags):
-    """torch's SDPA. On ROCm, v is copied first: some kernels gave wrong results for views."""
-    if torch.version.hip:  # github.com/ROCm/pytorch/issues/3230
+    """torch's SDPA. Copies v on ROCm, whose fused kernels gave wrong results for views of it."""
+    if torch.version.hip:  # ROCm 7.0, May 2026: github.com/ROCm/pytorch/issues/3230
         v = v.contiguous()
     return F.scaled_dot_product_attention(q, k, v, mask, **flags)
 
@@ -386,14 +386,15 @@ class RecurrentLM(nn.Module):
         (B, T), which is 0 where the target is -100.
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, and
-        only where there is a target; the backward pass recomputes them. All chunks have one shape,
-        for torch.compile: positions without a target fill up the last one. Targets of a model on a
-        GPU may stay on the CPU, where counting them does not wait for the GPU.
+        only where there is a target; the backward pass recomputes them. Positions without a target
+        fill up the last chunk as far as there are any, because torch.compile likes a single shape.
+        Targets of a model on a GPU may stay on the CPU, where counting does not wait for the GPU.
         """
         x, flat = x.flatten(0, 1), targets.flatten().cpu()
         wanted = flat != IGNORE
-        most = len(flat) if wanted.all() else math.ceil(len(flat) / 4)  # positions in a chunk
-        size = min(LOGITS_AT_ONCE // self.config.vocab_size, most)
+        # Where some positions have no target, at most a quarter of all are computed for nothing.
+        most = len(flat) if wanted.all() else math.ceil(len(flat) / 4)
+        size = min(LOGITS_AT_ONCE // self.config.vocab_size, most)  # positions in a chunk
         count = max(1, math.ceil(wanted.sum().item() / size))
         order = wanted.argsort(descending=True, stable=True)[:count * size]
         flat, order = to_device(flat[order], x.device), to_device(order, x.device)
@@ -500,53 +501,7 @@ class RecurrentLM(nn.Module):
         for part in ("run_core", "logits", "chunk_losses"):
             setattr(self, part, torch.compile(getattr(self, part), **how))
 
-    # ------------------------------------------------------------------ counting, initializing
-
-    def num_params(self, trained=False, matrices=False):
-        """
-        Count the parameters of each part, such as {"embed": ..., "core": ...}. Tied embeddings have
-        no "head". trained: count only parameters that require gradient. matrices: skip norms
-        and biases. Returns a Counter.
-        """
-        counted = Counter()
-        for name, p in self.named_parameters():
-            if (p.requires_grad or not trained) and (p.dim() == 2 or not matrices):
-                counted[name.split(".")[0]] += p.numel()
-        return counted
-
-    def flops_per_token(self, steps, T=1, training=False, recompute=False, labelled=1.0):
-        """
-        Count the FLOPs per token of the matrix products and attention in a forward pass over rows
-        of T tokens; with training=True, also those of the backward pass.
-
-        steps, recompute: as for forward(). labelled: the fraction of the tokens that have a target,
-        for which losses() computes logits. Not counted: what fills up its last chunk, and what
-        --activation_budget recomputes.
-        """
-        n, k = self.split_steps(steps)
-        matrices = self.num_params(matrices=True)
-        trained = self.num_params(matrices=True, trained=True)
-        for size in (matrices, trained):
-            size["core"] += size["adapter"]
-        flops = 0
-        reached = trained["embed"] > 0  # gradient flows back as far as the first trained part
-        for part, uses, uses_with_gradient in ("prelude", 1, 1), ("core", n + k, k), ("coda", 1, 1):
-            # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel;
-            # a causal kernel skips half of them. The backward pass takes five products, because it
-            # recomputes the scores.
-            layers = len(getattr(self, part))
-            attention = layers * 2 * T * self.config.n_head * self.config.head_dim
-            forward = 2 * matrices[part] + attention
-            flops += uses * forward
-            reached = reached or trained[part] > 0
-            if training and reached:
-                backward = 2 * (matrices[part] + trained[part]) + 5 * attention // 2
-                if recompute and part == "core":
-                    backward += forward
-                flops += uses_with_gradient * backward
-        head = self.head.weight
-        times = (2 + reached + head.requires_grad) if training else 1  # logits are recomputed
-        return flops + times * 2 * head.numel() * labelled
+    # ---------------------------------------------------------- initializing and checkpoints
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -562,8 +517,6 @@ class RecurrentLM(nn.Module):
                 p.normal_(0.0, std, generator=generator)
             elif name.endswith("bias"):
                 p.zero_()
-
-    # --------------------------------------------------------------------------- checkpoints
 
     @classmethod
     def empty(cls, config):
@@ -621,6 +574,54 @@ class RecurrentLM(nn.Module):
         save_file(tensors, new, {"format": "pt"})
         new.rename(folder / "model.safetensors")
         write_json(folder / "config.json", {"model_type": "loopgraft"} | asdict(self.config))
+
+    # ------------------------------------------------------------------------------ counting
+
+    def num_params(self, trained=False, matrices=False):
+        """
+        Count the parameters of each part, such as {"embed": ..., "core": ...}. Tied embeddings have
+        no "head". trained: count only parameters that require gradient. matrices: skip norms
+        and biases. Returns a Counter.
+        """
+        counted = Counter()
+        for name, p in self.named_parameters():
+            if (p.requires_grad or not trained) and (p.dim() == 2 or not matrices):
+                counted[name.split(".")[0]] += p.numel()
+        return counted
+
+    def flops_per_token(self, steps, T=1, training=False, recompute=False, labelled=1.0):
+        """
+        Count the FLOPs per token of the matrix products and attention in a forward pass over rows
+        of T tokens; with training=True, also those of the backward pass.
+
+        steps, recompute: as for forward(). labelled: the fraction of the tokens that have a target,
+        for which losses() computes logits. Not counted: what fills up its last chunk, and what
+        --activation_budget recomputes.
+        """
+        n, k = self.split_steps(steps)
+        matrices = self.num_params(matrices=True)
+        trained = self.num_params(matrices=True, trained=True)
+        for size in (matrices, trained):
+            size["core"] += size["adapter"]
+        flops = 0
+        reached = trained["embed"] > 0  # gradient flows back as far as the first trained part
+        for part, uses, uses_with_gradient in ("prelude", 1, 1), ("core", n + k, k), ("coda", 1, 1):
+            # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel;
+            # a causal kernel skips half of them. The backward pass takes five products, because it
+            # recomputes the scores.
+            layers = len(getattr(self, part))
+            attention = layers * 2 * T * self.config.n_head * self.config.head_dim
+            forward = 2 * matrices[part] + attention
+            flops += uses * forward
+            reached = reached or trained[part] > 0
+            if training and reached:
+                backward = 2 * (matrices[part] + trained[part]) + 5 * attention // 2
+                if recompute and part == "core":
+                    backward += forward
+                flops += uses_with_gradient * backward
+        head = self.head.weight
+        times = (2 + reached + head.requires_grad) if training else 1  # logits are recomputed
+        return flops + times * 2 * head.numel() * labelled
 
 
 def checkpoints(folder):
