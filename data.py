@@ -516,9 +516,11 @@ class Tokenizer:
                 bos = config.get("bos_token", "<s>" if "<s>" in special else None)
                 bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
             eos_id = token_id(path, special, config.get("eos_token"))
+            extra = config.get("extra_special_tokens") or []  # transformers 5 writes a list
             added = [*read_optional(folder, "added_tokens.json"),
                      *config.get("added_tokens_decoder", {}).values(),
-                     *(config.get("additional_special_tokens") or [])]
+                     *(config.get("additional_special_tokens") or []),
+                     *(extra.values() if isinstance(extra, dict) else extra)]
             for token in added:
                 token_id(path, tokens, token)  # raises an error if the file lacks it
         if eos_id is None:

@@ -651,6 +651,11 @@ def test_tokens_that_other_files_name(speaker):
         common.write_json(f"{name}/{name}", content)
         with pytest.raises(UserError, match="tokenizer.model: lacks the token <step>"):
             Tokenizer.load(name)
+    for extra in (["<step>"], {"step_token": "<step>"}):  # transformers 5 and 4
+        common.write_json("tokenizer_config.json/tokenizer_config.json",
+                          config | {"extra_special_tokens": extra})
+        with pytest.raises(UserError, match="tokenizer.model: lacks the token <step>"):
+            Tokenizer.load("tokenizer_config.json")
 
     shutil.copytree("added_tokens.json", "tuned")
     theirs = tf.AutoTokenizer.from_pretrained("tuned")
