@@ -1,5 +1,5 @@
 """
-Print the tables of runs/smollm2/README.md, and draw its picture if matplotlib is installed.
+Print the tables of runs/smollm2/README.md, and draw its pictures if matplotlib is installed.
 
     python -m runs.smollm2.report                   of the published results.json
     python -m runs.smollm2.report out/smollm2       the tables of your own runs, made by run.sh
@@ -16,7 +16,7 @@ from model import find_checkpoint
 from runs.smollm2.cups import tell
 
 HERE = Path(__file__).resolve().parent
-PICTURE = HERE.parents[1] / "assets" / "smollm2.png"
+ASSETS = HERE.parents[1] / "assets"
 CUPS = {"3 to 5": (3, 5), "6 to 8": (6, 8), "9 to 12": (9, 12), "13 to 24": (13, 24)}
 ARMS = {
     "retrofit": "retrofit, 6 of 30 layers, 2 in a loop",
@@ -199,8 +199,8 @@ def draw(found):
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True, sharey=True)
     lengths = range(1, 25)
+    shortcut = 100 * without_the_start()
 
     def curve(panel, arm, style, label, color, r=None):
         runs = runs_of(found, arm)
@@ -211,22 +211,25 @@ def draw(found):
         low, high = zip(*((min(v), max(v)) for v in values))
         panel.fill_between(lengths, low, high, color=color, alpha=0.15, lw=0)
 
-    left, right = panels
-    depths = list(next(iter(runs_of(found, "retrofit").values()))["test"])
-    for i, r in enumerate(depths):
-        curve(left, "retrofit", "-", f"r = {r}", plt.cm.viridis(i / len(depths)), r)
-    curve(left, "parent", "--", "its parent", "black")
-    for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
-        style = "-" if arm in ("retrofit", "random") else "--"
-        curve(right, arm, style, title + (" (best r)" if style == "-" else ""), color)
-    shortcut = 100 * without_the_start()
-    for panel in panels:
+    def finish(figure, panel, name, columns):
         panel.plot(lengths, shortcut, ":", c="gray", label="swaps alone, without the start")
         panel.axvspan(3, 5, alpha=0.1, color="gray", label="lengths in training")
-        panel.set(xlabel="events in the story", ylim=(0, 103), xlim=(1, 24))
-        panel.legend(fontsize=7.5, loc="lower left", ncols=3 if panel is left else 1)
-    left.set_ylabel("accuracy, %")
-    figure.savefig(PICTURE, dpi=110)
+        panel.set(xlabel="events in the story", ylabel="accuracy, %", ylim=(0, 103), xlim=(1, 24))
+        panel.legend(fontsize=8, loc="lower left", ncols=columns)
+        figure.savefig(ASSETS / name, dpi=110)
+
+    figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
+    depths = list(next(iter(runs_of(found, "retrofit").values()))["test"])
+    for i, r in enumerate(depths):
+        curve(panel, "retrofit", "-", f"r = {r}", plt.cm.viridis(i / len(depths)), r)
+    curve(panel, "parent", "--", "its parent", "black")
+    finish(figure, panel, "smollm2.png", 4)
+
+    figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
+    for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
+        style = "-" if arm in ("retrofit", "random") else "--"
+        curve(panel, arm, style, title + (" (best r)" if style == "-" else ""), color)
+    finish(figure, panel, "smollm2_arms.png", 1)
 
 
 def main():
