@@ -627,7 +627,7 @@ def check_ranks(mine):
 
 
 def describe_run(settings, model, max_k):
-    """Print what the settings mean: the model, the updates, and the schedules. max_k: see largest_k()."""
+    """Print what the settings mean: model, updates and schedules. max_k: see largest_k()."""
     c, size = model.config, model.num_params()
     parts = ", ".join(f"{part} {n:,}" for part, n in size.items())
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; parameters: "
