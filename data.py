@@ -716,7 +716,7 @@ def byte_level(spec):
         normalizer in (None, "NFC")
         # tiktoken needs a token for each byte, and merges in the order of ids.
         and None not in learned and merges == sorted(merges)
-        # Each other token must be the result of a merge, and be recognized as it is if added.
+        # All tokens must be bytes, merges or added tokens, and added ones need no preprocessing.
         and learned.issuperset(vocab[name] for name in vocab.keys() - added.keys())
         and not any(token[key] for token in in_text.values()
                     for key in ("lstrip", "rstrip", "single_word", "normalized"))

@@ -387,12 +387,12 @@ class RecurrentLM(nn.Module):
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, and
         only where there is a target; the backward pass recomputes them. Positions without a target
-        fill up the last chunk as far as there are any, because torch.compile likes a single shape.
+        fill up the last chunk as far as there are any, so that torch.compile sees one shape.
         Targets of a model on a GPU may stay on the CPU, where counting does not wait for the GPU.
         """
         x, flat = x.flatten(0, 1), targets.flatten().cpu()
         wanted = flat != IGNORE
-        # Where some positions have no target, at most a quarter of all are computed for nothing.
+        # Chunks of a quarter: filling up the last one wastes less than that.
         most = len(flat) if wanted.all() else math.ceil(len(flat) / 4)
         size = min(LOGITS_AT_ONCE // self.config.vocab_size, most)  # positions in a chunk
         count = max(1, math.ceil(wanted.sum().item() / size))

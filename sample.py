@@ -490,8 +490,8 @@ def token_text(tokenizer, token):
 @torch.inference_mode()
 def trace(model, tokenizer, args, ids, steps):
     """
-    Print a line for each token of a prompt, ids, or only for those that --only names. It shows the
-    likeliest next token at each r, with a star where the largest r chooses a different one.
+    Print one line per prompt token, or only for the tokens that match --only: the most likely next
+    token at each r, with a star if it differs from that of the largest r. ids: the prompt.
     """
     names = [token_text(tokenizer, token) for token in ids]
     shown = [t for t, name in enumerate(names) if args.only in (None, name.strip())]

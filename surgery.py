@@ -214,8 +214,8 @@ def read_tensors(folder):
 
 def resolve_tied_head(layout, config, tensors):
     """
-    Untie the head in `config` if the file has another one than the embeddings, which transformers
-    uses, too, although config.json ties the two. Otherwise leave only the embeddings in `tensors`.
+    If the file has a head that differs from the embeddings, untie the two in `config`: transformers
+    uses such a head, too, whatever config.json says. Otherwise drop the copy from `tensors`.
     """
     names = tensor_names(replace(config, tie_embeddings=False), layout)
     (embed,), (head,) = names["embed.weight"], names["head.weight"]
@@ -404,7 +404,7 @@ def from_raven(raw, names):
     if "norm" not in raw:  # a released model, whose tensors tell the norm
         parts = {part for name in names for part in name.split(".")}
         norm = "sandwich" if "qk_bias" in parts else "post" if "q_norm" in parts else "pre"
-        # The ids are Huginn's in all of them, whatever their tokenizer is.
+        # All of them carry Huginn's ids, whatever their tokenizer is.
         raw = raw | {"norm": norm, "bos_token_id": None, "eos_token_id": None}
     rope = read_rope(raw)
     if raw["norm"] == "sandwich":
