@@ -150,8 +150,11 @@ def print_cups(found):
         horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
         print(f"at least 70% right up to {horizon} events: {'parent' if r == '0' else f'r = {r}'}")
     for name, run in found.items():
+        minutes = f"{run['minutes']} minutes" if "minutes" in run else ""
+        right = accuracy(run["test"].get("32") or run["test"]["0"], *CUPS["13 to 24"])
         print(f"{name}: {run['updates']} updates of {run['batch_size']} rows, {run['flops']:.3g} "
-              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}", run.get("device", ""))
+              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}; {right:.1f}% right after 13 to "
+              "24 events (a loop at r = 32)", run.get("device", ""), minutes)
 
 
 def print_counts(found):
@@ -192,6 +195,15 @@ def print_language(found):
             print(f"| {seed} | {r} | {sum(loop['losses'][r]) / tokens:.4f} "
                   f"| {difference(loop, r, loop, 1)} | {difference(loop, r, parent, 0)} |")
         print(f"| {seed} | parent | {sum(parent['losses']['0']) / tokens:.4f} | | |")
+
+
+def print_notes(notes):
+    """Print what was read off the screens of runs that are not kept: {title: rows or lines}."""
+    for title, lines in notes.items():
+        print(f"\n{title}\n")
+        if isinstance(lines, dict):
+            lines = [f"| {name} | {value} |" for name, value in lines.items()]
+        print(*lines, sep="\n")
 
 
 def draw(found):
@@ -248,6 +260,7 @@ def main():
     print_language(found["language"])
     for name, shares in found["generation"].items():
         print(name, *(f"{share:.0%} at r = {r}" for r, share in shares.items()))
+    print_notes(found["notes"])
     if importlib.util.find_spec("matplotlib"):
         draw(found["cups"])
 
