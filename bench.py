@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from common import (DTYPES, Parser, choose_dtype, cli, dtype_on, natural, opening, positive,
-                    recurrences, several, yes_or_no)
+from common import (DTYPES, Parser, choose_dtype, cli, dtype_on, natural, positive, recurrences,
+                    several, yes_or_no)
 from model import Config, RecurrentLM
 from muon import MOMENTS
 from sample import Decoder, describe
@@ -163,7 +163,7 @@ def parse_args():
     flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
          help="use torch.compile (true)")
 
-    parser = Parser(description=opening(__doc__))
+    parser = Parser(__doc__)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("train", parents=[timed], help="time updates")
     command.set_defaults(bench=bench_train)

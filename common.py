@@ -73,19 +73,17 @@ def say(text, file=None, end="\n"):
 # ------------------------------------------------------------------------------- command lines
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError and accepts no abbreviated flags."""
+    """
+    An ArgumentParser that raises UserError and accepts no abbreviated flags. Its --help begins with
+    the first two paragraphs of a script's docstring.
+    """
 
-    def __init__(self, **options):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                         **options)
+    def __init__(self, doc="", **options):
+        super().__init__(description="\n\n".join(doc.strip().split("\n\n")[:2]), allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the flags)")
-
-
-def opening(doc, paragraphs=2):
-    """Return the first paragraphs of a script's docstring, for its --help."""
-    return "\n\n".join(doc.strip("\n").split("\n\n")[:paragraphs])
 
 
 def between(lowest, highest=math.inf, number_type=int):

@@ -39,8 +39,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import (Parser, UserError, between, check_settings, cli, digest, locked, opening,
-                    positive, read_json, reading, say, write_atomically, write_json)
+from common import (Parser, UserError, between, check_settings, cli, digest, locked, positive,
+                    read_json, reading, say, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
 
@@ -420,8 +420,8 @@ def drop_rule(rule):
 
 
 def main():
-    parser = Parser(description=opening(__doc__), usage="data.py prepare --input FILE ... "
-                    "--tokenizer FOLDER --out FOLDER [flags]")
+    parser = Parser(__doc__, usage="data.py prepare --input FILE ... --tokenizer FOLDER "
+                                   "--out FOLDER [flags]")
     flag = parser.add_argument
     flag("command", choices=["prepare"],
          help="pack files into a data set. If it is killed, the same command resumes")

@@ -30,9 +30,8 @@ from typing import NamedTuple
 import requests
 import torch
 
-from common import (DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on, opening,
-                    positive, random_seed, read_json, reading, recurrences, say,
-                    write_atomically, write_json)
+from common import (DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on, positive,
+                    random_seed, read_json, reading, recurrences, say, write_atomically, write_json)
 from data import as_text
 from sample import DEPTHS, Decoder, describe, load_model
 
@@ -343,7 +342,7 @@ def summarize(questions, answers, steps, metrics):
 # ---- the command ------------------------------------------------------------------------------
 
 def parse_args():
-    parser = Parser(usage="eval_gsm8k.py --model MODEL [flags]", description=opening(__doc__))
+    parser = Parser(__doc__, usage="eval_gsm8k.py --model MODEL [flags]")
     flag = parser.add_argument
     flag("--model", required=True, metavar="FOLDER", help="checkpoint or run folder")
     flag("--data", metavar="FILE",

@@ -31,7 +31,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import (DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural, non_negative,
-                    opening, positive, random_seed, recurrences, say)
+                    positive, random_seed, recurrences, say)
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend
 
@@ -612,7 +612,7 @@ def converse(decoder, tokenizer, args, parser):
 
 
 def make_parser():
-    parser = Parser(usage="sample.py [flags]", description=opening(__doc__))
+    parser = Parser(__doc__, usage="sample.py [flags]")
     flag = parser.add_argument
     flag("--model", metavar="FOLDER", default="out/tiny/task",
          help="checkpoint or run folder; default: %(default)s, which runs/tiny.sh makes")

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common import (Parser, UserError, cli, natural, new_folder, opening, positive, read_json,
-                    reading, write_atomically, write_json)
+from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading,
+                    write_atomically, write_json)
 from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
@@ -532,7 +532,7 @@ def write_text_files(source, config, folder):
 
 
 def parse_args():
-    parser = Parser(usage="surgery.py SRC OUT [flags]", description=opening(__doc__, 3))
+    parser = Parser(__doc__, usage="surgery.py SRC OUT [flags]")
     flag = parser.add_argument
     flag("src", metavar="SRC", help="a folder, a run, or a hub id")
     flag("out", metavar="OUT", type=new_folder, help="a new folder")

@@ -42,9 +42,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, RANK, WORLD, Parser, UserError, between, check_settings, choose_dtype,
-                    cli, dtype_on, fraction, locked, nan_to_null, natural, non_negative, opening,
-                    positive, random_seed, read_json, reading, recurrences, say,
-                    write_atomically, write_json, yes_or_no)
+                    cli, dtype_on, fraction, locked, nan_to_null, natural, non_negative, positive,
+                    random_seed, read_json, reading, recurrences, say, write_atomically, write_json,
+                    yes_or_no)
 from data import (Dataset, check_same_tokenizer, load_tokenizer, read_mixture,
                   read_tokenizer_files, write_tokenizer)
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
@@ -141,7 +141,7 @@ class Settings(Recipe):
 
 def settings_parser():
     """Return a command-line parser with a flag for each field of Settings."""
-    parser = Parser(usage="train.py --config=FILE --key=value ...", description=opening(__doc__))
+    parser = Parser(__doc__, usage="train.py --config=FILE --key=value ...")
     for item in fields(Settings):
         option = {"default": item.default, "help": f"{item.metadata['meaning']} [{item.default}]"}
         if choices := get_args(item.type):  # of a Literal

@@ -1,11 +1,10 @@
 """
-Keep the layers that change the hidden state most on a text, then run surgery.py with them. This is
-ShortGPT's choice (arXiv 2403.03853), the baseline of the paper's Figure 12.
+Print how much each layer changes the hidden state on a text, and run surgery.py with those that
+change it most. This is ShortGPT's choice (arXiv 2403.03853), the baseline of the paper's Figure 12.
+Further flags go to surgery.py.
 
     python -m tools.block_influence SRC OUT --shape 4,8,4 --text FILE
     python -m tools.block_influence SRC OUT --shape 8,0,0 --text FILE --feed_forward
-
-It prints a table of the layers and their influence. Further flags go to surgery.py.
 """
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import surgery
-from common import Parser, cli, opening
+from common import Parser, cli
 from data import Tokenizer
 
 TOKENS = 16_384  # at most this many tokens of the text are read
@@ -60,7 +59,7 @@ def most_influential(model, path, count):
 
 
 def main():
-    parser = Parser(description=opening(__doc__, 3))
+    parser = Parser(__doc__)
     flag = parser.add_argument
     flag("src", metavar="SRC", help="an ordinary model: a folder, a run, or a hub id")
     flag("out", metavar="OUT", help="a new folder")

@@ -14,7 +14,7 @@ from string import Template
 
 from safetensors.torch import save_file
 
-from common import Parser, UserError, cli, new_folder, opening, write_atomically, write_json
+from common import Parser, UserError, cli, new_folder, write_atomically, write_json
 from data import Tokenizer, read_optional
 from surgery import (has_tokenizer, open_source, rotary_order, tensor_names, verify, was_trained,
                      write_text_files)
@@ -158,7 +158,7 @@ def write_tokenizer_config(folder):
 
 
 def main():
-    parser = Parser(usage="python -m tools.export RUN OUT [--verify]", description=opening(__doc__))
+    parser = Parser(__doc__, usage="python -m tools.export RUN OUT [--verify]")
     flag = parser.add_argument
     flag("run", metavar="RUN", help="a run, a checkpoint, or whatever surgery.py reads")
     flag("out", metavar="OUT", type=new_folder, help="a new folder")

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common import (Parser, UserError, cli, new_folder, opening, reading, write_atomically,
-                    write_json)
+from common import Parser, UserError, cli, new_folder, reading, write_atomically, write_json
 
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
@@ -88,7 +87,7 @@ def convert(path, out):
 
 
 def main():
-    parser = Parser(usage="python -m tools.from_gguf FILE.gguf OUT", description=opening(__doc__))
+    parser = Parser(__doc__, usage="python -m tools.from_gguf FILE.gguf OUT")
     flag = parser.add_argument
     flag("file", metavar="FILE.gguf", type=Path)
     flag("out", metavar="OUT", type=new_folder, help="a new folder")

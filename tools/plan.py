@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, choose_dtype, cli, opening, positive, read_json
+from common import Parser, UserError, choose_dtype, cli, positive, read_json
 from data import Dataset
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
@@ -30,7 +30,7 @@ GPUS = {
 
 
 def main():
-    parser = Parser(usage="python -m tools.plan [flags]", description=opening(__doc__))
+    parser = Parser(__doc__, usage="python -m tools.plan [flags]")
     flag = parser.add_argument
     flag("--gpus", type=positive, default=1, help="number of GPUs (1)")
     flag("--preset", choices=presets(), metavar="NAME",

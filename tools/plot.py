@@ -13,7 +13,7 @@ import json
 import math
 from pathlib import Path
 
-from common import Parser, UserError, cli, opening, read_json
+from common import Parser, UserError, cli, read_json
 from model import Config, RecurrentLM
 
 AXES = {
@@ -30,7 +30,7 @@ MARKERS = 30  # at most this many points of a curve get a marker
 
 
 def main():
-    parser = Parser(description=opening(__doc__))
+    parser = Parser(__doc__)
     flag = parser.add_argument
     flag("results", nargs="+", metavar="FILE", help="result files, or folders of runs")
     flag("--x", choices=AXES, help="x axis; default: steps for results, update for runs")

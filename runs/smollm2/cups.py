@@ -16,7 +16,7 @@ import json
 
 import numpy as np
 
-from common import Parser, cli, opening, write_atomically, write_json
+from common import Parser, cli, write_atomically, write_json
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE
 
@@ -67,7 +67,7 @@ def make_row(rng, tokenizer, lengths):
 
 
 def main():
-    parser = Parser(description=opening(__doc__))
+    parser = Parser(__doc__)
     parser.add_argument("--tokenizer", required=True, metavar="FOLDER")
     parser.add_argument("--out", required=True, metavar="FOLDER")
     args = parser.parse_args()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Parser, cli, opening, read_json
+from common import Parser, cli, read_json
 from model import find_checkpoint
 from runs.smollm2.cups import tell
 
@@ -245,7 +245,7 @@ def draw(found):
 
 
 def main():
-    parser = Parser(description=opening(__doc__))
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="?", metavar="FOLDER", help="print the tables of these runs")
     args = parser.parse_args()
     if args.runs:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, cli, opening, recurrences, write_json
+from common import Parser, cli, recurrences, write_json
 from model import IGNORE
 from runs.smollm2.cups import encode_story
 from sample import load_model
@@ -36,7 +36,7 @@ def right_answers(model, stories, steps):
 
 
 def main():
-    parser = Parser(description=opening(__doc__))
+    parser = Parser(__doc__)
     parser.add_argument("--model", required=True, metavar="FOLDER")
     parser.add_argument("--data", required=True, metavar="FOLDER")
     parser.add_argument("--out", required=True, metavar="FILE")

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from common import Parser, UserError, cli, opening, read_json, say
+from common import Parser, UserError, cli, read_json, say
 from model import find_checkpoint
 from tools.plot import draw
 
@@ -345,7 +345,7 @@ def publish(pages=PAGES):
 
 
 def main():
-    parser = Parser(description=opening(__doc__))
+    parser = Parser(__doc__)
     flag = parser.add_argument
     flag("--experiment", choices=EXPERIMENTS, help="default: all")
     flag("--seed", type=int, choices=SEEDS, help="default: all")
