@@ -120,7 +120,10 @@ class Recipe:
 
 @dataclass
 class Settings(Recipe):
-    """Settings that cannot change the result beyond rounding, so they may change on resume."""
+    """
+    All settings. Those below cannot change the result beyond rounding, so a run may be resumed with
+    other ones.
+    """
     config: str = setting("", "a TOML file of settings, which flags override")
     out_dir: str = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
@@ -139,8 +142,14 @@ class Settings(Recipe):
     wandb: bool = setting(False, "also log to Weights & Biases")
 
 
-def settings_parser():
-    """Return a command-line parser with a flag for each field of Settings."""
+def read_settings(argv, world=1):
+    """
+    Read the Settings from flags, one for each of their fields, and from --config=FILE.toml (flat
+    keys), which flags override.
+
+    world: the number of ranks. micro_batch is capped at a rank's rows per update. Raises UserError
+    if a setting is invalid, or an update does not divide evenly into draws and micro-batches.
+    """
     parser = Parser(__doc__, usage="train.py --config=FILE --key=value ...")
     for item in fields(Settings):
         option = {"default": item.default, "help": f"{item.metadata['meaning']} [{item.default}]"}
@@ -151,17 +160,6 @@ def settings_parser():
         else:
             option |= {"type": item.type, "metavar": "X"}
         parser.add_argument(f"--{item.name}", **option)
-    return parser
-
-
-def read_settings(argv, world=1):
-    """
-    Read the Settings from --config=FILE.toml (flat keys), overridden by --key=value.
-
-    world: the number of ranks. micro_batch is capped at a rank's rows per update. Raises UserError
-    if a setting is invalid, or an update does not divide evenly into draws and micro-batches.
-    """
-    parser = settings_parser()
     if config := parser.parse_known_args(argv)[0].config:
         with reading(config):
             values = tomllib.loads(Path(config).read_text())
@@ -179,14 +177,14 @@ def read_settings(argv, world=1):
 
 # ------------------------------------------------------------ schedules: functions of the update
 
-def num_updates(settings, share):
+def updates_in(settings, share):
     """Convert a fraction of the run to a number of updates, rounded up."""
     return math.ceil(round(share * settings.updates, 6))  # 0.07 * 100 is 7.000000000000001
 
 
 def scheduled_mean(settings, update):
     """Return the sampler's mean at an update, which rises from 1 to R."""
-    R, warmup = settings.mean_recurrence, num_updates(settings, settings.curriculum_warmup)
+    R, warmup = settings.mean_recurrence, updates_in(settings, settings.curriculum_warmup)
     if update >= warmup:
         return R
     return max(1, math.ceil(R * CURRICULA[settings.curriculum](update / warmup)))
@@ -195,7 +193,7 @@ def scheduled_mean(settings, update):
 def scheduled_k(settings, update):
     """Return the largest k at an update, which rises from 2 over --backprop_warmup (Figure 16)."""
     k = min(settings.backprop_depth, settings.mean_recurrence)
-    warmup = num_updates(settings, settings.backprop_warmup)
+    warmup = updates_in(settings, settings.backprop_warmup)
     if update < warmup:
         k = min(k, 1 + math.ceil((k - 1) * (update + 1) / warmup))
     return k
@@ -239,8 +237,8 @@ def largest_k(settings, first_draw=0):
 
 def lr_scale(settings, update):
     """Return the factor on the learning rates, 0.001 to 1: linear warm-up, cosine cooldown."""
-    warmup = num_updates(settings, settings.warmup)
-    cooldown = num_updates(settings, settings.cooldown)
+    warmup = updates_in(settings, settings.warmup)
+    cooldown = updates_in(settings, settings.cooldown)
     rising = update / warmup if warmup else 1
     done = max(0, update - (settings.updates - cooldown)) / max(1, cooldown)
     falling = 0.5 * (1 + math.cos(math.pi * done))
@@ -251,12 +249,16 @@ def lr_scale(settings, update):
 
 def train_model(settings, device):
     """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
-    # ---- Start, from the run's newest checkpoint if there is one.
+    # ---- Start, from the run's newest checkpoint if there is one. No files are written yet.
     train_set = Dataset(settings.data, "train", settings.context)
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
     model, weights, optimizer, progress = open_run(settings, device, train_set)
+    text_folder = model.folder or train_set.folders[0]
+    tokenizer = load_tokenizer(text_folder, model.config)
+    for folder in train_set.folders:
+        check_same_tokenizer(tokenizer, folder)
     # Read now, because the folder may be deleted before the first checkpoint is written.
-    tokenizer_files = read_tokenizer_files(model.folder or train_set.folders[0])
+    tokenizer_files = read_tokenizer_files(text_folder)
     start = progress["update"]
     recipe = progress["recipe"]
     first_row, first_draw = progress["used"].get(sequence(recipe), (0, 0))  # after earlier runs
@@ -272,7 +274,7 @@ def train_model(settings, device):
         say(f"warning: --context={settings.context} cuts off the questions of some answers. The "
             f"longest question with its answer has {train_set.longest:,} tokens")
 
-    # ---- The loop. No files are written before this point.
+    # ---- The loop.
     lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
     # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
     short = device == "cpu" and settings.context <= 128
@@ -282,8 +284,10 @@ def train_model(settings, device):
             with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
                 f.truncate(min(f.tell(), progress["log_bytes"]))
         if start < settings.updates:
-            prepare = compile_model if settings.compile else warm_up
-            prepare(settings, model, train_set, max_k)
+            if settings.compile:
+                compile_model(settings, model, train_set, max_k)
+            else:
+                warm_up(settings, model, train_set, max_k)
         if start == 0:
             log(settings, progress, validate(settings, model, val_sets))
         signals = catch_signals()
@@ -297,6 +301,8 @@ def train_model(settings, device):
 
             # ---- Gradients: each micro-batch runs n recurrences without gradient, then k with it.
             draws = draws_of(settings, update, first_draw) if model.config.n_core else [(0, 0)]
+            # num_stops: the ranks that a signal stops. It is among the sums over all ranks, so that
+            # they stop after the same update, without another all-reduce or wait for the device.
             sums = torch.zeros(3, dtype=torch.float64, device=device)
             loss_sum, num_labels, num_stops = sums  # views of it
             for i in range(num_micro_batches):
@@ -366,7 +372,8 @@ def train_model(settings, device):
 def to_inputs(model, batch, seed):
     """
     Turn a Dataset's batch into the model's inputs: idx (B, T) and s_0 (B, T, C) on its device, and
-    targets (B, T) on the CPU, as losses() likes them. s_0 is None for an ordinary model.
+    targets (B, T), which stay on the CPU, so that counting them does not wait for a GPU. s_0 is
+    None for an ordinary model.
     """
     idx, targets, numbers = batch
     looped = model.config.n_core > 0
@@ -475,60 +482,50 @@ def catch_signals():
 
 # -------------------------------------------------------------------------------------- the setup
 
-def new_config(settings):
-    """Return the Config of a model with random weights, for the vocabulary of the data."""
-    folder, _ = read_mixture(settings.data)[0]
-    meta = read_json(f"{folder}/meta.json")
-    return Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
-                  n_embd=settings.n_embd, n_head=settings.n_head, n_kv_head=settings.n_kv_head,
-                  n_ffn=settings.n_ffn, n_prelude=settings.n_prelude, n_core=settings.n_core,
-                  n_coda=settings.n_coda, embed_scale=settings.embed_scale)
-
-
-def run_config(settings, config):
-    """Return a Config, new or of a checkpoint, with what the settings of a run change in it."""
-    return replace(
-        config,
-        embed_scale=settings.embed_scale if settings.reinit else config.embed_scale,
-        mean_recurrence=settings.mean_recurrence,
-        backprop_depth=settings.backprop_depth or settings.mean_recurrence,
-        context=max(config.context, settings.context),
-    )
+def run_config(settings, parent, data_folder=None):
+    """
+    Return the Config of a run: that of its parent, or a new one for the vocabulary of its data if
+    it has none, with what the settings change in it.
+    """
+    config = parent
+    if not parent:
+        meta = read_json(f"{data_folder}/meta.json")
+        config = Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
+                        n_embd=settings.n_embd, n_head=settings.n_head,
+                        n_kv_head=settings.n_kv_head, n_ffn=settings.n_ffn,
+                        n_prelude=settings.n_prelude, n_core=settings.n_core,
+                        n_coda=settings.n_coda)
+    if settings.reinit or not parent:
+        config = replace(config, embed_scale=settings.embed_scale)
+    return replace(config, mean_recurrence=settings.mean_recurrence,
+                   backprop_depth=settings.backprop_depth or settings.mean_recurrence,
+                   context=max(config.context, settings.context))
 
 
 def open_run(settings, device, train_set):
     """
-    Open a run at its newest checkpoint, or else at its start, and resolve --dtype=auto. Returns
-    what make_model() does, the optimizer, and what read_progress() does.
+    Open a run: at its newest checkpoint, or else from --init_from, or else with random weights.
+    Resolves --dtype=auto. Raises UserError if the run was started with a different Recipe or data.
+
+    Returns the model, on the device; its weights before rounding to --dtype, {name: tensor} on the
+    CPU, memory-mapped if they come from a file; the optimizer; and the content of train.json.
     """
     saved = checkpoints(settings.out_dir)
     resumed = saved[-1] if saved else None
+    progress = read_json(resumed / "train.json") if resumed else None
     if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
-        settings.dtype = read_json(resumed / "train.json")["recipe"]["dtype"]
+        settings.dtype = progress["recipe"]["dtype"]
     settings.dtype = choose_dtype(settings.dtype, device)
-    model, weights = make_model(settings, resumed, device)
-    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
-    progress = read_progress(settings, resumed, model, train_set.fingerprint())
+    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
+    recipe["digest of the data"] = train_set.fingerprint()
     if resumed:
-        if not Path(resumed, "optimizer.safetensors").exists():
-            raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. "
-                            f"To go on from them, use --init_from={resumed} --out_dir=NEW")
-        with reading(resumed / "optimizer.safetensors") as path:  # memory-mapped
-            optimizer.load(load_file(path), progress["update"] - progress["skipped"])
-    return model, weights, optimizer, progress
+        check_settings(settings.out_dir, progress["recipe"], recipe,
+                       "To continue with other settings, on the rows that follow, use "
+                       "--init_from=OLD --out_dir=NEW")
 
-
-def make_model(settings, resumed, device):
-    """
-    Make the model of a run, on the device and in settings.dtype: from its own checkpoint `resumed`,
-    or else from init_from, or else with random weights. Checks that its tokenizer matches the data.
-
-    Returns the model, and its weights before rounding to that dtype, as {name: tensor} on the CPU.
-    Those of a checkpoint are memory-mapped.
-    """
     source = resumed or settings.init_from
     folder = find_checkpoint(source) if source else None
-    config = run_config(settings, load_config(folder) if folder else new_config(settings))
+    config = run_config(settings, folder and load_config(folder), train_set.folders[0])
     if folder and (resumed or not settings.reinit):
         model, weights = RecurrentLM.open_mapped(folder, config)
     else:
@@ -536,12 +533,18 @@ def make_model(settings, resumed, device):
         model.init_weights(settings.seed)
         weights = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, settings.dtype))
-    data_folders = [data_folder for data_folder, _ in read_mixture(settings.data)]
-    tokenizer = load_tokenizer(model.folder or data_folders[0], config)
-    for data_folder in data_folders:
-        check_same_tokenizer(tokenizer, data_folder)
     choose_trained(settings, model)
-    return model, weights
+    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
+
+    if not resumed:
+        progress = {"update": 0, "skipped": 0, "log_bytes": 0, "recipe": recipe}
+        return model, weights, optimizer, progress | spent_before(model.folder)
+    if not Path(resumed, "optimizer.safetensors").exists():
+        raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
+                        f"on from them, use --init_from={resumed} --out_dir=NEW")
+    with reading(resumed / "optimizer.safetensors") as path:  # memory-mapped
+        optimizer.load(load_file(path), progress["update"] - progress["skipped"])
+    return model, weights, optimizer, progress
 
 
 def choose_trained(settings, model):
@@ -574,24 +577,6 @@ def make_optimizer(settings, model, rank, world, weights=None):
                      world=world)
 
 
-def read_progress(settings, resumed, model, fingerprint):
-    """
-    Return a run's counters and Recipe from its train.json, or fresh ones for a new run. Raises
-    UserError if the run was started with a different Recipe, or other data.
-    """
-    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
-    recipe["digest of the data"] = fingerprint
-    if resumed:
-        progress = {"used": {}} | read_json(resumed / "train.json")
-        defaults = {item.name: item.default for item in fields(Recipe)}  # may be newer than the run
-        check_settings(settings.out_dir, defaults | progress["recipe"], recipe,
-                       "To continue with other settings, on the rows that follow, use "
-                       "--init_from=OLD --out_dir=NEW")
-        return progress
-    fresh = {"update": 0, "skipped": 0, "log_bytes": 0, "recipe": recipe}
-    return fresh | spent_before(model.folder)
-
-
 def sequence(recipe):
     """Name what determines the rows and draws of a run, as in "used" of train.json."""
     return f"seed {recipe['seed']} of {recipe['digest of the data']}"
@@ -606,7 +591,7 @@ def spent_before(folder):
     if not (folder and Path(folder, "train.json").exists()):  # not made by train.py
         return {"tokens": 0, "flops": 0, "used": {}}
     last = read_json(f"{folder}/train.json")
-    recipe, used = last["recipe"], last.get("used", {})
+    recipe, used = last["recipe"], last["used"]
     rows, draws = used.get(sequence(recipe), (0, 0))
     used[sequence(recipe)] = (rows + last["update"] * recipe["batch_size"],
                               draws + last["update"] * recipe["draws"])
@@ -637,7 +622,7 @@ def describe_run(settings, model, max_k):
         f"{settings.context:,} tokens, {tokens:.4g} tokens in all")
     if c.n_core:
         extra = settings.recurrence_sampler != "fixed"  # see draw_steps()
-        warmup = num_updates(settings, settings.curriculum_warmup)
+        warmup = updates_in(settings, settings.curriculum_warmup)
         say(f"mean of r: {scheduled_mean(settings, 0) + extra} at first, "
             f"{settings.mean_recurrence + extra} from update {warmup:,} on; gradients through at "
             f"most the last {max_k}")

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from common import Parser, UserError, choose_dtype, cli, positive, read_json
-from data import Dataset
+from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
-from train import (choose_trained, describe_run, draws_of, largest_k, make_optimizer, new_config,
-                   read_settings, run_config, spent_before, update_flops)
+from train import (choose_trained, describe_run, draws_of, largest_k, make_optimizer, read_settings,
+                   run_config, spent_before, update_flops)
 
 # The bfloat16 FLOP/s that we expect from each GPU: not measured, but 61, 61 and 43% of its peak.
 GPUS = {
@@ -59,14 +59,15 @@ def plan(args, settings):
     """Print what a run of train.py with these settings will cost."""
     folder = None
     if args.preset:
-        config = retrofit_config(*presets()[args.preset])
+        config = run_config(settings, retrofit_config(*presets()[args.preset]))
     elif settings.init_from:
         folder = find_checkpoint(settings.init_from)
-        config = load_config(folder)
+        config = run_config(settings, load_config(folder))
     else:
-        config = new_config(settings)
+        (data_folder, _), *_ = read_mixture(settings.data)
+        config = run_config(settings, None, data_folder)
     settings.dtype = choose_dtype(settings.dtype, "cuda")  # wherever the plan is made
-    model = RecurrentLM.empty(run_config(settings, config)).to(getattr(torch, settings.dtype))
+    model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
     labelled = labelled_share(settings)
     if args.flops_of:
