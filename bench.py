@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from common import (DTYPES, Parser, choose_dtype, cli, dtype_on, natural, positive, recurrences,
-                    several, yes_or_no)
+from common import (DTYPE_HELP, DTYPES, Parser, choose_dtype, cli, dtype_on, list_of, natural,
+                    positive, recurrences, yes_or_no)
 from model import Config, RecurrentLM
 from muon import MOMENTS
 from sample import Decoder, describe
@@ -157,8 +157,7 @@ def parse_args():
     timed = Parser(add_help=False)
     flag = timed.add_argument
     flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
-    flag("--dtype", choices=DTYPES, default="auto",
-         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
+    flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
     flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
          help="use torch.compile (true)")
@@ -182,7 +181,7 @@ def parse_args():
     flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
     flag("--prompt_tokens", type=positive, default=32, help="tokens per prompt (32)")
     flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
-    flag("--draft_steps", type=several(natural), default="0",
+    flag("--draft_steps", type=list_of(natural), default="0",
          help="recurrences of a draft; 0 (default): none")
     return parser.parse_args()
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -24,6 +23,7 @@ CPUINFO = Path("/proc/cpuinfo")
 LAUNCHED = {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= os.environ.keys()
 WORLD = int(os.environ["WORLD_SIZE"]) if LAUNCHED else 1
 RANK = int(os.environ["RANK"]) if LAUNCHED else 0
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0)) if LAUNCHED else 0  # on this machine
 
 
 # ------------------------------------------------------------------------- errors and messages
@@ -40,9 +40,6 @@ def cli(main):
     """
     if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
         sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
-    # A data set keeps all of its shards open, perhaps more than the usual limit of 1,024 files.
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
         end = main()
     except KeyboardInterrupt:
@@ -119,9 +116,9 @@ def new_folder(text):
     return Path(text)
 
 
-def several(number_type):
+def list_of(number_type):
     """
-    Return the type of a flag that takes several numbers, and sorts and deduplicates them: "32,1,4",
+    Return the type of a flag that takes a list of numbers, and sorts and deduplicates it: "32,1,4",
     or "[32, 1, 4]" from a list in a TOML file, becomes [1, 4, 32].
     """
     def number_list(text):
@@ -129,12 +126,13 @@ def several(number_type):
     return number_list
 
 
-recurrences = several(positive)  # the type of --steps
+recurrences = list_of(positive)  # the type of --steps
 
 
 # --------------------------------------------------------------------------------------- dtypes
 
 DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype
+DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32"
 
 
 def native_bfloat16(device="cpu"):
@@ -178,7 +176,8 @@ def write_atomically(path):
     folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk, an
     existing file keeps its previous version.
 
-    A killed process leaves the temporary folder, `path`.tmp-*, behind; locked() removes it.
+    A killed process leaves the temporary folder, `path`.tmp-*, behind. In the folder of a run or a
+    data set, the next process removes it: see locked(). Anywhere else, the user has to.
     """
     target = Path(path).resolve()
     try:
@@ -231,7 +230,7 @@ def reading(path):
         yield path
     except (UserError, ModuleNotFoundError, MemoryError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as e:  # libraries in Rust raise exceptions that are no Exception
+    except BaseException as e:  # Rust libraries raise some that don't subclass Exception
         if isinstance(e, OSError) and e.filename:
             raise
         with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -264,13 +263,12 @@ def digest(path):
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def check_settings(path, earlier, settings, way_out):
+def check_settings(path, earlier, settings, advice):
     """
     Raise UserError if an output was created with different settings. earlier: the output's {name:
-    value}. settings: this command's. way_out: the last sentence of the message, which says what to
-    do instead.
+    value}. settings: this command's. advice: what to do instead, the last sentence of the message.
     """
     for key, value in settings.items():
         if earlier.get(key) != value:
             raise UserError(f"{path}: was created with {key} = {earlier.get(key)!s:.80}, but this "
-                            f"command says {value!s:.80}. {way_out}")
+                            f"command says {value!s:.80}. {advice}")

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import re
+import resource
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,9 @@ class Dataset:
     """
 
     def __init__(self, data, split, T):
+        # All shards stay open, perhaps more than the usual limit of 1,024 files, or macOS's of 256.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10240)), hard))
         mixture = read_mixture(data)
         self.folders = [folder for folder, _ in mixture]
         self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]

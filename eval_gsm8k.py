@@ -30,8 +30,9 @@ from typing import NamedTuple
 import requests
 import torch
 
-from common import (DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on, positive,
-                    random_seed, read_json, reading, recurrences, say, write_atomically, write_json)
+from common import (DTYPE_HELP, DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on,
+                    positive, random_seed, read_json, reading, recurrences, say, write_atomically,
+                    write_json)
 from data import as_text
 from sample import DEPTHS, Decoder, describe, load_model
 
@@ -355,8 +356,7 @@ def parse_args():
     flag("--max_new_tokens", type=positive, default=256, help="longest answer (256)")
     flag("--batch_size", type=positive, default=32, help="questions at once (32)")
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
-    flag("--dtype", choices=DTYPES, default="auto",
-         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
+    flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
     flag("--out", metavar="FILE.json",
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")

@@ -30,8 +30,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import (DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural, non_negative,
-                    positive, random_seed, recurrences, say)
+from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
+                    non_negative, positive, random_seed, recurrences, say)
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend
 
@@ -617,8 +617,7 @@ def make_parser():
     flag("--model", metavar="FOLDER", default="out/tiny/task",
          help="checkpoint or run folder; default: %(default)s, which runs/tiny.sh makes")
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
-    flag("--dtype", choices=DTYPES, default="auto",
-         help="auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32")
+    flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "

@@ -2304,11 +2304,11 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
 # ------------------------------------------------------------------------------------- the terminal
 def test_ranks_that_nobody_started():
     """What is left of torchrun's environment is ignored, so a script is rank 0 of 1."""
-    code = "import common; print(common.RANK, common.WORLD)"
+    code = "import common; print(common.RANK, common.LOCAL_RANK, common.WORLD)"
     torchruns = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}
     for left in itertools.combinations(torchruns.items(), 2):
-        command, env = [sys.executable, "-c", code], os.environ | dict(left)
-        assert subprocess.check_output(command, env=env, text=True) == "0 1\n", left
+        command, env = [sys.executable, "-c", code], os.environ | {"LOCAL_RANK": "1"} | dict(left)
+        assert subprocess.check_output(command, env=env, text=True) == "0 0 1\n", left
 
 
 def test_no_compiler(base, monkeypatch):

@@ -41,10 +41,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (DTYPES, RANK, WORLD, Parser, UserError, between, check_settings, choose_dtype,
-                    cli, dtype_on, fraction, locked, nan_to_null, natural, non_negative, positive,
-                    random_seed, read_json, reading, recurrences, say, write_atomically, write_json,
-                    yes_or_no)
+from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
+                    choose_dtype, cli, dtype_on, fraction, locked, nan_to_null, natural,
+                    non_negative, positive, random_seed, read_json, reading, recurrences, say,
+                    write_atomically, write_json, yes_or_no)
 from data import (Dataset, check_same_tokenizer, load_tokenizer, read_mixture,
                   read_tokenizer_files, write_tokenizer)
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
@@ -676,7 +676,7 @@ def main():
     settings = read_settings(sys.argv[1:], WORLD)
     device = "cpu"
     if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        device = f"cuda:{LOCAL_RANK}"
         torch.cuda.set_device(device)
     if WORLD > 1:
         join_ranks(device)
