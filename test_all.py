@@ -86,7 +86,7 @@ def test_feed_forward_is_transformers(name):
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrence_is_the_papers_code(name):
-    """Logits at each r, gradients of the last k, and greedy tokens are those of the paper's code."""
+    """Logits at each r, gradients of the last k and greedy tokens are those of the paper's code."""
     model = convert(ORACLE / name, "m")
     x = expected(name)
     ids, s0 = x["input_ids"], x["s0"]
@@ -546,8 +546,8 @@ def test_ids_of_transformers(kind, monkeypatch):
     readme = (ROOT / "README.md").read_text()
     texts = [*HARD, *readme.splitlines(), "<think>\u0338 <think> a</think> <think>. 1>."]
     texts.append("10  20 a  3\n4 ²½ 1²  ½ pretraining depth-first")
-    texts += [readme * 40, " " * 10**6]
     if kind in IN_TIKTOKEN:
+        texts += [readme * 40, " " * 10**6]  # more than tiktoken gets at a time
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(folder)
     for text in texts:
@@ -671,10 +671,6 @@ def test_tokens_that_other_files_name(speaker):
     assert ours.encode(text, bos=True) == theirs(text).input_ids
     assert 512 in theirs(text).input_ids
 
-
-def test_end_of_text_that_two_files_name():
-    """special_tokens_map.json, if there is one, decides what EOS is, as in transformers."""
-    tf = need("transformers")
     write_bpe("bpe")
     common.write_json("bpe/special_tokens_map.json", {"eos_token": "<s>"})
     common.write_json("bpe/tokenizer_config.json", {"eos_token": "</s>"})
@@ -705,16 +701,9 @@ def prepare(corpus, source, out, *flags):
     return ("prepare", "--input", source, "--tokenizer", corpus / "task", "--out", out, *flags)
 
 
-def test_null_struct_is_not_dropped():
-    """A field of a null struct is read as None, so --drop keeps the record."""
-    record = {"meta": None}
-    assert data.column_value(record, "meta.by") is None
-    assert not data.is_dropped(record, "meta.by=llama")
-
-
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_prepare_resumes_byte_identical(source, corpus):
-    """After kills and a move, prepare writes the same bytes as an uninterrupted run."""
+    """After kills and a move, prepare writes the same bytes as without; --drop drops records."""
     documents(4000)
     if source == "a.parquet":
         table = need("pyarrow.json").read_json("a.jsonl")
@@ -722,6 +711,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
 
     flags = ("--shard_tokens=2000", "--drop=meta.by=Y 7")  # a part of "by 7", in another case
     run_script("data", *prepare(corpus, source, "unbroken", *flags))
+    assert "created with drop = " in error_line("data", *prepare(corpus, source, "unbroken"))
     command = prepare(corpus, source, "killed", *flags)
 
     def second_shard():
@@ -756,52 +746,36 @@ TURNS = [
     {"role": "user", "content": "has 1"},
     {"role": "tool", "content": None},
     {"role": "Assistant", "content": "2"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "3"},
 ]
 STYLED = [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]
 MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
 
 
-@pytest.mark.parametrize("row, flags, without_loss, with_loss", [
-    ({"b": " has 1 \nhas 2\n"}, {"field": "b"}, "", "|has 1 \nhas 2$"),
-    ({"a": MARKED}, {}, "", "|so\nit\nthe user: is$"),
-    ({"a": CHAT}, {}, "", "|has\nUser's$"),
-    ({"a": STYLED}, {}, "", "|has\n2$"),
-    ({"a": TURNS}, {}, "", "|has 1\n\n2$"),
-    ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has ", "\n1$"),
-    ({"a": 7, "q": True}, {"prompt": "q"}, "|true", "\n7$"),
-    ({"a": [65, 66, 67]}, {}, "", "ABC"),
-    ({"a": [65]}, {}, "", "A"),
-    ({"a": TURNS}, {"loss": "assistant"}, "|has 1", "\n2$"),
+@pytest.mark.parametrize("row, flags, text", [  # the text with [brackets] around what carries loss
+    ({"b": " has 1 \nhas 2\n"}, {"field": "b"}, "[|has 1 \nhas 2$]"),
+    ({"a": MARKED}, {}, "[|so\nit\nthe user: is$]"),
+    ({"a": CHAT}, {}, "[|has\nUser's$]"),
+    ({"a": STYLED}, {}, "[|has\n2$]"),
+    ({"a": TURNS}, {}, "[|has 1\n\n2\nso\n3$]"),
+    ({"a": TURNS}, {"loss": "assistant"}, "|has 1[\n2$]\nso[\n3$]"),
+    ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has [\n1$]"),
+    ({"a": 7, "q": True}, {"prompt": "q"}, "|true[\n7$]"),
+    ({"a": [65, 66, 67]}, {}, "[ABC]"),
+    ({"a": [65]}, {}, "[A]"),
 ])
-def test_prepare_reads_fields_and_chats(row, flags, without_loss, with_loss):
-    """Messages are joined, role tags are removed, and a prompt carries no loss."""
-
-    def encode(text, bos):
-        return [*map(ord, "|" * bos + text)]
-
-    tokenizer = SimpleNamespace(encode=encode, eos_id=ord("$"), vocab_size=128)
+def test_prepare_reads_fields_and_chats(row, flags, text):
+    """Messages are joined, role tags are removed, and a prompt or a user's message has no loss."""
+    tokenizer = SimpleNamespace(encode=lambda text, bos: [*map(ord, "|" * bos + text)],
+                                eos_id=ord("$"), vocab_size=128)
     flags = dict(field="a", prompt=None, strip_roles=True, loss="all") | flags
     ids, *targets = data.document(tokenizer, row, SimpleNamespace(**flags)).tolist()
-    assert "".join(map(chr, ids)) == without_loss + with_loss
-    if not targets:  # all of it carries loss
-        assert not without_loss and not flags["prompt"]
-        return
-
-    first = max(1, len(without_loss))  # the first id that is a target; the id before it predicts it
-    assert targets == [[-100] * (first - 1) + ids[first:] + [-100]]
-
-
-def test_loss_on_the_assistants_messages(corpus):
-    """With --loss assistant, each of the assistant's messages carries loss and ends with EOS."""
-    turns = [("user", "has 1"), ("assistant", "1"), ("user", "gets 2"), ("assistant", "3")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    Path("a.jsonl").write_text((json.dumps({"m": messages}) + "\n") * 9)
-    run_script("data", *prepare(corpus, "a.jsonl", "out", "--field=m", "--loss=assistant"))
-    ids, targets = np.load("out/train_000000.npy")[:, :8]
-    decode = Tokenizer.load("out").decode
-    assert decode(ids.tolist()) == "has 1 1 </s> gets 2 3 </s>"
-    assert decode(targets[targets >= 0].tolist()) == "1 </s> 3 </s>"
-    assert "loss = assistant" in error_line("data", *prepare(corpus, "a.jsonl", "out", "--field=m"))
+    parts = re.split(r"[][]", text)
+    assert "".join(map(chr, ids)) == "".join(parts)
+    labels = [ord(c) if i % 2 else -100 for i, part in enumerate(parts) for c in part]
+    partly = flags["prompt"] or flags["loss"] != "all"
+    assert targets == ([[*labels[1:], -100]] if partly else [])
 
 
 def test_prepare_counts_bad_documents(corpus):
@@ -871,14 +845,6 @@ def test_validation_has_whole_documents(corpus, n, flags, count_val):
     assert len(val) == count_val and sorted(documents_in("out", "train") + val) == [*range(n)]
     gaps = np.diff([-val[0], *val, 2 * n - val[-1]])  # as if the file went on in mirrors
     assert max(gaps) <= n / count_val + 1 and min(gaps) >= n / count_val - 2
-
-
-def test_a_validation_set_that_is_too_small(corpus):
-    """The message about a validation set below one row names the flag that makes it larger."""
-    documents(40)
-    run_script("data", *prepare(corpus, "a.jsonl", "out"))
-    with pytest.raises(UserError, match="too few val tokens for one row of 50.*--val"):
-        Dataset("out", "val", 50)
 
 
 def test_validation_of_one_long_text(corpus):
@@ -1225,13 +1191,6 @@ def test_samples_follow_the_flags(corpus):
         assert run_script(*ask, *flags.split()) == run_script(*ask)
 
 
-def pretend(monkeypatch, cpuinfo):
-    """Pretend that /proc/cpuinfo says this, or is missing if None."""
-    if cpuinfo:
-        Path("cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo" if cpuinfo else "missing"))
-
-
 @pytest.mark.parametrize("cpuinfo, auto", [
     ("vendor_id : GenuineIntel flags : fma avx512_bf16 amx_bf16 amx_tile", "bfloat16"),
     ("vendor_id : GenuineIntel flags : fma avx512f avx512_bf16", "float32"),  # which is faster
@@ -1241,34 +1200,19 @@ def pretend(monkeypatch, cpuinfo):
     ("Features : fp asimd", "float32"),
     (None, "float32"),                                                        # such as macOS
 ])
-def test_auto_dtype(cpuinfo, auto, monkeypatch):
-    """--dtype auto is bfloat16 on a GPU, and on a CPU only where that is native."""
-    pretend(monkeypatch, cpuinfo)
-    assert common.choose_dtype("auto", "cpu") == auto
+def test_auto_dtype(cpuinfo, auto, checkpoint, monkeypatch, capsys):
+    """--dtype auto is bfloat16 on a GPU and on a CPU where that is native; elsewhere it is slow."""
+    monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo"))
+    if cpuinfo:
+        Path("cpuinfo").write_text(cpuinfo)
+    ask = "sample", f"--model={checkpoint}", "--prompt=x", "--tokens=1"
+    run_script(*ask)
+    assert f"{auto} on cpu" in capsys.readouterr().err
+    run_script(*ask, "--dtype=bfloat16")
+    said = capsys.readouterr().err
+    assert "bfloat16 on cpu" in said
+    assert ("float32 can be" in said) == (auto == "float32")
     assert common.choose_dtype("auto", "cuda:0") == "bfloat16"
-    assert common.choose_dtype("bfloat16", "cpu") == "bfloat16"
-
-
-@pytest.mark.parametrize("cpuinfo, auto, note, slow", [
-    ("amx_bf16", "bfloat16", "", ""),
-    (None, "float32", " (no native bfloat16)",
-     " (no native bfloat16: float32 can be 19 times as fast)"),
-])
-@pytest.mark.parametrize("command", [
-    "sample --prompt=x --tokens=1",
-    "bench decode --steps=1 --tokens=1 --repeat=1 --compile=false",
-])
-def test_dtypes_are_told(command, cpuinfo, auto, note, slow, checkpoint, monkeypatch, capsys):
-    """Scripts say in which dtype they run; bfloat16 where it is not native, what it costs."""
-    pretend(monkeypatch, cpuinfo)
-    monkeypatch.setattr(bench, "read_speed", lambda repeat: 1.0)
-    for dtype, said in (
-        ("auto", f"{auto} on cpu{note}\n"),
-        ("float32", f"float32 on cpu{note}\n"),
-        ("bfloat16", f"bfloat16 on cpu{slow}\n"),
-    ):
-        printed = run_script(*command.split(), f"--model={checkpoint}", f"--dtype={dtype}")
-        assert said in printed + capsys.readouterr().err
 
 
 def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch, capsys):
@@ -1277,10 +1221,11 @@ def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch, capsys):
     ask = ["eval_gsm8k", f"--model={looped}", "--data=asked.jsonl", "--out=x.json", "--steps=3",
            "--max_new_tokens=2"]
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
-    pretend(monkeypatch, "amx_bf16")
+    monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo"))
+    Path("cpuinfo").write_text("amx_bf16")
     run_script("train", *base, "--out_dir=run")
     run_script(*ask)
-    pretend(monkeypatch, None)
+    os.remove("cpuinfo")
     assert "bfloat16 on cpu" in run_script("train", *base, "--out_dir=run")
     run_script(*ask)
     assert "bfloat16 on cpu" in capsys.readouterr().err
@@ -2311,25 +2256,17 @@ def test_ranks_that_nobody_started():
         assert subprocess.check_output(command, env=env, text=True) == "0 0 1\n", left
 
 
-def test_no_compiler(base, monkeypatch):
-    """Without a working C++ compiler, a run continues without torch.compile."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
-    torch.compiler.reset()  # forgets what other tests compiled
-    with torch._inductor.config.patch("cpp.cxx", ("/bin/false",)):
-        said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
-    torch.compiler.set_stance("default")
-    assert "without torch.compile" in said
-
-
-@needs_compiler
-def test_compiler_that_fails_later(base, monkeypatch):
-    """If the compiler fails on larger kernels, a run goes on without."""
-    def fails(graph, inputs):
-        raise RuntimeError("g++: killed\ntwice")
-
+@pytest.mark.parametrize("compiler", ["/bin/false", pytest.param("g++", marks=needs_compiler)])
+def test_no_compiler(compiler, base, monkeypatch):
+    """Without a C++ compiler, or if it fails on larger kernels, a run goes on uncompiled."""
     compile_parts = RecurrentLM.compile_parts
+    fails = mock.Mock(side_effect=RuntimeError("g++: killed\ntwice"))
     monkeypatch.setattr(RecurrentLM, "compile_parts", lambda m: compile_parts(m, backend=fails))
-    said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
+    if compiler == "/bin/false":  # though the cache may hold what it should compile
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
+    torch.compiler.reset()  # forgets what other tests compiled
+    with torch._inductor.config.patch("cpp.cxx", (compiler,)):
+        said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
     torch.compiler.set_stance("default")
     assert "without torch.compile" in said
 

@@ -284,8 +284,8 @@ def documents(n):
     """Write a.jsonl with n documents. The text of document i is the digits of i, as words."""
     with open("a.jsonl", "w") as f:
         for i in range(n):
-            digits = " ".join(str(i))
-            print(json.dumps({"text": f" {digits}\n", "meta": {"by": f"by {i % 50}"}}), file=f)
+            meta = {"by": f"by {i % 50}"} if i else None
+            print(json.dumps({"text": f" {' '.join(str(i))}\n", "meta": meta}), file=f)
 
 
 def documents_in(folder, split):
