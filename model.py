@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, read_json, reading, say, write_json
+from common import UserError, read_json, reading, say, write_atomically, write_json
 
-STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)): Huginn's value, used at every width
+STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; the paper keeps it
 IGNORE = -100                      # marks a target without loss, as in torch
 LOGITS_AT_ONCE = 1 << 26           # the most logits in memory at once: 256 MB in float32
 NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
@@ -73,11 +73,12 @@ class Config:
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        assert self.norm in NORMS, f"norm = {self.norm}: not one of {NORMS}"
+        for value, choices in (self.norm, NORMS), (self.adapter, ADAPTERS):
+            if value not in choices:
+                raise UserError(f"{value}: not one of {', '.join(choices)}")
         if self.n_coda and not self.n_core:
-            raise UserError(f"n_coda = {self.n_coda}: a model without a recurrent block (n_core = "
-                            "0) has a prelude alone")
-        assert self.adapter in ADAPTERS, f"adapter = {self.adapter}: not one of {ADAPTERS}"
+            raise UserError(f"n_coda = {self.n_coda}, n_core = 0: an ordinary model has no coda, "
+                            "because all of its layers are in the prelude")
 
     @property
     def ends(self):
@@ -86,38 +87,6 @@ class Config:
         if isinstance(ends, int):
             ends = [ends]
         return set(ends or [])
-
-
-# -------------------------------------------------------------------------------- the noise
-
-def mix(x):
-    """
-    Hash 32-bit numbers with splitmix32, except that the first addition keeps its carry. x: an int
-    or an int64 tensor. No product overflows int64, so the bits are the same on every device,
-    compiled or not.
-    """
-    x = x + 0x9E3779B9
-    x ^= x >> 16
-    x *= 0x21F0AAAD
-    x &= 0xFFFFFFFF
-    x ^= x >> 15
-    x *= 0x735A2D97
-    x &= 0xFFFFFFFF
-    x ^= x >> 15
-    return x
-
-
-def truncated_normal(seed, row, position, C):
-    """
-    Draw standard normal numbers, truncated at 3 standard deviations. Each depends only on (seed,
-    row, position, channel). row, position: int64 tensors that broadcast to a shape (...). Returns
-    (..., C) float32.
-    """
-    key = mix(mix(mix(seed) + row) + position)
-    bits = mix(key[..., None] + torch.arange(C, device=key.device))
-    uniform = ((bits >> 8) - 2**23).float()  # 24 bits, which float32 holds exactly
-    within = math.erf(3 / math.sqrt(2))      # P(|z| < 3) for a standard normal z
-    return (uniform * (within / 2**23)).erfinv_().mul_(math.sqrt(2))
 
 
 # ------------------------------------------------------------------------------- the layers
@@ -288,20 +257,15 @@ class RecurrentLM(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        c = config
-
-        def blocks(count):
-            return nn.ModuleList(Block(c) for _ in range(count))
-
-        self.config = config
+        self.config = c = config
         self.folder = None
         # nn.Embedding() draws random values, which on the meta device imports much of torch.
         self.embed = nn.Embedding.from_pretrained(torch.zeros(c.vocab_size, c.n_embd), freeze=False)
-        self.prelude = blocks(c.n_prelude)
+        self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         if c.n_core and c.adapter == "linear":
             self.adapter = Linear(2 * c.n_embd, c.n_embd)
-        self.core = blocks(c.n_core)
-        self.coda = blocks(c.n_coda)
+        self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
+        self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
         self.norm_f = RMSNorm(c.n_embd, c.norm_eps)
         self.head = Linear(c.n_embd, c.vocab_size)
         if c.tie_embeddings:
@@ -387,16 +351,17 @@ class RecurrentLM(nn.Module):
 
         The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, and
         only where there is a target; the backward pass recomputes them. Positions without a target
-        fill up the last chunk as far as there are any, so that torch.compile sees one shape.
-        Targets of a model on a GPU may stay on the CPU, where counting does not wait for the GPU.
+        fill up the last chunk, so that torch.compile sees few shapes. Targets of a model on a GPU
+        may stay on the CPU, where counting does not wait for the GPU.
         """
         x, flat = x.flatten(0, 1), targets.flatten().cpu()
-        wanted = flat != IGNORE
-        # Chunks of a quarter: filling up the last one wastes less than that.
-        most = len(flat) if wanted.all() else math.ceil(len(flat) / 4)
-        size = min(LOGITS_AT_ONCE // self.config.vocab_size, most)  # positions in a chunk
-        count = max(1, math.ceil(wanted.sum().item() / size))
-        order = wanted.argsort(descending=True, stable=True)[:count * size]
+        labelled = flat != IGNORE
+        # A chunk has all positions; or a quarter of them if some have no target, so that filling up
+        # the last one wastes less than that. If that is too large for the memory, it has fewer.
+        size = len(flat) if labelled.all() else math.ceil(len(flat) / 4)
+        size = min(size, LOGITS_AT_ONCE // self.config.vocab_size)
+        count = max(1, math.ceil(labelled.sum().item() / size))
+        order = labelled.argsort(descending=True, stable=True)[:count * size]
         flat, order = to_device(flat[order], x.device), to_device(order, x.device)
         chunks = zip(x.index_select(0, order).split(size), flat.split(size))
         losses = torch.cat([self.chunk_losses(*chunk) for chunk in chunks])
@@ -566,14 +531,11 @@ class RecurrentLM(nn.Module):
         Write config.json and model.safetensors. weights: {name: tensor} to write instead of the
         model's own, such as float32 masters.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         weights = weights or self.state_dict()
         tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
-        new = folder / "model.safetensors.tmp"  # the old file may be memory-mapped
-        save_file(tensors, new, {"format": "pt"})
-        new.rename(folder / "model.safetensors")
-        write_json(folder / "config.json", {"model_type": "loopgraft"} | asdict(self.config))
+        with write_atomically(f"{folder}/model.safetensors") as new:  # the old one may be in use
+            save_file(tensors, new, {"format": "pt"})
+        write_json(f"{folder}/config.json", {"model_type": "loopgraft"} | asdict(self.config))
 
     # ------------------------------------------------------------------------------ counting
 
@@ -598,40 +560,71 @@ class RecurrentLM(nn.Module):
         for which losses() computes logits. Not counted: what fills up its last chunk, and what
         --activation_budget recomputes.
         """
+        c = self.config
         n, k = self.split_steps(steps)
-        matrices = self.num_params(matrices=True)
+        size = self.num_params(matrices=True)
         trained = self.num_params(matrices=True, trained=True)
-        for size in (matrices, trained):
-            size["core"] += size["adapter"]
+        for numbers in (size, trained):
+            numbers["core"] += numbers["adapter"]
         flops = 0
         reached = trained["embed"] > 0  # gradient flows back as far as the first trained part
         for part, uses, uses_with_gradient in ("prelude", 1, 1), ("core", n + k, k), ("coda", 1, 1):
-            # Attention takes two products over all pairs of tokens, which is 4 T FLOPs per channel;
-            # a causal kernel skips half of them. The backward pass takes five products, because it
-            # recomputes the scores.
-            layers = len(getattr(self, part))
-            attention = layers * 2 * T * self.config.n_head * self.config.head_dim
-            forward = 2 * matrices[part] + attention
+            # Each of attention's products takes 2 FLOPs per channel for every token that a token
+            # sees, T / 2 on average. The forward pass has two products; the backward pass has five,
+            # because it recomputes the scores.
+            product = len(getattr(self, part)) * c.n_head * c.head_dim * T
+            forward = 2 * size[part] + 2 * product
+            backward = 2 * size[part] + 2 * trained[part] + 5 * product
+            if recompute and part == "core":
+                backward += forward
             flops += uses * forward
             reached = reached or trained[part] > 0
             if training and reached:
-                backward = 2 * (matrices[part] + trained[part]) + 5 * attention // 2
-                if recompute and part == "core":
-                    backward += forward
                 flops += uses_with_gradient * backward
         head = self.head.weight
         times = (2 + reached + head.requires_grad) if training else 1  # logits are recomputed
         return flops + times * 2 * head.numel() * labelled
 
 
+# -------------------------------------------------------------------------------- the noise
+
+def mix(x):
+    """
+    Hash 32-bit numbers with splitmix32, except that the first addition keeps its carry. x: an int
+    or an int64 tensor. No product overflows int64, so the bits are the same on every device,
+    compiled or not.
+    """
+    x = x + 0x9E3779B9
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= 0xFFFFFFFF
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x &= 0xFFFFFFFF
+    x ^= x >> 15
+    return x
+
+
+def truncated_normal(seed, row, position, C):
+    """
+    Draw standard normal numbers, truncated at 3 standard deviations. Each depends only on (seed,
+    row, position, channel). row, position: int64 tensors that broadcast to a shape (...). Returns
+    (..., C) float32.
+    """
+    key = mix(mix(mix(seed) + row) + position)
+    bits = mix(key[..., None] + torch.arange(C, device=key.device))
+    uniform = ((bits >> 8) - 2**23).float()  # 24 bits, which float32 holds exactly
+    within = math.erf(3 / math.sqrt(2))      # P(|z| < 3) for a standard normal z
+    return (uniform * (within / 2**23)).erfinv_().mul_(math.sqrt(2))
+
+
+# ---------------------------------------------------------------------------- the checkpoints
+
 def checkpoints(folder):
     """The step_N checkpoints in a run's folder, as Paths, oldest first."""
-    found = {}
-    for path in Path(folder).glob("step_*/"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal():  # an unfinished one is named step_N.tmp-*
-            found[int(number)] = path
-    return [found[number] for number in sorted(found)]
+    # An unfinished one is named step_N.tmp-*.
+    paths = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
 def find_checkpoint(folder):
