@@ -8,8 +8,8 @@ matrix products.
     opt = Optimizer(model.named_parameters(), lr=0.001, adam_lr=5e-5, weight_decay=1e-4, clip=1.0)
     loss.backward()                       # each micro-batch; loss is the sum over its labels
     opt.accumulate()
-    total = opt.reduce().item()           # once per update, on every rank
-    norm = opt.step(total, labels)        # labels: of all micro-batches of all ranks
+    sum_norm = opt.reduce().item()        # once per update, on every rank
+    norm = opt.step(sum_norm, labels)     # labels: of all micro-batches of all ranks
 
 With several ranks, every rank holds all weights and gradients, but only the owner of a tensor holds
 its float32 master weights and its moments. Newton-Schulz needs whole matrices, so a matrix has one
@@ -100,6 +100,8 @@ def adamw_star_(w, g, m, v, t, lr, decay):
     v.lerp_(g.square(), 1 - BETA2)
     v.clamp_(min=1e-12)
     excess = (g.square() / v).mean().sqrt().clamp(min=1)
+    # As in Huginn's code, 1 - BETA1**t and 1 - BETA2**t correct moments that start from zero,
+    # although these start from the first gradient.
     step = lr / (1 - BETA1**t) / excess
     w.mul_(1 - decay)
     w.sub_(step * torch.atan2(m, v.sqrt() / math.sqrt(1 - BETA2**t)))
@@ -150,7 +152,7 @@ class Optimizer:
 
     def __init__(self, named, *, lr, adam_lr, weight_decay, clip=math.inf, rule="muon",
                  weights=None, stacked=None, rank=0, world=1):
-        # Largest first, so that make_pieces() can give all ranks similar loads.
+        # Largest first, so that make_pieces() can give all ranks similar shares.
         self.params = dict(sorted(named, key=lambda item: -item[1].numel()))
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
@@ -187,21 +189,20 @@ class Optimizer:
         split goes to the rank that owns the fewest numbers so far.
         """
         pieces = []
-        loads = [0] * self.world
+        owned = [0] * self.world  # by each rank
         for name, p in self.params.items():
             embedding = name.startswith(("embed.", "head."))
             adamw = rule == "adamw" or rule == "muon" and (embedding or p.dim() != 2)
-            owners = range(self.world) if embedding and adamw else [loads.index(min(loads))]
+            owners = range(self.world) if embedding and adamw else [owned.index(min(owned))]
             for i, owner in enumerate(owners):
                 rows = slice(i * len(p) // len(owners), (i + 1) * len(p) // len(owners))
                 weight = p.detach()[rows]
                 splits = [len(weight)] if adamw else stacked.get(name, [len(weight)])
                 pieces.append(Piece(owner, name, "adamw" if adamw else rule, rows, splits, weight))
-                loads[owner] += weight.numel()
+                owned[owner] += weight.numel()
         return sorted(pieces, key=lambda piece: piece.owner)
 
-    @property
-    def state(self):
+    def masters_and_moments(self):
         """{name or name.moment: float32 tensor} of the rows that this rank owns."""
         return {key: t for piece in self.own
                 for key, t in zip(piece.keys, (piece.master, *piece.moments))}
@@ -249,14 +250,14 @@ class Optimizer:
         return total.sqrt()
 
     @torch.no_grad()
-    def step(self, total_norm, labels=1, lr_factor=1.0):
+    def step(self, sum_norm, labels=1, lr_factor=1.0):
         """
         Apply one update, then zero the summed gradients. The update uses the mean gradient over
-        `labels` labels, clipped, at lr_factor times the learning rates. total_norm: what reduce()
+        `labels` labels, clipped, at lr_factor times the learning rates. sum_norm: what reduce()
         returned, as a Python number. Returns the norm of the mean gradient. If that is not finite,
         the update is skipped.
         """
-        norm = total_norm / labels
+        norm = sum_norm / labels
         if not math.isfinite(norm):
             self.sums.zero_()
             return norm
@@ -289,7 +290,7 @@ class Optimizer:
         there, and {} on other ranks. With several ranks the result is on the CPU, and rank 0's
         device holds one piece of another rank at a time.
         """
-        mine = self.state
+        mine = self.masters_and_moments()
         if self.world == 1:
             return mine
         if self.rank > 0:

@@ -1041,7 +1041,7 @@ def test_ranks_keep_even_shares(preset):
         optimizers = [train.make_optimizer(Settings(), model, rank, world) for rank in range(world)]
         kept, work = [], []
         for opt in optimizers:
-            kept.append(sum(t.numel() for t in opt.state.values()))
+            kept.append(sum(t.numel() for t in opt.masters_and_moments().values()))
             matrices = [piece.master for piece in opt.own if piece.rule == "muon"]
             work.append(sum(t.numel() for t in matrices))
         for shares in (kept, work):

@@ -321,9 +321,9 @@ def train_model(settings, device):
                 num_labels += (targets != IGNORE).sum().item()  # targets are on the CPU
             if WORLD > 1:
                 dist.all_reduce(sums)
-            total_norm = optimizer.reduce()
+            sum_norm = optimizer.reduce()
             # The update's only wait for the device.
-            losses, labels, stops, total_norm = torch.stack((*sums, total_norm)).tolist()
+            losses, labels, stops, sum_norm = torch.stack((*sums, sum_norm)).tolist()
             if stops:  # at least one rank left this update early, so discard it
                 if update > start and update % settings.save_every:  # if not saved yet
                     save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
@@ -332,7 +332,7 @@ def train_model(settings, device):
 
             # ---- The step.
             lr_factor = lr_scale(settings, update)
-            norm = optimizer.step(total_norm, max(labels, 1), lr_factor)
+            norm = optimizer.step(sum_norm, max(labels, 1), lr_factor)
             skips = 0 if math.isfinite(norm) else skips + 1
             if skips > MAX_SKIPS:
                 raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "

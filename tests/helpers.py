@@ -425,7 +425,7 @@ def optimizer_rank(rank, world, folder):
             grads = [noise(u, i) for i in micro_batches]
             step_with(opt, ps, *grads, lr_factor=0.9**u, labels=8)
         name = f"{kind} {dtype}"
-        kept = sum(t.numel() for t in opt.state.values())
+        kept = sum(t.numel() for t in opt.masters_and_moments().values())
         found[f"{name} kept"] = torch.tensor(kept)
         for key, p in ps.items():
             found[f"{name} {key}"] = p.detach()

@@ -568,7 +568,7 @@ def test_plan_counts_all_that_a_rank_holds(dtype):
     losses.mean().backward()
     held = [p.grad for p in model.parameters()]
     held += [*model.parameters(), optimizer.sums]
-    held += optimizer.state.values()
+    held += optimizer.masters_and_moments().values()
     storages = {t.data_ptr(): t.nbytes for t in held}  # masters may be the weights themselves
     planned = plan.memory(s, model, gpus=1)
     planned.pop("activations")
