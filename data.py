@@ -19,8 +19,8 @@ instead: token ids, and targets, which are already shifted, with -100 for no los
 the shards. It is written last, so a folder that has one is complete. Its "row_length" is null if
 any T is allowed; data written in fixed-length rows (runs/tiny_corpus.py) allows only that length.
 
-This file has three parts that hardly depend on each other: the loader; `prepare`, with its command
-line; and tokenizers, the longest, because token ids have to be those of transformers.
+This file has three parts that hardly depend on each other: the loader; tokenizers, the longest,
+because token ids have to be those of transformers; and `prepare`, with its command line.
 """
 import bisect
 import functools
@@ -165,294 +165,6 @@ def read_mixture(data):
             raise UserError(f"--data={data}: weights must be whole numbers above 0")
         mixture.append((folder, int(weight or 1)))
     return mixture
-
-
-# ---------------------------------------------------------------------------------------- prepare
-# A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
-# one document.
-
-MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
-
-# What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
-# at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
-ROLE = "(?:user|human|assistant|system)"
-TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
-ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
-
-
-def read_records(path):
-    """
-    Yield the records of a file: dicts, or lines of JSON as bytes, which tokenize() parses in its
-    thread. Raises UserError if the file is of another kind or damaged.
-    """
-    suffix = Path(path).suffix
-    with reading(path):
-        if suffix in (".txt", ".md", ".rst"):
-            text = Path(path).read_text("utf-8-sig")
-            if "\0" in text:
-                raise UserError(f"{path}: not a text in UTF-8. Convert it, for example with iconv")
-            yield {"text": text}
-        elif suffix == ".jsonl":
-            with open(path, "rb") as file:
-                yield from filter(bytes.strip, file)
-        elif suffix == ".parquet":
-            from pyarrow import parquet
-            for batch in parquet.ParquetFile(path).iter_batches(256):
-                yield from batch.to_pylist()
-        else:
-            raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
-
-
-def column_value(record, column):
-    """The value of a column. "a.b" is column b of the dict in column a, or None if a is null."""
-    for name in column.split("."):
-        record = None if record is None else record[name]
-    return record
-
-
-def as_text(value):
-    """
-    Return a text, or the text of a number, of true or false, or of bytes in UTF-8. Raises
-    ValueError or TypeError if there is none, as for null, NaN, a list or half a character.
-    """
-    if isinstance(value, bytes):  # from parquet files that do not say that a column is text
-        return value.decode()
-    if isinstance(value, (bool, int, float)):
-        return json.dumps(value, allow_nan=False)
-    str.encode(value)
-    return value
-
-
-def read_column(record, column):
-    """Return the text or the ids in a column. A chat's messages are joined by newlines."""
-    value = column_value(record, column)
-    if not isinstance(value, list):
-        return as_text(value)
-    if all(type(item) is int for item in value):  # true is no id, and 1.5 would be rounded
-        return value
-    return "\n".join(as_text(message["content"] or "") for message in value)
-
-
-def document(tokenizer, record, args):
-    """
-    Turn a record into an array of token ids (1, N) int32; or (2, N), with targets, which are
-    already shifted, with -100 for no loss, if only a part carries loss. args: the flags of prepare.
-
-    The document begins with BOS, a newline separates its parts, and EOS follows each that carries
-    loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
-    the same ids here as at inference. Raises an exception, whatever its type, if a column is
-    missing or has the wrong type, if ids are out of range, or if no token carries loss.
-    """
-    parts = []  # text or ids, and whether they carry loss
-    if args.prompt:
-        parts.append((read_column(record, args.prompt), False))
-    if args.loss == "all":
-        parts.append((read_column(record, args.field), True))
-    else:
-        for message in column_value(record, args.field):
-            text = as_text(message["content"] or "")  # the call of a tool may have null
-            parts.append((text, message["role"].lower() == "assistant"))
-    ids, labels = [], []
-    for part, has_loss in parts:
-        if isinstance(part, str):
-            text = ROLES.sub("", part) if args.strip_roles else part
-            text = text.strip() if has_loss else text
-            if not text:
-                continue
-            part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
-            part += [tokenizer.eos_id] * has_loss
-        ids += part
-        labels += part if has_loss else [IGNORE] * len(part)
-    if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
-        raise ValueError("ids that the tokenizer does not have")
-    if not args.prompt and args.loss == "all":
-        return np.array([ids], np.int32)
-    targets = [*labels, IGNORE][1:]  # the target is the next token
-    if ids and max(targets) < 0:
-        raise ValueError("no token carries loss")
-    return np.array([ids, targets], np.int32)
-
-
-def is_dropped(record, rule):
-    """Whether a rule of --drop, COLUMN=TEXT, applies to a record."""
-    column, _, text = rule.partition("=")
-    return text.lower() in str(column_value(record, column)).lower()
-
-
-def tokenize(tokenizer, record, path, args):
-    """
-    Turn a record of the file `path` into a document(). Returns ("kept", the document),
-    ("dropped", None), or ("bad", why).
-    """
-    try:
-        if isinstance(record, bytes):
-            record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
-        if any(is_dropped(record, rule) for rule in args.drop):
-            return "dropped", None
-        return "kept", document(tokenizer, record, args)
-    except Exception as e:  # not JSON, or a column is missing or has the wrong type
-        return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
-
-
-def pack(args, tokenizer, meta):
-    """
-    Tokenize the records that are not in a shard yet, and write each shard when it is full. Threads
-    are enough, because the tokenizer libraries release the GIL.
-    """
-    counts = meta["counts"]
-    records = ((record, path) for path in args.input for record in read_records(path))
-    records = itertools.islice(records, sum(counts.values()), None)
-    documents, size = [], 0  # those of the next shard, and their tokens
-    example = None  # of a bad record
-    with ThreadPoolExecutor() as pool:
-        while group := list(itertools.islice(records, 1000)):
-            for outcome, result in pool.map(lambda item: tokenize(tokenizer, *item, args), group):
-                counts[outcome] += 1
-                if outcome == "bad":
-                    example = result
-                elif outcome == "kept":
-                    documents.append(result)
-                    size += result.shape[1]
-                    meta["longest"] = max(meta["longest"], result.shape[1])
-                if size >= args.shard_tokens:
-                    write_shards(args, meta, documents)
-                    documents, size = [], 0
-            if counts["bad"] > MAX_BAD * sum(counts.values()):
-                raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
-                                "far are bad. Check the file, and the flags that name columns. One "
-                                f"of them: {example}")
-    if documents:
-        write_shards(args, meta, documents)
-    if not meta["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
-                        "--field and --drop")
-
-
-def cut_validation(documents, share):
-    """
-    Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
-    validation: the fraction `share` of the documents, but at least 32, or a tenth if that is fewer.
-    They are evenly spaced, since files are often sorted. If there are fewer than 10, such as a
-    single book, it is the fraction `share` of the tokens instead, the last ones.
-    """
-    count = len(documents)
-    if count < 10:
-        tokens = np.concatenate(documents, axis=1)
-        length = tokens.shape[1]
-        return np.split(tokens, [length - round(share * length)], axis=1)
-    number = max(math.ceil(share * count), min(32, count // 10))
-    held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
-    splits = [], []
-    for i, tokens in enumerate(documents):
-        splits[i in held_out].append(tokens)
-    return [np.concatenate(split, axis=1) for split in splits]
-
-
-def write_shard(folder, name, tokens):
-    """Write an array, (N) or (2, N), as a shard. Returns meta.json's [name, tokens, SHA-256]."""
-    with write_atomically(f"{folder}/{name}") as new:
-        np.save(new, tokens)
-    return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
-
-
-def write_shards(args, meta, documents):
-    """Write the next shard for training and the next one for validation, and list them in meta."""
-    number = len(meta["shards"]["train"])
-    for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
-        if len(tokens) == 1:  # ids alone
-            tokens = tokens[0].astype(np.uint16 if meta["vocab_size"] <= 65536 else np.uint32)
-        if tokens.size:
-            name = f"{split}_{number:06d}.npy"
-            meta["shards"][split].append(write_shard(args.out, name, tokens.copy()))
-            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
-    write_json(f"{args.out}/progress.json", meta)
-
-
-def prepare(args):
-    """
-    Turn the records of files into a data set. args: the command's flags.
-
-    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
-    does not tokenize again, and ends with the same bytes. Raises UserError if the output was
-    started with different flags, if too many records are bad, or if no text is left.
-    """
-    if saved := checkpoints(args.tokenizer):  # a run has its tokenizer in each of those
-        args.tokenizer = str(saved[-1])
-    tokenizer = Tokenizer.load(args.tokenizer)
-    if tokenizer.eos_id is None:
-        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
-                        "Name it as eos_token in tokenizer_config.json")
-    meta = {
-        "arguments": vars(args) | {
-            "input": [[os.path.basename(path), digest(path)] for path in args.input],
-            "tokenizer": tokenizer.fingerprint,
-            "out": None,  # may change on resume
-        },
-        "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
-        "longest": 0,                                   # tokens in the longest document
-        "shards": {"train": [], "val": []},
-        "row_length": None,                             # any T is allowed
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-    }
-    out = Path(args.out)
-    finished, unfinished = out / "meta.json", out / "progress.json"
-    with locked(out):
-        if finished.exists() or unfinished.exists():
-            earlier = read_json(finished if finished.exists() else unfinished)
-            if earlier["shards"]["train"]:  # otherwise there is nothing to keep
-                check_settings(out, earlier["arguments"], meta["arguments"], "Choose another --out")
-                meta = earlier
-        elif set(os.listdir(out)) - {".lock"}:
-            raise UserError(f"{out}: contains other files. Choose another --out")
-        if finished.exists():
-            print(f"{out} is already complete")
-            return
-        write_json(unfinished, meta)
-        pack(args, tokenizer, meta)
-        copy_tokenizer(args.tokenizer, out)
-        unfinished.rename(finished)
-    print(f"{out}: complete. Records: {meta['counts']}. The longest document has "
-          f"{meta['longest']:,} tokens")
-
-
-def drop_rule(rule):
-    """The type of --drop: COLUMN=TEXT. Neither may be empty, because any text contains ""."""
-    if not all(rule.partition("=")):
-        raise ValueError
-    return rule
-
-
-def main():
-    parser = Parser(__doc__, usage="data.py prepare --input FILE ... --tokenizer FOLDER "
-                                   "--out FOLDER [flags]")
-    flag = parser.add_argument
-    flag("command", choices=["prepare"],
-         help="pack files into a data set. If it is killed, the same command resumes")
-    flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
-         help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
-    flag("--tokenizer", required=True, metavar="FOLDER",
-         help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
-    flag("--field", default="text", metavar="COLUMN",
-         help="the column to train on (default: text), which may hold text, chat messages, or "
-              "token ids")
-    flag("--prompt", metavar="COLUMN",
-         help="a column of text that precedes --field and carries no loss, such as the question; a "
-              "newline separates the two")
-    flag("--loss", choices=("all", "assistant"), default="all",
-         help="assistant: in a chat, only the assistant's messages carry loss")
-    flag("--drop", nargs="+", action="extend", type=drop_rule, default=[], metavar="COLUMN=TEXT",
-         help="skip records whose COLUMN contains TEXT, ignoring case; a.b is column b inside "
-              "column a, here and in --field")
-    flag("--strip_roles", action="store_true",
-         help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
-    flag("--val", type=between(0, 0.9, float), default=0.01,
-         help="fraction of each shard's documents, evenly spaced, to use for validation (0.01), "
-              "but at least 32, or a tenth if that is fewer")
-    flag("--shard_tokens", type=positive, default=100_000_000,
-         help="approximate number of tokens in a shard (100 million)")
-    flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")
-    prepare(parser.parse_args())
 
 
 # ------------------------------------------------------------------------------------- tokenizers
@@ -767,6 +479,294 @@ def any_tokenizer_json(path):
         return encoding.ids
 
     return encode, functools.partial(coder.decode, skip_special_tokens=False)
+
+
+# ---------------------------------------------------------------------------------------- prepare
+# A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
+# one document.
+
+MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
+
+# What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
+# at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
+ROLE = "(?:user|human|assistant|system)"
+TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
+ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
+
+
+def read_records(path):
+    """
+    Yield the records of a file: dicts, or lines of JSON as bytes, which tokenize() parses in its
+    thread. Raises UserError if the file is of another kind or damaged.
+    """
+    suffix = Path(path).suffix
+    with reading(path):
+        if suffix in (".txt", ".md", ".rst"):
+            text = Path(path).read_text("utf-8-sig")
+            if "\0" in text:
+                raise UserError(f"{path}: not a text in UTF-8. Convert it, for example with iconv")
+            yield {"text": text}
+        elif suffix == ".jsonl":
+            with open(path, "rb") as file:
+                yield from filter(bytes.strip, file)
+        elif suffix == ".parquet":
+            from pyarrow import parquet
+            for batch in parquet.ParquetFile(path).iter_batches(256):
+                yield from batch.to_pylist()
+        else:
+            raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
+
+
+def column_value(record, column):
+    """The value of a column. "a.b" is column b of the dict in column a, or None if a is null."""
+    for name in column.split("."):
+        record = None if record is None else record[name]
+    return record
+
+
+def as_text(value):
+    """
+    Return a text, or the text of a number, of true or false, or of bytes in UTF-8. Raises
+    ValueError or TypeError if there is none, as for null, NaN, a list or half a character.
+    """
+    if isinstance(value, bytes):  # from parquet files that do not say that a column is text
+        return value.decode()
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value, allow_nan=False)
+    str.encode(value)
+    return value
+
+
+def read_column(record, column):
+    """Return the text or the ids in a column. A chat's messages are joined by newlines."""
+    value = column_value(record, column)
+    if not isinstance(value, list):
+        return as_text(value)
+    if all(type(item) is int for item in value):  # true is no id, and 1.5 would be rounded
+        return value
+    return "\n".join(as_text(message["content"] or "") for message in value)
+
+
+def document(tokenizer, record, args):
+    """
+    Turn a record into an array of token ids (1, N) int32; or (2, N), with targets, which are
+    already shifted, with -100 for no loss, if only a part carries loss. args: the flags of prepare.
+
+    The document begins with BOS, a newline separates its parts, and EOS follows each that carries
+    loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
+    the same ids here as at inference. Raises an exception, whatever its type, if a column is
+    missing or has the wrong type, if ids are out of range, or if no token carries loss.
+    """
+    parts = []  # text or ids, and whether they carry loss
+    if args.prompt:
+        parts.append((read_column(record, args.prompt), False))
+    if args.loss == "all":
+        parts.append((read_column(record, args.field), True))
+    else:
+        for message in column_value(record, args.field):
+            text = as_text(message["content"] or "")  # the call of a tool may have null
+            parts.append((text, message["role"].lower() == "assistant"))
+    ids, labels = [], []
+    for part, has_loss in parts:
+        if isinstance(part, str):
+            text = ROLES.sub("", part) if args.strip_roles else part
+            text = text.strip() if has_loss else text
+            if not text:
+                continue
+            part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
+            part += [tokenizer.eos_id] * has_loss
+        ids += part
+        labels += part if has_loss else [IGNORE] * len(part)
+    if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+        raise ValueError("ids that the tokenizer does not have")
+    if not args.prompt and args.loss == "all":
+        return np.array([ids], np.int32)
+    targets = [*labels, IGNORE][1:]  # the target is the next token
+    if ids and max(targets) < 0:
+        raise ValueError("no token carries loss")
+    return np.array([ids, targets], np.int32)
+
+
+def is_dropped(record, rule):
+    """Whether a rule of --drop, COLUMN=TEXT, applies to a record."""
+    column, _, text = rule.partition("=")
+    return text.lower() in str(column_value(record, column)).lower()
+
+
+def tokenize(tokenizer, record, path, args):
+    """
+    Turn a record of the file `path` into a document(). Returns ("kept", the document),
+    ("dropped", None), or ("bad", why).
+    """
+    try:
+        if isinstance(record, bytes):
+            record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
+        if any(is_dropped(record, rule) for rule in args.drop):
+            return "dropped", None
+        return "kept", document(tokenizer, record, args)
+    except Exception as e:  # not JSON, or a column is missing or has the wrong type
+        return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
+
+
+def pack(args, tokenizer, meta):
+    """
+    Tokenize the records that are not in a shard yet, and write each shard when it is full. Threads
+    are enough, because the tokenizer libraries release the GIL.
+    """
+    counts = meta["counts"]
+    records = ((record, path) for path in args.input for record in read_records(path))
+    records = itertools.islice(records, sum(counts.values()), None)
+    documents, size = [], 0  # those of the next shard, and their tokens
+    example = None  # of a bad record
+    with ThreadPoolExecutor() as pool:
+        while group := list(itertools.islice(records, 1000)):
+            for outcome, result in pool.map(lambda item: tokenize(tokenizer, *item, args), group):
+                counts[outcome] += 1
+                if outcome == "bad":
+                    example = result
+                elif outcome == "kept":
+                    documents.append(result)
+                    size += result.shape[1]
+                    meta["longest"] = max(meta["longest"], result.shape[1])
+                if size >= args.shard_tokens:
+                    write_shards(args, meta, documents)
+                    documents, size = [], 0
+            if counts["bad"] > MAX_BAD * sum(counts.values()):
+                raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
+                                "far are bad. Check the file, and the flags that name columns. One "
+                                f"of them: {example}")
+    if documents:
+        write_shards(args, meta, documents)
+    if not meta["shards"]["train"]:
+        raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
+                        "--field and --drop")
+
+
+def cut_validation(documents, share):
+    """
+    Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
+    validation: the fraction `share` of the documents, but at least 32, or a tenth if that is fewer.
+    They are evenly spaced, since files are often sorted. If there are fewer than 10, such as a
+    single book, it is the fraction `share` of the tokens instead, the last ones.
+    """
+    count = len(documents)
+    if count < 10:
+        tokens = np.concatenate(documents, axis=1)
+        length = tokens.shape[1]
+        return np.split(tokens, [length - round(share * length)], axis=1)
+    number = max(math.ceil(share * count), min(32, count // 10))
+    held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
+    splits = [], []
+    for i, tokens in enumerate(documents):
+        splits[i in held_out].append(tokens)
+    return [np.concatenate(split, axis=1) for split in splits]
+
+
+def write_shard(folder, name, tokens):
+    """Write an array, (N) or (2, N), as a shard. Returns meta.json's [name, tokens, SHA-256]."""
+    with write_atomically(f"{folder}/{name}") as new:
+        np.save(new, tokens)
+    return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
+
+
+def write_shards(args, meta, documents):
+    """Write the next shard for training and the next one for validation, and list them in meta."""
+    number = len(meta["shards"]["train"])
+    for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
+        if len(tokens) == 1:  # ids alone
+            tokens = tokens[0].astype(np.uint16 if meta["vocab_size"] <= 65536 else np.uint32)
+        if tokens.size:
+            name = f"{split}_{number:06d}.npy"
+            meta["shards"][split].append(write_shard(args.out, name, tokens.copy()))
+            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
+    write_json(f"{args.out}/progress.json", meta)
+
+
+def prepare(args):
+    """
+    Turn the records of files into a data set. args: the command's flags.
+
+    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
+    does not tokenize again, and ends with the same bytes. Raises UserError if the output was
+    started with different flags, if too many records are bad, or if no text is left.
+    """
+    if saved := checkpoints(args.tokenizer):  # a run has its tokenizer in each of those
+        args.tokenizer = str(saved[-1])
+    tokenizer = Tokenizer.load(args.tokenizer)
+    if tokenizer.eos_id is None:
+        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
+                        "Name it as eos_token in tokenizer_config.json")
+    meta = {
+        "arguments": vars(args) | {
+            "input": [[os.path.basename(path), digest(path)] for path in args.input],
+            "tokenizer": tokenizer.fingerprint,
+            "out": None,  # may change on resume
+        },
+        "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
+        "longest": 0,                                   # tokens in the longest document
+        "shards": {"train": [], "val": []},
+        "row_length": None,                             # any T is allowed
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+    }
+    out = Path(args.out)
+    finished, unfinished = out / "meta.json", out / "progress.json"
+    with locked(out):
+        if finished.exists() or unfinished.exists():
+            earlier = read_json(finished if finished.exists() else unfinished)
+            if earlier["shards"]["train"]:  # otherwise there is nothing to keep
+                check_settings(out, earlier["arguments"], meta["arguments"], "Choose another --out")
+                meta = earlier
+        elif set(os.listdir(out)) - {".lock"}:
+            raise UserError(f"{out}: contains other files. Choose another --out")
+        if finished.exists():
+            print(f"{out} is already complete")
+            return
+        write_json(unfinished, meta)
+        pack(args, tokenizer, meta)
+        copy_tokenizer(args.tokenizer, out)
+        unfinished.rename(finished)
+    print(f"{out}: complete. Records: {meta['counts']}. The longest document has "
+          f"{meta['longest']:,} tokens")
+
+
+def drop_rule(rule):
+    """The type of --drop: COLUMN=TEXT. Neither may be empty, because any text contains ""."""
+    if not all(rule.partition("=")):
+        raise ValueError
+    return rule
+
+
+def main():
+    parser = Parser(__doc__, usage="data.py prepare --input FILE ... --tokenizer FOLDER "
+                                   "--out FOLDER [flags]")
+    flag = parser.add_argument
+    flag("command", choices=["prepare"],
+         help="pack files into a data set. If it is killed, the same command resumes")
+    flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
+         help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
+    flag("--tokenizer", required=True, metavar="FOLDER",
+         help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
+    flag("--field", default="text", metavar="COLUMN",
+         help="the column to train on (default: text), which may hold text, chat messages, or "
+              "token ids")
+    flag("--prompt", metavar="COLUMN",
+         help="a column of text that precedes --field and carries no loss, such as the question; a "
+              "newline separates the two")
+    flag("--loss", choices=("all", "assistant"), default="all",
+         help="assistant: in a chat, only the assistant's messages carry loss")
+    flag("--drop", nargs="+", action="extend", type=drop_rule, default=[], metavar="COLUMN=TEXT",
+         help="skip records whose COLUMN contains TEXT, ignoring case; a.b is column b inside "
+              "column a, here and in --field")
+    flag("--strip_roles", action="store_true",
+         help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
+    flag("--val", type=between(0, 0.9, float), default=0.01,
+         help="fraction of each shard's documents, evenly spaced, to use for validation (0.01), "
+              "but at least 32, or a tenth if that is fewer")
+    flag("--shard_tokens", type=positive, default=100_000_000,
+         help="approximate number of tokens in a shard (100 million)")
+    flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")
+    prepare(parser.parse_args())
 
 
 if __name__ == "__main__":
