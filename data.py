@@ -177,20 +177,16 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
 
 
-def copy_tokenizer(source, target):
-    """Copy those of TOKENIZER_FILES that exist from one folder to another."""
-    write_tokenizer(read_tokenizer_files(source), target)
-
-
 def read_tokenizer_files(folder):
     """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
     paths = [Path(folder, name) for name in TOKENIZER_FILES]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
-def write_tokenizer(files, folder):
-    for name, content in files.items():
-        Path(folder, name).write_bytes(content)
+def copy_tokenizer(source, target):
+    """Copy those of TOKENIZER_FILES that exist from one folder to another."""
+    for name, content in read_tokenizer_files(source).items():
+        Path(target, name).write_bytes(content)
 
 
 @dataclass
@@ -253,7 +249,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise UserError(f"a text holds half a character, which has no UTF-8 ({e})")
+            raise UserError(f"a text has a lone surrogate, which cannot be encoded in UTF-8 ({e})")
         ids = self.encode_text(text)
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
@@ -267,8 +263,8 @@ class Tokenizer:
 
 def load_tokenizer(folder, config):
     """
-    Load the Tokenizer of a model's folder. Its EOS, which data.py trains, becomes one of the ids
-    that end a text by the model's Config. Raises UserError if it has more ids than the model.
+    Load the Tokenizer of a model's folder, and add its EOS, which ends the documents that `prepare`
+    writes, to config.eos_token_id. Raises UserError if it has more ids than the model.
     """
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
@@ -371,7 +367,7 @@ def template_bos(path, spec):
 # kind.
 
 def word_level(spec):
-    """Tokens that are words between blanks, as in runs/tiny.sh, without any package."""
+    """Words between whitespace, as in runs/tiny.sh, without any package."""
     model = spec["model"]
     can_be_read = (
         model["type"] == "WordLevel" and model.get("unk_token") == "<unk>"
@@ -385,7 +381,8 @@ def word_level(spec):
     words = {i: word for word, i in all_tokens(spec).items()}
 
     def encode(text):
-        found = re.findall(r"[\S\x1c-\x1f]+", text)  # which are blanks in Python alone
+        # Only Python counts \x1c to \x1f as whitespace.
+        found = re.findall(r"[\S\x1c-\x1f]+", text)
         return [vocab.get(word, vocab["<unk>"]) for word in found]
 
     return encode, lambda ids: " ".join(words[i] for i in ids if i in words)
@@ -396,55 +393,46 @@ def word_level(spec):
 UNPRINTABLE = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
 BYTES = {chr(256 + UNPRINTABLE.index(b) if b in UNPRINTABLE else b): b for b in range(256)}
 
-# How SmolLM2 splits text into words: as GPT-2 does, after splitting off single digits.
-SMOLLM2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+# How Llama 3 and OLMo 2 split a text into words, and Qwen, which splits off every digit. Each
+# character is part of a word.
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+PATTERNS = WORDS, WORDS.replace("{1,3}", "")
 
-# What tiktoken gets at a time, because it fails on a million blanks in a row. If possible, a piece
-# ends between a letter or digit and a blank, where words end anyway.
+# What tiktoken gets at a time, because it fails on a million spaces in a row. If possible, a piece
+# ends between a letter or digit and whitespace, where words end anyway.
 PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
 
 
-def word_pattern(spec):
-    """The regular expression of the words into which byte-level BPE splits a text, or None."""
-    match (spec.get("pre_tokenizer") or {}).get("pretokenizers"):
-        case [{"individual_digits": True}, {"use_regex": True, "add_prefix_space": False}]:
-            return SMOLLM2
-        case [{"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
-              {"use_regex": False, "add_prefix_space": False}]:
-            return words
-        case [{"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-              {"use_regex": False, "add_prefix_space": False}]:
-            return f"{words}|(?:(?!{words})(?s:.))+"  # also what is between the words
-
-
 def byte_level(spec):
-    """Byte-level BPE (Llama 3, OLMo 2, Qwen, SmolLM2), with tiktoken."""
-    model, words = spec["model"], word_pattern(spec)
-    if model["type"] != "BPE" or not words:
-        return None
-    vocab = model["vocab"]
-    merges = [vocab["".join(pair).replace(" ", "")] for pair in model["merges"]]  # "a b" or [a, b]
-    learned = {*merges, *(vocab.get(byte) for byte in BYTES)}  # None for a byte without a token
+    """Byte-level BPE with the words of Llama 3, OLMo 2 or Qwen, with tiktoken."""
+    match spec:
+        case {"model": {"type": "BPE", "vocab": vocab, "merges": merges},
+              "normalizer": None | {"type": "NFC"} as normalizer,
+              "pre_tokenizer": {"pretokenizers": [
+                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+                  | {"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
+              } if words in PATTERNS:
+            pass
+        case _:
+            return None
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
-    normalizer = (spec.get("normalizer") or {}).get("type")
+    tokens = sorted(vocab.keys() - added.keys(), key=vocab.get)
+    merged = dict.fromkeys("".join(pair).replace(" ", "") for pair in merges)  # "a b" or [a, b]
     can_be_read = (
-        normalizer in (None, "NFC")
-        # tiktoken needs a token for each byte, and merges in the order of ids.
-        and None not in learned and merges == sorted(merges)
-        # All tokens must be bytes, merges or added tokens, and added ones need no preprocessing.
-        and learned.issuperset(vocab[name] for name in vocab.keys() - added.keys())
+        # tiktoken needs a token for each byte, then merges, in the order of their ids.
+        set(tokens[:256]) == BYTES.keys() and tokens[256:] == list(merged)
+        # Added tokens that are recognized in a text must need no preprocessing.
         and not any(token[key] for token in in_text.values()
                     for key in ("lstrip", "rstrip", "single_word", "normalized"))
     )
     if not can_be_read:
         return None
     import tiktoken
-    ranks = {bytes(map(BYTES.get, text)): i for text, i in vocab.items() if i in learned}
-    try:
-        coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
-    except ValueError:  # another kind of regular expression
-        return None
+    ranks = {bytes(map(BYTES.get, token)): vocab[token] for token in tokens}
+    coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
     names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
 
     def encode_ordinary(text):
@@ -526,25 +514,18 @@ def column_value(record, column):
 
 def as_text(value):
     """
-    Return a text, or the text of a number, of true or false, or of bytes in UTF-8. Raises
-    ValueError or TypeError if there is none, as for null, NaN, a list or half a character.
+    Return a text; or the text of a number, of true or false, of bytes in UTF-8, or of the messages
+    of a chat, joined by newlines. Raises an exception if there is none, as for null, NaN, a list of
+    texts or a lone surrogate.
     """
+    if isinstance(value, list):
+        return "\n".join(as_text(message["content"] or "") for message in value)
     if isinstance(value, bytes):  # from parquet files that do not say that a column is text
         return value.decode()
     if isinstance(value, (bool, int, float)):
         return json.dumps(value, allow_nan=False)
     str.encode(value)
     return value
-
-
-def read_column(record, column):
-    """Return the text or the ids in a column. A chat's messages are joined by newlines."""
-    value = column_value(record, column)
-    if not isinstance(value, list):
-        return as_text(value)
-    if all(type(item) is int for item in value):  # true is no id, and 1.5 would be rounded
-        return value
-    return "\n".join(as_text(message["content"] or "") for message in value)
 
 
 def document(tokenizer, record, args):
@@ -557,19 +538,19 @@ def document(tokenizer, record, args):
     the same ids here as at inference. Raises an exception, whatever its type, if a column is
     missing or has the wrong type, if ids are out of range, or if no token carries loss.
     """
-    parts = []  # text or ids, and whether they carry loss
-    if args.prompt:
-        parts.append((read_column(record, args.prompt), False))
+    value = column_value(record, args.field)
+    parts = [(column_value(record, args.prompt), False)] if args.prompt else []
     if args.loss == "all":
-        parts.append((read_column(record, args.field), True))
-    else:
-        for message in column_value(record, args.field):
-            text = as_text(message["content"] or "")  # the call of a tool may have null
-            parts.append((text, message["role"].lower() == "assistant"))
+        parts.append((value, True))
+    else:  # null is the content of a message that calls a tool
+        parts += [(message["content"] or "", message["role"].lower() == "assistant")
+                  for message in value]
     ids, labels = [], []
     for part, has_loss in parts:
-        if isinstance(part, str):
-            text = ROLES.sub("", part) if args.strip_roles else part
+        is_ids = isinstance(part, list) and all(type(item) is int for item in part)  # no bools
+        if not is_ids:
+            text = as_text(part)
+            text = ROLES.sub("", text) if args.strip_roles else text
             text = text.strip() if has_loss else text
             if not text:
                 continue

@@ -45,8 +45,7 @@ from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
                     choose_dtype, cli, dtype_on, fraction, locked, nan_to_null, natural,
                     non_negative, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json, yes_or_no)
-from data import (Dataset, check_same_tokenizer, load_tokenizer, read_mixture,
-                  read_tokenizer_files, write_tokenizer)
+from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
                    to_device)
 from muon import MOMENTS, Optimizer
@@ -449,7 +448,8 @@ def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progre
     moments = {key: t for key, t in kept.items() if key not in optimizer.params}
     with write_atomically(f"{settings.out_dir}/step_{progress['update']:06d}") as folder:
         model.save(folder, weights | kept)
-        write_tokenizer(tokenizer_files, folder)
+        for name, content in tokenizer_files.items():
+            (folder / name).write_bytes(content)
         save_file(moments, folder / "optimizer.safetensors")
         write_json(folder / "train.json", progress | {"config": vars(settings)})
     saved = checkpoints(settings.out_dir)
