@@ -198,25 +198,32 @@ def write_atomically(path):
         raise UserError(f"{path}: not written ({e})")
 
 
+def lock(file, path):
+    """
+    Lock an open file until it is closed. path: what it stands for, in messages. Returns whether the
+    file system has locks. Raises UserError if another process holds the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        raise UserError(f"{path}: another process is writing here. Wait for it to finish, or "
+                        "choose another path")
+    except OSError as e:  # of some network file systems
+        say(f"warning: {path} cannot be locked ({e}). Make sure that no other process writes to it")
+        return False
+
+
 def locked(folder):
     """
     Create a folder if necessary, lock it, and remove what a killed write_atomically() left in it.
-    Returns an open file; closing it releases the lock. Raises UserError if another process holds
-    the lock.
+    Returns an open file; closing it releases the lock. See lock().
     """
     os.makedirs(folder, exist_ok=True)
     file = open(f"{folder}/.lock", "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{folder}: another process is writing to this folder. Wait for it to "
-                        "finish, or choose another folder")
-    except OSError as e:  # some network file systems have no locks
-        say(f"warning: {folder} cannot be locked ({e}). Make sure that no other process writes "
-            "to it")
-        return file
-    for path in Path(folder).glob("*.tmp-????????/"):
-        shutil.rmtree(path, ignore_errors=True)
+    if lock(file, folder):
+        for path in Path(folder).glob("*.tmp-????????/"):
+            shutil.rmtree(path, ignore_errors=True)
     return file
 
 

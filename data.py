@@ -45,7 +45,7 @@ from common import (Parser, UserError, between, check_settings, cli, digest, loc
 from model import IGNORE, checkpoints
 
 
-# ------------------------------------------------------------------------------------- the loader
+# --------------------------------------------------------------------------------------- the loader
 # It has no state. A batch is a pure function of (seed, index, rank, world, B), where index counts
 # micro-batches. So a run can resume from its step number alone, and 2 ranks see the same samples as
 # 1 rank with twice the batch size.
@@ -167,7 +167,7 @@ def read_mixture(data):
     return mixture
 
 
-# ------------------------------------------------------------------------------------- tokenizers
+# --------------------------------------------------------------------------------------- tokenizers
 
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -469,7 +469,7 @@ def any_tokenizer_json(path):
     return encode, functools.partial(coder.decode, skip_special_tokens=False)
 
 
-# ---------------------------------------------------------------------------------------- prepare
+# ------------------------------------------------------------------------------------------ prepare
 # A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
 # one document.
 

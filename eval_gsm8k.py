@@ -31,8 +31,8 @@ import requests
 import torch
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on,
-                    positive, random_seed, read_json, reading, recurrences, say, write_atomically,
-                    write_json)
+                    lock, positive, random_seed, read_json, reading, recurrences, say,
+                    write_atomically, write_json)
 from data import as_text
 from sample import DEPTHS, Decoder, describe, load_model
 
@@ -52,7 +52,7 @@ WINDOW = 16  # tokens in which to look for a stop; at worst, each of its bytes i
 INVALID = "[invalid]"
 
 
-# ---- questions --------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------- questions
 
 def fetch_gsm8k():
     """Return the path of GSM8K's 1,319 test questions. The first call downloads them."""
@@ -122,7 +122,7 @@ def encode_prompts(questions, tokenizer, context, args):
             f"{args.max_new_tokens} leaves too little of the model's context", sys.stderr)
 
 
-# ---- scores of an answer ----------------------------------------------------------------------
+# ------------------------------------------------------------------------------ scores of an answer
 
 def flexible_extract(text):
     """Return the last number, by the harness's pattern, which also matches a lone "..."."""
@@ -153,7 +153,12 @@ def normalize(text):
 # it only before groups of three digits. A minus may be U+2212.
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
 NUMBER = re.compile(rf"(?:(?<!\d)[\u2212-])?\$?{DIGITS}(?:[eE][+-]?\d{{1,3}}(?!\d))?")
-NUMBERS = re.compile(rf"{NUMBER.pattern}(?:, *{NUMBER.pattern})*")
+
+
+def last_number(text):
+    """Return the last number in a text, such as Decimal("1234.5") for "3 or $1,234.50", or None."""
+    found = NUMBER.findall(text)
+    return Decimal(re.sub("[$,]", "", found[-1]).replace("\u2212", "-")) if found else None
 
 
 def reference_text(answer):
@@ -161,32 +166,25 @@ def reference_text(answer):
     return answer.rpartition("####")[2].strip().removesuffix(".").rstrip()
 
 
-def reference_numbers(answer):
+def reference_number(answer):
     """
-    If a reference answer is a number, or several with commas between them, alone or after its only
-    equals sign, return them in a list, else []. A number at the end of other words does not count:
-    it may be part of a date or of a room's name.
+    Return the number that a reference answer is, or that follows its only equals sign, else None. A
+    number beside other words does not count: it may be part of a date or of a room's name.
     """
     text = reference_text(answer).split("=", 1)[-1].strip()
-    return find_numbers(text) if NUMBERS.fullmatch(text) else []
-
-
-def find_numbers(text):
-    """"$1,234.50 or 3" -> [Decimal("1234.50"), Decimal("3")]; 1234.50 equals 1234.5"""
-    return [Decimal(re.sub("[$,]", "", number).replace("\u2212", "-"))
-            for number in NUMBER.findall(text)]
+    return last_number(text) if NUMBER.fullmatch(text) else None
 
 
 def same_answer(output, answer):
     """
     Whether an output is right when the prompt asks for no particular answer format. If the
-    reference is a number, or a list such as 3, 5, the last numbers of the output must equal it.
-    Otherwise the whole text must, ignoring case and a final period.
+    reference is a number, the last number of the output must equal it. Otherwise the whole text
+    must, ignoring case and a final period.
     """
-    numbers = reference_numbers(answer)
-    if not numbers:
+    number = reference_number(answer)
+    if number is None:
         return reference_text(output).lower() == reference_text(answer).lower()
-    return find_numbers(output)[-len(numbers):] == numbers
+    return last_number(output) == number
 
 
 # What is scored with each template, as {metric: (output, reference) -> whether it is right}.
@@ -199,7 +197,7 @@ METRICS = {
 }
 
 
-# ---- answers ----------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------ answers
 
 def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     """
@@ -229,10 +227,10 @@ def cut(text, stops):
     return text
 
 
-def answer_rest(decoder, tokenizer, questions, steps, answers, args):
+def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
     """
     Answer each batch of questions that is not complete in `answers`, {(r, index): line}, and add
-    its lines to `answers` and to their file.
+    its lines to `answers` and to their open file.
     """
     stops = STOPS if args.template == "cot" else ()
     # So that batches need little padding, and running out of memory happens early.
@@ -245,63 +243,40 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, args):
                 continue
             texts = answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
                                  args.max_new_tokens, stops, r, args.seed)
-            with open(args.answers, "a") as f:
-                for question, text in zip(batch, texts):
-                    line = {"index": question["index"], "steps": r, "output": text}
-                    for metric, is_right in METRICS[args.template].items():
-                        line[metric] = is_right(text, question["answer"])
-                    answers[r, question["index"]] = line
-                    f.write(json.dumps(line) + "\n")
+            for question, text in zip(batch, texts):
+                line = {"index": question["index"], "steps": r, "output": text}
+                for metric, is_right in METRICS[args.template].items():
+                    line[metric] = is_right(text, question["answer"])
+                answers[r, question["index"]] = line
+                file.write(json.dumps(line) + "\n")
+            file.flush()
             say(f"r = {r}: {first + len(batch)} of {len(questions)} questions", sys.stderr)
 
 
-# ---- the file of answers ----------------------------------------------------------------------
+# ------------------------------------------------------------------------------ the file of answers
 
-def answer_settings(args, model):
+def read_answers(file, settings):
     """
-    Return the first line of the file of answers: what each depends on, except for what changes it
-    by rounding at most: the device, --batch_size and --compile. Files are identified by digest,
-    since they may move, and training may continue in the model's folder.
+    Lock an open file of answers, and read it as {(r, index): line}, or begin it. An unfinished last
+    line, left by a killed process, is removed. Raises UserError if another process has locked the
+    file, or if it has different settings.
     """
-    return {
-        "template": args.template,
-        "max_new_tokens": args.max_new_tokens,
-        "dtype": args.dtype,
-        "seed": args.seed,
-        "questions": digest(args.data),
-        "weights": digest(f"{model.folder}/model.safetensors"),
-        "config": digest(f"{model.folder}/config.json"),
-    }
-
-
-def dtype_on_resume(args):
-    """Return --dtype, or instead of auto what that became when the file of answers was begun."""
-    path = Path(args.answers)
-    if args.dtype != "auto" or not path.exists():
-        return args.dtype
-    with reading(path):
-        return json.loads(path.read_text().split("\n")[0])["dtype"]
-
-
-def open_answers(path, settings):
-    """
-    Read a file of answers as {(r, index): line}, or begin it. An unfinished last line, left by a
-    killed process, is removed. Raises UserError if the file has different settings.
-    """
-    answers = {}
-    if Path(path).exists():
-        with reading(path):
-            *lines, unfinished = Path(path).read_text().split("\n")
-            header, *lines = map(json.loads, lines)
-            check_settings(path, header, settings, "Name another file with --out")
-            answers = {(line["steps"], line["index"]): line for line in lines}
-    with write_atomically(path) as new, open(new, "w") as f:
-        for line in (settings, *answers.values()):
-            f.write(json.dumps(line) + "\n")
+    lock(file, file.name)
+    with reading(file.name):
+        file.seek(0)
+        text = file.read()
+        if not text:
+            file.write(json.dumps(settings) + "\n")
+            return {}
+        *lines, unfinished = text.split("\n")
+        header, *lines = map(json.loads, lines)
+        check_settings(file.name, header, settings, "Name another file with --out")
+        answers = {(line["steps"], line["index"]): line for line in lines}
+    file.truncate(len(text) - len(unfinished))
     return answers
 
 
-# ---- the summary ------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------- the summary
 
 class Accuracy(NamedTuple):
     value: float
@@ -340,7 +315,7 @@ def summarize(questions, answers, steps, metrics):
     return results, table
 
 
-# ---- the command ------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------- the command
 
 def parse_args():
     parser = Parser(__doc__, usage="eval_gsm8k.py --model MODEL [flags]")
@@ -362,55 +337,64 @@ def parse_args():
          help="the summary; default: eval_NAME.json in the folder of --model, named after --data")
     flag("--task", metavar="NAME",
          help="name of the questions in tables and pictures; default: the name of the --data file")
-    args = parser.parse_args()
-    if not args.data:
-        args.data = fetch_gsm8k()
-        args.task = args.task or "GSM8K"
-    args.task = args.task or Path(args.data).name
-    args.out = args.out or f"{args.model}/eval_{Path(args.data).stem}.json"
-    args.answers = args.out.removesuffix(".json") + ".jsonl"
-    if Path(args.data).resolve() in (Path(args.out).resolve(), Path(args.answers).resolve()):
-        raise UserError(f"--out {args.out}: would write over the questions. Name another file")
-    return args
+    return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    questions = read_questions(args.data, args.limit)
-    if args.template == "cot" and not any(reference_numbers(x["answer"]) for x in questions):
-        raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
-                        "else. --template plain compares text")
-    model, tokenizer = load_model(args.model, dtype_on_resume(args))
-    device, args.dtype = describe(model)
+    data = args.data or fetch_gsm8k()
+    out = Path(args.out or f"{args.model}/eval_{Path(data).stem}.json")
+    answers_path = out.with_name(out.name.removesuffix(".json") + ".jsonl")
+    if Path(data).resolve() in (out.resolve(), answers_path.resolve()):
+        raise UserError(f"--out {out}: would write over the questions. Name another file")
+    questions = read_questions(data, args.limit)
+    if args.template == "cot" and all(reference_number(x["answer"]) is None for x in questions):
+        raise UserError(f"no answer in {data} is a number, and --template cot scores nothing else. "
+                        "--template plain compares text")
+    model, tokenizer = load_model(args.model, args.dtype)
+    device, dtype = describe(model)
     encode_prompts(questions, tokenizer, model.config.context, args)
-    settings = answer_settings(args, model)
-    answers = open_answers(args.answers, settings)
+    # What an answer depends on, except for what changes it by rounding at most: the device,
+    # --batch_size and --compile. Files are identified by digest, since they may move, and training
+    # may continue in the model's folder.
+    settings = {
+        "template": args.template,
+        "max_new_tokens": args.max_new_tokens,
+        "dtype": dtype,
+        "seed": args.seed,
+        "questions": digest(data),
+        "weights": digest(f"{model.folder}/model.safetensors"),
+        "config": digest(f"{model.folder}/config.json"),
+    }
     steps = args.steps if model.config.n_core else [0]
-    say(f"{model.folder}, {dtype_on(args.dtype, device)}: {len(questions)} questions at r = "
-        f"{steps}; {args.answers} holds {len(answers)} answers already", sys.stderr)
-    answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, args)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(answers_path, "a+") as file:  # locked until the summary is written
+        answers = read_answers(file, settings)
+        say(f"{model.folder}, {dtype_on(dtype, device)}: {len(questions)} questions at r = "
+            f"{steps}; {answers_path} holds {len(answers)} answers already", sys.stderr)
+        answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, file, args)
 
-    # Earlier commands may have answered all of these questions at other r, too.
-    indices = [question["index"] for question in questions]
-    steps = [r for r in sorted({r for r, _ in answers}) if all((r, i) in answers for i in indices)]
-    results, table = summarize(questions, answers, steps, METRICS[args.template])
-    # Record the training cost, too, so that plotting a summary does not need the model.
-    train_json = Path(model.folder, "train.json")
-    training = read_json(train_json) if train_json.exists() else {}
-    write_json(args.out, {
-        "script": "eval_gsm8k",
-        "model": model.folder,
-        "config": asdict(model.config),
-        "task": args.task,
-        "device": device,
-        "dtype": args.dtype,
-        "torch": torch.__version__,
-        "training": {key: training.get(key) for key in ("update", "flops")},
-        "settings": settings,
-        "results": results,
-    })
+        # Earlier commands may have answered all of these questions at other r, too.
+        complete = [r for r in sorted({r for r, _ in answers})
+                    if all((r, question["index"]) in answers for question in questions)]
+        results, table = summarize(questions, answers, complete, METRICS[args.template])
+        # Record the training cost, too, so that plotting a summary does not need the model.
+        train_json = Path(model.folder, "train.json")
+        training = read_json(train_json) if train_json.exists() else {}
+        write_json(out, {
+            "script": "eval_gsm8k",
+            "model": model.folder,
+            "config": asdict(model.config),
+            "task": args.task or (Path(data).name if args.data else "GSM8K"),
+            "device": device,
+            "dtype": dtype,
+            "torch": torch.__version__,
+            "training": {key: training.get(key) for key in ("update", "flops")},
+            "settings": settings,
+            "results": results,
+        })
     say("\n".join(table))
-    say(f"wrote {args.out}, and every answer to {args.answers}")
+    say(f"wrote {out}, and every answer to {answers_path}")
 
 
 if __name__ == "__main__":

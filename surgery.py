@@ -33,7 +33,7 @@ from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 PARTS = ("prelude", "core", "coda")
 
 
-# --------------------------------------------------------------------------------- choosing layers
+# ---------------------------------------------------------------------------------- choosing layers
 
 def layer_list(text):
     """Parse layer numbers: '0-3,7' -> [0, 1, 2, 3, 7], '' -> []."""
@@ -77,7 +77,7 @@ def choose_layers(args, n):
     return layers
 
 
-# --------------------------------------------------------------------------------------- retrofit
+# ----------------------------------------------------------------------------------------- retrofit
 
 def retrofit_config(parent, sizes, adapter="linear"):
     """
@@ -153,7 +153,7 @@ def verify(source, layers, folder):
     print(f"verify: all logits of {T} tokens are equal to the last bit, in float32")
 
 
-# ----------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 def open_source(src):
     """
@@ -272,7 +272,7 @@ def check_tensors(folder, layout, names, tensors):
         print("note: the model does not use these tensors:", *unused[:5])
 
 
-# ---------------------------------------------------------------------------------------- download
+# ----------------------------------------------------------------------------------------- download
 
 def download(spec):
     """
@@ -296,7 +296,7 @@ def download(spec):
                         f"({' '.join(str(e).split()):.200})")
 
 
-# ------------------------------------------------------------------------------------- config.json
+# -------------------------------------------------------------------------------------- config.json
 
 # The architectures that we support in Hugging Face layout, each with transformers' defaults for
 # keys that config.json may lack.
@@ -437,7 +437,7 @@ def from_raven(raw, names):
     )
 
 
-# ----------------------------------------------------------------------------------- tensor names
+# ------------------------------------------------------------------------------------- tensor names
 
 # Parts of our tensor names, and their counterparts in the other layouts. Where several are listed,
 # ours is their concatenation along dim 0.
@@ -504,7 +504,7 @@ def rotary_order(c, name, t, back=False):
     return t
 
 
-# ------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 def was_trained(folder):
     return Path(folder, "train.json").exists()

@@ -1215,8 +1215,8 @@ def test_auto_dtype(cpuinfo, auto, checkpoint, monkeypatch, capsys):
     assert common.choose_dtype("auto", "cuda:0") == "bfloat16"
 
 
-def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch, capsys):
-    """A run or a file of answers that began with --dtype auto resumes in the same dtype."""
+def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
+    """A run that began with --dtype auto resumes in the same dtype; an evaluation names it."""
     base = [flag for flag in base if not flag.startswith("--dtype")]
     ask = ["eval_gsm8k", f"--model={looped}", "--data=asked.jsonl", "--out=x.json", "--steps=3",
            "--max_new_tokens=2"]
@@ -1227,10 +1227,9 @@ def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch, capsys):
     run_script(*ask)
     os.remove("cpuinfo")
     assert "bfloat16 on cpu" in run_script("train", *base, "--out_dir=run")
-    run_script(*ask)
-    assert "bfloat16 on cpu" in capsys.readouterr().err
-    assert read_json("x.json")["dtype"] == "bfloat16"
     assert "dtype = bfloat16" in error_line("train", *base, "--out_dir=run", "--dtype=float32")
+    assert "x.jsonl: was created with dtype = bfloat16" in error_line(*ask)
+    run_script(*ask, "--dtype=bfloat16")
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1924,7 +1923,8 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     ("1500000", "1.5E+6", True),
     ("9e99999999999999999999", "99999999999999999999", True),
     ("35", "3,5", False),
-    ("They are 3, 5, 7.", "3,5,7", True),
+    ("3,5,7.", "3,5,7", True),
+    ("They are 3, 5.", "3, 5", False),
     ("1234", "12,34", False),
     ("58,500", "58500", True),
     ("5-3", "3", True),
@@ -2110,6 +2110,23 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
     save(small(context=40, seed=1), "moved", corpus)
     assert "weights = " in error_line("eval_gsm8k", *there)
+
+
+def test_two_evaluations_at_once(checkpoint, monkeypatch):
+    """While one evaluation adds answers to a file, a second one is refused, and loses nothing."""
+    Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
+    ask = "eval_gsm8k", f"--model={checkpoint}", "--data=asked.jsonl", "--out=x.json"
+
+    def answer_batch(*_):
+        monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: ["4"])
+        assert "x.jsonl: another process" in error_line(*ask, "--steps=2", "--max_new_tokens=2")
+        return ["4"]
+
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
+    for steps in (1, 2):
+        run_script(*ask, f"--steps={steps}", "--max_new_tokens=2")
+    assert answers_of("x.jsonl") == [(1, 0, "4"), (2, 0, "4")]
+    assert [result["steps"] for result in read_json("x.json")["results"]] == [1, 1, 2, 2]
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):

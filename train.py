@@ -61,7 +61,7 @@ CURRICULA = {
 }
 
 
-# ----------------------------------------------------------------------------------- the settings
+# ------------------------------------------------------------------------------------- the settings
 
 def setting(default, meaning):
     """Return a field for Settings. Its annotation is the flag's type, `meaning` the help text."""
@@ -174,7 +174,7 @@ def read_settings(argv, world=1):
     return settings
 
 
-# ------------------------------------------------------------ schedules: functions of the update
+# --------------------------------------------------------------- schedules: functions of the update
 
 def updates_in(settings, share):
     """Convert a fraction of the run to a number of updates, rounded up."""
@@ -244,7 +244,7 @@ def lr_scale(settings, update):
     return 0.001 + 0.999 * min(rising, 1, falling)
 
 
-# ----------------------------------------------------------------------------------- the training
+# ------------------------------------------------------------------------------------- the training
 
 def train_model(settings, device):
     """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
@@ -480,7 +480,7 @@ def catch_signals():
     return received
 
 
-# -------------------------------------------------------------------------------------- the setup
+# ---------------------------------------------------------------------------------------- the setup
 
 def run_config(settings, parent, data_folder=None):
     """
