@@ -1373,17 +1373,11 @@ def test_killed_ranks_end_alike(base, unbroken):
 @needs_compiler
 def test_compiled_run_resumes_alike(base, monkeypatch):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
-    save_checkpoint = train.save_checkpoint
-
-    def save_and_copy(settings, *args):
-        save_checkpoint(settings, *args)
-        if not os.path.exists("resumed"):
-            shutil.copytree(settings.out_dir, "resumed")
-
-    monkeypatch.setattr(train, "save_checkpoint", save_and_copy)
+    monkeypatch.setattr(train, "validate", lambda *_: {})  # fewer graphs to compile
     base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--updates=6"]
     torch.set_num_threads(2)
-    for out in ("unbroken", "resumed"):
+    train_until(3, *base, "--out_dir=resumed")
+    for out in ("resumed", "unbroken"):
         torch.compiler.reset()
         run_script("train", *base, f"--out_dir={out}")
     torch.set_num_threads(1)
@@ -1413,37 +1407,30 @@ def test_recompute(base, unbroken):
     assert saved_numbers(recompute=True) < saved_numbers(recompute=False) / 3
 
 
-def train_with_signal(number, row, flags, monkeypatch):
-    """
-    Train, and send a signal to this process with the micro-batch that has a row, counted over the
-    whole run. Returns the exit code and all rows that were trained.
-    """
+def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
+    """A signal, unless ignored, drops the unfinished update; the resumed run ends as without it."""
     to_inputs = train.to_inputs
     trained = []
 
     def signalled(model, batch, seed):
         _, _, rows = batch
         if torch.is_grad_enabled():  # not in validation
-            trained.extend(rows.tolist())
+            trained.append(rows[0])
             if row in rows:
                 os.kill(os.getpid(), number)
         return to_inputs(model, batch, seed)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "to_inputs", signalled)
-        code, _ = outcome("train", *flags)
-    return code, trained
-
-
-def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """A signal drops the unfinished update; the resumed run and its log end as without it."""
+    monkeypatch.setattr(train, "to_inputs", signalled)
     flags = [*base, "--out_dir=run"]
     # Rows of the second and third update, of 4 micro-batches each.
     for number, row, saved in ((signal.SIGHUP, 20, 1), (signal.SIGINT, 36, 2)):
-        code, trained = train_with_signal(number, row, flags, monkeypatch)
+        code, _ = outcome("train", *flags)
         assert code == 128 + signal.SIGTERM
-        assert trained[-4] == row
+        assert trained[-1] == row
         assert checkpoints("run") == [f"step_00000{saved}"]
+
+    number, row = signal.SIGHUP, 52
+    signal.signal(number, signal.SIG_IGN)  # as nohup does
     run_script("train", *flags)
     assert same_end("run", unbroken)
 
@@ -1460,14 +1447,6 @@ def test_full_disk(base, unbroken):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints("run") == ["step_000003"]
     run_script("train", *flags)
-    assert same_end("run", unbroken)
-
-
-def test_nohup(base, unbroken, monkeypatch):
-    """A signal that is ignored, as SIGHUP is under nohup, does not stop a run."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    code, _ = train_with_signal(signal.SIGHUP, 52, [*base, "--out_dir=run"], monkeypatch)
-    assert code == 0
     assert same_end("run", unbroken)
 
 
@@ -1596,14 +1575,17 @@ def partial(base, tmp_path_factory):
     return folder
 
 
-def test_train_some_parameters(partial):
-    """Parameters that --train leaves out stay bit-identical and have no moments."""
-    first, last = (load_file(partial / f"step_{u:06d}/model.safetensors") for u in (3, 12))
-    for name, t in first.items():
-        frozen = not name.startswith(("core", "adapter"))
-        assert frozen == t.equal(last[name]), name
-    moments = load_file(partial / "step_000012/optimizer.safetensors")
-    assert all(name.startswith(("core", "adapter")) for name in moments)
+def test_train_some_parameters(base, partial):
+    """Parameters that --train leaves out stay bit-identical and have no moments, in each stage."""
+    flags = "--train=head", f"--init_from={partial}", "--updates=1", "--out_dir=next"
+    run_script("train", *base, *SOME, *flags)
+    third, last, head = partial / "step_000003", partial / "step_000012", Path("next/step_000001")
+    for before, after, trained in ((third, last, ("core", "adapter")), (last, head, ("head",))):
+        old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+        for name, t in old.items():
+            assert name.startswith(trained) != t.equal(new[name]), name
+        moments = load_file(after / "optimizer.safetensors")
+        assert all(name.startswith(trained) for name in moments)
 
 
 def test_some_parameters_resume(base, partial):
@@ -1624,15 +1606,6 @@ def test_only_the_newest_checkpoint_has_moments(base, partial):
     shutil.copytree(partial / "step_000009", "run/step_000009")
     said = error_line("train", *base, *SOME, "--out_dir=run")
     assert "weights alone" in said and "--init_from=run/step_000009" in said
-
-
-def test_next_stage_trains_others(base, partial):
-    """A run that starts from one with another --train keeps what it does not train itself."""
-    flags = "--train=head", f"--init_from={partial}", "--updates=1", "--out_dir=run"
-    run_script("train", *base, *SOME, *flags)
-    before = load_file(partial / "step_000012/model.safetensors")
-    after = load_file("run/step_000001/model.safetensors")
-    assert [name for name, t in before.items() if not t.equal(after[name])] == ["head.weight"]
 
 
 def test_a_run_deletes_only_its_own_checkpoints(base):
@@ -1961,14 +1934,6 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     assert shares == [("2", 1.0), ("10", 0.5), ("easy", 1.0)]
 
 
-def test_an_empty_question_is_found_first(checkpoint):
-    """A question without tokens is named by its line before the first question is answered."""
-    rows = [json.dumps({"question": text, "answer": "5"}) for text in ("has 1", "has 2", "")]
-    Path("q.jsonl").write_text("\n\n".join(rows))
-    ask = "eval_gsm8k", f"--model={checkpoint}", "--data=q.jsonl", "--template=plain"
-    assert "line 5 is not" in error_line(*ask, "--max_new_tokens=2", "--batch_size=1")
-
-
 def scripted(model, ids):
     """A mock Decoder that generates these ids until ends() returns True, and must end so."""
 
@@ -2062,19 +2027,21 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("line, encoding, words", [
-    ('{"question": "has 1 so", "answer": ["1"]}', "utf-8", "line 3 is not"),
-    ('{"question": NaN, "answer": "1"}', "utf-8", "line 3 is not"),
-    ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 3 is not"),
+    ('{"question": "has 1 so", "answer": ["1"]}', "utf-8", "line 5 is not"),
+    ('{"question": NaN, "answer": "1"}', "utf-8", "line 5 is not"),
+    ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 5 is not"),
+    ('{"question": "", "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16-le", "line 1 is not"),
 ])
 def test_questions_that_are_none(line, encoding, words, checkpoint):
-    """Questions and answers are text or numbers in UTF-8; other files are refused in one line."""
-    good = '{"question": "has 1 so", "answer": 1}\n'
+    """Questions and answers are text or numbers in UTF-8; others are refused, and nothing asked."""
+    good = '{"question": "has 1 so", "answer": 1}\n\n'
     Path("q.jsonl").write_text(good * 2 + line, encoding)
     said = error_line("eval_gsm8k", "--model", checkpoint, "--data=q.jsonl", "--out=a.json")
     assert "q.jsonl: " in said and words in said
+    assert not os.path.exists("a.jsonl")
     Path("q.jsonl").write_text(good * 2, "utf-8-sig")
     assert len(eval_gsm8k.read_questions("q.jsonl")) == 2
 
@@ -2226,7 +2193,6 @@ MISTAKES = [
     ("surgery pointer out --feed_forward", "only a pointer of Git LFS"),
     ("data prepare --input test.jsonl --tokenizer meta --out out", "tokenizer.model: Meta's own"),
     ("train --data=task --context=39 --out_dir=out --config=latin.toml", "latin.toml: damaged"),
-    ("surgery biased out --feed_forward", "q_proj.bias' has no"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
@@ -2351,21 +2317,13 @@ def test_tokens_as_text(speaker):
 
 
 def test_characters_stream_whole(speaker, monkeypatch):
-    """sample.py streams only whole characters, and not the prompt, which begins with BOS."""
+    """sample.py streams only whole characters, and not the prompt."""
     text = "naïve 漢字 👍🏽 na e\u0301"
+    model, tokenizer = sample.load_model(speaker)
+    decoder = scripted(model, [*tokenizer.encode(text), tokenizer.eos_id])
     shown = []
-    encode = Tokenizer.load(speaker).encode
-
-    def generate(decoder, prompts, *args, **options):
-        assert prompts == [[1, *encode("A")]]
-        return [(0, token, True) for token in encode(text)]
-
-    def capture(text, file=None, **options):
-        if file is None:
-            shown.append(text)
-
-    monkeypatch.setattr(Decoder, "generate", generate)
-    monkeypatch.setattr(sample, "print", capture, raising=False)
+    monkeypatch.setattr(sample, "Decoder", lambda *_: decoder)
+    monkeypatch.setattr(sample, "print", lambda part, **_: shown.append(part), raising=False)
     run_script("sample", "--model", speaker, "--prompt=A")
     assert "".join(shown) == f" {text}"
     assert len(shown) > 9
