@@ -2217,6 +2217,9 @@ MISTAKES = [
     ("eval_gsm8k --model m --data test.jsonl --out test.json", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --out test.jsonl", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
+    ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
+    ("tools/export m llama", "exists already"),
+    ("tools/plot m/config.json", "nothing to draw"),
 ]
 
 

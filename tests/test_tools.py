@@ -37,6 +37,7 @@ from common import read_json
 from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
 from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
+from runs.smollm2 import report
 from runs.study import run as study
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
@@ -47,20 +48,6 @@ pytest_plugins = "shared_fixtures"
 
 
 # ------------------------------------------------------------------------------------------ exports
-def test_transformers_reads_the_export():
-    """The installed transformers computes our logits from an export, and we read what it saves."""
-    tf = need("transformers")
-    for name in FEED_FORWARD:
-        model = convert(ORACLE / name, f"{name}/m", "--feed_forward")
-        ids = expected(name)["input_ids"]
-        run_script("tools/export", f"{name}/m", f"{name}/out")
-        _, config = surgery.read_config(f"{name}/out", weights(f"{name}/out"))
-        assert config == model.config
-        peer = tf.AutoModelForCausalLM.from_pretrained(f"{name}/out", dtype=torch.float32)
-        assert max_difference(peer(ids).logits, model(ids)[0]) < 1e-5
-        peer.save_pretrained(f"{name}/hf")
-        again = convert(f"{name}/hf", f"{name}/again", "--feed_forward")
-        assert identical(again.state_dict(), model.state_dict())
 
 
 # The keys of config.json that the paper's code reads.
@@ -74,19 +61,26 @@ READ = (
 
 @pytest.mark.parametrize("name", FEED_FORWARD + RECURRENT)
 def test_export_is_the_inverse_of_import(name):
-    """Import and export restore the tensors, and all of config.json that the paper's code reads."""
-    raven = name in RECURRENT
-    flags = [] if raven else ["--feed_forward"]
-    run_script("surgery", ORACLE / name, "m", *flags)
+    """Import and export restore tensors and config.json; transformers, too, reads ordinary ones."""
+    model = convert(ORACLE / name, "m", *["--feed_forward"] * (name in FEED_FORWARD))
     assert "equal to the last bit" in run_script("tools/export", "m", "out", "--verify")
     assert identical(weights("out"), weights(ORACLE / name, "model"))
-
-    if raven:
+    _, config = surgery.read_config("out", weights("out"))
+    assert config == model.config
+    if name in RECURRENT:
         ours, theirs = read_json("out/config.json"), read_json(ORACLE / name / "config.json")
         assert all(ours[key] == theirs[key] for key in READ.split())
         assert ours["init_values"].items() <= theirs["init_values"].items()
         assert ours["torch_dtype"] == "bfloat16", "that of the file, not float32 as in theirs"
         assert ours["num_hidden_layers"] == 4 + 3 * theirs["mean_recurrence"]
+        return
+
+    tf = need("transformers")
+    ids = expected(name)["input_ids"]
+    peer = tf.AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    assert max_difference(peer(ids).logits, model(ids)[0]) < 1e-5
+    peer.save_pretrained("hf")
+    assert identical(convert("hf", "again", "--feed_forward").state_dict(), model.state_dict())
 
 
 # Flags of a run that takes a second, beside --data, --init_from and --out_dir.
@@ -95,25 +89,33 @@ SHORT = """--context=39 --updates=1 --batch_size=2 --mean_recurrence=2 --eval_ro
 
 
 def test_text_files_follow_the_model(llama, corpus):
-    """EOS ids, chat template and sampling defaults reach an export, and secrets do not."""
+    """Exports have EOS ids and sampling defaults, no secrets, and no unused chat template."""
     shutil.copytree(llama, "parent")
     common.write_json("parent/generation_config.json", {"eos_token_id": [1, 3], "top_k": 20})
-    common.write_json("parent/tokenizer_config.json", {"auto_map": {"AutoTokenizer": "private.py"}})
+    common.write_json("parent/tokenizer_config.json", {
+        "auto_map": {"AutoTokenizer": "private.py"}, "chat_template": "<|user|>"})
     for name in ("chat_template.jinja", "hf_token", ".env.token"):
-        Path("parent", name).write_text(name)
+        Path("parent", name).write_text("<|user|>")
 
     run_script("surgery", "parent", "m", "--shape", "1,2,1")
     run_script("train", f"--data={corpus}/task", *SHORT, "--init_from=m", "--out_dir=run")
-    run_script("tools/export", "run", "out")
-    for folder in ("m", find_checkpoint("run"), "out"):
-        assert not [name for name in os.listdir(folder) if name.endswith("token")]
-        # Training has not used the template, so the export of a run leaves it out.
-        assert Path(folder, "chat_template.jinja").exists() == (folder != "out")
+    run_script("surgery", "run", "again", "--mean_recurrence=2")
+    for folder in ("m", "run", "again"):
+        run_script("tools/export", folder, f"{folder}-hf")
+    # Training has not used the template, so what is made from a run leaves it out.
+    with_template = "m", "m-hf", find_checkpoint("run")
+    for folder in (*with_template, "run-hf", "again", "again-hf"):
+        files = contents(folder)
+        assert not [name for name in files if name.endswith("token")]
         said = read_json(f"{folder}/generation_config.json")
         assert (said["eos_token_id"], said["top_k"]) == ([1, 3], 20)
         assert read_json(f"{folder}/config.json")["eos_token_id"] == [1, 3]
-    said = read_json("out/tokenizer_config.json")
-    assert "auto_map" not in said and said["eos_token"] == "</s>"
+        assert ("chat_template.jinja" in files) == (folder in with_template)
+        assert (b"<|user|>" in files["tokenizer_config.json"]) == (folder in with_template)
+        if folder.endswith("-hf"):
+            assert (b"the question alone" in files["README.md"]) == (folder == "run-hf")
+            said = read_json(f"{folder}/tokenizer_config.json")
+            assert "auto_map" not in said and said["eos_token"] == "</s>"
 
 
 def test_a_released_model_has_its_tokenizers_ids(speaker):
@@ -132,6 +134,18 @@ def test_a_released_model_has_its_tokenizers_ids(speaker):
     assert said == {"bos_token_id": 1, "eos_token_id": 2, "top_k": 20}
 
 
+def load_export(**options):
+    """Load the export in the folder out with transformers."""
+    tf = need("transformers")
+    return tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True, **options)
+
+
+def export(folder):
+    """Export a model to the folder out, and load that with transformers."""
+    run_script("tools/export", folder, "out", "--verify")
+    return load_export()
+
+
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 
@@ -143,18 +157,15 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 ])
 def test_transformers_runs_the_export(changes):
     """In transformers, an export gives our logits, gradients and greedy tokens, with any cache."""
-    tf = need("transformers")
     model = small(vocab_size=50, state_std=1.0, backprop_depth=2, rope_theta=500.0, **changes)
     for p in model.parameters():
         if p.dim() == 1:  # norms and biases, which are all 1 or 0 so far
             p.data += 0.2 * torch.randn(p.shape)
 
     model.save("m")
-    run_script("tools/export", "m", "out", "--verify")
+    theirs = export("m")
     _, config = surgery.read_config("out", weights("out"))
     assert config == model.config
-    load = functools.partial(tf.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
-    theirs = load("out")
     ids = torch.randint(1, 50, (2, 12))
     state = model.initial_state(2, 12)
     for r in (None, 0, 3, 32):  # None: the model's own r
@@ -174,15 +185,13 @@ def test_transformers_runs_the_export(changes):
     greedy = functools.partial(theirs.generate, num_steps=9, eos_token_id=None, max_new_tokens=8)
     for way in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
         assert greedy(ids, attention_mask=ids > 0, **way)[:, 12:].equal(wanted), way
-    assisted = greedy(ids[1:], assistant_model=load("out", mean_recurrence=2))
+    assisted = greedy(ids[1:], assistant_model=load_export(mean_recurrence=2))
     assert assisted[:, 12:].equal(wanted[1:])
 
 
 def test_noise_of_an_export(checkpoint):
     """An export has our noise, the same in all rows; in training, each row and call has its own."""
-    tf = need("transformers")
-    run_script("tools/export", checkpoint, "out")
-    theirs = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+    theirs = export(checkpoint)
     draw = functools.partial(theirs.transformer.draw_state, torch.zeros(2, 12, 32),
                              torch.arange(12)[None])
     assert draw().equal(RecurrentLM.load(checkpoint).initial_state(1, 12, 0).expand(2, -1, -1))
@@ -193,10 +202,8 @@ def test_noise_of_an_export(checkpoint):
 
 def test_forward_takes_what_others_give(checkpoint):
     """An export takes the arguments of transformers' models and returns our hidden states."""
-    tf = need("transformers")
     ids = torch.arange(12)[None]
-    run_script("tools/export", checkpoint, "out")
-    model = tf.AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+    model = export(checkpoint)
     out = model(ids, num_steps=5, use_cache=True, output_hidden_states=True)
     for r, state in RecurrentLM.load(checkpoint).trajectory(ids, range(6), out.hidden_states[0]):
         assert max_difference(out.hidden_states[r], state) < 1e-5
@@ -288,9 +295,7 @@ def test_card_runs_as_pasted(checkpoint):
 
 def test_two_threads_of_a_server(looped):
     """Threads that ask an export for different r at once each get the text of their own r."""
-    tf = need("transformers")
-    run_script("tools/export", looped, "hf")
-    model = tf.AutoModelForCausalLM.from_pretrained("hf", trust_remote_code=True)
+    model = export(looped)
     default = model.config.mean_recurrence
 
     def answer(r):
@@ -303,21 +308,6 @@ def test_two_threads_of_a_server(looped):
         for r, text in zip([2, 8] * 8, pool.map(answer, [2, 8] * 8)):
             assert text == alone[r]
     assert model.config.mean_recurrence == default
-
-
-def test_a_trained_model_has_no_foreign_chat_template(checkpoint, corpus):
-    """An export of a trained run has no chat template, but a card that says how to ask."""
-    shutil.copytree(checkpoint, "cut")
-    common.write_json("cut/tokenizer_config.json", {"chat_template": "<|user|>"})
-    Path("cut/chat_template.jinja").write_text("<|user|>")
-    run_script("train", "--init_from=cut", "--out_dir=run", f"--data={corpus}/task", *SHORT)
-    run_script("surgery", "run", "again", "--mean_recurrence=2")
-    for folder, has_template in (("cut", True), ("run", False), ("again", False)):
-        run_script("tools/export", folder, f"{folder}-hf")
-        files = contents(f"{folder}-hf")
-        assert ("chat_template.jinja" in files) == has_template
-        assert (b"<|user|>" in files["tokenizer_config.json"]) == has_template
-        assert (b"the question alone" in files["README.md"]) == (folder == "run")
 
 
 def test_the_harness_scores_an_export(looped):
@@ -581,41 +571,34 @@ def planned_updates(run, *flags):
     return int(run_script("tools/plan", *flags, *budget))
 
 
-def train_to_the_end(folder, *flags):
-    """Train. Returns the content of the last train.json."""
-    run_script("train", *flags, f"--out_dir={folder}")
-    return read_json(f"{find_checkpoint(folder)}/train.json")
-
-
-def test_as_many_flops_as_another_run(base, unbroken):
-    """`plan --flops_of` comes within half an update of an ordinary model to what a run spent."""
-    spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
-    ordinary = *base, "--n_prelude=3", "--n_core=0", "--n_coda=0"
-    updates = planned_updates(unbroken, *ordinary)
+@pytest.mark.parametrize("flags, share", [
+    ("--n_prelude=3 --n_core=0 --n_coda=0", 0.5),  # all updates of an ordinary model cost the same
+    ("--mean_recurrence=5 --curriculum_warmup=0.75", 1.0),
+])
+def test_as_many_flops_as_another_run(flags, share, base, unbroken):
+    """`plan --flops_of` comes within this share of an update to the FLOPs that a run spent."""
+    flags = *base, *flags.split()
+    updates = planned_updates(unbroken, *flags)
     assert updates != 12
-    parent = train_to_the_end("parent", *ordinary, f"--updates={updates}")
-    assert abs(parent["flops"] - spent) <= parent["flops"] / updates / 2
-
-
-def test_as_many_flops_with_other_recurrences(base, unbroken):
-    """A looped model's updates differ in cost, so --flops_of is met to within one update."""
-    spent = read_json(f"{find_checkpoint(unbroken)}/train.json")["flops"]
-    deeper = *base, "--mean_recurrence=5", "--curriculum_warmup=0.75"
-    run = train_to_the_end("run", *deeper, f"--updates={planned_updates(unbroken, *deeper)}")
-    assert abs(run["flops"] - spent) <= max(np.diff([*read_log("run", "flops").values()]))
+    run_script("train", *flags, f"--updates={updates}", "--out_dir=run")
+    (*_, spent), flops = (read_log(run, "flops").values() for run in (unbroken, "run"))
+    assert abs(max(flops) - spent) <= share * max(np.diff([*flops]))
 
 
 def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
     """What a chain of runs spends is counted from its parent on, random weights or not."""
     start = *base, f"--init_from={unbroken}"
-    train_to_the_end("first", *start, "--updates=7", "--seed=4")
-    second = train_to_the_end("second", *base, "--init_from=first", "--updates=5")
-    assert second["tokens"] == (7 + 5) * 16 * 50
+    for out, first, *flags in (
+        ("first", unbroken, "--updates=7", "--seed=4"),
+        ("second", "first", "--updates=5"),
+        ("new", unbroken, "--updates=2", "--reinit"),
+        ("after", "new", "--updates=1"),
+    ):
+        run_script("train", *base, f"--init_from={first}", *flags, f"--out_dir={out}")
+    for out, updates in (("second", 7 + 5), ("after", 2 + 1)):
+        assert read_json(f"{find_checkpoint(out)}/train.json")["tokens"] == updates * 16 * 50
     assert planned_updates("first", *start, "--seed=4") == 7
     assert planned_updates("second", *base, "--init_from=first") == 5
-    train_to_the_end("new", *start, "--reinit", "--updates=2")
-    after = train_to_the_end("after", *base, "--init_from=new", "--updates=1")
-    assert after["tokens"] == (2 + 1) * 16 * 50
 
 
 # --------------------------------------------------------------------------------- plots and layers
@@ -788,16 +771,28 @@ def test_readme_does_what_it_says(taught, monkeypatch):
         run_script(script.removesuffix(".py"), *args)
 
 
-def test_study_tables_are_made_from_its_results(monkeypatch):
-    """No figure in the tables of README.md and the study's page is typed by hand."""
+FIGURE = r"\d+\.\d+(?: ± \d+\.\d+)?"
+
+
+def test_figures_in_tables_come_from_results(monkeypatch):
+    """The study's tables are made from its results; scripts print every figure of the others."""
     monkeypatch.setattr(study, "draw", lambda *_: None)
-    for published in study.PAGES:
-        page = Path("page.md")
-        made = published.read_text()
-        page.write_text(re.sub(r"(?s)(<!-- table: \w+ -->\n).*?(?=<!-- end)", r"\1", made))
-        study.publish([page])
-        assert page.read_text() == made
-    assert len(re.findall("<!-- table: ", study.PAGES[0].read_text())) == 3
+    page = Path("page.md")
+    made = (ROOT / "runs/study/README.md").read_text()
+    page.write_text(re.sub(r"(?s)(<!-- table: \w+ -->\n).*?(?=<!-- end)", r"\1", made))
+    study.publish([page])
+    assert page.read_text() == made
+    assert made.count("<!-- table: ") == 3
+
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    monkeypatch.setattr(report, "without_the_start", lambda: [0.0] * 24)  # a slow simulation
+    printed = {*re.findall(FIGURE, made + run_script("runs/smollm2/report"))}
+    for name in ("README.md", "runs/smollm2/README.md"):
+        tables = re.findall(r"(?:^\|.*\n)+", (ROOT / name).read_text(), re.M)
+        tables = [table for table in tables if "±" in table]
+        assert tables, name
+        for figure in re.findall(FIGURE, "".join(tables)):
+            assert figure in printed, (name, figure)
 
 
 def test_plot_results_of_the_harness():
@@ -821,23 +816,6 @@ def test_plot_results_of_the_harness():
         assert header == ["", x]
         assert rows[:2] == [[label, "50.0 ± 1.0"], ["b", "50.0 ± 1.0"]], "hellaswag"
         assert rows[4:] == [[label, "25.0"], ["b", "25.0"]], "mmlu, and no more"
-
-
-# ---------------------------------------------------------------------------------------- mistakes
-MISTAKES = [
-    ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
-    ("tools/export m llama", "exists already"),
-    ("tools/plot m/config.json", "nothing to draw"),
-]
-
-
-@pytest.mark.parametrize("command, words", MISTAKES)
-def test_mistakes_with_tools_end_in_one_line(command, words, mistaken_inputs):
-    """Each mistake, such as a command of an earlier version, is reported in one line."""
-    for path in mistaken_inputs.iterdir():
-        Path(path.name).symlink_to(path)
-    assert words in error_line(*command.split())
-    assert not contents("out")
 
 
 # ------------------------------------------------------------- tiny.sh, beside the tests above
