@@ -26,7 +26,7 @@ from common import (DTYPE_HELP, DTYPES, Parser, choose_dtype, cli, dtype_on, lis
                     positive, recurrences, yes_or_no)
 from model import Config, RecurrentLM
 from muon import MOMENTS
-from sample import Decoder, describe
+from sample import Decoder, device_and_dtype
 from train import Settings, make_optimizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,7 +197,7 @@ def main():
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
     model.to(getattr(torch, name))
-    device, _ = describe(model)
+    device, _ = device_and_dtype(model)
     print(dtype_on(name, device))
     rows = []
     for row in args.bench(model, args):

@@ -34,7 +34,7 @@ from common import (DTYPE_HELP, DTYPES, Parser, UserError, check_settings, cli, 
                     lock, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json)
 from data import as_text
-from sample import DEPTHS, Decoder, describe, load_model
+from sample import DEPTHS, Decoder, device_and_dtype, load_model
 
 GSM8K = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
          "grade_school_math/data/test.jsonl")
@@ -352,7 +352,7 @@ def main():
         raise UserError(f"no answer in {data} is a number, and --template cot scores nothing else. "
                         "--template plain compares text")
     model, tokenizer = load_model(args.model, args.dtype)
-    device, dtype = describe(model)
+    device, dtype = device_and_dtype(model)
     encode_prompts(questions, tokenizer, model.config.context, args)
     # What an answer depends on, except for what changes it by rounding at most: the device,
     # --batch_size and --compile. Files are identified by digest, since they may move, and training
