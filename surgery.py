@@ -19,14 +19,15 @@ To support another architecture, start with DEFAULTS; runs/README.md lists what 
 """
 import functools
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading,
-                    write_atomically, write_json)
+from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading, say,
+                    write_atomically)
 from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
@@ -41,7 +42,7 @@ def layer_list(text):
     for piece in filter(None, text.split(",")):
         first, last = map(int, piece.split("-") if "-" in piece else (piece, piece))
         if last < first:
-            raise ValueError(f"{piece} counts down")
+            raise ValueError  # argparse names the flag and the text
         layers += range(first, last + 1)
     return layers
 
@@ -150,7 +151,7 @@ def verify(source, layers, folder):
     found, _ = written(ids, steps=steps, state=state)
     if not found.equal(wanted):  # also catches NaN, which equals nothing
         raise UserError("--verify: the logits of OUT differ from those of SRC, so it is not kept")
-    print(f"verify: all logits of {T} tokens are equal to the last bit, in float32")
+    say(f"verify: all logits of {T} tokens are equal to the last bit, in float32")
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -170,8 +171,6 @@ def open_source(src):
         tokenizer = load_tokenizer(folder, config)
         if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
             config.bos_token_id = tokenizer.bos_id
-    if config.tie_embeddings:
-        resolve_tied_head(layout, config, tensors)
     model = RecurrentLM.empty(config)
     model.folder = folder
     model.fill(to_ours(folder, layout, config, tensors))
@@ -212,23 +211,6 @@ def read_tensors(folder):
     return tensors
 
 
-def resolve_tied_head(layout, config, tensors):
-    """
-    If the file has a head that differs from the embeddings, untie the two in `config`: transformers
-    uses such a head, too, whatever config.json says. Otherwise drop the copy from `tensors`.
-    """
-    names = tensor_names(replace(config, tie_embeddings=False), layout)
-    (embed,), (head,) = names["embed.weight"], names["head.weight"]
-    if head not in tensors:
-        return
-    own = tensors.pop(head)
-    shared = tensors.setdefault(embed, own)  # safetensors' save_model() writes only the head
-    if own.shape != shared.shape or (own != shared).any():
-        tensors[head] = own
-        config.tie_embeddings = False
-        print(f"note: {head} differs from the embeddings, so they are not tied")
-
-
 def to_ours(folder, layout, config, tensors):
     """
     Convert a checkpoint's {name: tensor} to {our name: tensor}, all in the smallest dtype that
@@ -236,6 +218,11 @@ def to_ours(folder, layout, config, tensors):
     config.json describes other tensors.
     """
     names = tensor_names(config, layout)
+    if config.tie_embeddings and "lm_head.weight" in tensors:  # perhaps without the embeddings
+        (embed,), head = names["embed.weight"], tensors.pop("lm_head.weight")
+        if not head.equal(tensors.setdefault(embed, head)):
+            raise UserError(f"{folder}: lm_head.weight differs from the embeddings, to which "
+                            "config.json ties it. Is tie_word_embeddings wrong?")
     check_tensors(folder, layout, names, tensors)
     used = set().union(*names.values())
     dtype = functools.reduce(torch.promote_types, {tensors[name].dtype for name in used})
@@ -255,21 +242,21 @@ def check_tensors(folder, layout, names, tensors):
         if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise UserError(f"{folder}: tensor {name!r} is {t.dtype}, as in a quantized model, "
                             "which is not supported. Look for the original")
-    shapes = {name: shape for pieces in names.values() for name, shape in pieces.items()}
-    for name, shape in shapes.items():
+    described = {name: size for pieces in names.values() for name, size in pieces.items()}
+    for name, size in described.items():
         if name not in tensors:
             raise UserError(f"{folder} lacks the tensor {name!r}. Download it again")
-        if tensors[name].shape != shape:
+        if tensors[name].shape != size:
             raise UserError(f"{folder}: tensor {name!r} has the shape {(*tensors[name].shape,)}, "
-                            f"but config.json describes {(*shape,)}")
+                            f"but config.json describes {(*size,)}")
     stale = STALE_RAVEN if layout == "huginn_raven" else STALE
-    unused = sorted(tensors.keys() - shapes.keys())
+    unused = sorted(tensors.keys() - described.keys())
     for name in unused:
         if not stale.search(name):
             raise UserError(f"{folder}: tensor {name!r} has no counterpart in the model that "
                             "config.json describes")
     if unused:
-        print("note: the model does not use these tensors:", *unused[:5])
+        say(f"note: the model does not use these tensors: {', '.join(unused[:5])}")
 
 
 # ----------------------------------------------------------------------------------------- download
@@ -355,11 +342,9 @@ def read_rope(raw):
     if rope_type not in ("default", "llama3"):
         raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    if rope_type == "default" and "factor" not in rope:
+    if rope_type == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    lacking = LLAMA3_ROPE - rope.keys()
-    if lacking:
-        raise UserError(f"config.json: llama3's RoPE lacks {', '.join(sorted(lacking))}")
+    assert LLAMA3_ROPE <= rope.keys(), f"llama3's RoPE lacks {sorted(LLAMA3_ROPE - rope.keys())}"
     return {"rope_theta": theta, "rope_scaling": rope}
 
 
@@ -506,31 +491,6 @@ def rotary_order(c, name, t, back=False):
 
 # -------------------------------------------------------------------------------------- the command
 
-def was_trained(folder):
-    return Path(folder, "train.json").exists()
-
-
-def write_text_files(source, config, folder):
-    """
-    Write the tokenizer's files and generation_config.json of the folder `source` into OUT, as they
-    fit the model: with the BOS and EOS ids of `config`; and without a chat template if train.py has
-    trained it, since data.py never uses one.
-    """
-    copy_tokenizer(source, folder)
-    path = folder / "generation_config.json"
-    if path.exists():
-        generation = read_json(path) | {"bos_token_id": config.bos_token_id,
-                                        "eos_token_id": config.eos_token_id}
-        if read_json(Path(source, "config.json"))["model_type"] == "huginn_raven":
-            generation.pop("pad_token_id", None)  # Huginn's, which means nothing to this tokenizer
-        write_json(path, generation)
-    path = folder / "tokenizer_config.json"
-    if was_trained(source):
-        (folder / "chat_template.jinja").unlink(missing_ok=True)
-        if path.exists():
-            write_json(path, {k: v for k, v in read_json(path).items() if k != "chat_template"})
-
-
 def parse_args():
     parser = Parser(__doc__, usage="surgery.py SRC OUT [flags]")
     flag = parser.add_argument
@@ -546,10 +506,10 @@ def parse_args():
               "other flags select")
     flag("--untie", action="store_true",
          help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
-    flag("--adapter", choices=ADAPTERS,
+    flag("--adapter", choices=ADAPTERS, default="linear",
          help="how the loop's state s and the prelude's output e are merged: linear (default), a "
               "matrix on both; or add, s + e")
-    flag("--adapter_init", choices=["identity", "half", "torch"],
+    flag("--adapter_init", choices=["identity", "half", "torch"], default="identity",
          help="weights of a linear adapter: identity (default), with which r = 1 equals the kept "
               "layers in a row; half, which adds half of the state, so that training uses it from "
               "the start; torch, the default of torch's Linear, as in the paper")
@@ -560,43 +520,33 @@ def parse_args():
     return parser.parse_args()
 
 
-def refuse_unused(args, config):
-    """Raise UserError if a flag was given that has no effect on a SRC with this Config."""
-    unused = {"untie": "a loop has a head of its own anyway"}
-    if config.n_core:
-        flags = *PARTS, "shape", "feed_forward", "untie", "adapter", "adapter_init"
-        unused = dict.fromkeys(flags, "SRC is already recurrent")
-    elif args.feed_forward:
-        unused = dict.fromkeys(("adapter", "adapter_init"), "OUT has no loop")
-    elif args.adapter == "add":
-        unused["adapter_init"] = "this adapter has no weights"
-    for flag, why in unused.items():
-        if getattr(args, flag):
-            raise UserError(f"--{flag} has no effect: {why}")
-
-
 def main():
     args = parse_args()
     source = model = open_source(args.src)
-    refuse_unused(args, source.config)
     layers = None
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
-        print("layers for prelude, core and coda:", *layers)
+        say(f"layers for prelude, core and coda: {layers}")
         if args.untie:
             source.config.tie_embeddings = False
-        model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity")
+        model = retrofit(source, layers, args.adapter, args.adapter_init)
+    elif (args.shape or args.prelude or args.core or args.coda or args.feed_forward
+          or (args.adapter, args.adapter_init) != ("linear", "identity")):
+        raise UserError("SRC is already recurrent, so its layers and its adapter cannot be chosen")
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
     sizes = model.num_params()
-    print(f"OUT has {sizes.total():,} parameters:",
-          ", ".join(f"{part} {size:,}" for part, size in sizes.items()))
+    say(f"OUT has {sizes.total():,} parameters: "
+        + ", ".join(f"{part} {size:,}" for part, size in sizes.items()))
     with write_atomically(args.out) as folder:
         model.save(folder)
-        write_text_files(source.folder, model.config, folder)
+        copy_tokenizer(source.folder, folder)
+        record = Path(source.folder, "train.json")
+        if record.exists() and not layers:  # OUT has all weights of a run, so it has its history
+            shutil.copy(record, folder)
         if args.verify:
             verify(source, layers, folder)
-    print(f"wrote {args.out}")
+    say(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

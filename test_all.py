@@ -369,26 +369,18 @@ def test_weights_that_are_not_those_of_the_config(llama):
     assert "inv_freq" in run_script("surgery", "0", "out", "--feed_forward")
 
 
-def test_own_head():
-    """A head in the file is used, even if config.json ties it to the embeddings."""
-    tf = need("transformers")
-    model = small(n_core=0, n_coda=0)
+def test_a_stored_copy_of_a_tied_head():
+    """A head beside tied embeddings, or instead of them, is read, and refused if it differs."""
+    model = small(n_core=0, n_coda=0, tie_embeddings=True)
     model.save("m")
     run_script("tools/export", "m", "hf")
-    config = read_json("hf/config.json") | {"tie_word_embeddings": True}
-    common.write_json("hf/config.json", config)
-    idx = torch.arange(17)[None]
-    wanted, _ = model(idx)
-    assert convert("hf", "untied", "--feed_forward")(idx)[0].equal(wanted)
-    theirs = tf.AutoModelForCausalLM.from_pretrained("hf")
-    assert max_difference(theirs(idx).logits, wanted) < 1e-5
-
-    tied = {"lm_head.weight": model.embed.weight.data}
-    for i, changed in enumerate((tied, tied | {"model.embed_tokens.weight": None})):
-        change(Path("hf"), changed)
+    embed = model.embed.weight.data
+    for i, lone in enumerate(({}, {"model.embed_tokens.weight": None})):
+        change(Path("hf"), {"lm_head.weight": embed} | lone)
         found = convert("hf", f"tied{i}", "--feed_forward")
-        assert found.config.tie_embeddings
-        assert found.embed.weight.equal(model.embed.weight)
+        assert identical(found.state_dict(), model.state_dict())
+    change(Path("hf"), {"lm_head.weight": 2 * embed, "model.embed_tokens.weight": embed})
+    assert "lm_head.weight differs" in error_line("surgery", "hf", "out", "--feed_forward")
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -2183,9 +2175,7 @@ MISTAKES = [
     ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
     ("surgery llama out --shape 1,2,1 --prelude 0", "either --shape, or --prelude"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
-    ("surgery llama out --shape 1,2,1 --adapter add --adapter_init half", "--adapter_init has no"),
-    ("surgery llama out --feed_forward --adapter add", "--adapter has no effect"),
-    ("surgery llama out --shape 1,2,1 --untie", "--untie has no effect"),
+    ("surgery m out --adapter add", "SRC is already recurrent"),
     ("surgery ./lama out --feed_forward", "no such folder"),
     ("surgery truncated out --feed_forward", "model.safetensors: damaged"),
     ("surgery typeless out --feed_forward", "config.json: damaged"),

@@ -102,8 +102,8 @@ def test_text_files_follow_the_model(llama, corpus):
     run_script("surgery", "run", "again", "--mean_recurrence=2")
     for folder in ("m", "run", "again"):
         run_script("tools/export", folder, f"{folder}-hf")
-    # Training has not used the template, so what is made from a run leaves it out.
-    with_template = "m", "m-hf", find_checkpoint("run")
+    # Training has not used the template, so exports of what comes from a run leave it out.
+    with_template = "m", "m-hf", find_checkpoint("run"), "again"
     for folder in (*with_template, "run-hf", "again", "again-hf"):
         files = contents(folder)
         assert not [name for name in files if name.endswith("token")]
@@ -113,7 +113,7 @@ def test_text_files_follow_the_model(llama, corpus):
         assert ("chat_template.jinja" in files) == (folder in with_template)
         assert (b"<|user|>" in files["tokenizer_config.json"]) == (folder in with_template)
         if folder.endswith("-hf"):
-            assert (b"the question alone" in files["README.md"]) == (folder == "run-hf")
+            assert (b"the question alone" in files["README.md"]) == (folder != "m-hf")
             said = read_json(f"{folder}/tokenizer_config.json")
             assert "auto_map" not in said and said["eos_token"] == "</s>"
 
@@ -126,12 +126,15 @@ def test_a_released_model_has_its_tokenizers_ids(speaker):
     huginn = read_json("released/config.json") | {"bos_token_id": 65504, "eos_token_id": 65505}
     del huginn["norm"]  # which only our exports have
     common.write_json("released/config.json", huginn)
-    common.write_json("released/generation_config.json", {"eos_token_id": 65505, "top_k": 20})
+    said = {"eos_token_id": 65505, "pad_token_id": 65509, "top_k": 20}
+    common.write_json("released/generation_config.json", said)
     run_script("surgery", "released", "ours")
     config = load_config("ours")
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
-    said = read_json("ours/generation_config.json")
-    assert said == {"bos_token_id": 1, "eos_token_id": 2, "top_k": 20}
+    for folder in ("released", "ours"):
+        run_script("tools/export", folder, f"{folder}-hf")
+        said = read_json(f"{folder}-hf/generation_config.json")
+        assert said == {"bos_token_id": 1, "eos_token_id": 2, "top_k": 20}
 
 
 def load_export(**options):
@@ -146,7 +149,7 @@ def export(folder):
     return load_export()
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 
 

@@ -14,10 +14,9 @@ from string import Template
 
 from safetensors.torch import save_file
 
-from common import Parser, UserError, cli, new_folder, write_atomically, write_json
-from data import Tokenizer, read_optional
-from surgery import (has_tokenizer, open_source, rotary_order, tensor_names, verify, was_trained,
-                     write_text_files)
+from common import Parser, UserError, cli, new_folder, say, write_atomically, write_json
+from data import Tokenizer, copy_tokenizer, read_optional
+from surgery import has_tokenizer, open_source, rotary_order, tensor_names, verify
 
 HERE = Path(__file__).parent
 
@@ -108,6 +107,10 @@ the question alone.
 """
 
 
+def was_trained(model):
+    return Path(model.folder, "train.json").exists()
+
+
 def export(model, folder):
     """
     Write a model for other software: in Hugging Face's layout if it has no recurrent block,
@@ -130,20 +133,34 @@ def export(model, folder):
         card = Template((HERE / "model_card.md").read_text()).substitute(
             name=folder.name, layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
             mean_recurrence=c.mean_recurrence,
-            trained=TRAINED if was_trained(model.folder) else "")
+            trained=TRAINED if was_trained(model) else "")
         (folder / "README.md").write_text(card)
 
 
-def write_tokenizer_config(folder):
+def write_text_files(model, folder):
     """
-    Tell transformers in tokenizer_config.json what BOS and EOS are, and which of its classes reads
-    the tokenizer as we do. PreTrainedTokenizerFast reproduces the ids of a tokenizer.json. With a
-    tokenizer.model alone, LlamaTokenizer comes closest: it differs in leading and repeated spaces,
-    and after control tokens.
+    Copy the tokenizer's files and generation_config.json, and tell transformers what BOS and EOS
+    are. There is no chat template if train.py has trained the model, since data.py never uses one.
+
+    tokenizer_config.json names the class that reads the tokenizer as we do. PreTrainedTokenizerFast
+    reproduces the ids of a tokenizer.json. With a tokenizer.model alone, LlamaTokenizer comes
+    closest: it differs in leading and repeated spaces, and after control tokens.
     """
+    copy_tokenizer(model.folder, folder)
+    if generation := read_optional(folder, "generation_config.json"):
+        generation |= {"bos_token_id": model.config.bos_token_id,
+                       "eos_token_id": model.config.eos_token_id}
+        if generation.get("pad_token_id") == 65509:  # Huginn's, whatever a released model's is
+            del generation["pad_token_id"]
+        write_json(folder / "generation_config.json", generation)
+    if not has_tokenizer(folder):
+        return
     tokenizer = Tokenizer.load(folder)
     config = read_optional(folder, "tokenizer_config.json")
     config.pop("auto_map", None)  # it names code that is not in OUT
+    if was_trained(model):
+        config.pop("chat_template", None)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
     names = {i: name for name, i in tokenizer.special.items()}
     for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         if i in names:
@@ -167,12 +184,10 @@ def main():
     model = open_source(args.run)
     with write_atomically(args.out) as folder:
         export(model, folder)
-        write_text_files(model.folder, model.config, folder)
-        if has_tokenizer(folder):
-            write_tokenizer_config(folder)
+        write_text_files(model, folder)
         if args.verify:
             verify(model, None, folder)
-    print(f"wrote {args.out}")
+    say(f"wrote {args.out}")
 
 
 if __name__ == "__main__":
