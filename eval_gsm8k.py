@@ -179,11 +179,12 @@ def same_answer(output, answer):
     """
     Whether an output is right when the prompt asks for no particular answer format. If the
     reference is a number, the last number of the output must equal it. Otherwise the whole text
-    must, ignoring case and a final period.
+    must, ignoring case, spaces after commas and a final period.
     """
     number = reference_number(answer)
     if number is None:
-        return reference_text(output).lower() == reference_text(answer).lower()
+        said, wanted = (reference_text(x).lower().replace(", ", ",") for x in (output, answer))
+        return said == wanted
     return last_number(output) == number
 
 

@@ -221,8 +221,8 @@ def to_ours(folder, layout, config, tensors):
     if config.tie_embeddings and "lm_head.weight" in tensors:  # perhaps without the embeddings
         (embed,), head = names["embed.weight"], tensors.pop("lm_head.weight")
         if not head.equal(tensors.setdefault(embed, head)):
-            raise UserError(f"{folder}: lm_head.weight differs from the embeddings, to which "
-                            "config.json ties it. Is tie_word_embeddings wrong?")
+            raise UserError(f"{folder}: lm_head.weight differs from the embeddings. If it is the "
+                            "right head, config.json must not tie the two")
     check_tensors(folder, layout, names, tensors)
     used = set().union(*names.values())
     dtype = functools.reduce(torch.promote_types, {tensors[name].dtype for name in used})
@@ -329,25 +329,6 @@ def read_config(folder, names):
     return layout, from_hf(path, DEFAULTS[layout] | raw)
 
 
-LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-
-
-def read_rope(raw):
-    """
-    Return Config's {"rope_theta": ..., "rope_scaling": ...} from a config.json, which has
-    rope_parameters if transformers 5 wrote it, and rope_scaling if an older version did.
-    """
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope_type = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
-    if rope_type not in ("default", "llama3"):
-        raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
-    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    if rope_type == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    assert LLAMA3_ROPE <= rope.keys(), f"llama3's RoPE lacks {sorted(LLAMA3_ROPE - rope.keys())}"
-    return {"rope_theta": theta, "rope_scaling": rope}
-
-
 def from_hf(path, raw):
     """Return the Config of an ordinary model from its config.json, `raw`, read from `path`."""
     layout = raw["model_type"]
@@ -420,6 +401,25 @@ def from_raven(raw, names):
         eos_token_id=raw["eos_token_id"],
         **rope,
     )
+
+
+LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+
+
+def read_rope(raw):
+    """
+    Return Config's {"rope_theta": ..., "rope_scaling": ...} from a config.json, which has
+    rope_parameters if transformers 5 wrote it, and rope_scaling if an older version did.
+    """
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope_type = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
+    if rope_type not in ("default", "llama3"):
+        raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
+    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    if rope_type == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    assert LLAMA3_ROPE <= rope.keys(), f"llama3's RoPE lacks {sorted(LLAMA3_ROPE - rope.keys())}"
+    return {"rope_theta": theta, "rope_scaling": rope}
 
 
 # ------------------------------------------------------------------------------------- tensor names
