@@ -254,8 +254,6 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
             say(f"r = {r}: {first + len(batch)} of {len(questions)} questions", sys.stderr)
 
 
-# ------------------------------------------------------------------------------ the file of answers
-
 def read_answers(file, settings):
     """
     Lock an open file of answers, and read it as {(r, index): line}, or begin it. An unfinished last

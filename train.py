@@ -482,24 +482,22 @@ def catch_signals():
 
 # ---------------------------------------------------------------------------------------- the setup
 
-def run_config(settings, parent, data_folder=None):
+def run_config(settings, config, data_folder=None):
     """
-    Return the Config of a run: that of its parent, or a new one for the vocabulary of its data if
-    it has none, with what the settings change in it.
+    Return the Config of a run: `config` with what the settings change in it. If `config` is None,
+    it is a new one, in the shape of the settings, for the vocabulary of the data.
     """
-    config = parent
-    if not parent:
+    if not config:
         meta = read_json(f"{data_folder}/meta.json")
         config = Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
                         n_embd=settings.n_embd, n_head=settings.n_head,
                         n_kv_head=settings.n_kv_head, n_ffn=settings.n_ffn,
                         n_prelude=settings.n_prelude, n_core=settings.n_core,
-                        n_coda=settings.n_coda)
-    if settings.reinit or not parent:
-        config = replace(config, embed_scale=settings.embed_scale)
+                        n_coda=settings.n_coda, embed_scale=settings.embed_scale)
     return replace(config, mean_recurrence=settings.mean_recurrence,
                    backprop_depth=settings.backprop_depth or settings.mean_recurrence,
-                   context=max(config.context, settings.context))
+                   context=max(config.context, settings.context),
+                   embed_scale=settings.embed_scale if settings.reinit else config.embed_scale)
 
 
 def open_run(settings, device, train_set):
@@ -525,7 +523,7 @@ def open_run(settings, device, train_set):
 
     source = resumed or settings.init_from
     folder = find_checkpoint(source) if source else None
-    config = run_config(settings, folder and load_config(folder), train_set.folders[0])
+    config = run_config(settings, load_config(folder) if folder else None, train_set.folders[0])
     if folder and (resumed or not settings.reinit):
         model, weights = RecurrentLM.open_mapped(folder, config)
     else:
