@@ -18,7 +18,6 @@ row, that is its limit, unless the recurrent block fits in the cache.
 import json
 import time
 from statistics import fmean, median
-from typing import NamedTuple
 
 import torch
 
@@ -39,29 +38,23 @@ def clock():
     return time.perf_counter()
 
 
-class Seconds(NamedTuple):
-    """How long the calls of a function took."""
-    median: float
-    fastest: float
-    slowest: float
-    first: float  # the warm-up
-
-
 def time_runs(run, repeat):
-    """Call run() once as a warm-up, then `repeat` times. Returns Seconds."""
+    """
+    Call run() once as a warm-up, then `repeat` times. Returns the seconds of the warm-up, and a
+    list of those of the others.
+    """
     seconds = []
     for _ in range(repeat + 1):
         began = clock()
         run()
         seconds.append(clock() - began)
-    first, *seconds = seconds
-    return Seconds(median(seconds), min(seconds), max(seconds), first)
+    return seconds[0], seconds[1:]
 
 
-def speeds(tokens, seconds):
-    """The speeds of calls that process this many tokens each."""
-    return {"tokens_per_s": tokens / seconds.median, "low": tokens / seconds.slowest,
-            "high": tokens / seconds.fastest, "first_s": seconds.first}
+def speeds(tokens, first, seconds):
+    """The speeds of runs that process this many tokens each, and how long the warm-up took."""
+    return {"tokens_per_s": tokens / median(seconds), "low": tokens / max(seconds),
+            "high": tokens / min(seconds), "first_s": first}
 
 
 # ------------------------------------------------------------------------------- training
@@ -79,7 +72,7 @@ def bench_train(model, args):
     optimizer = make_optimizer(Settings(optimizer=args.optimizer), model, rank=0, world=1)
     if args.compile:
         model.compile_parts()
-    for n, k in args.steps:
+    for n, k in args.steps if model.config.n_core else [(0, 0)]:
         def update():
             _, losses = model(idx, targets, (n, k))
             losses.sum().backward()
@@ -87,19 +80,20 @@ def bench_train(model, args):
             norm = optimizer.reduce()
             optimizer.step(norm.item(), idx.numel())
 
-        seconds = time_runs(update, args.repeat)
+        first, seconds = time_runs(update, args.repeat)
         tokens = idx.numel()
         flops = tokens * model.flops_per_token((n, k), args.context, training=True)
-        flops += optimizer.flops()
-        yield {"n": n, "k": k, **speeds(tokens, seconds), "flops_per_s": flops / seconds.median,
-               "mfu": flops / seconds.median / peak, "matmul_peak": peak}
+        flops_per_s = (flops + optimizer.flops()) / median(seconds)
+        yield {"n": n, "k": k, **speeds(tokens, first, seconds), "flops_per_s": flops_per_s,
+               "mfu": flops_per_s / peak}
 
 
 def matmul_speed(dtype, repeat):
     """Return the FLOP/s of a large square matrix product."""
     n = 8192 if DEVICE == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
-    return 2 * n**3 / time_runs(lambda: a @ b, repeat).median
+    _, seconds = time_runs(lambda: a @ b, repeat)
+    return 2 * n**3 / median(seconds)
 
 
 def n_plus_k(text):
@@ -125,7 +119,7 @@ def bench_decode(model, args):
     torch.manual_seed(0)
     shape = args.batch_size, args.prompt_tokens
     prompts = torch.randint(model.config.vocab_size, shape).tolist()
-    for r in args.steps:
+    for r in args.steps if model.config.n_core else [0]:
         for draft_steps in args.draft_steps:
             drafts = []  # whether each token was an accepted draft
 
@@ -133,9 +127,9 @@ def bench_decode(model, args):
                 events = decoder.generate(prompts, args.tokens, r, draft_steps=draft_steps)
                 drafts[:] = [accepted for _, _, accepted in events]
 
-            seconds = time_runs(run, args.repeat)
             tokens = len(prompts) * args.tokens
-            row = {"r": r, "draft_steps": draft_steps, **speeds(tokens, seconds)}
+            timed = time_runs(run, args.repeat)
+            row = {"r": r, "draft_steps": draft_steps, **speeds(tokens, *timed)}
             if draft_steps:
                 row["accepted"] = fmean(drafts)
             else:
@@ -148,34 +142,34 @@ def bench_decode(model, args):
 def read_speed(repeat):
     """Return the bytes/s of reading 2 GB, in a dot product of two vectors."""
     a, b = torch.ones(2, 2**28, device=DEVICE)
-    return 2 * a.nbytes / time_runs(lambda: a @ b, repeat).median
+    _, seconds = time_runs(lambda: a @ b, repeat)
+    return 2 * a.nbytes / median(seconds)
 
 
 # ----------------------------------------------------------------------------- the command
 
 def parse_args():
-    timed = Parser(add_help=False)
-    flag = timed.add_argument
-    flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
-    flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
-    flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
-    flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
-         help="use torch.compile (true)")
-
     parser = Parser(__doc__)
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("train", parents=[timed], help="time updates")
-    command.set_defaults(bench=bench_train)
-    flag = command.add_argument
+    train = commands.add_parser("train", help="time updates")
+    train.set_defaults(bench=bench_train)
+    decode = commands.add_parser("decode", help="time new tokens")
+    decode.set_defaults(bench=bench_decode)
+    for flag in train.add_argument, decode.add_argument:
+        flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
+        flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
+        flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
+        flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
+             help="use torch.compile (true)")
+
+    flag = train.add_argument
     flag("--steps", type=n_plus_k, default="0+4,24+8",
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, help="rows per update (4)")
     flag("--context", type=positive, default=256, help="tokens per row (256)")
     flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
 
-    command = commands.add_parser("decode", parents=[timed], help="time new tokens")
-    command.set_defaults(bench=bench_decode)
-    flag = command.add_argument
+    flag = decode.add_argument
     flag("--steps", type=recurrences, default="1,2,4,8,16,32",
          help="recurrences r (%(default)s)")
     flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
@@ -188,7 +182,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    name = choose_dtype(args.dtype, DEVICE)
+    dtype = choose_dtype(args.dtype, DEVICE)
     if args.model:
         model = RecurrentLM.load(args.model, DEVICE)
     else:
@@ -196,9 +190,9 @@ def main():
                         n_prelude=2, n_core=4, n_coda=2)
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
-    model.to(getattr(torch, name))
+    model.to(getattr(torch, dtype))
     device, _ = device_and_dtype(model)
-    print(dtype_on(name, device))
+    print(dtype_on(dtype, device))
     rows = []
     for row in args.bench(model, args):
         if DEVICE == "cuda":
@@ -206,7 +200,7 @@ def main():
         print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
         rows.append(row)
     print(json.dumps({"device": device, "threads": torch.get_num_threads(),
-                      "torch": torch.__version__, "dtype": name, "rows": rows}))
+                      "torch": torch.__version__, "dtype": dtype, "rows": rows}))
 
 
 if __name__ == "__main__":
