@@ -610,14 +610,14 @@ def pack(args, tokenizer, meta):
                     size += result.shape[1]
                     meta["longest"] = max(meta["longest"], result.shape[1])
                 if size >= args.shard_tokens:
-                    write_shards(args, meta, documents)
+                    write_train_and_val(args, meta, documents)
                     documents, size = [], 0
             if counts["bad"] > MAX_BAD * sum(counts.values()):
                 raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
                                 "far are bad. Check the file, and the flags that name columns. One "
                                 f"of them: {example}")
     if documents:
-        write_shards(args, meta, documents)
+        write_train_and_val(args, meta, documents)
     if not meta["shards"]["train"]:
         raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
                         "--field and --drop")
@@ -650,7 +650,7 @@ def write_shard(folder, name, tokens):
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
-def write_shards(args, meta, documents):
+def write_train_and_val(args, meta, documents):
     """Write the next shard for training and the next one for validation, and list them in meta."""
     number = len(meta["shards"]["train"])
     for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
@@ -701,14 +701,14 @@ def prepare(args):
         elif set(os.listdir(out)) - {".lock"}:
             raise UserError(f"{out}: contains other files. Choose another --out")
         if finished.exists():
-            print(f"{out} is already complete")
+            say(f"{out} is already complete")
             return
         write_json(unfinished, meta)
         pack(args, tokenizer, meta)
         copy_tokenizer(args.tokenizer, out)
         unfinished.rename(finished)
-    print(f"{out}: complete. Records: {meta['counts']}. The longest document has "
-          f"{meta['longest']:,} tokens")
+    say(f"{out}: complete. Records: {meta['counts']}. The longest document has "
+        f"{meta['longest']:,} tokens")
 
 
 def drop_rule(rule):
