@@ -526,7 +526,7 @@ def main():
     layers = None
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
-        say(f"layers for prelude, core and coda: {layers}")
+        say(f"layers for prelude, core and coda: {' '.join(map(str, layers))}")
         if args.untie:
             source.config.tie_embeddings = False
         model = retrofit(source, layers, args.adapter, args.adapter_init)

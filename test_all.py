@@ -2244,7 +2244,7 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert errors.count("of them accepted drafts") == 1
     assert "argument --steps" in errors and "/model: not one of steps" in errors
-    assert errors.count("half a character") == 1
+    assert errors.count("lone surrogate") == 1
 
 
 def check_trace(folder, prompt, steps):
