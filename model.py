@@ -83,10 +83,8 @@ class Config:
     @property
     def ends(self):
         """The set of token ids that end a text."""
-        ends = self.eos_token_id
-        if isinstance(ends, int):
-            ends = [ends]
-        return set(ends or [])
+        ids = self.eos_token_id
+        return {ids} if isinstance(ids, int) else set(ids or [])
 
 
 # ------------------------------------------------------------------------------- the layers

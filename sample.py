@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
@@ -126,8 +125,9 @@ class Decoder:
         # Process-wide. cuDNN would spend up to 0.4 s on a plan for each new shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if compile:
-            if not self.use_graph:
-                use_few_rows(model)
+            for module in model.modules():
+                if isinstance(module, Linear) and not self.use_graph:
+                    module.__class__ = FewRows
             model.compile_parts(dynamic=True)
 
     @torch.inference_mode()
@@ -442,17 +442,12 @@ def draft(decoder, batch, draft_steps):
 
 # ------------------------------------------------------------------------------- compiled for a CPU
 
-class FewRows(nn.Module):
+class FewRows(Linear):
     """
-    Replaces a Linear in compiled decoding on a CPU, where reading the weights takes most of the
+    What a Linear becomes in compiled decoding on a CPU, where reading the weights takes most of the
     time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a BLAS
     call.
     """
-
-    def __init__(self, linear):
-        super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
 
     def forward(self, x):
         x = x.to(self.weight.dtype)
@@ -465,14 +460,6 @@ class FewRows(nn.Module):
         y = [(part * row.float()).sum(-1) for row in x.view(rows, fan_in) for part in quarters]
         y = torch.cat(y).type_as(x).view(*shape, -1)
         return y if self.bias is None else y + self.bias
-
-
-def use_few_rows(model):
-    """Replace each Linear of a model with FewRows, in place."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, Linear):
-                setattr(module, name, FewRows(child))
 
 
 # ---------------------------------------------------------------------------------------- --trace
