@@ -576,7 +576,7 @@ def make_optimizer(settings, model, rank, world, weights=None):
 
 
 def sequence(recipe):
-    """Name what determines the rows and draws of a run, as in "used" of train.json."""
+    """Return a run's key in "used" of train.json: what determines its rows and draws."""
     return f"seed {recipe['seed']} of {recipe['digest of the data']}"
 
 
@@ -605,8 +605,7 @@ def check_ranks(mine):
         dist.broadcast_object_list(first)
     for key, value in first[0].items():
         if mine[key] != value:
-            raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}. All "
-                            "ranks need the same settings and the same files")
+            raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}")
 
 
 def describe_run(settings, model, max_k):
