@@ -16,13 +16,13 @@ What is unusual here:
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position depends on (seed,
   position) alone, not on what else is in the batch.
 """
-import contextlib
 import gc
 import itertools
 import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -201,15 +201,30 @@ class Decoder:
         # Cache entries of the padding are overwritten before any token sees them.
         padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
         tokens = torch.tensor(padded, device=cache.index.device)
-        eager = contextlib.nullcontext()
-        if self.compiled:  # large matmuls gain little from compiling
-            eager = torch.compiler.set_stance("force_eager")
+        # Large matmuls gain little from compiling.
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         with eager:
             for start in range(0, T - 1, PREFILL):
                 end = min(start + PREFILL, T - 1)
                 cache.go_to(cache.index[start:end].expand(len(prompts), -1), end)
                 _, s = self.run(cache, tokens[:, start:end], cache.r)
                 self.model.run_coda(s, cache.rope, cache.coda)  # fills the coda's layers
+
+    def plain_rounds(self, batch):
+        """
+        Advance a Batch by one token of every row per round. Yields the new tokens of each round,
+        and whether they were drafts: [(0, 278, False), (3, 29889, False)], for example.
+        """
+        while True:
+            logits = self.step(batch)
+            token = logits.argmax(-1)
+            if batch.temperature:
+                p = distribution(logits, batch.temperature, batch.top_k)
+                token = sample_token(p, batch.rng)
+            batch.advance(token, 1)
+            batch.end = min(batch.end, batch.cache.longest) + 1  # see advance()
+            tokens = checked(token, logits).flatten().tolist()
+            yield [(row, token, False) for row, token in zip(batch.rows, tokens)]
 
     def step(self, batch):
         """
@@ -241,22 +256,6 @@ class Decoder:
 
     def logits(self, cache, s):
         return self.model.logits(self.model.run_coda(s, cache.rope, cache.coda))
-
-    def plain_rounds(self, batch):
-        """
-        Advance a Batch by one token of every row per round. Yields the new tokens of each round,
-        and whether they were drafts: [(0, 278, False), (3, 29889, False)], for example.
-        """
-        while True:
-            logits = self.step(batch)
-            token = logits.argmax(-1)
-            if batch.temperature:
-                p = distribution(logits, batch.temperature, batch.top_k)
-                token = sample_token(p, batch.rng)
-            batch.advance(token, 1)
-            batch.end = min(batch.end, batch.cache.longest) + 1  # see advance()
-            tokens = checked(token, logits).flatten().tolist()
-            yield [(row, token, False) for row, token in zip(batch.rows, tokens)]
 
 
 # ---------------------------------------------------------------------------------------- the cache
