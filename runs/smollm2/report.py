@@ -67,11 +67,11 @@ def best_depth(runs, lengths):
     return max(next(iter(runs.values()))["dev"], key=quality)  # of equal ones the smallest
 
 
-def at_best(found, arm, lengths):
+def at_best(found, arm, part, lengths):
     """Return an arm's best r for these lengths, and the accuracy of each of its runs there."""
     runs = runs_of(found, arm)
     r = best_depth(runs, lengths)
-    return r, [accuracy(run["test"][r], *lengths) for run in runs.values()]
+    return r, [accuracy(run[part][r], *lengths) for run in runs.values()]
 
 
 def gain_and_error(ours, theirs):
@@ -123,38 +123,36 @@ def print_table(found, rows, groups, part="right"):
 
 
 def print_cups(found):
-    """Print the shell game's outcome: each r, each arm, the gains, and how far each r gets."""
-    depths = next(iter(runs_of(found, "retrofit").values()))["test"]
-    at_each_r = [(f"retrofit, r = {r}", "retrofit", r) for r in depths]
+    """
+    Print the shell game's outcome: accuracy at each r and of each arm, what the retrofit gains over
+    the others, and how far each r gets.
+    """
     arms = {arm: title for arm, title in ARMS.items() if runs_of(found, arm)}
-    print_table(found, at_each_r, CUPS, "test")
+    depths = next(iter(runs_of(found, "retrofit").values()))["test"]
+    for part, kind in (("fair", "fair stories"), ("test", "stories whose swaps tell")):
+        if part not in next(iter(found.values())):
+            continue
+        print(f"\n{kind}\n")
+        print_table(found, [(f"retrofit, r = {r}", "retrofit", r) for r in depths], CUPS, part)
+        print()
+        print_table(found, [(title, arm, None) for arm, title in arms.items()], CUPS, part)
+        print()
+        for name, lengths in CUPS.items():
+            r, ours = at_best(found, "retrofit", part, lengths)
+            for arm, title in list(arms.items())[1:]:
+                _, theirs = at_best(found, arm, part, lengths)
+                print(f"{name} events: retrofit at r = {r} over {title}: "
+                      f"{gain_and_error(ours, theirs)} points")
+        for r in [*depths, "0"]:
+            runs = runs_of(found, "parent" if r == "0" else "retrofit").values()
+            means = map(statistics.fmean, zip(*(run[part][r] for run in runs)))
+            horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
+            print(f"at least 70% right up to {horizon} events: {'parent' if r == '0' else f'r = {r}'}")
     print()
-    print_table(found, [(title, arm, None) for arm, title in arms.items()], CUPS, "test")
-    print("\nfair swaps, which do not betray where the ball is\n")
-    fair = {name.replace("-cpu", ""): run for name, run in found.items() if "fair" in run}
-    ordinary = [(title, arm, 0) for arm, title in arms.items() if arm in ("parent", "no-loop")]
-    rows = [row for row in at_each_r + ordinary if runs_of(fair, row[1])]
-    print_table(fair, rows, CUPS, "fair")
-    print()
-    for name, lengths in CUPS.items():
-        print(f"without the first sentence, {name} events: "
-              f"{accuracy(without_the_start(), *lengths):.1f}")
-        for arm, title in arms.items():
-            (r, ours), (_, theirs) = (at_best(found, which, lengths) for which in ("retrofit", arm))
-            if arm != "retrofit":
-                print(f"retrofit at r = {r} over {title}: {gain_and_error(ours, theirs)} points; "
-                      f"its runs: {', '.join(f'{x:.1f}' for x in theirs)}")
-    for r in [*depths, "0"]:
-        runs = runs_of(found, "parent" if r == "0" else "retrofit").values()
-        means = map(statistics.fmean, zip(*(run["test"][r] for run in runs)))
-        horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
-        print(f"at least 70% right up to {horizon} events: {'parent' if r == '0' else f'r = {r}'}")
     for name, run in found.items():
-        minutes = f"{run['minutes']} minutes" if "minutes" in run else ""
-        right = accuracy(run["test"].get("32") or run["test"]["0"], *CUPS["13 to 24"])
+        minutes = f", {run['minutes']} minutes" if "minutes" in run else ""
         print(f"{name}: {run['updates']} updates of {run['batch_size']} rows, {run['flops']:.3g} "
-              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}; {right:.1f}% right after 13 to "
-              "24 events (a loop at r = 32)", run.get("device", ""), minutes)
+              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}{minutes}")
 
 
 def print_counts(found):
@@ -207,40 +205,45 @@ def print_notes(notes):
 
 
 def draw(found):
-    """Draw accuracy by number of events: the retrofit at each r, and all arms at their best r."""
+    """
+    Draw accuracy on fair stories by number of events: the retrofit at each r, and all arms at their
+    best r.
+    """
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     lengths = range(1, 25)
-    shortcut = 100 * without_the_start()
 
     def curve(panel, arm, style, label, color, r=None):
         runs = runs_of(found, arm)
         depths = [r or best_depth(runs, (n, n)) for n in lengths]
-        values = [[100 * run["test"][d][n - 1] for run in runs.values()]
+        values = [[100 * run["fair"][d][n - 1] for run in runs.values()]
                   for n, d in zip(lengths, depths)]
         panel.plot(lengths, [statistics.fmean(v) for v in values], style, c=color, label=label)
         low, high = zip(*((min(v), max(v)) for v in values))
         panel.fill_between(lengths, low, high, color=color, alpha=0.15, lw=0)
 
     def finish(figure, panel, name, columns):
-        panel.plot(lengths, shortcut, ":", c="gray", label="swaps alone, without the start")
+        panel.axhline(20, ls=":", c="gray", label="guessing")
         panel.axvspan(3, 5, alpha=0.1, color="gray", label="lengths in training")
         panel.set(xlabel="events in the story", ylabel="accuracy, %", ylim=(0, 103), xlim=(1, 24))
-        panel.legend(fontsize=8, loc="lower left", ncols=columns)
+        panel.legend(fontsize=8, loc="upper right", ncols=columns)
         figure.savefig(ASSETS / name, dpi=110)
 
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
-    depths = list(next(iter(runs_of(found, "retrofit").values()))["test"])
+    depths = list(next(iter(runs_of(found, "retrofit").values()))["fair"])
     for i, r in enumerate(depths):
-        curve(panel, "retrofit", "-", f"r = {r}", plt.cm.viridis(i / len(depths)), r)
+        color = plt.cm.plasma(0.9 - 0.9 * i / len(depths))
+        curve(panel, "retrofit", "-", f"r = {r}", color, r)
     curve(panel, "parent", "--", "its parent", "black")
-    finish(figure, panel, "smollm2.png", 4)
+    finish(figure, panel, "smollm2.png", 2)
 
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
     for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
-        style = "-" if arm in ("retrofit", "random") else "--"
-        curve(panel, arm, style, title + (" (best r)" if style == "-" else ""), color)
+        if runs_of(found, arm):
+            looped = arm in ("retrofit", "random")
+            label = f"{title} (best r)" if looped else title
+            curve(panel, arm, "-" if looped else "--", label, color)
     finish(figure, panel, "smollm2_arms.png", 1)
 
 
@@ -253,6 +256,12 @@ def main():
         return
     found = read_json(HERE / "results.json")
     print_cups(found["cups"])
+    print("\nthe same on a GPU")
+    print_cups(found["cups on a GPU"])
+    print()
+    for name, lengths in CUPS.items():
+        right = accuracy(without_the_start(), *lengths)
+        print(f"{name} events: the swaps alone tell {right:.1f}%")
     for task in ("counts", "short"):
         print(f"\n{task}\n")
         print_counts(found[task])
