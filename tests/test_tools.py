@@ -184,6 +184,9 @@ def test_transformers_runs_the_export(changes):
         assert relative_error(grad, model.get_parameter(ours).grad) < 1e-4, ours
 
     ids[0, :6] = 0  # padding
+    padded = theirs(ids, attention_mask=ids > 0, num_steps=9).logits[0, 6:]
+    alone, _ = model(ids[:1, 6:], steps=9, state=model.initial_state(1, 6, 0))
+    assert max_difference(padded, alone) < 1e-4
     wanted = decode(model, [row[row > 0].tolist() for row in ids], 8, steps=9)
     greedy = functools.partial(theirs.generate, num_steps=9, eos_token_id=None, max_new_tokens=8)
     for way in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
