@@ -194,8 +194,7 @@ class Tokenizer:
     """Turns text into ids, and ids into text."""
     folder: str            # that it was loaded from
     encode_text: Callable  # text -> ids; the names of control tokens are encoded as ordinary text
-    decode_ids: Callable   # list of `known` ids -> text
-    known: set             # all ids
+    decode_ids: Callable   # list of ids below vocab_size -> text
     vocab_size: int        # the highest id + 1; there may be gaps
     special: dict          # {name: id} of control tokens
     bos_id: int | None     # put before a text if transformers, given these files, does so
@@ -239,9 +238,8 @@ class Tokenizer:
         if eos_id is None:
             eos_id = next((special[name] for name in EOS_NAMES if name in special), None)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
-        known = set(tokens.values())
-        return Tokenizer(folder, encode, decode, known, max(known) + 1, special, bos_id, eos_id,
-                         fingerprint)
+        vocab_size = max(tokens.values()) + 1
+        return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
 
     def encode(self, text, bos=False):
         """
@@ -260,7 +258,7 @@ class Tokenizer:
         Turn a list of ids into text. Skips ids that the tokenizer lacks, which a model with a
         padded vocabulary may produce.
         """
-        return self.decode_ids([i for i in ids if i in self.known])
+        return self.decode_ids([i for i in ids if i < self.vocab_size])
 
 
 def load_tokenizer(folder, config):
@@ -387,7 +385,7 @@ def word_level(spec):
         found = re.findall(r"[\S\x1c-\x1f]+", text)
         return [vocab.get(word, vocab["<unk>"]) for word in found]
 
-    return encode, lambda ids: " ".join(words[i] for i in ids)
+    return encode, lambda ids: " ".join(words[i] for i in ids if i in words)
 
 
 # Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
@@ -450,7 +448,8 @@ def byte_level(spec):
                 start = match.end()
         return ids + encode_ordinary(text[start:])
 
-    return encode, coder.decode
+    known = {*vocab.values(), *added.values()}
+    return encode, lambda ids: coder.decode([i for i in ids if i in known])
 
 
 def any_tokenizer_json(path):
