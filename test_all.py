@@ -1752,13 +1752,10 @@ def test_warm_up_meets_the_memory_limit(base, monkeypatch):
 def test_rows_without_labels_are_reported(base, corpus):
     """Updates and validations without any label log no loss."""
     shutil.copytree(corpus / "pretrain", "data")
-    meta = read_json("data/meta.json")
-
-    for split in ("train", "val"):
-        tokens = np.load(f"data/{split}_000000.npy")
+    for path in Path("data").glob("*.npy"):
+        tokens = np.load(path)
         tokens[1] = -100
-        meta["shards"][split] = [data.write_shard("data", f"{split}_000000.npy", tokens)]
-    common.write_json("data/meta.json", meta)
+        np.save(path, tokens)
     run_script("train", *base, "--data=data", "--updates=2", "--out_dir=run")
     assert read_log("run", "loss") == {1: None, 2: None}
     assert read_log("run", "val")[2] == {"1": None, "4": None}
