@@ -184,13 +184,13 @@ def main():
     args = parse_args()
     dtype = choose_dtype(args.dtype, DEVICE)
     if args.model:
-        model = RecurrentLM.load(args.model, DEVICE)
+        model = RecurrentLM.load(args.model, DEVICE, getattr(torch, dtype))
     else:
         config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
                         n_prelude=2, n_core=4, n_coda=2)
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
-    model.to(getattr(torch, dtype))
+        model.to(getattr(torch, dtype))
     device, _ = device_and_dtype(model)
     print(dtype_on(dtype, device))
     rows = []

@@ -177,7 +177,7 @@ def write_atomically(path):
     existing file keeps its previous version.
 
     A killed process leaves the temporary folder, `path`.tmp-*, behind. In the folder of a run or a
-    data set, the next process removes it: see locked(). Anywhere else, the user has to.
+    data set, the next process removes it: see lock_folder(). Anywhere else, the user has to.
     """
     target = Path(path).resolve()
     try:
@@ -198,7 +198,7 @@ def write_atomically(path):
         raise UserError(f"{path}: not written ({e})")
 
 
-def lock(file, path):
+def lock_file(file, path):
     """
     Lock an open file until it is closed. path: what it stands for, in messages. Returns whether the
     file system has locks. Raises UserError if another process holds the lock.
@@ -214,14 +214,14 @@ def lock(file, path):
         return False
 
 
-def locked(folder):
+def lock_folder(folder):
     """
     Create a folder if necessary, lock it, and remove what a killed write_atomically() left in it.
-    Returns an open file; closing it releases the lock. See lock().
+    Returns an open file; closing it releases the lock. See lock_file().
     """
     os.makedirs(folder, exist_ok=True)
     file = open(f"{folder}/.lock", "w")
-    if lock(file, folder):
+    if lock_file(file, folder):
         for path in Path(folder).glob("*.tmp-????????/"):
             shutil.rmtree(path, ignore_errors=True)
     return file

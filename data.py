@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import (Parser, UserError, between, check_settings, cli, digest, locked, positive,
+from common import (Parser, UserError, between, check_settings, cli, digest, lock_folder, positive,
                     read_json, reading, say, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
@@ -692,7 +692,7 @@ def prepare(args):
     }
     out = Path(args.out)
     finished, unfinished = out / "meta.json", out / "progress.json"
-    with locked(out):
+    with lock_folder(out):
         if finished.exists() or unfinished.exists():
             earlier = read_json(finished if finished.exists() else unfinished)
             if earlier["shards"]["train"]:  # otherwise there is nothing to keep

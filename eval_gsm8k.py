@@ -31,7 +31,7 @@ import requests
 import torch
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on,
-                    lock, positive, random_seed, read_json, reading, recurrences, say,
+                    lock_file, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json)
 from data import as_text
 from sample import DEPTHS, Decoder, device_and_dtype, load_model
@@ -260,7 +260,7 @@ def read_answers(file, settings):
     line, left by a killed process, is removed. Raises UserError if another process has locked the
     file, or if it has different settings.
     """
-    lock(file, file.name)
+    lock_file(file, file.name)
     with reading(file.name):
         file.seek(0)
         text = file.read()

@@ -331,9 +331,8 @@ class RecurrentLM(nn.Module):
             s = run_core(s, e, rope, caches[i] if caches else None)
         return s
 
-    def run_coda(self, s, rope=None, caches=None):
-        """Last state (B, T, C) -> the head's input (B, T, C). rope: by default, rope(T)."""
-        rope = rope or self.rope(s.shape[1])
+    def run_coda(self, s, rope, caches=None):
+        """Last state (B, T, C) -> the head's input (B, T, C)."""
         if self.config.norm == "sandwich":
             s = self.norm_f(s)  # Huginn applies its final norm before the coda, too
         return self.norm_f(run_blocks(self.coda, s, rope, caches))
@@ -347,8 +346,8 @@ class RecurrentLM(nn.Module):
         The output x (B, T, C) of run_coda() -> the cross-entropy (B, T) float32 of each target
         (B, T), which is 0 where the target is -100.
 
-        The logits (B, T, V) would be the largest tensor of all, so they are computed in chunks, and
-        only where there is a target; the backward pass recomputes them. Positions without a target
+        The logits (B, T, V) would be the largest tensor of all. So positions with a target are
+        sorted to the front and taken in chunks, whose logits the backward pass recomputes. Others
         fill up the last chunk, so that torch.compile sees few shapes. Targets of a model on a GPU
         may stay on the CPU, where counting does not wait for the GPU.
         """
@@ -373,8 +372,8 @@ class RecurrentLM(nn.Module):
     @torch.no_grad()
     def trajectory(self, idx, steps, state=None):
         """
-        Run once, up to the largest r in `steps`, such as [1, 2, 4, 8], and yield (r, state
-        (B, T, C)) for each r in increasing order. With x = run_coda(state), logits(x) and
+        Run once, up to the largest r in `steps`, such as [1, 2, 4, 8], and yield (r, x) for each r
+        in increasing order. x (B, T, C) is the output of run_coda(), so logits(x) and
         losses(x, targets) are those of forward() at that r.
         """
         rope = self.rope(idx.shape[1])
@@ -382,7 +381,7 @@ class RecurrentLM(nn.Module):
         done = 0
         for r in sorted(steps):
             s = self.recur(s, e, rope, r - done)
-            yield r, s
+            yield r, self.run_coda(s, rope)
             done = r
 
     @torch.no_grad()
@@ -494,7 +493,7 @@ class RecurrentLM(nn.Module):
         this; by default float32, or bfloat16 if that represents every stored weight exactly.
         """
         folder = find_checkpoint(folder)
-        model, _ = cls.open_mapped(folder, load_config(folder))
+        model, _ = cls.load_mapped(folder, load_config(folder))
         # A run with --train saves trained parameters in float32, and the others in the dtype of the
         # checkpoint that it started from, perhaps bfloat16.
         stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
@@ -503,7 +502,7 @@ class RecurrentLM(nn.Module):
         return model.to(device, dtype or stored)
 
     @classmethod
-    def open_mapped(cls, folder, config):
+    def load_mapped(cls, folder, config):
         """
         Memory-map a checkpoint folder, so that each tensor is read from disk only when it is used.
         Returns the model, on the CPU and in the stored dtypes, and its tensors as {name: tensor}.
@@ -565,7 +564,8 @@ class RecurrentLM(nn.Module):
         for numbers in (size, trained):
             numbers["core"] += numbers["adapter"]
         flops = 0
-        reached = trained["embed"] > 0  # gradient flows back as far as the first trained part
+        # Gradient flows back as far as the first trained part.
+        needs_gradient = trained["embed"] > 0
         for part, uses, uses_with_gradient in ("prelude", 1, 1), ("core", n + k, k), ("coda", 1, 1):
             # Each of attention's products takes 2 FLOPs per channel for every token that a token
             # sees, T / 2 on average. The forward pass has two products; the backward pass has five,
@@ -576,11 +576,12 @@ class RecurrentLM(nn.Module):
             if recompute and part == "core":
                 backward += forward
             flops += uses * forward
-            reached = reached or trained[part] > 0
-            if training and reached:
+            needs_gradient = needs_gradient or trained[part] > 0
+            if training and needs_gradient:
                 flops += uses_with_gradient * backward
         head = self.head.weight
-        times = (2 + reached + head.requires_grad) if training else 1  # logits are recomputed
+        # Training computes the logits twice, then up to two gradients.
+        times = (2 + needs_gradient + head.requires_grad) if training else 1
         return flops + times * 2 * head.numel() * labelled
 
 

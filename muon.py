@@ -39,12 +39,12 @@ MOMENTS = {  # what each rule keeps besides the master weights
     "adamw*": ["exp_avg", "exp_avg_sq"],
 }
 
-CPU_PRODUCTS = torch.bfloat16 if native_bfloat16() else torch.float32
+PRODUCT_DTYPE = torch.bfloat16 if native_bfloat16() else torch.float32
 
 
 def rounded(x):
     """Round to bfloat16; on a CPU without native bfloat16 products, return that as float32."""
-    return x.bfloat16().to(torch.bfloat16 if x.is_cuda else CPU_PRODUCTS)
+    return x.bfloat16().to(torch.bfloat16 if x.is_cuda else PRODUCT_DTYPE)
 
 
 def newton_schulz(G):

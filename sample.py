@@ -216,7 +216,7 @@ class Decoder:
         and whether they were drafts: [(0, 278, False), (3, 29889, False)], for example.
         """
         while True:
-            logits = self.step(batch)
+            logits = self.next_logits(batch)
             token = logits.argmax(-1)
             if batch.temperature:
                 p = distribution(logits, batch.temperature, batch.top_k)
@@ -226,7 +226,7 @@ class Decoder:
             tokens = checked(token, logits).flatten().tolist()
             yield [(row, token, False) for row, token in zip(batch.rows, tokens)]
 
-    def step(self, batch):
+    def next_logits(self, batch):
         """
         Run the last token of each row. Returns the logits (B, 1, V) float32 of the next ones.
 
@@ -488,8 +488,8 @@ def trace(model, tokenizer, args, ids, steps):
     noise = model.initial_state(1, len(ids), args.seed)  # as in decoding
     idx = torch.tensor([ids], device=noise.device)
     found = []  # for each r, the likeliest tokens' probabilities and ids, both (len(shown),)
-    for _, s in model.trajectory(idx, steps, noise):
-        p = model.logits(model.run_coda(s)[0, shown]).softmax(-1)  # (len(shown), V)
+    for _, x in model.trajectory(idx, steps, noise):
+        p = model.logits(x[0, shown]).softmax(-1)  # (len(shown), V)
         found.append(p.max(-1))
     probabilities, tokens = (torch.stack(x).cpu() for x in zip(*found))
     if not probabilities.isfinite().all():

@@ -90,8 +90,8 @@ def test_recurrence_is_the_papers_code(name):
     model = convert(ORACLE / name, "m")
     x = expected(name)
     ids, s0 = x["input_ids"], x["s0"]
-    for r, state in model.trajectory(ids, [1, 2, 8], s0):
-        logits = model.logits(model.run_coda(state))
+    for r, x_r in model.trajectory(ids, [1, 2, 8], s0):
+        logits = model.logits(x_r)
         # Float32 alone: 1.96e-5 apart on a CPU without AVX-512, below 1e-5 on one that has it.
         assert max_difference(logits, x[f"logits.{r}"]) < 3e-5
         for steps in (r, (r, 0), (0, r)):  # the value does not depend on the split
@@ -151,9 +151,10 @@ def test_roundings_of_a_bfloat16_model():
 
     idx = torch.randint(17, (2, 5))
     s0 = model.initial_state(2, 5, 0)
-    (_, first), *later = model.trajectory(idx, [0, 1, 3], s0)
-    assert first.equal(s0), "s_0 should not be rounded"
-    assert all(s.dtype == torch.float32 for _, s in later)
+    rope = model.rope(5)
+    e, s = model.run_prelude(idx, s0, rope)
+    assert s.equal(s0), "s_0 should not be rounded"
+    assert model.recur(s, e, rope, 3).dtype == torch.float32
 
 
 def test_initial_state():
@@ -206,9 +207,9 @@ def test_losses_in_chunks(compiled, monkeypatch):
         for ours, theirs in zip(found, wanted, strict=True):
             assert max_difference(ours, theirs) < 1e-6
 
-        ((_, s),) = model.trajectory(idx, [1], state)
+        ((_, x),) = model.trajectory(idx, [1], state)
         with torch.no_grad():
-            assert max_difference(model.losses(model.run_coda(s), targets), exact) < 1e-5
+            assert max_difference(model.losses(x, targets), exact) < 1e-5
 
 
 def test_random_weights_have_the_papers_sizes():
@@ -903,7 +904,7 @@ def test_mixture_follows_its_weights(corpus):
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
 def test_muon_beside_adamw_is_torchs(products, monkeypatch):
     """Matrices follow torch's Muon to the last bit, other parameters torch's AdamW."""
-    monkeypatch.setattr(muon, "CPU_PRODUCTS", products)
+    monkeypatch.setattr(muon, "PRODUCT_DTYPE", products)
     ours, theirs = parameters(noise()), parameters(noise())
     sizes = [16, 8]
     opt = Optimizer(ours.items(), lr=0.02, adam_lr=0.003, weight_decay=0.1, stacked={QKV: sizes})

@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
-                    choose_dtype, cli, dtype_on, fraction, locked, nan_to_null, natural,
+                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null, natural,
                     non_negative, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json, yes_or_no)
 from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files
@@ -274,7 +274,7 @@ def train_model(settings, device):
             f"longest question with its answer has {train_set.longest:,} tokens")
 
     # ---- The loop.
-    lock = locked(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
+    lock = lock_folder(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
     # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
     short = device == "cpu" and settings.context <= 128
     kernel = sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
@@ -409,8 +409,8 @@ def validate(settings, model, val_sets):
             targets[numbers >= rows] = IGNORE  # the last batch may run past the last row
             idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
             labels += (targets != IGNORE).sum()
-            for j, (_, s) in enumerate(model.trajectory(idx, steps, state)):
-                losses[j] += model.losses(model.run_coda(s), targets).double().sum()
+            for j, (_, x) in enumerate(model.trajectory(idx, steps, state)):
+                losses[j] += model.losses(x, targets).double().sum()
     if WORLD > 1:
         dist.all_reduce(totals)
     val = dict(zip(steps, (losses / labels).tolist()))
@@ -525,7 +525,7 @@ def open_run(settings, device, train_set):
     folder = find_checkpoint(source) if source else None
     config = run_config(settings, load_config(folder) if folder else None, train_set.folders[0])
     if folder and (resumed or not settings.reinit):
-        model, weights = RecurrentLM.open_mapped(folder, config)
+        model, weights = RecurrentLM.load_mapped(folder, config)
     else:
         model = RecurrentLM(config)
         model.init_weights(settings.seed)

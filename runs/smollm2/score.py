@@ -29,8 +29,8 @@ def right_answers(model, stories, steps):
     for idx, targets in zip(*(part.to(device).split(ROWS) for part in stories)):
         state = model.initial_state(*idx.shape, seed=0) if model.core else None
         asked = targets != IGNORE
-        for r, s in model.trajectory(idx, steps, state):
-            logits = model.logits(model.run_coda(s)[asked])
+        for r, x in model.trajectory(idx, steps, state):
+            logits = model.logits(x[asked])
             hits[r] += (logits.argmax(-1) == targets[asked]).view(len(idx), -1).sum(0)
     return {r: (hit / stories.shape[1]).tolist() for r, hit in hits.items()}
 
