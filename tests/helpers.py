@@ -14,6 +14,7 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -176,6 +177,26 @@ def exit_codes(processes):
 def run_on_ranks(*command, **options):
     """Run a script that must succeed on all ranks. options: those of launch()."""
     assert not any(exit_codes(launch(*command, **options))), Path("log").read_text()
+
+
+@contextlib.contextmanager
+def beside_the_tests(command, folder, **env):
+    """
+    Run a command in a folder, beside the other tests. Yields a function that waits until it has
+    succeeded, and returns what it printed.
+    """
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=os.environ | env, stdout=log,
+                                   stderr=log)
+
+    def output():
+        code, said = process.wait(timeout=600), (folder / "log").read_text()
+        assert code == 0, said
+        return said
+
+    yield output
+    process.kill()
+    process.wait()
 
 
 def typed(*lines):

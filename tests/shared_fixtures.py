@@ -118,7 +118,6 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "m").symlink_to(checkpoint)
     (folder / "task").symlink_to(corpus / "task")
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
-    run_script("tools/export", checkpoint, folder / "exported")
     shutil.copytree(llama, folder / "truncated")
     os.truncate(folder / "truncated" / "model.safetensors", 100_000)
     shutil.copytree(checkpoint, folder / "damaged")
