@@ -210,6 +210,8 @@ class Tokenizer:
         library. Raises UserError if there is no tokenizer, or one that we cannot read in full.
         """
         path = tokenizer_file(folder)
+        if not path:
+            raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
         config = read_optional(folder, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # as in transformers
             config |= read_optional(folder, "special_tokens_map.json")
@@ -289,16 +291,14 @@ def tokenizer_file(folder):
     """
     Find the file that defines a folder's tokenizer: tokenizer.model, unless there is none or a
     tokenizer.json has other tokens, because a fine-tune left the tokenizer.model of its parent.
-    Raises UserError if there is neither.
+    Returns None if there is neither.
     """
     model, spec = (Path(folder, name) for name in ("tokenizer.model", "tokenizer.json"))
     if model.exists() and spec.exists():
         _, _, tokens, _ = read_sentencepiece(model)
         with reading(spec):
             return model if tokens == all_tokens(read_json(spec)) else spec
-    if not model.exists() and not spec.exists():
-        raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
-    return model if model.exists() else spec
+    return next((path for path in (model, spec) if path.exists()), None)
 
 
 def read_optional(folder, name):
@@ -569,9 +569,10 @@ def document(tokenizer, record, args):
 
 
 def is_dropped(record, rule):
-    """Whether a rule of --drop, COLUMN=TEXT, applies to a record."""
+    """Whether a rule of --drop, COLUMN=TEXT, applies to a record. It never applies to null."""
     column, _, text = rule.partition("=")
-    return text.lower() in str(column_value(record, column)).lower()
+    value = column_value(record, column)
+    return value is not None and text.lower() in str(value).lower()
 
 
 def tokenize(tokenizer, record, path, args):

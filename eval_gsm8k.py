@@ -25,7 +25,6 @@ import sys
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
 
 import requests
 import torch
@@ -218,10 +217,10 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
         new[row].append(token)
     control = {*tokenizer.special.values(), *last}  # not part of a text, as in the harness
     texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]
-    return [cut(text, stops) for text in texts]
+    return [cut_at_stops(text, stops) for text in texts]
 
 
-def cut(text, stops):
+def cut_at_stops(text, stops):
     """Return `text` up to the first of the stop strings: ("18 Q: Is", ["Q:"]) gives "18 "."""
     for stop in stops:
         text = text.partition(stop)[0]
@@ -277,17 +276,11 @@ def read_answers(file, settings):
 
 # -------------------------------------------------------------------------------------- the summary
 
-class Accuracy(NamedTuple):
-    value: float
-    standard_error: float
-    n: int  # answers
-
-
 def accuracy(questions, answers, r, metric):
-    """Return the Accuracy at r."""
+    """Return the accuracy at r, its standard error, and the number of questions."""
     n = len(questions)
     p = sum(answers[r, question["index"]][metric] for question in questions) / n
-    return Accuracy(p, math.sqrt(p * (1 - p) / n), n)
+    return p, math.sqrt(p * (1 - p) / n), n
 
 
 def summarize(questions, answers, steps, metrics):
@@ -301,16 +294,15 @@ def summarize(questions, answers, steps, metrics):
     results = []
     for r in steps:
         for metric in metrics:
-            found = accuracy(questions, answers, r, metric)
+            p, error, n = accuracy(questions, answers, r, metric)
             by_difficulty = {}
             for level in levels:
                 part = [question for question in questions if question["difficulty"] == level]
                 by_difficulty[level] = accuracy(part, answers, r, metric)
-            results.append({"steps": r, "metric": metric, "by_difficulty": by_difficulty,
-                            **found._asdict()})
-            p, error, n = found
+            results.append({"steps": r, "metric": metric, "value": p, "standard_error": error,
+                            "n": n, "by_difficulty": by_difficulty})
             table.append(" ".join([f"{r or '-':>6}  {metric:9}{p:6.1%}{error:6.1%}{n:7}  ",
-                                   *(f"{part.value:4.0%}" for part in by_difficulty.values())]))
+                                   *(f"{value:4.0%}" for value, *_ in by_difficulty.values())]))
     return results, table
 
 
@@ -333,7 +325,8 @@ def parse_args():
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
     flag("--out", metavar="FILE.json",
-         help="the summary; default: eval_NAME.json in the folder of --model, named after --data")
+         help="the summary; default: eval_NAME.json in the folder of --model, with the NAME of "
+              "--data, or gsm8k")
     flag("--task", metavar="NAME",
          help="name of the questions in tables and pictures; default: the name of the --data file")
     return parser.parse_args()
@@ -342,7 +335,8 @@ def parse_args():
 def main():
     args = parse_args()
     data = args.data or fetch_gsm8k()
-    out = Path(args.out or f"{args.model}/eval_{Path(data).stem}.json")
+    name = Path(args.data).stem if args.data else "gsm8k"
+    out = Path(args.out or f"{args.model}/eval_{name}.json")
     answers_path = out.with_name(out.name.removesuffix(".json") + ".jsonl")
     if Path(data).resolve() in (out.resolve(), answers_path.resolve()):
         raise UserError(f"--out {out}: would write over the questions. Name another file")

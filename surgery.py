@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading, say,
                     write_atomically)
-from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
+from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer, tokenizer_file
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
@@ -167,7 +167,7 @@ def open_source(src):
     tensors = read_tensors(folder)
     with reading(Path(folder, "config.json")):
         layout, config = read_config(folder, tensors)
-    if has_tokenizer(folder):
+    if tokenizer_file(folder):
         tokenizer = load_tokenizer(folder, config)
         if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
             config.bos_token_id = tokenizer.bos_id
@@ -183,10 +183,6 @@ def refuse_gguf(path):
         if file.suffix == ".gguf" and not any(path.glob("*.safetensors")):
             raise UserError(f"{path}: run `python -m tools.from_gguf {file} OUT` first, then "
                             "surgery.py on its OUT")
-
-
-def has_tokenizer(folder):
-    return Path(folder, "tokenizer.model").exists() or Path(folder, "tokenizer.json").exists()
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

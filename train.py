@@ -274,11 +274,7 @@ def train_model(settings, device):
             f"longest question with its answer has {train_set.longest:,} tokens")
 
     # ---- The loop.
-    lock = lock_folder(settings.out_dir) if RANK == 0 else contextlib.nullcontext()
-    # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
-    short = device == "cpu" and settings.context <= 128
-    kernel = sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
-    with lock, kernel:
+    with lock_folder(settings.out_dir) if RANK == 0 else contextlib.nullcontext():
         if RANK == 0:  # cut off the log of the updates after the checkpoint, which are redone
             with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
                 f.truncate(min(f.tell(), progress["log_bytes"]))
@@ -577,7 +573,8 @@ def make_optimizer(settings, model, rank, world, weights=None):
 
 def sequence(recipe):
     """Return a run's key in "used" of train.json: what determines its rows and draws."""
-    return f"seed {recipe['seed']} of {recipe['digest of the data']}"
+    return (f"seed {recipe['seed']}, rows of {recipe['context']} tokens of "
+            f"{recipe['digest of the data']}")
 
 
 def spent_before(folder):
@@ -677,8 +674,11 @@ def main():
         torch.cuda.set_device(device)
     if WORLD > 1:
         join_ranks(device)
+    # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
+    short = device == "cpu" and settings.context <= 128
     try:
-        code = train_model(settings, device)
+        with sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext():
+            code = train_model(settings, device)
     except torch.OutOfMemoryError:
         raise UserError(f"out of memory with --micro_batch={settings.micro_batch}. Lower it or "
                         "--context, or try --activation_budget=0.5, then --recompute")

@@ -15,8 +15,8 @@ from string import Template
 from safetensors.torch import save_file
 
 from common import Parser, UserError, cli, new_folder, say, write_atomically, write_json
-from data import Tokenizer, copy_tokenizer, read_optional
-from surgery import has_tokenizer, open_source, rotary_order, tensor_names, verify
+from data import Tokenizer, copy_tokenizer, read_optional, tokenizer_file
+from surgery import open_source, rotary_order, tensor_names, verify
 
 HERE = Path(__file__).parent
 
@@ -153,7 +153,7 @@ def write_text_files(model, folder):
         if generation.get("pad_token_id") == 65509:  # Huginn's, whatever a released model's is
             del generation["pad_token_id"]
         write_json(folder / "generation_config.json", generation)
-    if not has_tokenizer(folder):
+    if not tokenizer_file(folder):
         return
     tokenizer = Tokenizer.load(folder)
     config = read_optional(folder, "tokenizer_config.json")

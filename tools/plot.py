@@ -2,7 +2,7 @@
 Draw results of eval_gsm8k.py or of lm-evaluation-harness, or the losses of runs, and print what is
 drawn as tables. Files with the same task share a panel; scores are in %.
 
-    python -m tools.plot out/*/eval_test.json                 # over r
+    python -m tools.plot out/*/eval_gsm8k.json                 # over r
     python -m tools.plot out/tiny/eval_*.json --x difficulty  # a curve for each model and r
     python -m tools.plot out/fig4 out/fig5                    # losses over updates
 
