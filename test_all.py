@@ -1517,13 +1517,13 @@ def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monk
     assert same_end("again", "more")
 
 
-def test_a_row_shorter_than_a_question(corpus):
+def test_a_row_shorter_than_a_question(base, corpus):
     """train.py warns if rows are shorter than the longest question with its answer."""
     rows = [{"q": "has 1 " * (n % 9), "a": n % 10} for n in range(1, 401)]
     Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run_script("data", *prepare(corpus, "a.jsonl", "out", "--prompt=q", "--field=a"))
     longest = read_json("out/meta.json")["longest"]
-    run = *TINY, "--data=out", "--updates=0"
+    run = *base, "--data=out", "--updates=0"
     for context in (longest - 1, longest):
         said = run_script("train", *run, f"--context={context}", f"--out_dir=run{context}")
         assert ("cuts off the questions" in said) == (context < longest)
@@ -1552,11 +1552,12 @@ def test_kept_checkpoints(base):
     flags = [*base, "--keep=2", "--updates=9", "--out_dir=run"]
     run_script("train", *flags)
     assert checkpoints("run") == sorted([*others, "step_000006", "step_000009"])
-    common.write_json("run/step_1000000/config.json", {})
-    assert find_checkpoint("run") == "run/step_1000000"
+    for newer in ("run/step_999999", "run/step_1000000"):
+        common.write_json(f"{newer}/config.json", {})
+        assert find_checkpoint("run") == newer
 
-    for newer in ("run/step_1000000", "run/step_000009"):
-        shutil.rmtree(newer)
+    for path in Path("run").glob("step_*[09]"):
+        shutil.rmtree(path)
     said = error_line("train", *flags)
     assert "weights alone" in said and "--init_from=run/step_000006" in said
 
@@ -1655,26 +1656,24 @@ def test_updates_are_torchs(clip, base):
         assert max_difference(t, model.get_parameter(name)) < 1e-3 * s.lr, name
 
 
-# A value of each setting that is not that of TINY. Some need other flags to matter.
-TINY = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=16 --n_ffn=16 --context=50 --batch_size=8
-    --micro_batch=4 --mean_recurrence=4 --backprop_depth=3 --updates=3 --eval_every=9 --eval_rows=4
-    --eval_recurrences=1 --compile=false --lr=0.01 --adam_lr=0.003 --dtype=float32""".split()
+# A value of each setting that is not that of RUN. Some need other flags to matter.
 RECIPES = """
-    --init_from={m}; --reinit --init_from={m}; --embed_scale=2; --seed=1; --n_embd=32; --n_head=4;
-    --n_kv_head=1; --n_ffn=24; --n_prelude=2; --n_core=2; --n_coda=2; --updates=4; --batch_size=16;
-    --draws=2; --mean_recurrence=3; --recurrence_sampler=fixed; --curriculum=none;
-    --curriculum_warmup=1; --backprop_depth=1; --backprop_warmup=1 --curriculum=none; --train=core;
-    --optimizer=adamw; --lr=0.02; --adam_lr=0.004; --weight_decay=0.5; --clip=0.01; --warmup=1;
-    --cooldown=0; --dtype=bfloat16"""
+    --init_from={m}; --reinit --init_from={m}; --embed_scale=2; --seed=1; --n_embd=16; --n_head=4;
+    --n_kv_head=1; --n_ffn=24; --n_prelude=2; --n_core=2; --n_coda=2; --updates=4; --batch_size=4;
+    --draws=2; --mean_recurrence=4; --recurrence_sampler=fixed; --curriculum=none;
+    --curriculum_warmup=1; --backprop_depth=1; --train=core; --optimizer=adamw; --lr=0.02;
+    --backprop_warmup=1 --backprop_depth=3 --curriculum=none; --adam_lr=0.004; --weight_decay=0.5;
+    --clip=0.01; --warmup=1; --cooldown=0; --dtype=bfloat16"""
 
 
-def test_the_recipe_decides_the_result(unbroken, corpus):
+def test_the_recipe_decides_the_result(base, unbroken):
     """Changing any setting of the Recipe changes the final weights."""
+    base = [*base, "--updates=3", "--batch_size=8", "--eval_rows=4", "--eval_recurrences=1"]
 
     @functools.cache
     def end(*flags):
         name = f"run{len(os.listdir())}"
-        run_script("train", *TINY, f"--data={corpus}/pretrain", *flags, f"--out_dir={name}")
+        run_script("train", *base, *flags, f"--out_dir={name}")
         return weights(find_checkpoint(name))
 
     found = set()
@@ -1841,7 +1840,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     rows = [
         {"question": "has", "answer": "so gets", "difficulty": "easy"},
         {"question": "so", "answer": 7, "difficulty": 2},
-        {"question": "so", "answer": "loses", "difficulty": 10},
+        {"question": "so", "answer": "so gets", "difficulty": 10},
         {"question": "so", "answer": "gets", "difficulty": "10"},
     ]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -1987,15 +1986,14 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     said = error_line("eval_gsm8k", *here, "--steps=2", "--out=killed.json")
     assert "killed.jsonl: another process" in said
     kill(processes, lambda: path.read_bytes().count(b"\n") > 38)
-    with open(path, "a") as f:
-        f.write('{"index": 3, "steps"')
+    os.truncate(path, path.stat().st_size - 20)  # in the middle of a line, and of a batch
 
     shutil.copytree(checkpoint, "moved")
     shutil.move("asked.jsonl", "moved.jsonl")
     there = "--model=moved", "--data=moved.jsonl", *flags, "--steps=1,32", "--out=killed.json"
     run_script("eval_gsm8k", *there)
-    assert answers_of("killed.jsonl") == answers_of("unbroken.jsonl")
-    assert len(answers_of("killed.jsonl")) == 2 * 32
+    answers = {*answers_of("killed.jsonl")}  # those of the cut batch are there twice
+    assert answers == {*answers_of("unbroken.jsonl")} and len(answers) == 2 * 32
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
     for flag in ("--max_new_tokens=2", "--dtype=bfloat16", "--seed=1"):
@@ -2180,42 +2178,38 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     assert errors.count("lone surrogate") == 1
 
 
-def check_trace(folder, prompt, steps):
-    """Compare the table of --trace with model(idx, steps=r), and return it."""
-    model = RecurrentLM.load(folder).eval()
-    tokenizer = Tokenizer.load(folder)
-    asked = ["--steps", ",".join(map(str, steps))] if steps else []
-    flags = "--model", folder, "--prompt", prompt, "--seed=3", *asked
-    said = run_script("sample", "--trace", *flags)
-    header, *lines, last = said.splitlines()
-    ids = tokenizer.encode(prompt, bos=True)
-    assert len(lines) == len(ids)
-
-    state = model.initial_state(1, len(ids), 3)
-    logits = [model(torch.tensor([ids]), steps=r, state=state)[0][0] for r in steps or [0]]
-    highest, tokens = torch.stack(logits).softmax(-1).max(-1)  # both (r, position)
-    for t, line in enumerate(lines):
-        assert line.split()[0] == sample.token_text(tokenizer, ids[t])
-        cells = re.findall(r"(\d+)% (\S+)", line)
-        for (percent, text), p, token in zip(cells, highest[:, t], tokens[:, t], strict=True):
-            star = "" if token == tokens[-1, t] else "*"
-            assert text == sample.token_text(tokenizer, token.item()) + star
-            assert abs(int(percent) - 100 * p) < 0.501
-
-    settled = (tokens == tokens[-1]).sum(1).tolist()
-    assert last.split() == f"settled {' '.join(f'{n} of {len(ids)}' for n in settled)}".split()
-    return said
-
-
 def test_trace_is_what_the_model_says(speaker, corpus):
     """--trace shows the choices of model(idx, steps=r) at each r, for short and long prompts."""
     loud = small(seed=2, context=40, state_std=1.0)  # another choice at each r
     for p in loud.core.parameters():
         p.data *= 3
     save(loud, "loud", corpus)
-    assert check_trace("loud", "has 7 loses 4 times 3 gets 2 gets 1", [1, 2, 3, 6]).count("*") > 5
-    check_trace("loud", "has", [1, 4])
-    check_trace(speaker, "na\u00efve 漢字 🙂", [])  # an ordinary model: one column
+    stars = 0
+    for folder, prompt, steps, *flags in (
+        ("loud", "has 7 loses 4 times 3 gets 2 gets 1", [1, 2, 3, 6], "--steps=1,2,3,6"),
+        ("loud", "has", [1, 4], "--steps=1,4"),
+        (speaker, "na\u00efve 漢字 🙂", [0]),  # an ordinary model: one column
+    ):
+        model = RecurrentLM.load(folder)
+        tokenizer = Tokenizer.load(folder)
+        ask = "--model", folder, "--prompt", prompt, "--seed=3"
+        header, *lines, last = run_script("sample", "--trace", *ask, *flags).splitlines()
+        ids = tokenizer.encode(prompt, bos=True)
+        state = model.initial_state(1, len(ids), 3)
+        logits = [model(torch.tensor([ids]), steps=r, state=state)[0][0] for r in steps]
+        highest, tokens = torch.stack(logits).softmax(-1).max(-1)  # both (r, position)
+        for token, line, ps, choices in zip(ids, lines, highest.T, tokens.T, strict=True):
+            assert line.split()[0] == sample.token_text(tokenizer, token)
+            cells = re.findall(r"(\d+)% (\S+)", line)
+            for (percent, text), p, choice in zip(cells, ps, choices, strict=True):
+                star = "" if choice == choices[-1] else "*"
+                assert text == sample.token_text(tokenizer, choice.item()) + star
+                assert abs(int(percent) - 100 * p) < 0.501
+                stars += len(star)
+        settled = (tokens == tokens[-1]).sum(1).tolist()
+        wanted = " ".join(f"{n} of {len(ids)}" for n in settled)
+        assert last.split() == f"settled {wanted}".split()
+    assert stars > 5
 
 
 def test_tokens_as_text(speaker):
@@ -2304,23 +2298,23 @@ def test_gpu_updates_like_the_cpu():
 
 
 @needs_gpu
-@pytest.mark.parametrize("way", ["eager", "compiled", "compiled, recomputing"])
-def test_gpu_makes_a_compiled_update(way):
-    """Compiled or not, a GPU's bfloat16 loss and gradients are about as exact as a CPU's."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gpu_makes_a_compiled_update(recompute):
+    """Compiled, a GPU's bfloat16 loss and gradients are about as exact as a CPU's."""
 
-    def gradient(device, dtype, compiled=False, recompute=False):
+    def gradient(device, dtype, compiled=False):
         model, idx, targets, state = gpu_model(device, dtype, width=512, T=512)
         if compiled:
             torch.compiler.reset()
             model.compile_parts()
-        _, losses = model(idx, targets, (4, 4), state, recompute=recompute)
+        _, losses = model(idx, targets, (4, 4), state, recompute=compiled and recompute)
         loss = losses.mean()
         loss.backward()
         grads = [p.grad.flatten().cpu().float() for p in model.parameters()]
         return loss.detach().cpu(), torch.cat(grads)
 
     exact, on_cpu = gradient("cpu", torch.float32), gradient("cpu", torch.bfloat16)
-    found = gradient(DEVICE, torch.bfloat16, way != "eager", "recomputing" in way)
+    found = gradient(DEVICE, torch.bfloat16, compiled=True)
     for ours, theirs, wanted in zip(found, on_cpu, exact):
         assert relative_error(ours, wanted) < bfloat16_limit(relative_error(theirs, wanted))
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # First, because this hides any GPU:
-from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, TOKENIZERS, answers_of,
-                     beside_the_tests, contents, convert, decode, error_line, expected, identical,
-                     max_difference, need, read_log, relative_error, run_script, save, small, typed,
-                     unwrap, weights)
+from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
+                     answers_of, beside_the_tests, contents, convert, decode, error_line, expected,
+                     identical, max_difference, need, read_log, relative_error, run_script, save,
+                     small, typed, unwrap, weights)
 
 import numpy as np
 import pytest
@@ -80,11 +80,6 @@ def test_export_is_the_inverse_of_import(name):
     assert identical(convert("hf", "again", "--feed_forward").state_dict(), model.state_dict())
 
 
-# Flags of a run that takes a second, beside --data, --init_from and --out_dir.
-SHORT = """--context=39 --updates=1 --batch_size=2 --mean_recurrence=2 --eval_rows=2
-    --eval_recurrences=1 --compile=false --dtype=float32""".split()
-
-
 def test_text_files_follow_the_model(llama, corpus):
     """Exports have EOS ids and sampling defaults, no secrets, and no unused chat template."""
     shutil.copytree(llama, "parent")
@@ -95,7 +90,8 @@ def test_text_files_follow_the_model(llama, corpus):
         Path("parent", name).write_text("<|user|>")
 
     run_script("surgery", "parent", "m", "--shape", "1,2,1")
-    run_script("train", f"--data={corpus}/task", *SHORT, "--init_from=m", "--out_dir=run")
+    flags = f"--data={corpus}/task", "--context=39", "--updates=1", "--init_from=m"
+    run_script("train", *RUN, *flags, "--out_dir=run")
     run_script("surgery", "run", "again", "--mean_recurrence=2")
     for folder in ("m", "run", "again"):
         run_script("tools/export", folder, f"{folder}-hf")
