@@ -34,7 +34,7 @@ from helpers import (ASKED, FEED_FORWARD, GPU, HARD, ORACLE, QKV, RECURRENT, ROO
                      decode_model, documents, documents_in, error_line, exit_codes, expected,
                      first_rows, generate_rows, identical, kill, launch, max_difference, mean_loss,
                      need, needs_compiler, noise, optimizer_rank, outcome, parameters,
-                     random_prompts, read_log, relative_error, run_forked, run_on_ranks, run_script,
+                     random_prompts, read_log, relative_error, run_dying, run_on_ranks, run_script,
                      same_end, save, slow_attention, small, step_with, train_until, typed,
                      wait_until, weights)
 
@@ -671,7 +671,7 @@ def prepare(corpus, source, out, *flags):
 
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_prepare_resumes_byte_identical(source, corpus):
-    """After kills and a move, prepare writes the same bytes as without; --drop drops records."""
+    """After a kill and a move, prepare writes the same bytes as without; --drop drops records."""
     documents(4000)
     if source == "a.parquet":
         table = need("pyarrow.json").read_json("a.jsonl")
@@ -681,16 +681,12 @@ def test_prepare_resumes_byte_identical(source, corpus):
     flags = "--shard_tokens=2000", "--drop=meta.by=Y 7", "--drop=meta.by=none"
     run_script("data", *prepare(corpus, source, "unbroken", *flags))
     assert "created with drop = " in error_line("data", *prepare(corpus, source, "unbroken"))
+
     command = prepare(corpus, source, "killed", *flags)
-
-    def second_shard():
-        if not os.path.exists("killed/train_000001.npy"):
-            return False
-        assert "another process" in error_line("data", *command)
-        return True
-
-    kill(launch("data.py", *command), lambda: os.path.exists("killed/train_000000.npy"))
-    kill(launch("data.py", *command), second_shard)
+    processes = launch("data.py", *command)
+    wait_until(lambda: os.path.exists("killed/train_000000.npy"), processes)
+    assert "another process" in error_line("data", *command)
+    kill(processes, lambda: os.path.exists("killed/train_000001.npy"))
     with pytest.raises(UserError, match="meta.json"):
         Dataset("killed", "train", 8)
 
@@ -1313,7 +1309,7 @@ def test_killed_ranks_end_alike(base, unbroken):
     base = [*base, "--dtype=bfloat16", "--draws=2", f"--init_from={unbroken}", "--reinit"]
     base += ["--train=core|adapter|embed|head|norm"]  # not the matrices of the other layers
     base += "--updates=6 --save_every=2 --eval_every=6 --batch_size=8 --micro_batch=2".split()
-    two = launch("tests/dies_once.py", *base, "--out_dir=two", world=2)
+    two = launch("train.py", *base, "--out_dir=two", world=2, run=run_dying)
     assert exit_codes(two) == [1, -signal.SIGKILL]
     assert checkpoints("two") == ["step_000002"]
 
@@ -1333,8 +1329,8 @@ def test_killed_ranks_end_alike(base, unbroken):
     Path("died").unlink()
     torchrun = elastic_launch(LaunchConfig(  # torchrun --standalone --max-restarts=1, but forked
         min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", start_method="forkserver"), run_forked)
-    torchrun(os.getcwd(), {}, "tests/dies_once.py", *base, "--out_dir=restarted")
+        rdzv_endpoint="localhost:0", start_method="forkserver"), run_dying)
+    torchrun(os.getcwd(), {}, "train.py", *base, "--out_dir=restarted")
     assert same_end("two", "restarted")
 
 
@@ -1930,17 +1926,13 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     body = (corpus / "test.jsonl").read_bytes()
     get = mock.Mock(return_value=SimpleNamespace(content=body, raise_for_status=lambda: None))
     monkeypatch.setattr("requests.get", get)
-    asked = []
-
-    def answer_batch(decoder, tokenizer, prompts, *args, **options):
-        asked.extend(prompts)
-        return ["1"] * len(prompts)
-
+    answer_batch = mock.Mock(return_value=["1"] * 4)
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     shutil.copytree(checkpoint, "m")
     for _ in range(2):  # the second command has nothing left to ask
         run_script("eval_gsm8k", "--model=m", "--limit=4", "--steps=1", "--max_new_tokens=30")
     get.assert_called_once()
+    answer_batch.assert_called_once()
     rows = [json.loads(line) for line in body.splitlines()]
     chosen = [i * len(rows) // 4 for i in range(4)]
     assert [i for _, i, _ in answers_of("m/eval_gsm8k.jsonl")] == chosen
@@ -1948,6 +1940,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     encode = Tokenizer.load(checkpoint).encode
     room = 40 - 30  # the context without the new tokens
     prompts = [make_prompt(rows[i]["question"]) for i in chosen]
+    (_, _, asked, *_), _ = answer_batch.call_args
     assert asked == [encode(prompt)[-room:] for prompt in prompts]
     assert "4 prompts lose their beginning" in capfd.readouterr().err
 
@@ -1996,7 +1989,7 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     assert answers == {*answers_of("unbroken.jsonl")} and len(answers) == 2 * 32
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
-    for flag in ("--max_new_tokens=2", "--dtype=bfloat16", "--seed=1"):
+    for flag in ("--max_new_tokens=2", "--seed=1"):
         name = flag.strip("-").partition("=")[0]
         assert f"{name} = " in error_line("eval_gsm8k", *there, flag)
 
@@ -2009,8 +2002,8 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
     """An answer is what Decoder generates with these flags, up to a stop of the paper's prompt."""
-    compiled = []
-    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda *_, **how: compiled.append(how))
+    compile_parts = mock.Mock()
+    monkeypatch.setattr(RecurrentLM, "compile_parts", compile_parts)
     monkeypatch.setattr(eval_gsm8k, "STOPS", ("ANY", "mis"))
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
 
@@ -2035,7 +2028,7 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
         answers.add(text)
     assert len(answers) == 5, "a flag changes nothing"
     assert answer("compiled", "--compile", "--dtype=bfloat16") == wanted(dtype="bfloat16")
-    assert len(compiled) == 1
+    compile_parts.assert_called_once()
     assert read_json("compiled.json")["dtype"] == "bfloat16"
 
 
