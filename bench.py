@@ -68,7 +68,8 @@ def bench_train(model, args):
     """
     peak = matmul_speed(model.embed.weight.dtype, args.repeat)
     shape = 2, args.batch_size, args.context
-    idx, targets = torch.randint(model.config.vocab_size, shape, device=DEVICE)
+    idx, targets = torch.randint(model.config.vocab_size, shape)
+    idx = idx.to(DEVICE)  # targets stay on the CPU, as in train.py
     optimizer = make_optimizer(Settings(optimizer=args.optimizer), model, rank=0, world=1)
     if args.compile:
         model.compile_parts()

@@ -206,7 +206,7 @@ class Tokenizer:
         """
         Load the Tokenizer in a folder. For a tokenizer.model we use sentencepiece. For a
         tokenizer.json, the words of runs/tiny.sh are split in Python, and byte-level BPE is read
-        with tiktoken, if that certainly gives transformers' ids; all others need the tokenizers
+        with tiktoken, where the ids are sure to be transformers'; all others need the tokenizers
         library. Raises UserError if there is no tokenizer, or one that we cannot read in full.
         """
         path = tokenizer_file(folder)

@@ -207,15 +207,15 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     Returns the new texts, cut at the first stop string, such as [" It is 18.", ""].
     """
     new = [[] for _ in prompts]
-    last = decoder.model.config.ends
+    ends = decoder.model.config.ends
 
-    def ends(row, token):
+    def is_last(row, token):
         text = tokenizer.decode(new[row][-WINDOW:])  # generate() has already yielded `token`
-        return token in last or any(stop in text for stop in stops)
+        return token in ends or any(stop in text for stop in stops)
 
-    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, ends, seed=seed):
+    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, is_last, seed=seed):
         new[row].append(token)
-    control = {*tokenizer.special.values(), *last}  # not part of a text, as in the harness
+    control = {*tokenizer.special.values(), *ends}  # not part of a text, as in the harness
     texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]
     return [cut_at_stops(text, stops) for text in texts]
 

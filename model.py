@@ -17,7 +17,8 @@ recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
 To generate text, see sample.py.
 
 In a bfloat16 model the weights and the matrix products are bfloat16, and so is the sum of a
-weight's gradients over the recurrences. The residual stream and the state s stay float32.
+weight's gradients over the recurrences. The residual stream and the state s stay float32, but for
+Huginn's norms, which round them.
 
 Paper: arXiv 2511.07384, section 3.
 """

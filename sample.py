@@ -131,7 +131,7 @@ class Decoder:
             model.compile_parts(dynamic=True)
 
     @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens, steps=None, ends=None, *,
+    def generate(self, prompts, max_new_tokens, steps=None, is_last=None, *,
                  temperature=0.0, top_k=0, seed=0, draft_steps=0):
         """
         Decode a batch of prompts. Yields (row, token, accepted) for every new token, such as
@@ -140,7 +140,7 @@ class Decoder:
         prompts: lists of ids of any lengths, such as [[1, 450, 7483], [1, 20]]. With greedy
         decoding, each gets the same tokens as it would alone.
         steps: r, by default config.mean_recurrence; an ordinary model ignores it.
-        ends: a row ends after max_new_tokens, or after a token for which ends(row, token) returns
+        is_last: a row ends after max_new_tokens, or after a token for which is_last(row, token) is
         True; there is no built-in end of text.
         temperature: 0 is greedy decoding. top_k: sample from the k likeliest tokens; 0: from all.
         seed: seeds the noise s_0 and the sampling.
@@ -189,7 +189,7 @@ class Decoder:
                     raise UserError(NOT_FINITE)
                 yield row, token, accepted
                 remaining[row] -= 1
-                if remaining[row] < 1 or ends and ends(row, token):
+                if remaining[row] < 1 or is_last and is_last(row, token):
                     batch.live.remove(row)
 
     def prefill(self, cache, prompts):
@@ -522,7 +522,7 @@ def load_model(folder, dtype="auto"):
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = RecurrentLM.load(folder, device, getattr(torch, choose_dtype(dtype, device)))
-    return model.eval(), load_tokenizer(model.folder, model.config)
+    return model, load_tokenizer(model.folder, model.config)
 
 
 def respond(decoder, tokenizer, args, prompt):

@@ -131,7 +131,8 @@ class Settings(Recipe):
     activation_budget: between(0.3, 1, float) = setting(
         1.0, "fraction of activations that a compiled model keeps; less saves memory, costs time")
     recompute: bool = setting(False, "recompute recurrences in the backward pass; least memory")
-    eval_every: positive = setting(1000, "updates between validations, besides first and last")
+    eval_every: positive = setting(1000, "updates between validations, besides two: at the start "
+                                        "and at the end")
     eval_rows: positive = setting(1024, "validation rows of each data set, at most")
     eval_recurrences: recurrences = setting("1,2,4,8,16,32", "recurrences to validate at")
     save_every: positive = setting(500, "updates between checkpoints, besides the last")
@@ -166,7 +167,8 @@ def read_settings(argv, world=1):
     settings = Settings(**vars(parser.parse_args(argv)))
     if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
-    settings.micro_batch = min(settings.micro_batch, math.ceil(settings.batch_size / world))
+    most = math.ceil(settings.batch_size / (world * settings.draws))  # rows of a rank for each draw
+    settings.micro_batch = min(settings.micro_batch, most)
     if settings.batch_size % (settings.micro_batch * world * settings.draws):
         raise UserError(f"--batch_size={settings.batch_size}: must be a multiple of the number of "
                         f"processes ({world}) times --micro_batch={settings.micro_batch} times "
@@ -270,12 +272,17 @@ def train_model(settings, device):
     if first_row:
         say(f"rows and draws of r begin after the {first_row:,} rows of earlier runs")
     if train_set.longest > settings.context:
-        say(f"warning: --context={settings.context} cuts off the questions of some answers. The "
-            f"longest question with its answer has {train_set.longest:,} tokens")
+        say(f"warning: --context={settings.context} separates some answers from their questions. "
+            f"The longest question with its answer has {train_set.longest:,} tokens")
 
     # ---- The loop.
     with lock_folder(settings.out_dir) if RANK == 0 else contextlib.nullcontext():
-        if RANK == 0:  # cut off the log of the updates after the checkpoint, which are redone
+        if RANK == 0:
+            saved = checkpoints(settings.out_dir)
+            if saved and int(saved[-1].name[5:]) != start:
+                raise UserError(f"{saved[-1]}: another process has just written this. Run this "
+                                "command again")
+            # Cut off the log of the updates after the checkpoint, which are redone.
             with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
                 f.truncate(min(f.tell(), progress["log_bytes"]))
         if start < settings.updates:

@@ -168,6 +168,7 @@ def fake_tensors(gpu):
     torch.cuda.is_available = returns(True)
     torch.cuda.device_count = returns(1)
     torch.cuda.get_device_name = returns("none")
+    torch.cuda.get_device_capability = returns((9, 0))
     torch.cuda.synchronize = returns(None)
     torch.cuda.max_memory_allocated = returns(0)
     torch.cuda.set_device = torch.accelerator.set_device_index

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, choose_dtype, cli, positive, read_json
+from common import Parser, UserError, cli, positive, read_json
 from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
@@ -66,7 +66,8 @@ def plan(args, settings):
     else:
         (data_folder, _), *_ = read_mixture(settings.data)
         config = run_config(settings, None, data_folder)
-    settings.dtype = choose_dtype(settings.dtype, "cuda")  # wherever the plan is made
+    if settings.dtype == "auto":
+        settings.dtype = "bfloat16"  # as on a GPU, wherever the plan is made
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
     labelled = labelled_share(settings)
