@@ -38,6 +38,7 @@ TOO_FEW = 2     # drafting stops once rounds average this many accepted drafts o
 CHUNK = 64      # passes read the cache in multiples of this, so that few shapes are compiled
 PREFILL = 512   # prompt tokens per row in one pass
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
+IN_CACHE = 2**18  # a matrix with no more weights than this stays in a core's cache
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
 NO_TOKEN = -1   # see checked()
 NOT_FINITE = "the model's logits are not finite, so its weights must be damaged"
@@ -454,9 +455,9 @@ class FewRows(Linear):
         rows = math.prod(shape)
         if rows > FEW_ROWS or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
-        # In quarters, because a core that reads four places at once waits less for the memory.
-        quarters = self.weight.float().chunk(4)
-        y = [(part * row.float()).sum(-1) for row in x.view(rows, fan_in) for part in quarters]
+        # Large ones in quarters: a core that reads four places at once waits less for the memory.
+        parts = self.weight.float().chunk(4 if self.weight.numel() > IN_CACHE else 1)
+        y = [(part * row.float()).sum(-1) for row in x.view(rows, fan_in) for part in parts]
         y = torch.cat(y).type_as(x).view(*shape, -1)
         return y if self.bias is None else y + self.bias
 
