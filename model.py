@@ -75,8 +75,7 @@ class Config:
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         for value, choices in (self.norm, NORMS), (self.adapter, ADAPTERS):
-            if value not in choices:
-                raise UserError(f"{value}: not one of {', '.join(choices)}")
+            assert value in choices, f"{value}: not one of {', '.join(choices)}"
         if self.n_coda and not self.n_core:
             raise UserError(f"n_coda = {self.n_coda}, n_core = 0: an ordinary model has no coda, "
                             "because all of its layers are in the prelude")

@@ -95,7 +95,7 @@ def test_text_files_follow_the_model(llama, corpus):
     run_script("surgery", "run", "again", "--mean_recurrence=2")
     for folder in ("m", "run", "again"):
         run_script("tools/export", folder, f"{folder}-hf")
-    # Training has not used the template, so exports of what comes from a run leave it out.
+    # train.py never uses the template, so an export of a trained model omits it.
     with_template = "m", "m-hf", find_checkpoint("run"), "again"
     for folder in (*with_template, "run-hf", "again", "again-hf"):
         files = contents(folder)

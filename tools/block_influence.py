@@ -1,7 +1,7 @@
 """
-Print how much each layer changes the hidden state on a text, and run surgery.py with those that
-change it most. This is ShortGPT's choice (arXiv 2403.03853), the baseline of the paper's Figure 12.
-Further flags go to surgery.py.
+Measure how much each layer changes the hidden state on a text, and run surgery.py with the layers
+that change it most. This is ShortGPT's choice (arXiv 2403.03853), the baseline of the paper's
+Figure 12. Further flags go to surgery.py.
 
     python -m tools.block_influence SRC OUT --shape 4,8,4 --text FILE
     python -m tools.block_influence SRC OUT --shape 8,0,0 --text FILE --feed_forward

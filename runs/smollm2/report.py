@@ -147,7 +147,8 @@ def print_cups(found):
             runs = runs_of(found, "parent" if r == "0" else "retrofit").values()
             means = map(statistics.fmean, zip(*(run[part][r] for run in runs)))
             horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
-            print(f"at least 70% right up to {horizon} events: {'parent' if r == '0' else f'r = {r}'}")
+            name = "parent" if r == "0" else f"r = {r}"
+            print(f"at least 70% right up to {horizon} events: {name}")
     print()
     for name, run in found.items():
         minutes = f", {run['minutes']} minutes" if "minutes" in run else ""
