@@ -520,6 +520,8 @@ def main():
     args = parse_args()
     source = model = open_source(args.src)
     layers = None
+    if args.adapter == "add" and args.adapter_init != "identity":
+        raise UserError(f"--adapter_init {args.adapter_init}: --adapter add has no weights")
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         say(f"layers for prelude, core and coda: {' '.join(map(str, layers))}")

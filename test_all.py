@@ -2093,6 +2093,7 @@ MISTAKES = [
     ("surgery llama out --shape 1,2,1 --prelude 0", "either --shape, or --prelude"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
     ("surgery m out --adapter add", "SRC is already recurrent"),
+    ("surgery llama out --shape 1,2,1 --adapter add --adapter_init half", "has no weights"),
     ("surgery ./lama out --feed_forward", "no such folder"),
     ("surgery truncated out --feed_forward", "model.safetensors: damaged"),
     ("surgery typeless out --feed_forward", "config.json: damaged"),
