@@ -35,9 +35,9 @@ class UserError(Exception):
 
 def cli(main):
     """
-    Run a script's main(). A UserError, an OSError or a missing optional package ends it with one
-    line on stderr; any other exception is a bug and keeps its traceback. A reader that leaves, such
-    as `| head`, ends it quietly.
+    Run a script's main(). A UserError, an OSError, a missing optional package or a full GPU ends it
+    with one line on stderr; any other exception is a bug and keeps its traceback. A reader that
+    leaves, such as `| head`, ends it quietly.
     """
     if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
         sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
@@ -49,6 +49,9 @@ def cli(main):
         end = 128 + signal.SIGPIPE
     except (UserError, OSError) as e:
         end = f"error: {e}"
+    except torch.OutOfMemoryError:
+        end = ("error: the GPU is out of memory. Lower --micro_batch or --batch_size; in training, "
+               "--context, or try --activation_budget=0.5, then --recompute")
     except ModuleNotFoundError as e:
         end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet

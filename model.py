@@ -125,18 +125,24 @@ def rotate(x, rope):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attend(q, k, v, mask=None, **flags):
-    """torch's SDPA. Copies v on ROCm, whose fused kernels gave wrong results for views of it."""
+def attend(q, k, v, mask=None, is_causal=False):
+    """
+    torch's SDPA, of queries (B, n_head, T, D) with keys and values (B, n_kv_head, S, D), with what
+    its fused kernels need on a GPU.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.is_cuda and q.dtype == torch.float32:
+        # The only one that takes float32 needs one head of k and v for each head of q.
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        groups = 1
     if torch.version.hip:  # ROCm 7.0, May 2026: github.com/ROCm/pytorch/issues/3230
-        v = v.contiguous()
-    return F.scaled_dot_product_attention(q, k, v, mask, **flags)
+        v = v.contiguous()  # views of v gave wrong results
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=groups > 1)
 
 
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.n_head = c.n_head
-        self.n_kv_head = c.n_kv_head
         self.head_dim = c.head_dim
         q = c.n_head * c.head_dim
         kv = c.n_kv_head * c.head_dim
@@ -173,12 +179,7 @@ class Attention(nn.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
         if cache is None:
-            if q.is_cuda and q.dtype == torch.float32:
-                # The only fused kernel that takes float32, the memory-efficient one, needs one head
-                # of k and v for each head of q.
-                groups = self.n_head // self.n_kv_head
-                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            y = attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            y = attend(q, k, v, is_causal=True)
         else:
             y = cache.attend(q, k, v)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))

@@ -253,7 +253,7 @@ def train_model(settings, device):
     # ---- Start, from the run's newest checkpoint if there is one. No files are written yet.
     train_set = Dataset(settings.data, "train", settings.context)
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
-    model, weights, optimizer, progress = open_run(settings, device, train_set)
+    model, exact, optimizer, progress = open_run(settings, device, train_set)
     text_folder = model.folder or train_set.folders[0]
     tokenizer = load_tokenizer(text_folder, model.config)
     for folder in train_set.folders:
@@ -328,7 +328,7 @@ def train_model(settings, device):
             losses, labels, stops, sum_norm = torch.stack((*sums, sum_norm)).tolist()
             if stops:  # at least one rank left this update early, so discard it
                 if update > start and update % settings.save_every:  # if not saved yet
-                    save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
+                    save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
                 say(f"stopped by a signal after update {update}. Run the same command to resume")
                 return 128 + signal.SIGTERM
 
@@ -366,7 +366,7 @@ def train_model(settings, device):
             if last or done % settings.eval_every == 0:
                 log(settings, progress, validate(settings, model, val_sets))
             if last or done % settings.save_every == 0:
-                save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress)
+                save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
     say(f"done: {settings.out_dir}")
     return 0
 
@@ -437,12 +437,12 @@ def log(settings, progress, entry):
         wandb.log(entry, step=entry["update"])
 
 
-def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progress):
+def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress):
     """
     Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0. Then delete the
     oldest checkpoints, leaving --keep, and the optimizer's state of all but the newest.
 
-    A checkpoint holds the float32 masters, the frozen parameters as in `weights`, the optimizer's
+    A checkpoint holds the float32 masters, the frozen parameters as in `exact`, the optimizer's
     moments, the tokenizer, and `progress`.
     """
     kept = optimizer.gather()
@@ -450,7 +450,7 @@ def save_checkpoint(settings, model, weights, optimizer, tokenizer_files, progre
         return
     moments = {key: t for key, t in kept.items() if key not in optimizer.params}
     with write_atomically(f"{settings.out_dir}/step_{progress['update']:06d}") as folder:
-        model.save(folder, weights | kept)
+        model.save(folder, exact | kept)
         for name, content in tokenizer_files.items():
             (folder / name).write_bytes(content)
         save_file(moments, folder / "optimizer.safetensors")
@@ -508,8 +508,9 @@ def open_run(settings, device, train_set):
     Open a run: at its newest checkpoint, or else from --init_from, or else with random weights.
     Resolves --dtype=auto. Raises UserError if the run was started with a different Recipe or data.
 
-    Returns the model, on the device; its weights before rounding to --dtype, {name: tensor} on the
-    CPU, memory-mapped if they come from a file; the optimizer; and the content of train.json.
+    Returns the model, on the device; its exact weights, before rounding to --dtype, {name: tensor}
+    on the CPU, memory-mapped if they come from a file; the optimizer; and the content of
+    train.json.
     """
     saved = checkpoints(settings.out_dir)
     resumed = saved[-1] if saved else None
@@ -528,24 +529,24 @@ def open_run(settings, device, train_set):
     folder = find_checkpoint(source) if source else None
     config = run_config(settings, load_config(folder) if folder else None, train_set.folders[0])
     if folder and (resumed or not settings.reinit):
-        model, weights = RecurrentLM.load_mapped(folder, config)
+        model, exact = RecurrentLM.load_mapped(folder, config)
     else:
         model = RecurrentLM(config)
         model.init_weights(settings.seed)
-        weights = {name: p.data for name, p in model.named_parameters()}
+        exact = {name: p.data for name, p in model.named_parameters()}
     model.to(device, getattr(torch, settings.dtype))
     choose_trained(settings, model)
-    optimizer = make_optimizer(settings, model, RANK, WORLD, weights)
+    optimizer = make_optimizer(settings, model, RANK, WORLD, exact)
 
     if not resumed:
         progress = {"update": 0, "skipped": 0, "log_bytes": 0, "recipe": recipe}
-        return model, weights, optimizer, progress | spent_before(model.folder)
+        return model, exact, optimizer, progress | spent_before(model.folder)
     if not Path(resumed, "optimizer.safetensors").exists():
         raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
                         f"on from them, use --init_from={resumed} --out_dir=NEW")
     with reading(resumed / "optimizer.safetensors") as path:  # memory-mapped
         optimizer.load(load_file(path), progress["update"] - progress["skipped"])
-    return model, weights, optimizer, progress
+    return model, exact, optimizer, progress
 
 
 def choose_trained(settings, model):
@@ -683,12 +684,8 @@ def main():
         join_ranks(device)
     # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
     short = device == "cpu" and settings.context <= 128
-    try:
-        with sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext():
-            code = train_model(settings, device)
-    except torch.OutOfMemoryError:
-        raise UserError(f"out of memory with --micro_batch={settings.micro_batch}. Lower it or "
-                        "--context, or try --activation_budget=0.5, then --recompute")
+    with sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext():
+        code = train_model(settings, device)
     if WORLD > 1:
         # torchrun kills the other ranks when one fails, and rank 0 may still be saving.
         dist.barrier()
