@@ -140,11 +140,11 @@ def strict_extract(text):
 
 def normalize(text):
     """
-    Drop commas, dollar signs, everything up to "#### " and a final period, as the harness's
-    exact_match does. It then compares text, so "18.00" is not "18".
+    Drop commas, dollar signs, everything up to "####" and a final period, as the harness's
+    exact_match does, and spaces at the ends. It then compares text, so "18.00" is not "18".
     """
-    for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"):
-        text = re.sub(pattern, "", text)
+    for pattern in (",", r"\$", r"(?s).*####", r"\.$"):
+        text = re.sub(pattern, "", text).strip()
     return text.lower()
 
 
@@ -227,10 +227,10 @@ def cut_at_stops(text, stops):
     return text
 
 
-def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
+def answer_rest(decoder, tokenizer, questions, steps, answers, file, settings, args):
     """
     Answer each batch of questions that is not complete in `answers`, {(r, index): line}, and add
-    its lines to `answers` and to their open file.
+    its lines to `answers` and to their open file, which the settings begin.
     """
     stops = STOPS if args.template == "cot" else ()
     # So that batches need little padding, and running out of memory happens early.
@@ -243,6 +243,8 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
                 continue
             texts = answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
                                  args.max_new_tokens, stops, r, args.seed)
+            if not file.tell():
+                file.write(json.dumps(settings) + "\n")
             for question, text in zip(batch, texts):
                 line = {"index": question["index"], "steps": r, "output": text}
                 for metric, is_right in METRICS[args.template].items():
@@ -255,16 +257,15 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
 
 def read_answers(file, settings):
     """
-    Lock an open file of answers, and read it as {(r, index): line}, or begin it. An unfinished last
-    line, left by a killed process, is removed. Raises UserError if another process has locked the
-    file, or if it has different settings.
+    Lock an open file of answers, and read it as {(r, index): line}. An unfinished last line, left
+    by a killed process, is removed. Raises UserError if another process has locked the file, or if
+    it has different settings.
     """
     lock_file(file, file.name)
     with reading(file.name):
         file.seek(0)
         text = file.read()
         if not text:
-            file.write(json.dumps(settings) + "\n")
             return {}
         *lines, unfinished = text.split("\n")
         header, *lines = map(json.loads, lines)
@@ -337,6 +338,8 @@ def main():
     data = args.data or fetch_gsm8k()
     name = Path(args.data).stem if args.data else "gsm8k"
     out = Path(args.out or f"{args.model}/eval_{name}.json")
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a folder. Name a file in it")
     answers_path = out.with_name(out.name.removesuffix(".json") + ".jsonl")
     if Path(data).resolve() in (out.resolve(), answers_path.resolve()):
         raise UserError(f"--out {out}: would write over the questions. Name another file")
@@ -365,7 +368,8 @@ def main():
         answers = read_answers(file, settings)
         say(f"{model.folder}, {dtype_on(dtype, device)}: {len(questions)} questions at r = "
             f"{steps}; {answers_path} holds {len(answers)} answers already", sys.stderr)
-        answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, file, args)
+        answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, file,
+                    settings, args)
 
         # Earlier commands may have answered all of these questions at other r, too.
         complete = [r for r in sorted({r for r, _ in answers})

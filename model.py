@@ -76,6 +76,9 @@ class Config:
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         for value, choices in (self.norm, NORMS), (self.adapter, ADAPTERS):
             assert value in choices, f"{value}: not one of {', '.join(choices)}"
+        if self.n_head % self.n_kv_head or self.head_dim % 2:
+            raise UserError(f"n_head = {self.n_head} must be a multiple of n_kv_head = "
+                            f"{self.n_kv_head}, and head_dim = {self.head_dim} an even number")
         if self.n_coda and not self.n_core:
             raise UserError(f"n_coda = {self.n_coda}, n_core = 0: an ordinary model has no coda, "
                             "because all of its layers are in the prelude")
@@ -562,11 +565,12 @@ class RecurrentLM(nn.Module):
         n, k = self.split_steps(steps)
         size = self.num_params(matrices=True)
         trained = self.num_params(matrices=True, trained=True)
-        for numbers in (size, trained):
+        reached = self.num_params(trained=True)  # norms and biases, too
+        for numbers in (size, trained, reached):
             numbers["core"] += numbers["adapter"]
         flops = 0
         # Gradient flows back as far as the first trained part.
-        needs_gradient = trained["embed"] > 0
+        needs_gradient = reached["embed"] > 0
         for part, uses, uses_with_gradient in ("prelude", 1, 1), ("core", n + k, k), ("coda", 1, 1):
             # Each of attention's products takes 2 FLOPs per channel for every token that a token
             # sees, T / 2 on average. The forward pass has two products; the backward pass has five,
@@ -577,7 +581,7 @@ class RecurrentLM(nn.Module):
             if recompute and part == "core":
                 backward += forward
             flops += uses * forward
-            needs_gradient = needs_gradient or trained[part] > 0
+            needs_gradient = needs_gradient or reached[part] > 0
             if training and needs_gradient:
                 flops += uses_with_gradient * backward
         head = self.head.weight

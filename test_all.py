@@ -1251,6 +1251,7 @@ def test_executed_flops_are_torchs():
         ({}, (3, 2), ["--train=core|adapter"]),
         ({}, (3, 2), ["--train=coda|head"]),
         ({}, (3, 2), ["--train=prelude", "--recompute"]),
+        ({}, (3, 2), ["--train=norm_1"]),
         ({"n_core": 0, "n_coda": 0}, (0, 0), []),
         ({"n_core": 0, "n_coda": 0, "qkv_bias": True}, (0, 0), ["--train=head"]),
     ):
@@ -1802,7 +1803,7 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
         extracted = eval_gsm8k.flexible_extract(text), eval_gsm8k.strict_extract(text)
         assert extracted == (row["flexible"], row["strict"]), row["why"]
         for metric, is_right in METRICS["cot"].items():
-            for answer in (row["answer"], row["gold"]):
+            for answer in (row["answer"], row["gold"], f"####{row['gold']} \n"):
                 assert is_right(text, answer) == row[f"{metric}_correct"], row["why"]
 
 
@@ -1975,6 +1976,8 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
     shutil.copy(corpus / "test.jsonl", "asked.jsonl")
     flags = "--template=plain", "--max_new_tokens=3", "--batch_size=4", "--limit=32"
     here = f"--model={checkpoint}", "--data=asked.jsonl", *flags
+    assert "context of 40" in error_line("eval_gsm8k", *here, "--max_new_tokens=40",
+                                         "--out=unbroken.json")  # without an answer to keep
     for steps in ("1,32", "1"):  # r = 32 stays in the summary
         run_script("eval_gsm8k", *here, f"--steps={steps}", "--out=unbroken.json")
 
@@ -2110,6 +2113,8 @@ MISTAKES = [
     ("train --data=task --context=39 --out_dir=out --train=norm|heads", "named 'heads'"),
     ("train --data=task --context=39 --out_dir=out --updates=1 --train=m|", "named ''"),
     ("train --data=task --context=39 --updates=1 --out_dir=out --n_core=0 --n_coda=1", "n_coda"),
+    ("train --data=task --context=39 --updates=1 --out_dir=out --n_head=1", "n_kv_head = 2"),
+    ("train --data=task --context=39 --updates=1 --out_dir=out --n_embd=30", "head_dim = 15"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
     ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
     ("train --data=task:0.5 --context=39 --out_dir=out", "whole numbers above 0"),
@@ -2122,10 +2127,14 @@ MISTAKES = [
     ("sample --prompt 3 --model m --temperature nan", "finite number"),
     ("eval_gsm8k --model m --data test.jsonl --out test.json", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --out test.jsonl", "over the questions"),
+    ("eval_gsm8k --model m --data test.jsonl --out .", "is a folder"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
     ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
     ("tools/export m llama", "exists already"),
     ("tools/plot m/config.json", "nothing to draw"),
+    ("tools/block_influence llama out --text test.jsonl --shape 4,4,4", "at least 12 layers"),
+    ("tools/block_influence m out --text test.jsonl --shape 1,1,1", "not an ordinary model"),
+    ("tools/block_influence llama m --text none --shape 1,1,1", "exists already"),
 ]
 
 

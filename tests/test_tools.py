@@ -623,6 +623,22 @@ def test_plot_results():
     assert rows == [["a", "50.0 ± 12.5", "50.0 ± 12.5"], ["b", "100.0 ± 25.0", "100.0 ± 25.0"]]
     assert "recurrences r at test time" in Path("a.svg").read_text()
 
+    result["results"][0]["by_difficulty"] = {"hard": [1, 0, 1]}
+    common.write_json("hard.json", result)
+    assert "hard.json: damaged" in error_line("tools/plot", "hard.json", "--x=difficulty")
+
+
+def test_plot_losses():
+    """plot.py draws the losses of runs, and leaves out those that are null."""
+    need("matplotlib")
+    os.mkdir("run")
+    with open("run/log.jsonl", "w") as file:
+        for update, loss in enumerate((2, None, 1.5)):
+            print(json.dumps({"loss": loss, "val": {"4": None}, "update": update}), file=file)
+    header, _, *rows = cells_of(run_script("tools/plot", "run", "--out=a.svg"))
+    assert header == ["", "0", "2"]
+    assert rows == [["run", "2.0000", "1.5000"]]
+
 
 def test_layer_choice(llama, corpus):
     """Block influence is 1 - mean cosine of input and output; layers with the highest are kept."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import surgery
-from common import Parser, cli
+from common import Parser, UserError, cli, new_folder
 from data import Tokenizer
 
 TOKENS = 16_384  # at most this many tokens of the text are read
@@ -62,19 +62,21 @@ def main():
     parser = Parser(__doc__)
     flag = parser.add_argument
     flag("src", metavar="SRC", help="an ordinary model: a folder, a run, or a hub id")
-    flag("out", metavar="OUT", help="a new folder")
+    flag("out", metavar="OUT", type=new_folder, help="a new folder")
     flag("--shape", type=surgery.shape, required=True,
          help="sizes of prelude, core and coda, such as 4,8,4; or 8,0,0 with --feed_forward")
     flag("--text", type=Path, required=True,
          help=f"a text file; at most its first {TOKENS:,} tokens are read")
     args, flags = parser.parse_known_args()
     model = surgery.open_source(args.src)
+    if model.config.n_core or sum(args.shape) > len(model.prelude):
+        raise UserError(f"{args.src}: not an ordinary model of at least {sum(args.shape)} layers")
     layers = most_influential(model, args.text, sum(args.shape))
     for part, size in zip(surgery.PARTS, args.shape):
         numbers = ",".join(map(str, layers[:size]))
         flags += [f"--{part}", numbers]
         layers = layers[size:]
-    sys.argv = ["surgery.py", args.src, args.out, *flags]
+    sys.argv = ["surgery.py", args.src, str(args.out), *flags]
     surgery.main()
 
 

@@ -13,7 +13,7 @@ import json
 import math
 from pathlib import Path
 
-from common import Parser, UserError, cli, read_json
+from common import Parser, UserError, cli, read_json, reading
 from model import Config, RecurrentLM
 
 AXES = {
@@ -46,13 +46,13 @@ def main():
     axis = args.x or ("update" if Path(paths[0]).is_dir() else "steps")
     curves_of = {}  # {(title, y): {label: [(x, y, error), ...]}}
     for label, path in zip(labels, paths):
-        if Path(path).is_dir():
-            found = losses(label, path, axis)
-        else:
-            found = scores(label, path, axis)
+        read = losses if Path(path).is_dir() else scores
+        with reading(path):
+            found = [*read(label, path, axis)]
         for title, y, curve, point in found:
-            curves = curves_of.setdefault((title, y), {})
-            curves.setdefault(curve, []).append(point)
+            if point[1] is not None:  # null: a loss that was not finite, or had no labels
+                curves = curves_of.setdefault((title, y), {})
+                curves.setdefault(curve, []).append(point)
     if not curves_of:
         raise UserError(f"{paths[0]} holds nothing to draw")
     panels = []
