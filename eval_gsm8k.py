@@ -350,6 +350,10 @@ def main():
     model, tokenizer = load_model(args.model, args.dtype)
     device, dtype = device_and_dtype(model)
     encode_prompts(questions, tokenizer, model.config.context, args)
+    # Record the training cost, too, so that plotting a summary does not need the model. Read now,
+    # because a run that goes on may delete this checkpoint.
+    train_json = Path(model.folder, "train.json")
+    training = read_json(train_json) if train_json.exists() else {}
     # What an answer depends on, except for what changes it by rounding at most: the device,
     # --batch_size and --compile. Files are identified by digest, since they may move, and training
     # may continue in the model's folder.
@@ -375,9 +379,6 @@ def main():
         complete = [r for r in sorted({r for r, _ in answers})
                     if all((r, question["index"]) in answers for question in questions)]
         results, table = summarize(questions, answers, complete, METRICS[args.template])
-        # Record the training cost, too, so that plotting a summary does not need the model.
-        train_json = Path(model.folder, "train.json")
-        training = read_json(train_json) if train_json.exists() else {}
         write_json(out, {
             "script": "eval_gsm8k",
             "model": model.folder,

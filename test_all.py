@@ -1547,21 +1547,24 @@ def test_train_some_parameters(base, unbroken):
 
 
 def test_kept_checkpoints(base):
-    """A run deletes only its own old checkpoints, and resumes only from the newest it has made."""
+    """A run deletes only old checkpoints of its own to which nobody has added a file, and resumes
+    only from its newest."""
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
         common.write_json(f"run/{path}", {})
     others = checkpoints("run")
-    flags = [*base, "--keep=2", "--updates=9", "--out_dir=run"]
+    flags = [*base, "--keep=2", "--updates=12", "--out_dir=run"]
+    train_until(6, *flags)
+    common.write_json("run/step_000003/eval_test.json", {})  # by somebody who does not wait
     run_script("train", *flags)
-    assert checkpoints("run") == sorted([*others, "step_000006", "step_000009"])
+    assert checkpoints("run") == sorted([*others, *(f"step_{n:06d}" for n in (3, 9, 12))])
     for newer in ("run/step_999999", "run/step_1000000"):
         common.write_json(f"{newer}/config.json", {})
         assert find_checkpoint("run") == newer
 
-    for path in Path("run").glob("step_*[09]"):
+    for path in Path("run").glob("step_*[029]"):
         shutil.rmtree(path)
     said = error_line("train", *flags)
-    assert "weights alone" in said and "--init_from=run/step_000006" in said
+    assert "weights alone" in said and "--init_from=run/step_000003" in said
 
 
 def test_updates_that_are_not_finite(base, monkeypatch):
@@ -2006,6 +2009,21 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
     save(small(context=40, seed=1), "moved", corpus)
     assert "weights = " in error_line("eval_gsm8k", *there)
+
+
+def test_a_checkpoint_that_its_run_deletes(unbroken, corpus, monkeypatch):
+    """The summary of an evaluation has the training cost, even if the checkpoint is gone by then."""
+    shutil.copytree(unbroken, "run")
+    answer_batch = eval_gsm8k.answer_batch
+
+    def answer_late(*args):
+        shutil.rmtree("run/step_000012")
+        return answer_batch(*args)
+
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_late)
+    asked = f"--data={corpus}/test.jsonl", "--limit=2", "--max_new_tokens=1", "--steps=1"
+    run_script("eval_gsm8k", "--model=run", *asked)
+    assert read_json("run/eval_test.json")["training"]["update"] == 12
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):

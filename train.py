@@ -440,7 +440,8 @@ def log(settings, progress, entry):
 def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress):
     """
     Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0. Then delete the
-    oldest checkpoints, leaving --keep, and the optimizer's state of all but the newest.
+    oldest checkpoints, leaving --keep and those to which somebody has added files, such as an
+    evaluation, and the optimizer's state of all but the newest.
 
     A checkpoint holds the float32 masters, the frozen parameters as in `exact`, the optimizer's
     moments, the tokenizer, and `progress`.
@@ -456,8 +457,10 @@ def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress
         save_file(moments, folder / "optimizer.safetensors")
         write_json(folder / "train.json", progress | {"config": vars(settings)})
     saved = checkpoints(settings.out_dir)
+    ours = {*os.listdir(saved[-1])}
     for path in saved[:-settings.keep]:
-        shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
+        if ours.issuperset(os.listdir(path)):
+            shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
     for path in saved[:-1]:
         Path(path, "optimizer.safetensors").unlink(missing_ok=True)
 
