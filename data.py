@@ -705,8 +705,8 @@ def prepare(args):
             say(f"{out} is already complete")
             return
         write_json(unfinished, meta)
+        copy_tokenizer(args.tokenizer, out)  # now, because a run may delete its checkpoint
         pack(args, tokenizer, meta)
-        copy_tokenizer(args.tokenizer, out)
         unfinished.rename(finished)
     say(f"{out}: complete. Records: {meta['counts']}. The longest document has "
         f"{meta['longest']:,} tokens")

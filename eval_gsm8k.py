@@ -22,6 +22,7 @@ import json
 import math
 import re
 import sys
+import unicodedata
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
@@ -162,7 +163,8 @@ def last_number(text):
 
 def reference_text(answer):
     """Return the text of a reference answer: what follows its last "####", if it has one."""
-    return answer.rpartition("####")[2].strip().removesuffix(".").rstrip()
+    text = unicodedata.normalize("NFC", answer)  # as Qwen's tokenizer makes it
+    return text.rpartition("####")[2].strip().removesuffix(".").rstrip()
 
 
 def reference_number(answer):

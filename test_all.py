@@ -704,6 +704,16 @@ def test_prepare_resumes_byte_identical(source, corpus):
     assert sorted(documents_in("unbroken", "train") + documents_in("unbroken", "val")) == kept
 
 
+def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
+    """A data set has its tokenizer, even if the run that it came from has deleted it by then."""
+    documents(20)
+    shutil.copytree(corpus / "task", "run/step_000001")
+    pack = data.pack
+    monkeypatch.setattr(data, "pack", lambda *args: shutil.rmtree("run") or pack(*args))
+    run_script("data", "prepare", "--input=a.jsonl", "--tokenizer=run", "--out=out")
+    Tokenizer.load("out")
+
+
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
 TURNS = [
     {"role": "user", "content": "has 1"},
@@ -1817,6 +1827,7 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     ("$1,234.50", "1234.5", True),
     ("\u22123", "-3", True),
     (" paris.\n", "Paris", True),
+    ("caf\xe9", "cafe\u0301", True),
     ("1/4", "3/4", False),
     (".5", "0.5", True),
     ("it is .5", "5", False),
@@ -2012,7 +2023,7 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
 
 def test_a_checkpoint_that_its_run_deletes(unbroken, corpus, monkeypatch):
-    """The summary of an evaluation has the training cost, even if the checkpoint is gone by then."""
+    """A summary has the training cost, even if the run has deleted the checkpoint by then."""
     shutil.copytree(unbroken, "run")
     answer_batch = eval_gsm8k.answer_batch
 

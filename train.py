@@ -74,7 +74,8 @@ class Recipe:
     The settings that determine the result. All defaults except the shape are the paper's (appendix
     D); the files in config/ override some of them.
     """
-    init_from: str = setting("", "a checkpoint or run to start from; empty: random weights")
+    init_from: str = setting("", "a checkpoint or run to start from, in its shape; empty: random "
+                             "weights")
     reinit: bool = setting(False, "random weights in the shape of --init_from")
     embed_scale: float = setting(1.0, "factor on embeddings with random weights (Huginn: 72.7)")
     seed: random_seed = setting(0, "seed of weights, data order, draws of r and initial states")
