@@ -43,6 +43,8 @@ def time_runs(run, repeat):
     Call run() once as a warm-up, then `repeat` times. Returns the seconds of the warm-up, and a
     list of those of the others.
     """
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(repeat + 1):
         began = clock()
@@ -197,7 +199,7 @@ def main():
     rows = []
     for row in args.bench(model, args):
         if DEVICE == "cuda":
-            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20  # so far
+            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20  # in these runs
         print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
         rows.append(row)
     print(json.dumps({"device": device, "threads": torch.get_num_threads(),

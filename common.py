@@ -50,8 +50,8 @@ def cli(main):
     except (UserError, OSError) as e:
         end = f"error: {e}"
     except torch.OutOfMemoryError:
-        end = ("error: the GPU is out of memory. Lower --micro_batch or --batch_size; in training, "
-               "--context, or try --activation_budget=0.5, then --recompute")
+        end = ("error: the GPU is out of memory. Lower --batch_size or --tokens; in training, "
+               "--micro_batch or --context, or try --activation_budget=0.5, then --recompute")
     except ModuleNotFoundError as e:
         end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet

@@ -349,7 +349,8 @@ class LayerCache:
         q = q.reshape(rows, n_kv_head, -1, head_dim)
         compiled_on_cpu = torch.compiler.is_compiling() and not q.is_cuda
         attention = attend_one if compiled_on_cpu and T == 1 else attend
-        return attention(q, k, v, self.mask).view(rows, -1, T, head_dim)
+        # On a GPU, this copies: SDPA's output there has the memory layout (rows, T, H, head_dim).
+        return attention(q, k, v, self.mask).reshape(rows, -1, T, head_dim)
 
 
 def attend_one(q, k, v, mask):

@@ -528,7 +528,7 @@ def main():
         if args.untie:
             source.config.tie_embeddings = False
         model = retrofit(source, layers, args.adapter, args.adapter_init)
-    elif (args.shape or args.prelude or args.core or args.coda or args.feed_forward or args.untie
+    elif (any(getattr(args, name) for name in ("shape", *PARTS, "feed_forward", "untie"))
           or (args.adapter, args.adapter_init) != ("linear", "identity")):
         raise UserError("SRC is already recurrent, so its layers and its adapter cannot be chosen")
     if args.mean_recurrence:

@@ -2284,8 +2284,8 @@ needs_gpu = pytest.mark.skipif(
 
 def gpu_model(device, dtype, width=128, T=128):
     """A random model with heads of 64 on a device, and idx, targets and a state for it."""
-    model = small(vocab_size=512, n_embd=width, n_head=width // 64, n_kv_head=1, n_ffn=352,
-                  context=512)
+    model = small(vocab_size=512, n_embd=width, n_head=width // 32, n_kv_head=2, head_dim=64,
+                  n_ffn=352, context=512)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(512, (4, T + 1), generator=generator)
     state = torch.randn(4, T, width, generator=generator)

@@ -653,7 +653,7 @@ def warm_up(settings, model, train_set, k):
     risen. Prints a GPU's peak memory.
     """
     began = time.time()
-    batch = train_set.batch(0, 0, 0, 1, settings.micro_batch)
+    batch = train_set.batch(settings.seed, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
     _, losses = model(idx, targets, (1, k), state, settings.recompute)
     losses.sum().backward()

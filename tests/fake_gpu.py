@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend
@@ -138,6 +139,14 @@ class MockGPU(TorchDispatchMode):
         return replay
 
 
+def gpu_layout(attention):
+    """Wrap SDPA so that its output has the memory layout (B, T, H, D) of a GPU's fused kernels."""
+    def call(*args, **flags):
+        return attention(*args, **flags).transpose(1, 2).contiguous().transpose(1, 2)
+
+    return call
+
+
 def fake_tensors(gpu):
     """
     Replace what fake tensors, or a build of torch for CPUs, cannot do. Returns a FakeTensorMode, in
@@ -171,10 +180,12 @@ def fake_tensors(gpu):
     torch.cuda.get_device_capability = returns((9, 0))
     torch.cuda.synchronize = returns(None)
     torch.cuda.max_memory_allocated = returns(0)
+    torch.cuda.reset_peak_memory_stats = returns(None)
     torch.cuda.set_device = torch.accelerator.set_device_index
     torch.cuda.current_device = torch.accelerator.current_device_index
     torch.cuda.make_graphed_callables = gpu.record
     torch._fused_sdp_choice = gpu.kernel
+    F.scaled_dot_product_attention = gpu_layout(F.scaled_dot_product_attention)
     sample.gc = mock.MagicMock()  # collecting takes half a second for each recorded step
     bench.DEVICE = "cuda"
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
