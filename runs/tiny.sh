@@ -39,13 +39,10 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
         ${quick:+--compile=false --eval_rows=64} "$@"
 }
 score() {  # score NAME: evaluate the model in $out/NAME at r = 1, 4 and 32
-    local test
-    for test in test test18; do
-        python eval_gsm8k.py --model $out/"$1" --data $out/data/$test.jsonl \
-            --out $out/eval_"$1"_$test.json --task "a running count, answered in one token" \
-            --template plain --max_new_tokens 1 --batch_size 200 --steps 1,4,32 \
-            ${quick:+--limit 24}
-    done
+    python eval_gsm8k.py --model $out/"$1" --data $out/questions.jsonl \
+        --out $out/eval_"$1".json --task "a running count, answered in one token" \
+        --template plain --max_new_tokens 1 --batch_size 200 --steps 1,4,32 \
+        ${quick:+--limit 100}
 }
 
 if [[ ! $quick ]]; then
@@ -87,7 +84,9 @@ train parent parent --data=$out/data/task --init_from=$out/pretrain --updates=$u
 
 stage "6. Evaluate both" "20 s" \
 "Questions of up to 12 sentences, and of 18. No training question has more than 5."
-for model in task parent; do score $model; done
+cat $out/data/test.jsonl $out/data/test18.jsonl > $out/questions.jsonl
+score task
+score parent
 
 outcome="Accuracy in % by number of sentences. No training question has more than 5. Compare how far
 beyond that the looped model gets at each r with how far its parent gets, whose depth is fixed.
@@ -96,9 +95,8 @@ if [[ $quick ]]; then
     outcome="Every stage works. The numbers below mean nothing: --quick is too short to learn."
 fi
 stage "Results" "5 s" "$outcome"
-python -m tools.plot $out/eval_{task,parent}_{test,test18}.json \
-    --x difficulty --out $out/lengths.png \
-    --labels "looped,looped,parent (equal FLOPs),parent (equal FLOPs)"
+python -m tools.plot $out/eval_{task,parent}.json --x difficulty --out $out/lengths.png \
+    --labels "looped,parent (equal FLOPs)"
 echo
 echo "A question of 9 sentences at r = 1, 4 and 32. The right answer is 9:"
 python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
