@@ -787,6 +787,38 @@ def test_readme_does_what_it_says(taught, monkeypatch):
         run_script(script.removesuffix(".py"), *args)
 
 
+def test_own_stories(corpus):
+    """cups.py packs whole stories of one's own, whose events ask for their answers at their end."""
+    rng = np.random.default_rng(0)
+    stories = []
+    for _ in range(60):
+        digits = rng.integers(10, size=rng.integers(1, 5)).astype(str)
+        stories.append([[f"has {digit} so", f" {digit}"] for digit in digits])
+    lines = [dict(zip(("events", "answers"), zip(*story))) for story in stories]
+    Path("s.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = f"--tokenizer={corpus}/task", "--stories=s.jsonl", "--row=14"  # the longest takes 13
+    run_script("runs/smollm2/cups", *flags, "--out=mine")
+
+    tokenizer = Tokenizer.load("mine")
+    found = []
+    for split in ("train", "val"):
+        told = [[]]
+        rows = np.load(f"mine/{split}_000000.npy").reshape(2, -1, 14)
+        for ids, targets in rows.swapaxes(0, 1):
+            for i, (token, target) in enumerate(zip(ids, targets)):
+                if token == tokenizer.eos_id:
+                    told.append([])
+                if target >= 0:
+                    asked = [tokenizer.decode(ids[i - 2:i + 1]), f" {tokenizer.decode([target])}"]
+                    told[-1].append(asked)
+        found.append([story for story in told if story])
+    assert found == [[s for i, s in enumerate(stories) if i % 20], stories[::20]]
+
+    assert "larger --row" in error_line("runs/smollm2/cups", *flags, "--row=12", "--out=no")
+    Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '"7 so"'))
+    assert "has 2 tokens, not 1" in error_line("runs/smollm2/cups", *flags, "--out=no")
+
+
 FIGURE = r"\d+\.\d+(?: ± \d+\.\d+)?"
 
 

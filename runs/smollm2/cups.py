@@ -1,8 +1,9 @@
 """
-Make the task of the experiment with SmolLM2: the shell game, told in plain English, in the tokens
-of a real model.
+Make data that asks for an answer after each step of a story: for the experiment with SmolLM2, the
+shell game, told in plain English; or your own stories.
 
     python -m runs.smollm2.cups --tokenizer out/smollm2/cut --out out/smollm2/cups
+    python -m runs.smollm2.cups --tokenizer out/smollm2/cut --out out/mine/data --stories FILE.jsonl
 
 In ` The ball is under B. B and D swap. A and C swap.` each full stop asks under which of five cups
 the ball is now: B, D and D. The answers are targets only and not part of the text. In 60% of the
@@ -11,16 +12,23 @@ holds three stories, of 3, 4 and 5 events in random order; a validation row hold
 OUT is a data set for train.py. In it, test.jsonl has 400 stories of 24 events and dev.jsonl 200
 others, whose answers score.py scores after each event. fair.jsonl has 400 more, whose swaps are of
 any two cups, so that they do not betray where the ball is.
+
+A line of --stories is a story:
+
+    {"events": [" The ball is under B.", " B and D swap."], "answers": [" B", " D"]}
+
+An answer has to be a single token, here with the space before it. Every 20th story is for
+validation.
 """
 import json
+from pathlib import Path
 
 import numpy as np
 
-from common import Parser, cli, write_atomically, write_json
+from common import Parser, UserError, cli, positive, reading, write_atomically, write_json
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE
 
-ROW = 66  # tokens: three stories have 12 events of 5 tokens, plus 1 and an EOS for each story
 CUPS = "ABCDE"
 
 
@@ -47,50 +55,80 @@ def encode_story(tokenizer, events, answers):
     """Return ids and targets, two lists: the answer is the target of an event's last token."""
     ids = []
     targets = []
-    for event, answer in zip(events, answers):
+    for event, answer in zip(events, answers, strict=True):
         tokens = tokenizer.encode(event)
+        target = tokenizer.encode(answer)
+        if len(target) != 1:
+            raise UserError(f"the answer {answer!r} has {len(target)} tokens, not 1")
         ids += tokens
-        targets += [IGNORE] * (len(tokens) - 1) + tokenizer.encode(answer)
+        targets += [IGNORE] * (len(tokens) - 1) + target
     return ids, targets
 
 
-def make_row(rng, tokenizer, lengths):
-    """Return ids and targets (2, ROW) of stories of these lengths, padded with EOS."""
-    row = []
-    row_targets = []
-    for length in lengths:
-        ids, targets = encode_story(tokenizer, *tell(rng, length))
+def pack(tokenizer, stories, length):
+    """Return the tokens (2, N) of rows of as many whole stories as fit, padded with EOS."""
+    rows = []
+    for events, answers in stories:
+        ids, targets = encode_story(tokenizer, events, answers)
+        if len(ids) >= length:
+            raise UserError(f"the story {events[0]!r} ... has {len(ids)} tokens and an EOS. Give a "
+                            "larger --row")
+        if not rows or len(rows[-1][0]) + len(ids) + 1 > length:
+            rows.append(([], []))
+        row, row_targets = rows[-1]
         row += [*ids, tokenizer.eos_id]
         row_targets += [*targets, IGNORE]
-    padding = ROW - len(row)
-    return row + [tokenizer.eos_id] * padding, row_targets + [IGNORE] * padding
+    for row, row_targets in rows:
+        padding = length - len(row)
+        row += [tokenizer.eos_id] * padding
+        row_targets += [IGNORE] * padding
+    return np.concatenate(rows, axis=1, dtype=np.int32)
+
+
+def read_stories(path):
+    """Return the stories of a .jsonl file, [(events, answers), ...]: see the top."""
+    with reading(path):
+        lines = Path(path).read_text("utf-8-sig").splitlines()
+        stories = [json.loads(line) for line in lines if line.strip()]
+        for number, story in enumerate(stories, 1):
+            assert len(story["events"]) == len(story["answers"]) > 0, f"story {number}"
+        assert len(stories) > 1, "too few stories"
+        return [(story["events"], story["answers"]) for story in stories]
 
 
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--tokenizer", required=True, metavar="FOLDER")
     parser.add_argument("--out", required=True, metavar="FOLDER")
+    parser.add_argument("--stories", metavar="FILE", help="your own; default: the shell game")
+    parser.add_argument("--row", type=positive, default=66,
+                        help="tokens in a row: those of its stories, and an EOS for each (66, for "
+                             "three stories of the shell game)")
     args = parser.parse_args()
     tokenizer = Tokenizer.load(args.tokenizer)
     rng = np.random.default_rng(0)
+    if args.stories:
+        told = read_stories(args.stories)
+        val = told[::20]
+        train = [story for i, story in enumerate(told) if i % 20]
+    else:
+        train = (tell(rng, n) for _ in range(40_000) for n in rng.permutation([3, 4, 5]))
+        val = (tell(rng, 12) for _ in range(256))
     with write_atomically(args.out) as folder:
         folder.mkdir()
-        rows = {
-            "train": [make_row(rng, tokenizer, rng.permutation([3, 4, 5])) for _ in range(40_000)],
-            "val": [make_row(rng, tokenizer, [12]) for _ in range(256)],
-        }
         shards = {}
-        for split, made in rows.items():
-            array = np.concatenate(made, axis=1, dtype=np.int32)
-            shards[split] = [write_shard(folder, f"{split}_000000.npy", array)]
+        for split, stories in ("train", train), ("val", val):
+            tokens = pack(tokenizer, stories, args.row)
+            shards[split] = [write_shard(folder, f"{split}_000000.npy", tokens)]
         copy_tokenizer(args.tokenizer, folder)
         write_json(folder / "meta.json", {
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
-            "row_length": ROW,
+            "row_length": args.row,
             "shards": shards,
         })
-        for name, count, share in (("dev", 200, 0.6), ("test", 400, 0.6), ("fair", 400, 0.4)):
+        parts = ("dev", 200, 0.6), ("test", 400, 0.6), ("fair", 400, 0.4)
+        for name, count, share in () if args.stories else parts:
             with open(folder / f"{name}.jsonl", "w") as file:
                 for _ in range(count):
                     events, answers = tell(rng, 24, share)
