@@ -26,7 +26,7 @@ from common import (DTYPE_HELP, DTYPES, Parser, choose_dtype, cli, dtype_on, lis
 from model import Config, RecurrentLM
 from muon import MOMENTS
 from sample import Decoder, device_and_dtype
-from train import Settings, make_optimizer
+from train import Settings, attention_kernels, make_optimizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -77,8 +77,9 @@ def bench_train(model, args):
         model.compile_parts()
     for n, k in args.steps if model.config.n_core else [(0, 0)]:
         def update():
-            _, losses = model(idx, targets, (n, k))
-            losses.sum().backward()
+            with attention_kernels(DEVICE, args.context):
+                _, losses = model(idx, targets, (n, k))
+                losses.sum().backward()
             optimizer.accumulate()
             norm = optimizer.reduce()
             optimizer.step(norm.item(), idx.numel())

@@ -662,6 +662,15 @@ def warm_up(settings, model, train_set, k):
     say(f"warm-up: {time.time() - began:.0f} s{peak}")
 
 
+def attention_kernels(device, T):
+    """
+    Choose the kernels of attention for training on rows of T tokens: a context manager. The
+    backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
+    """
+    short = device == "cpu" and T <= 128
+    return sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
+
+
 def join_ranks(device):
     """
     Join the process group of torchrun's ranks.
@@ -686,9 +695,7 @@ def main():
         torch.cuda.set_device(device)
     if WORLD > 1:
         join_ranks(device)
-    # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
-    short = device == "cpu" and settings.context <= 128
-    with sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext():
+    with attention_kernels(device, settings.context):
         code = train_model(settings, device)
     if WORLD > 1:
         # torchrun kills the other ranks when one fails, and rank 0 may still be saving.

@@ -99,7 +99,7 @@ stage "Results" "5 s" "$outcome"
 python -m tools.plot $out/eval_{task,parent}.json --x difficulty --out $out/lengths.png \
     --labels "looped,parent (equal FLOPs)"
 echo
-echo "A question of 9 sentences at r = 1, 4 and 32. The right answer is 9:"
-python sample.py --model $out/task --steps 1,4,32 --tokens 1 --prompt \
+echo "What the looped model takes the count to be after each sentence, at four r. The last is 9:"
+python sample.py --model $out/task --trace --steps 1,4,8,32 --only so --prompt \
     "has 7 so gets 2 so times 2 so gets 1 so gets 3 so loses 4 so times 3 so loses 2 so loses 3 so"
 echo "Ask your own questions: python sample.py --model $out/task --tokens 1"

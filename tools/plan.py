@@ -3,8 +3,8 @@ Say what a run of train.py will cost: tokens and epochs, FLOPs, hours and memory
 the flags of train.py. With --preset, neither weights nor data need to be there.
 
     python -m tools.plan --config=config/evening.toml --preset=tinyllama-4-8-4 --gpus=8
-    python -m tools.plan --config=config/mine.toml --init_from=PARENT --flops_of=out/mine/loop
-                                        spend as many FLOPs as out/mine/loop did
+    python -m tools.plan --config=config/tiny_parent.toml --flops_of=out/tiny/task
+                                        spend as many FLOPs as out/tiny/task did
 """
 import bisect
 import tomllib
