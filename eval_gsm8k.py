@@ -229,10 +229,10 @@ def cut_at_stops(text, stops):
     return text
 
 
-def answer_rest(decoder, tokenizer, questions, steps, answers, file, settings, args):
+def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
     """
     Answer each batch of questions that is not complete in `answers`, {(r, index): line}, and add
-    its lines to `answers` and to their open file, which the settings begin.
+    its lines to `answers` and to their open file.
     """
     stops = STOPS if args.template == "cot" else ()
     # So that batches need little padding, and running out of memory happens early.
@@ -245,8 +245,6 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, file, settings, a
                 continue
             texts = answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
                                  args.max_new_tokens, stops, r, args.seed)
-            if not file.tell():
-                file.write(json.dumps(settings) + "\n")
             for question, text in zip(batch, texts):
                 line = {"index": question["index"], "steps": r, "output": text}
                 for metric, is_right in METRICS[args.template].items():
@@ -259,15 +257,17 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, file, settings, a
 
 def read_answers(file, settings):
     """
-    Lock an open file of answers, and read it as {(r, index): line}. An unfinished last line, left
-    by a killed process, is removed. Raises UserError if another process has locked the file, or if
-    it has different settings.
+    Lock an open file of answers, and read it as {(r, index): line}, or begin it. An unfinished last
+    line, left by a killed process, is removed. Raises UserError if another process has locked the
+    file, or if it has answers with different settings.
     """
     lock_file(file, file.name)
     with reading(file.name):
         file.seek(0)
         text = file.read()
-        if not text:
+        if text.count("\n") < 2:  # no answers yet, so nothing to keep
+            file.truncate(0)
+            file.write(json.dumps(settings) + "\n")
             return {}
         *lines, unfinished = text.split("\n")
         header, *lines = map(json.loads, lines)
@@ -374,8 +374,7 @@ def main():
         answers = read_answers(file, settings)
         say(f"{model.folder}, {dtype_on(dtype, device)}: {len(questions)} questions at r = "
             f"{steps}; {answers_path} holds {len(answers)} answers already", sys.stderr)
-        answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, file,
-                    settings, args)
+        answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, file, args)
 
         # Earlier commands may have answered all of these questions at other r, too.
         complete = [r for r in sorted({r for r, _ in answers})

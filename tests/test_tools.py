@@ -629,7 +629,7 @@ def test_plot_results():
 
 
 def test_plot_losses():
-    """plot.py draws the losses of runs, and leaves out those that are null."""
+    """plot.py draws the losses of runs, except null ones."""
     need("matplotlib")
     os.mkdir("run")
     with open("run/log.jsonl", "w") as file:

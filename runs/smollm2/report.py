@@ -149,6 +149,12 @@ def print_cups(found):
             horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
             name = "parent" if r == "0" else f"r = {r}"
             print(f"at least 70% right up to {horizon} events: {name}")
+        for arm in ARMS:
+            shares = [run[part].get("32", run[part].get("0"))[13]
+                      for run in runs_of(found, arm).values()]
+            if shares:
+                print(f"after 14 events, at r = 32 if looped: {arm} {statistics.fmean(shares):.1%}:",
+                      *(f"{share:.1%}" for share in shares))
     print()
     for name, run in found.items():
         minutes = f", {run['minutes']} minutes" if "minutes" in run else ""
