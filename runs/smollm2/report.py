@@ -153,7 +153,8 @@ def print_cups(found):
             shares = [run[part].get("32", run[part].get("0"))[13]
                       for run in runs_of(found, arm).values()]
             if shares:
-                print(f"after 14 events, at r = 32 if looped: {arm} {statistics.fmean(shares):.1%}:",
+                mean = statistics.fmean(shares)
+                print(f"after 14 events, at r = 32 if looped: {arm} {mean:.1%}, of",
                       *(f"{share:.1%}" for share in shares))
     print()
     for name, run in found.items():
