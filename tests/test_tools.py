@@ -368,11 +368,11 @@ def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None
     file.add_rope_freq_base(raw["rope_theta"])
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre(pre)
-    file.add_token_list([*sorted(alphabet), "ab", "<|end|>"])
-    file.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    file.add_token_list([*sorted(alphabet), "ab", "<|start|>", "<|end|>"])
+    file.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 2)
     file.add_token_merges(["a b"])
     file.add_bos_token_id(257)
-    file.add_eos_token_id(257)
+    file.add_eos_token_id(258)
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], raw["num_hidden_layers"])
     heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
@@ -400,7 +400,10 @@ def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None
 @pytest.mark.parametrize("stored, tolerance", [("F32", 1e-5), ("BF16", 1e-5), ("Q8_0", 0.1)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
-    """A converted .gguf file has transformers' logits and token ids, and loses no precision."""
+    """
+    A converted .gguf file has transformers' logits and token ids, the EOS that it names, and loses
+    no precision.
+    """
     transformers = need("transformers")
     need("accelerate")
     parent = small(n_embd=64, n_ffn=96, vocab_size=320, n_prelude=3, n_core=0, n_coda=0,
@@ -427,14 +430,16 @@ def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
 
     text = "12 ab  cab\n"
     theirs = transformers.AutoTokenizer.from_pretrained(".", gguf_file="m.gguf")
-    assert Tokenizer.load("ours").encode(text) == theirs(text).input_ids
+    tokenizer = Tokenizer.load("ours")
+    assert tokenizer.encode(text) == theirs(text).input_ids
+    assert tokenizer.eos_id == 258
 
 
 def test_gguf_is_read_as_llama_cpp_reads_it():
     """What transformers would read differently is refused; a file's own tokenizer is used."""
     need("accelerate")
     tokenizers = need("tokenizers")
-    small(n_embd=64, n_ffn=96, vocab_size=258, n_core=0, n_coda=0).save("parent")
+    small(n_embd=64, n_ffn=96, vocab_size=259, n_core=0, n_coda=0).save("parent")
     run_script("tools/export", "parent", "hf")
     ones = np.ones(8, np.float32)
     for words, options in (

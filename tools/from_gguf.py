@@ -65,6 +65,10 @@ def convert(path, out):
             if report[kind]:
                 raise UserError(f"{path}: {kind.replace('_', ' ')}: {sorted(report[kind])[0]}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    for name in "bos", "eos":  # transformers 5.17.0 takes SmolLM2's BOS for its EOS
+        if field := file.fields.get(f"tokenizer.ggml.{name}_token_id"):
+            token = tokenizer.convert_ids_to_tokens(field.contents())
+            setattr(tokenizer, f"{name}_token", token)
     if pre == "smollm":
         words = tokenizer.backend_tokenizer.pre_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
