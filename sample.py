@@ -110,7 +110,10 @@ class Batch:
         self.rows = [self.rows[i] for i in kept]
         index = torch.tensor(kept, device=self.token.device)
         self.cache.select(index)
-        self.token, self.position, self.graph = self.token[index], self.position[index], None
+        self.token, self.position = self.token[index], self.position[index]
+        if self.graph:
+            self.graph = None
+            gc.collect()  # frees it
 
 
 class Decoder:
@@ -243,7 +246,6 @@ class Decoder:
         if not self.use_graph:
             return whole_pass(batch.token, batch.position)
         if not batch.graph:  # for all positions, up to where finished rows stay: see advance()
-            gc.collect()     # frees the graph for more rows
             inputs = batch.token.clone(), batch.position.clone()
             batch.graph = torch.cuda.make_graphed_callables(whole_pass, inputs)
         return batch.graph(batch.token, batch.position)
