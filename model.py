@@ -456,8 +456,7 @@ class RecurrentLM(nn.Module):
             torch.compile(torch.sin)(self.norm_f.weight.data)
         except RuntimeError as e:
             raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
-        say("compiling takes half a minute on a CPU, 2 to 4 minutes on a GPU (an estimate)",
-            sys.stderr)
+        say("compiling takes half a minute on a CPU, a minute on an H100", sys.stderr)
         # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
         # many, and for each view of the cache.
         torch._dynamo.config.recompile_limit = 32

@@ -21,7 +21,8 @@ from surgery import retrofit_config
 from train import (choose_trained, describe_run, draws_of, largest_k, make_optimizer, read_settings,
                    run_config, spent_before, update_flops)
 
-# The bfloat16 FLOP/s that we expect from each GPU: not measured, but 61, 61 and 43% of its peak.
+# The bfloat16 FLOP/s that we expect from each GPU: 61, 61 and 43% of its peak. Only the H100 was
+# measured (runs/NOTES.md).
 GPUS = {
     "RTX 4090 (24 GB)": 1.0e14,
     "A100 (80 GB)": 1.9e14,

@@ -163,6 +163,23 @@ def print_cups(found):
               f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}{minutes}")
 
 
+def print_final(found, trials):
+    """Print accuracy by number of events, where a story gives its last answer alone to learn."""
+    lengths = list(found["loop 0"]["test"]["1"])
+    print("| (runs) | " + " | ".join(lengths) + " |")
+    print("| --- " * (1 + len(lengths)) + "|")
+    rows = [(f"loop, r = {r}", "loop", r) for r in ("1", "4", "8", "16", "32", "64")]
+    rows += [("random start, r = 32", "random", "32")]
+    for title, arm, r in rows:
+        runs = runs_of(found, arm).values()
+        cells = [mean_and_error([100 * run["test"][r][n] for run in runs]) for n in lengths]
+        print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
+    for name, run in trials.items():
+        shares = run["dev"].get("32") or run["dev"]["0"]
+        mean = statistics.fmean(shares[n] for n in ("6", "7", "8", "10", "12"))
+        print(f"{name}, dev.jsonl, 6 to 12 events: {mean:.1%}")
+
+
 def print_counts(found):
     """Print the counts: accuracy by number of events, and what r = 8 gains over other models."""
     rows = [(f"loop, r = {r}", "loop", r) for r in DEPTHS]
@@ -266,6 +283,8 @@ def main():
     print_cups(found["cups"])
     print("\nthe same on a GPU")
     print_cups(found["cups on a GPU"])
+    print("\nfinal answers alone\n")
+    print_final(found["final answers"], found["final answers, trials"])
     print()
     for name, lengths in CUPS.items():
         right = accuracy(without_the_start(), *lengths)
