@@ -824,6 +824,23 @@ def test_own_stories(corpus):
     assert "has 2 tokens, not 1" in error_line("runs/smollm2/cups", *flags, "--out=no")
 
 
+def test_questions_of_the_shell_game():
+    """questions.py answers where the ball is; training has no question of the test."""
+    run_script("runs/smollm2/questions", "--out=asked")
+    asked = {}
+    for part in "train", "dev", "test":
+        asked[part] = set()
+        for line in map(json.loads, Path(f"asked/{part}.jsonl").read_text().splitlines()):
+            first, *swaps = line["question"].rstrip(".").split(". ")
+            ball = first[-1]
+            for swap in swaps:
+                a, b = swap[0], swap[6]
+                ball = {a: b, b: a}.get(ball, ball)
+            assert (line["answer"], line["difficulty"]) == (ball, str(1 + len(swaps)))
+            asked[part].add(line["question"])
+    assert not asked["train"] & (asked["dev"] | asked["test"])
+
+
 FIGURE = r"\d+\.\d+(?: ± \d+\.\d+)?"
 
 

@@ -1,0 +1,46 @@
+"""
+Make the shell game a task of your own: questions with their final answers alone.
+
+    python -m runs.smollm2.questions --out out/smollm2/questions
+
+A line is {"question": "The ball is under B. B and D swap. A and C swap.", "answer": "D",
+"difficulty": "3"}: the difficulty is the number of events. Every two cups are as likely to swap.
+train.jsonl has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100
+and 200 others of each of the LENGTHS.
+"""
+import json
+
+import numpy as np
+
+from common import Parser, cli, write_atomically
+from runs.smollm2.cups import tell
+
+LENGTHS = 3, 4, 5, 6, 7, 8, 10, 12, 16
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument("--out", required=True, metavar="FOLDER")
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    train = rng.choice([1, 2, 3, 4, 5], 40_000, p=[0.2] * 5)  # p: the draws of the published runs
+    asked = set()
+    with write_atomically(args.out) as folder:
+        folder.mkdir()
+        for name, lengths in (("test", LENGTHS * 200), ("dev", LENGTHS * 100), ("train", train)):
+            questions = []
+            while len(questions) < len(lengths):
+                length = int(lengths[len(questions)])
+                events, answers = tell(rng, length, share=0.4)
+                question = "".join(events).strip()
+                if question not in asked:
+                    questions.append({"question": question, "answer": answers[-1].strip(),
+                                      "difficulty": str(length)})
+            asked |= {line["question"] for line in questions if name != "train"}
+            with open(folder / f"{name}.jsonl", "w") as file:
+                for line in questions:
+                    print(json.dumps(line), file=file)
+
+
+if __name__ == "__main__":
+    cli(main)
