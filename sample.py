@@ -488,6 +488,9 @@ def trace(model, tokenizer, args, ids, steps):
     names = [names[t] for t in shown]
     if not shown:
         raise UserError(f"--only {args.only}: no token of the prompt is this word")
+    context = model.config.context
+    if len(ids) > context:
+        raise UserError(f"a prompt of {len(ids)} tokens is longer than the context of {context}")
 
     noise = model.initial_state(1, len(ids), args.seed)  # as in decoding
     idx = torch.tensor([ids], device=noise.device)

@@ -2246,6 +2246,8 @@ def test_trace_is_what_the_model_says(speaker, corpus):
         wanted = " ".join(f"{n} of {len(ids)}" for n in settled)
         assert last.split() == f"settled {wanted}".split()
     assert stars > 5
+    long = "has 7 " * 21
+    assert "context of 40" in error_line("sample", "--trace", "--model=loud", "--prompt", long)
 
 
 def test_tokens_as_text(speaker):
