@@ -169,7 +169,7 @@ def print_final(found, trials):
     print("| (runs) | " + " | ".join(lengths) + " |")
     print("| --- " * (1 + len(lengths)) + "|")
     rows = [(f"loop, r = {r}", "loop", r) for r in ("1", "4", "8", "16", "32", "64")]
-    rows += [("random start, r = 32", "random", "32")]
+    rows += ("random start, r = 32", "random", "32"), ("parent", "parent", "0")
     for title, arm, r in rows:
         runs = runs_of(found, arm).values()
         cells = [mean_and_error([100 * run["test"][r][n] for run in runs]) for n in lengths]
