@@ -385,8 +385,8 @@ def accept(p, q, drafts, rng):
     rows = torch.arange(len(p), device=p.device)[:, None]
     q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
     p, q = p[rows, accepted], q[rows, accepted]
-    # The token that replaces a rejected draft is drawn from the part of p that exceeds q. Where
-    # rounding leaves nothing of that, 1e-30 * p still has the proportions of p.
+    # The token that replaces a rejected draft is drawn from the part of p that exceeds q. If
+    # rounding leaves nothing of it, the clamp makes it 1e-30 * p, so the token is drawn from p.
     return accepted, sample_token((p - q).clamp(min=1e-30 * p), rng)
 
 

@@ -1,7 +1,7 @@
 """
 Make the shell game a task of your own: questions with their final answers alone.
 
-    python -m runs.smollm2.questions --out out/smollm2/questions
+    python -m runs.smollm2.questions --out out/mine
 
 A line is {"question": "The ball is under B. B and D swap. A and C swap.", "answer": "D",
 "difficulty": "3"}: the difficulty is the number of events. Every two cups are as likely to swap.
@@ -23,7 +23,7 @@ def main():
     parser.add_argument("--out", required=True, metavar="FOLDER")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    train = rng.choice([1, 2, 3, 4, 5], 40_000, p=[0.2] * 5)  # p: the draws of the published runs
+    train = rng.choice([1, 2, 3, 4, 5], 40_000, p=[0.2] * 5)  # without p, other draws
     asked = set()
     with write_atomically(args.out) as folder:
         folder.mkdir()

@@ -164,7 +164,7 @@ def print_cups(found):
 
 
 def print_final(found, trials):
-    """Print accuracy by number of events, where a story gives its last answer alone to learn."""
+    """Print accuracy by number of events, after training on final answers alone."""
     lengths = list(found["loop 0"]["test"]["1"])
     print("| (runs) | " + " | ".join(lengths) + " |")
     print("| --- " * (1 + len(lengths)) + "|")
