@@ -1,11 +1,12 @@
 """
-Make the shell game a task of your own: questions with their final answers alone.
+Make a game a task of your own: questions with their final answers alone.
 
     python -m runs.smollm2.questions --out out/mine
+    python -m runs.smollm2.questions --out out/counts --game counts
 
-A line is {"question": "The ball is under B. B and D swap. A and C swap.", "answer": "D",
-"difficulty": "3"}: the difficulty is the number of events. Every two cups are as likely to swap.
-train.jsonl has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100
+A line of the shell game is {"question": "The ball is under B. B and D swap. A and C swap.",
+"answer": "D", "difficulty": "3"}: the difficulty is the number of events. Every two cups are as
+likely to swap. Counts, such as "Tom has 7, loses 4, gets 2,", stay between 0 and 9. train.jsonl has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100
 and 200 others of each of the LENGTHS.
 """
 import json
@@ -16,11 +17,26 @@ from common import Parser, cli, write_atomically
 from runs.smollm2.cups import tell
 
 LENGTHS = 3, 4, 5, 6, 7, 8, 10, 12, 16
+NAMES = "Tom Anna Ben Mary Sam Lucy Jack Emma".split()
+
+
+def count(rng, length):
+    """Return the events of a story and the count after each of them, as text; see cups.tell()."""
+    total = int(rng.integers(10))
+    events, counts = [f"{rng.choice(NAMES)} has {total},"], [str(total)]
+    while len(events) < length:
+        change = int(rng.integers(-4, 5))
+        if change and 0 <= total + change <= 9:
+            total += change
+            events.append(f" {'gets' if change > 0 else 'loses'} {abs(change)},")
+            counts.append(str(total))
+    return events, counts
 
 
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--out", required=True, metavar="FOLDER")
+    parser.add_argument("--game", choices=["cups", "counts"], default="cups")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     train = rng.choice([1, 2, 3, 4, 5], 40_000, p=[0.2] * 5)  # without p, other draws
@@ -31,7 +47,10 @@ def main():
             questions = []
             while len(questions) < len(lengths):
                 length = int(lengths[len(questions)])
-                events, answers = tell(rng, length, share=0.4)
+                if args.game == "cups":
+                    events, answers = tell(rng, length, share=0.4)
+                else:
+                    events, answers = count(rng, length)
                 question = "".join(events).strip()
                 if question not in asked:
                     questions.append({"question": question, "answer": answers[-1].strip(),
