@@ -824,19 +824,25 @@ def test_own_stories(corpus):
     assert "has 2 tokens, not 1" in error_line("runs/smollm2/cups", *flags, "--out=no")
 
 
-def test_questions_of_the_shell_game():
-    """questions.py answers where the ball is; training has no question of the test."""
-    run_script("runs/smollm2/questions", "--out=asked")
+@pytest.mark.parametrize("game", ["cups", "counts"])
+def test_questions_of_the_games(game):
+    """questions.py answers its own questions; training has no question of the test."""
+    run_script("runs/smollm2/questions", "--out=asked", f"--game={game}")
     asked = {}
     for part in "train", "dev", "test":
         asked[part] = set()
         for line in map(json.loads, Path(f"asked/{part}.jsonl").read_text().splitlines()):
-            first, *swaps = line["question"].rstrip(".").split(". ")
-            ball = first[-1]
-            for swap in swaps:
-                a, b = swap[0], swap[6]
-                ball = {a: b, b: a}.get(ball, ball)
-            assert (line["answer"], line["difficulty"]) == (ball, str(1 + len(swaps)))
+            events = re.split(r"[.,] ?", line["question"])[:-1]
+            if game == "cups":
+                answer = events[0][-1]
+                for swap in events[1:]:
+                    a, b = swap[0], swap[6]
+                    answer = {a: b, b: a}.get(answer, answer)
+            else:
+                signs = {"has": 1, "gets": 1, "loses": -1}
+                changes = (event.split()[-2:] for event in events)
+                answer = sum(signs[verb] * int(number) for verb, number in changes)
+            assert (line["answer"], line["difficulty"]) == (str(answer), str(len(events)))
             asked[part].add(line["question"])
     assert not asked["train"] & (asked["dev"] | asked["test"])
 

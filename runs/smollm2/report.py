@@ -133,7 +133,10 @@ def print_cups(found):
         if part not in next(iter(found.values())):
             continue
         print(f"\n{kind}\n")
-        print_table(found, [(f"retrofit, r = {r}", "retrofit", r) for r in depths], CUPS, part)
+        rows = [(f"retrofit, r = {r}", "retrofit", r) for r in depths]
+        if "random" in arms:
+            rows.append(("random start, r = 32", "random", 32))
+        print_table(found, rows, CUPS, part)
         print()
         print_table(found, [(title, arm, None) for arm, title in arms.items()], CUPS, part)
         print()
