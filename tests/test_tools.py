@@ -604,6 +604,8 @@ def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
         assert read_json(f"{find_checkpoint(out)}/train.json")["tokens"] == updates * 16 * 50
     assert planned_updates("first", *start, "--seed=4") == 7
     assert planned_updates("second", *base, "--init_from=first") == 5
+    gone = *start, "--data=gone", "--out_dir=x"  # how many tokens are targets?
+    assert "gone" in error_line("tools/plan", *gone, "--flops_of=first", "--quiet")
 
 
 # --------------------------------------------------------------------------------- plots and layers

@@ -42,6 +42,7 @@ def main():
     args, settings = parser.parse_known_args()
     plan(args, read_settings(settings, args.gpus))
 
+
 def presets():
     """
     Read parents.toml. Returns {name: (Config of the parent, layers to keep)}, such as
@@ -71,7 +72,14 @@ def plan(args, settings):
         settings.dtype = "bfloat16"  # as on a GPU, wherever the plan is made
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
-    labelled = labelled_share(settings)
+    try:
+        train_set = Dataset(settings.data, "train", settings.context)
+        _, targets, _ = train_set.batch(settings.seed, 0, 0, 1, 1024)
+        labelled = (targets != IGNORE).double().mean().item()
+    except UserError as e:
+        if args.flops_of:
+            raise  # the number of updates depends on how many tokens are targets
+        train_set, missing, labelled = None, e, 1.0
     if args.flops_of:
         budget = read_json(f"{find_checkpoint(args.flops_of)}/train.json")["flops"]
         if not settings.reinit:
@@ -81,12 +89,11 @@ def plan(args, settings):
         print(settings.updates)
         return
     describe_run(settings, model, largest_k(settings))
-    try:
-        train_set = Dataset(settings.data, "train", settings.context)
+    if train_set:
         epochs = settings.updates * settings.batch_size / train_set.num_rows
         print(f"data: {epochs:.3g} epochs of {settings.data}")
-    except UserError as e:
-        print(f"data: not ready: {e}")
+    else:
+        print(f"data: not ready: {missing}")
 
     flops = run_flops(settings, model, labelled)
     by_paper = 0
@@ -116,16 +123,6 @@ def drawn_steps(settings, model):
     for update in range(settings.updates):
         draws.update(draws_of(settings, update))
     return {steps: count / settings.draws for steps, count in draws.items()}
-
-
-def labelled_share(settings):
-    """Return the fraction of the data's tokens that are targets, or 1 if the data is not ready."""
-    try:
-        train_set = Dataset(settings.data, "train", settings.context)
-    except UserError:
-        return 1.0
-    _, targets, _ = train_set.batch(settings.seed, 0, 0, 1, 1024)
-    return (targets != IGNORE).double().mean().item()
 
 
 def run_flops(settings, model, labelled):
