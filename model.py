@@ -10,7 +10,7 @@ With n_core = 0 it is an ordinary Llama without a loop, such as a parent. If you
 things are unusual. The depth r is an argument of forward(). Gradients flow through the last k
 recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
 
-    model = RecurrentLM.load("out/tiny/task")
+    model = RecurrentLM.load("assets/tiny")
     logits, _ = model(idx, steps=32)              # idx (B, T) int64 -> logits (B, T, V) float32
     _, losses = model(idx, targets, steps=32)     # targets (B, T) -> losses (B, T) float32
 

@@ -605,8 +605,8 @@ def converse(decoder, tokenizer, args, parser):
 def make_parser():
     parser = Parser(__doc__, usage="sample.py [flags]")
     flag = parser.add_argument
-    flag("--model", metavar="FOLDER", default="out/tiny/task",
-         help="checkpoint or run folder; default: %(default)s, which runs/tiny.sh makes")
+    flag("--model", metavar="FOLDER", default="assets/tiny",
+         help="checkpoint or run folder; default: %(default)s, which counts modulo 10")
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
