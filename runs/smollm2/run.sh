@@ -9,7 +9,7 @@
 # The experiments with counts and with GSM8K's text are at a3a72d3.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [[ ! ${1-} =~ ^(model|cups|task)$ || $1 == task && ! -e ${2-}/train.jsonl ]]; then
+if [[ ! ${1-} =~ ^(model|cups|task)$ || $1 == task && ! ( -e ${2-}/train.jsonl && -e ${2-}/test.jsonl ) ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' runs/smollm2/run.sh | head -n -1
     exit 2
 fi
