@@ -166,18 +166,25 @@ def print_cups(found):
               f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}{minutes}")
 
 
-def print_final(found, trials):
+def print_final(found):
     """Print accuracy by number of events, after training on final answers alone."""
-    lengths = list(found["loop 0"]["test"]["1"])
+    depths = found["loop 0"]["test"]
+    lengths = list(depths["1"])
     print("| (runs) | " + " | ".join(lengths) + " |")
     print("| --- " * (1 + len(lengths)) + "|")
-    rows = [(f"loop, r = {r}", "loop", r) for r in ("1", "4", "8", "16", "32", "64")]
-    rows += ("random start, r = 32", "random", "32"), ("parent", "parent", "0")
+    rows = [(f"loop, r = {r}", "loop", r) for r in depths]
+    rows += [("loop on an H100, r = 32", "loop/H100", "32"),
+             ("random start on an H100, r = 32", "random", "32"), ("parent", "parent", "0")]
     for title, arm, r in rows:
         runs = runs_of(found, arm).values()
-        cells = [mean_and_error([100 * run["test"][r][n] for run in runs]) for n in lengths]
-        print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
-    for name, run in trials.items():
+        if runs:
+            cells = [mean_and_error([100 * run["test"][r][n] for run in runs]) for n in lengths]
+            print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
+
+
+def print_trials(found):
+    """Print the accuracy on dev.jsonl by which the parent's recipe was chosen."""
+    for name, run in found.items():
         shares = run["dev"].get("32") or run["dev"]["0"]
         mean = statistics.fmean(shares[n] for n in ("6", "7", "8", "10", "12"))
         print(f"{name}, dev.jsonl, 6 to 12 events: {mean:.1%}")
@@ -286,8 +293,10 @@ def main():
     print_cups(found["cups"])
     print("\nthe same on a GPU")
     print_cups(found["cups on a GPU"])
-    print("\nfinal answers alone\n")
-    print_final(found["final answers"], found["final answers, trials"])
+    for task in ("final answers", "final answers, counts"):
+        print(f"\n{task}\n")
+        print_final(found[task])
+    print_trials(found["final answers, trials"])
     print()
     for name, lengths in CUPS.items():
         right = accuracy(without_the_start(), *lengths)
