@@ -180,6 +180,10 @@ def print_final(found):
         if runs:
             cells = [mean_and_error([100 * run["test"][r][n] for run in runs]) for n in lengths]
             print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
+    for n in lengths:
+        ours, theirs = ([100 * run["test"][r][n] for run in runs_of(found, arm).values()]
+                        for arm, r in (("loop", "32"), ("parent", "0")))
+        print(f"{n} events: loop at r = 32 over parent: {gain_and_error(ours, theirs)} points")
 
 
 def print_trials(found):
