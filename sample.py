@@ -386,7 +386,7 @@ def accept(p, q, drafts, rng):
     q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
     p, q = p[rows, accepted], q[rows, accepted]
     # The token that replaces a rejected draft is drawn from the part of p that exceeds q. If
-    # rounding leaves nothing of it, the clamp makes it 1e-30 * p, so the token is drawn from p.
+    # that part rounds to zero everywhere, the clamp leaves 1e-30 * p: a draw from p itself.
     return accepted, sample_token((p - q).clamp(min=1e-30 * p), rng)
 
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
                      answers_of, beside_the_tests, contents, convert, decode, error_line, expected,
                      identical, max_difference, need, read_log, relative_error, run_script, save,
-                     small, typed, unwrap, weights)
+                     small, unwrap, weights)
 
 import numpy as np
 import pytest
@@ -768,14 +768,13 @@ def test_recipes_are_valid():
                 train.read_settings([*launch, *command.split()], world)
 
 
-def test_readme_does_what_it_says(taught, monkeypatch):
+def test_readme_does_what_it_says(taught):
     """
     README.md's commands run that need only assets/ and the output of tiny.sh. Its trace, but for
     the percentages, is what assets/tiny says.
     """
     shutil.copytree(taught, "out")
     shutil.copytree(ROOT / "assets/tiny", "assets/tiny")
-    monkeypatch.setattr(sys, "stdin", typed())
     page = unwrap(ROOT / "README.md")
     trace, = re.findall(r"```\n( +r = 1 [^`]+)```", page)
 

@@ -6,8 +6,9 @@ Make a game a task of your own: questions with their final answers alone.
 
 A line of the shell game is {"question": "The ball is under B. B and D swap. A and C swap.",
 "answer": "D", "difficulty": "3"}: the difficulty is the number of events. Every two cups are as
-likely to swap. Counts, such as "Tom has 7, loses 4, gets 2,", stay between 0 and 9. train.jsonl has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100
-and 200 others of each of the LENGTHS.
+likely to swap. Counts, such as "Tom has 7, loses 4, gets 2,", stay between 0 and 9. train.jsonl
+has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100 and 200
+others of each of the LENGTHS.
 """
 import json
 

@@ -6,10 +6,11 @@
 #   bash runs/smollm2/run.sh task FOLDER [SEED ...] teach a loop and its parent your own task, from
 #                                                   FOLDER/train.jsonl, and score both on test.jsonl
 #
-# The experiments with counts and with GSM8K's text are at a3a72d3.
+# The older experiments, with counts and with GSM8K's text, are at a3a72d3.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [[ ! ${1-} =~ ^(model|cups|task)$ || $1 == task && ! ( -e ${2-}/train.jsonl && -e ${2-}/test.jsonl ) ]]; then
+if [[ ! ${1-} =~ ^(model|cups|task)$ ]] ||
+        [[ $1 == task && ! ( -e ${2-}/train.jsonl && -e ${2-}/test.jsonl ) ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' runs/smollm2/run.sh | head -n -1
     exit 2
 fi
