@@ -14,10 +14,11 @@ To download a data set from the Hugging Face Hub (pip install huggingface_hub):
 In the folder, `train_000000.npy` is an array of token ids (uint16, or uint32 if the vocabulary
 exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it into rows of
 T tokens, regardless of where documents begin and end, so nothing is padded. The target at each
-position is the next token. If only some tokens carry loss, the file is an int32 array (2, N)
-instead: token ids, and targets, which are already shifted, with -100 for no loss. `meta.json` lists
-the shards. It is written last, so a folder that has one is complete. Its "row_length" is null if
-any T is allowed; data written in fixed-length rows (runs/tiny_corpus.py) allows only that length.
+position is the next token. If only some tokens carry loss (--prompt, --loss assistant), the file is
+an int32 array (2, N) instead: token ids, and targets, which are already shifted, with -100 for no
+loss. It consists of rows of T tokens that hold whole documents and some padding, so that no answer
+loses its question. `meta.json` lists the shards. It is written last, so a folder that has one is
+complete. Its "row_length" is that T, or null if any T is allowed.
 
 This file has three parts that hardly depend on each other: the loader; tokenizers, the longest,
 because token ids have to be those of transformers; and `prepare`, with its command line.
@@ -147,6 +148,13 @@ class Shards:
         shard = bisect.bisect(self.starts, row) - 1
         start = (row - self.starts[shard]) * self.T
         return np.array([x[start:start + self.T] for x in self.shards[shard]], np.int64)
+
+
+def row_length(data):
+    """The T of a data set or mixture: that of its rows if it has some, otherwise 1,024."""
+    metas = [Path(source.partition(":")[0], "meta.json") for source in data.split(",")]
+    lengths = [read_json(path)["row_length"] for path in metas if path.exists()]
+    return next(filter(None, lengths), 1024)
 
 
 def read_mixture(data):
@@ -474,6 +482,7 @@ def any_tokenizer_json(path):
 # one document.
 
 MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
+BUFFER = 4096  # documents that fill_rows() distributes at once
 
 # What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
 # at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
@@ -590,33 +599,61 @@ def tokenize(tokenizer, record, path, args):
         return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 
 
-def pack(args, tokenizer, meta):
+def tokenize_all(args, tokenizer, first=0):
     """
-    Tokenize the records that are not in a shard yet, and write each shard when it is full. Threads
-    are enough, because the tokenizer libraries release the GIL.
+    Yield a group of up to 1,000 outcomes of tokenize() at a time, for the records from number
+    `first` on. Threads are enough, because the tokenizer libraries release the GIL.
     """
-    counts = meta["counts"]
     records = ((record, path) for path in args.input for record in read_records(path))
-    records = itertools.islice(records, sum(counts.values()), None)
-    documents, size = [], 0  # those of the next shard, and their tokens
-    example = None  # of a bad record
+    records = itertools.islice(records, first, None)
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(records, 1000)):
-            for outcome, result in pool.map(lambda item: tokenize(tokenizer, *item, args), group):
-                counts[outcome] += 1
-                if outcome == "bad":
-                    example = result
-                elif outcome == "kept":
-                    documents.append(result)
-                    size += result.shape[1]
-                    meta["longest"] = max(meta["longest"], result.shape[1])
-                if size >= args.shard_tokens:
-                    write_train_and_val(args, meta, documents)
-                    documents, size = [], 0
-            if counts["bad"] > MAX_BAD * sum(counts.values()):
-                raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
-                                "far are bad. Check the file, and the flags that name columns. One "
-                                f"of them: {example}")
+            yield pool.map(lambda item: tokenize(tokenizer, *item, args), group)
+
+
+def choose_row_length(args, tokenizer):
+    """
+    Return --row_length, or by default the smallest power of two, from 256 on, that is at least
+    twice the length of 99% of the documents, but at most the context of the tokenizer's model.
+    Raises UserError if more than MAX_BAD of the documents are longer.
+    """
+    sizes = [result.shape[1] for group in tokenize_all(args, tokenizer)
+             for outcome, result in group if outcome == "kept"] or [0]
+    config = read_optional(args.tokenizer, "config.json")  # in our layout, or Hugging Face's
+    context = config.get("context") or config.get("max_position_embeddings") or math.inf
+    usual = max(256, 2 * np.quantile(sizes, 0.99))
+    T = args.row_length or min(1 << math.ceil(math.log2(usual)), context)
+    too_long = sum(size > T for size in sizes)
+    if too_long > MAX_BAD * len(sizes):
+        raise UserError(f"{args.out}: {too_long} of {len(sizes)} documents do not fit in a row of "
+                        f"{T} tokens. The longest has {max(sizes):,}. Use --row_length")
+    return T
+
+
+def pack(args, tokenizer, meta):
+    """Tokenize the records that are not in a shard yet, and write each shard when it is full."""
+    counts = meta["counts"]
+    documents, size = [], 0  # those of the next shard, and their tokens
+    for group in tokenize_all(args, tokenizer, sum(counts.values())):
+        for outcome, result in group:
+            if outcome == "kept" and result.shape[1] > (meta["row_length"] or math.inf):
+                start = tokenizer.decode(result[0, :20].tolist())
+                outcome, result = "long", f"{result.shape[1]:,} tokens that begin with {start!r}"
+            counts[outcome] += 1
+            if outcome == "kept":
+                documents.append(result)
+                size += result.shape[1]
+                meta["tokens"] += result.shape[1]
+                meta["longest"] = max(meta["longest"], result.shape[1])
+            elif outcome != "dropped":
+                meta["left_out"] = result
+            if size >= args.shard_tokens:
+                write_train_and_val(args, meta, documents)
+                documents, size = [], 0
+        if counts["bad"] > MAX_BAD * sum(counts.values()):
+            raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so far "
+                            "are bad. Check the file, and the flags that name columns. One of "
+                            f"them: {meta['left_out']}")
     if documents:
         write_train_and_val(args, meta, documents)
     if not meta["shards"]["train"]:
@@ -624,24 +661,45 @@ def pack(args, tokenizer, meta):
                         "--field and --drop")
 
 
-def cut_validation(documents, share):
+def hold_out(documents, share):
     """
-    Split a shard's documents, a list of arrays (1 or 2, N), into tokens for training and tokens for
-    validation: the fraction `share` of the documents, but at least 32, or a tenth if that is fewer.
-    They are evenly spaced, since files are often sorted. If there are fewer than 10, such as a
-    single book, it is the fraction `share` of the tokens instead, the last ones.
+    Split a shard's documents into those for training and those for validation: the fraction
+    `share`, but at least 32, or a tenth if that is fewer, or one; at least one stays for training.
+    They are evenly spaced, since files are often sorted.
     """
     count = len(documents)
-    if count < 10:
-        tokens = np.concatenate(documents, axis=1)
-        length = tokens.shape[1]
-        return np.split(tokens, [length - round(share * length)], axis=1)
-    number = max(math.ceil(share * count), min(32, count // 10))
+    number = min(max(math.ceil(share * count), min(32, count // 10)), count - 1)
     held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
     splits = [], []
     for i, tokens in enumerate(documents):
         splits[i in held_out].append(tokens)
-    return [np.concatenate(split, axis=1) for split in splits]
+    return splits
+
+
+def fill_rows(documents, T, eos_id):
+    """
+    Pack whole documents, arrays (2, N) of at most T tokens, into rows of T. The longest go first,
+    each into the fullest row that has room for it (best fit), among BUFFER documents at a time. A
+    row holds its documents in their original order, then EOS without loss. Returns (2, rows * T).
+    """
+    rows = []
+    for first in range(0, len(documents), BUFFER):
+        sizes = {first + i: tokens.shape[1]
+                 for i, tokens in enumerate(documents[first:first + BUFFER])}
+        room = []  # in the rows of these documents, sorted: (free tokens, row)
+        for i in sorted(sizes, key=lambda i: -sizes[i]):
+            fit = bisect.bisect(room, (sizes[i],))
+            free, row = room.pop(fit) if fit < len(room) else (T, len(rows))
+            if row == len(rows):
+                rows.append([])
+            rows[row].append(i)
+            bisect.insort(room, (free - sizes[i], row))
+    filled = np.empty((2, len(rows), T), np.int32)
+    filled[0], filled[1] = eos_id, IGNORE
+    for i, row in enumerate(rows):
+        tokens = np.concatenate([documents[j] for j in sorted(row)], axis=1)
+        filled[:, i, :tokens.shape[1]] = tokens
+    return filled.reshape(2, -1)
 
 
 def write_shard(folder, name, tokens):
@@ -654,7 +712,15 @@ def write_shard(folder, name, tokens):
 def write_train_and_val(args, meta, documents):
     """Write the next shard for training and the next one for validation, and list them in meta."""
     number = len(meta["shards"]["train"])
-    for split, tokens in zip(("train", "val"), cut_validation(documents, args.val)):
+    if T := meta["row_length"]:
+        splits = [fill_rows(split, T, meta["eos_id"]) for split in hold_out(documents, args.val)]
+    elif len(documents) < 10:  # such as a single book: the fraction --val of its tokens, the last
+        tokens = np.concatenate(documents, axis=1)
+        length = tokens.shape[1]
+        splits = np.split(tokens, [max(1, length - round(args.val * length))], axis=1)
+    else:
+        splits = [np.concatenate(split, axis=1) for split in hold_out(documents, args.val)]
+    for split, tokens in zip(("train", "val"), splits):
         if len(tokens) == 1:  # ids alone
             tokens = tokens[0].astype(np.uint16 if meta["vocab_size"] <= 65536 else np.uint32)
         if tokens.size:
@@ -672,6 +738,10 @@ def prepare(args):
     does not tokenize again, and ends with the same bytes. Raises UserError if the output was
     started with different flags, if too many records are bad, or if no text is left.
     """
+    in_rows = bool(args.prompt) or args.loss == "assistant"  # only a part carries loss
+    if args.row_length and not in_rows:
+        raise UserError("--row_length: only for --prompt or --loss assistant. Other text is cut into "
+                        "rows by train.py, at any --context")
     if saved := checkpoints(args.tokenizer):  # a run has its tokenizer in each of those
         args.tokenizer = str(saved[-1])
     tokenizer = Tokenizer.load(args.tokenizer)
@@ -684,10 +754,12 @@ def prepare(args):
             "tokenizer": tokenizer.fingerprint,
             "out": None,  # may change on resume
         },
-        "counts": {"kept": 0, "dropped": 0, "bad": 0},  # records
-        "longest": 0,                                   # tokens in the longest document
+        "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
+        "left_out": None,                # one that was bad or too long
+        "tokens": 0,                     # in all documents
+        "longest": 0,                    # tokens in the longest document
         "shards": {"train": [], "val": []},
-        "row_length": None,                             # any T is allowed
+        "row_length": None,              # any T is allowed
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
     }
@@ -698,18 +770,26 @@ def prepare(args):
             earlier = read_json(finished if finished.exists() else unfinished)
             if earlier["shards"]["train"]:  # otherwise there is nothing to keep
                 check_settings(out, earlier["arguments"], meta["arguments"], "Choose another --out")
-                meta = earlier
+                meta |= earlier
         elif set(os.listdir(out)) - {".lock"}:
             raise UserError(f"{out}: contains other files. Choose another --out")
         if finished.exists():
             say(f"{out} is already complete")
             return
+        if in_rows and not meta["shards"]["train"]:
+            meta["row_length"] = choose_row_length(args, tokenizer)
         write_json(unfinished, meta)
         copy_tokenizer(args.tokenizer, out)  # now, because a run may delete its checkpoint
         pack(args, tokenizer, meta)
+        write_json(unfinished, meta)
         unfinished.rename(finished)
-    say(f"{out}: complete. Records: {meta['counts']}. The longest document has "
-        f"{meta['longest']:,} tokens")
+    report = f"Records: {meta['counts']}. The longest document has {meta['longest']:,} tokens"
+    if in_rows:
+        size = sum(tokens for shards in meta["shards"].values() for _, tokens, _ in shards)
+        report += f". Rows of {meta['row_length']:,} tokens are {meta['tokens'] / size:.0%} full"
+    if meta["left_out"]:
+        report += f". Left out, for example: {meta['left_out']}"
+    say(f"{out}: complete. {report}")
 
 
 def drop_rule(rule):
@@ -745,6 +825,9 @@ def main():
     flag("--val", type=between(0, 0.9, float), default=0.01,
          help="fraction of each shard's documents, evenly spaced, to use for validation (0.01), "
               "but at least 32, or a tenth if that is fewer")
+    flag("--row_length", type=positive, metavar="T",
+         help="with --prompt or --loss assistant: tokens in a row, which holds whole documents; "
+              "default: at least twice the usual longest one")
     flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
     flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")

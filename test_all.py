@@ -829,6 +829,78 @@ def test_validation_of_one_long_text(corpus):
     assert Tokenizer.load("out").decode(rest[:2].tolist()) == "has 1", "without the byte order mark"
 
 
+def write_questions(lengths):
+    """Write q.jsonl, whose questions become documents of these numbers of tokens."""
+    rows = [{"q": "has " * (n - 2), "a": i % 10} for i, n in enumerate(lengths)]
+    Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_rows_hold_whole_questions(corpus, monkeypatch):
+    """Rows hold each question once, whole, with its answer; a killed prepare ends alike."""
+    lengths = np.random.default_rng(0).integers(3, 100, 900).tolist()
+    write_questions(lengths)
+    command = prepare(corpus, "q.jsonl", "out", "--prompt=q", "--field=a", "--shard_tokens=20000")
+    assert "Rows of 256 tokens are 9" in run_script("data", *command)
+    meta, tokenizer = read_json("out/meta.json"), Tokenizer.load("out")
+    found = []
+    for split, shards in meta["shards"].items():
+        for name, *_ in shards:
+            for ids, targets in np.load(f"out/{name}").reshape(2, -1, 256).swapaxes(0, 1).tolist():
+                while ids and ids[0] != meta["eos_id"]:
+                    n = ids.index(meta["eos_id"]) + 1
+                    assert targets[:n] == [-100] * (n - 3) + [*ids[n - 2:n], -100]
+                    found.append((n, tokenizer.decode(ids[n - 2:n - 1])))
+                    ids, targets = ids[n:], targets[n:]
+                assert {*ids} <= {meta["eos_id"]} and {*targets} <= {-100}, "padding"
+    assert sorted(found) == sorted((n, str(i % 10)) for i, n in enumerate(lengths))
+
+    os.rename("out", "unbroken")
+    save, left = data.write_shard, iter(range(3))
+    monkeypatch.setattr(data, "write_shard", lambda *args: [next(left), save(*args)][1])
+    with pytest.raises(StopIteration):
+        outcome("data", *command)
+    monkeypatch.setattr(data, "write_shard", save)
+    run_script("data", *command)
+    assert contents("out") == contents("unbroken")
+
+
+def test_row_length_fits_the_questions(corpus):
+    """Rows have room for two of the usual questions within the context; too long ones are told."""
+    flags = corpus, "q.jsonl", "out", "--prompt=q", "--field=a"
+    for lengths, more, T, long in [
+        ([130] * 100, [], 512, 0),
+        ([100] * 100, [], 256, 0),
+        ([100] * 199 + [700], [], 256, 1),
+        ([100] * 100, ["--row_length=120"], 120, 0),
+    ]:
+        shutil.rmtree("out", ignore_errors=True)
+        write_questions(lengths)
+        said = run_script("data", *prepare(*flags, *more))
+        assert ("700 tokens that begin with 'has has" in said) == long
+        meta = read_json("out/meta.json")
+        assert (meta["row_length"], meta["counts"]["long"]) == (T, long)
+    shutil.copytree(corpus / "task", "model")
+    common.write_json("model/config.json", {"max_position_embeddings": 90})
+    for more in ["--row_length=90"], ["--tokenizer=model"]:
+        said = error_line("data", *prepare(*flags[:2], "new", *flags[3:], *more))
+        assert "100 of 100 documents do not fit in a row of 90 tokens. The longest has 100" in said
+    said = error_line("data", *prepare(corpus, "q.jsonl", "new", "--field=q", "--row_length=90"))
+    assert "--row_length: only for --prompt" in said
+
+
+def test_counts_and_names_of_shards(corpus):
+    """Counts include what follows the last shard, and no shard overwrites an earlier one."""
+    rows = [{"text": "has"}, {"text": "so"}, {"text": "so drop"}]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = "--shard_tokens=1", "--drop=text=drop", "--val=0.9"
+    run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
+    meta = read_json("out/meta.json")
+    assert meta["counts"] == {"kept": 2, "dropped": 1, "bad": 0, "long": 0}
+    names = [name for shards in meta["shards"].values() for name, *_ in shards]
+    assert len({*names}) == len(names) == len([*Path("out").glob("*.npy")])
+    assert sum(len(np.load(f"out/{name}")) for name in names) == 4  # two words, each with EOS
+
+
 def test_large_ids(corpus):
     """Ids above 65,535 are stored without overflow."""
     spec = read_json(corpus / "task" / "tokenizer.json")
@@ -1529,16 +1601,20 @@ def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monk
     assert same_end("again", "more")
 
 
-def test_a_row_shorter_than_a_question(base, corpus):
-    """train.py warns if rows are shorter than the longest question with its answer."""
-    rows = [{"q": "has 1 " * (n % 9), "a": n % 10} for n in range(1, 401)]
-    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run_script("data", *prepare(corpus, "a.jsonl", "out", "--prompt=q", "--field=a"))
-    longest = read_json("out/meta.json")["longest"]
-    run = *base, "--data=out", "--updates=0"
-    for context in (longest - 1, longest):
+def test_rows_of_questions(base, corpus):
+    """--context follows the data; it warns of older data whose rows cut the longest question."""
+    write_questions([20] * 399 + [30])
+    run_script("data", *prepare(corpus, "q.jsonl", "out", "--prompt=q", "--field=a"))
+    run = *base, "--data=out", "--updates=0", "--eval_rows=4"
+    said = run_script("train", *run, "--context=0", "--out_dir=new")
+    assert "0 epochs of 31 rows" in said and "rows of 256 tokens" in said
+    assert "warning" not in said
+    assert "Use --context=256" in error_line("train", *run, "--context=255", "--out_dir=x")
+
+    common.write_json("out/meta.json", read_json("out/meta.json") | {"row_length": None})
+    for context in (29, 30):
         said = run_script("train", *run, f"--context={context}", f"--out_dir=run{context}")
-        assert ("separates some answers" in said) == (context < longest)
+        assert ("separates some answers" in said) == (context < 30)
 
 
 def test_train_some_parameters(base, unbroken):

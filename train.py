@@ -45,7 +45,8 @@ from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
                     choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null, natural,
                     non_negative, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json, yes_or_no)
-from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files
+from data import (Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files,
+                  row_length)
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
                    to_device)
 from muon import MOMENTS, Optimizer
@@ -91,7 +92,7 @@ class Recipe:
     updates: natural = setting(25000, "optimizer updates; 0: validate only")
     batch_size: positive = setting(1024, "rows per update, over all processes")
     draws: positive = setting(1, "draws of r per update, each for an equal share of the rows")
-    context: positive = setting(1024, "T, tokens per row")
+    context: natural = setting(0, "T, tokens per row; 0: the data's row length, or else 1,024")
     # recurrence
     mean_recurrence: positive = setting(32, "R, the sampler's mean; poisson-lognormal adds 1, so "
                                         "that the mean of r is R + 1")
@@ -168,6 +169,7 @@ def read_settings(argv, world=1):
     settings = Settings(**vars(parser.parse_args(argv)))
     if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
+    settings.context = settings.context or row_length(settings.data)
     most = math.ceil(settings.batch_size / (world * settings.draws))  # rows of a rank for each draw
     settings.micro_batch = min(settings.micro_batch, most)
     if settings.batch_size % (settings.micro_batch * world * settings.draws):
@@ -266,7 +268,8 @@ def train_model(settings, device):
     first_row, first_draw = progress["used"].get(sequence(recipe), (0, 0))  # after earlier runs
     check_ranks(vars(settings) | {"data": recipe["digest of the data"], "update": start,
                                   "first row": first_row})
-    say(f"data: {settings.data}, {train_set.num_rows:,} rows; "
+    epochs = settings.updates * settings.batch_size / train_set.num_rows
+    say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
     max_k = largest_k(settings, first_draw)
     describe_run(settings, model, max_k)
