@@ -11,8 +11,8 @@ the last number of the output, "strict" the one after "The answer is". For other
 harness itself on an export (runs/README.md has the commands).
 
 Each line of --data is {"question": ..., "answer": "... #### 18"}, with a "difficulty" if accuracy
-should be broken down by it. With --template plain, the prompt is the question alone, and there is
-one score, "accuracy": see same_answer().
+should be broken down by it. With --template plain, the prompt is the question alone, answers may be
+as long as the longest reference, and there is one score, "accuracy": see same_answer().
 
 Answers are appended to a .jsonl file beside the summary, whose first line holds the settings and
 digests of the weights and the questions. The same command resumes an evaluation that was killed;
@@ -66,14 +66,11 @@ def fetch_gsm8k():
     return path
 
 
-def read_questions(path, limit=None):
+def read_questions(path):
     """
-    Read a .jsonl file of questions (see the top). limit: keep only this many, spread evenly over
-    the file, since files are often sorted.
-
-    Returns a list of dicts, such as {"question": "has 1 so", "answer": "1", "difficulty": "2",
-    "index": 0}, where "index" counts the questions of the file, and "difficulty" may be None.
-    Raises UserError if a line is not a question.
+    Read a .jsonl file of questions (see the top). Returns a list of dicts, such as
+    {"question": "has 1 so", "answer": "1", "difficulty": "2", "index": 0}, where "index" counts the
+    questions, and "difficulty" may be None. Raises UserError if a line is not a question.
     """
     questions = []
     with reading(path):
@@ -84,8 +81,8 @@ def read_questions(path, limit=None):
         try:
             row = json.loads(line)
             question = {key: as_text(row[key]) for key in ("question", "answer")}
-            if not question["question"]:
-                raise ValueError("an empty question")
+            if not all(map(str.strip, question.values())):
+                raise ValueError("one of them is empty")
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{path}: line {number} is not a JSON object with "question" and '
                             f'"answer" ({e!r})')
@@ -94,9 +91,7 @@ def read_questions(path, limit=None):
         questions.append(question | {"index": len(questions)})
     if not questions:
         raise UserError(f"{path} has no questions")
-    count = len(questions)
-    kept = min(limit or count, count)
-    return [questions[i * count // kept] for i in range(kept)]
+    return questions
 
 
 def make_prompt(question, template="cot"):
@@ -206,20 +201,25 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     Continue a batch of prompts, lists of ids, at depth r, each until it has produced one of the
     strings `stops`, an end of text, or max_new_tokens. seed: for the noise s_0.
 
-    Returns the new texts, cut at the first stop string, such as [" It is 18.", ""].
+    Returns the new texts, cut at the first stop string, and whether max_new_tokens cut them off,
+    such as [(" It is 18.", False), ("", False)].
     """
     new = [[] for _ in prompts]
+    unfinished = {*range(len(prompts))}
     ends = decoder.model.config.ends
 
     def is_last(row, token):
         text = tokenizer.decode(new[row][-WINDOW:])  # generate() has already yielded `token`
-        return token in ends or any(stop in text for stop in stops)
+        ended = token in ends or any(stop in text for stop in stops)
+        if ended:
+            unfinished.discard(row)
+        return ended
 
     for row, token, _ in decoder.generate(prompts, max_new_tokens, r, is_last, seed=seed):
         new[row].append(token)
     control = {*tokenizer.special.values(), *ends}  # not part of a text, as in the harness
     texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]
-    return [cut_at_stops(text, stops) for text in texts]
+    return [(cut_at_stops(text, stops), row in unfinished) for row, text in enumerate(texts)]
 
 
 def cut_at_stops(text, stops):
@@ -245,8 +245,8 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
                 continue
             texts = answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
                                  args.max_new_tokens, stops, r, args.seed)
-            for question, text in zip(batch, texts):
-                line = {"index": question["index"], "steps": r, "output": text}
+            for question, (text, is_cut) in zip(batch, texts):
+                line = {"index": question["index"], "steps": r, "output": text, "cut": is_cut}
                 for metric, is_right in METRICS[args.template].items():
                     line[metric] = is_right(text, question["answer"])
                 answers[r, question["index"]] = line
@@ -291,8 +291,9 @@ def summarize(questions, answers, steps, metrics):
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
     more = ", and on the right for each difficulty" if levels else ""
-    table = [f"\nhow many of n answers are right, with the standard error{more}",
-             " ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}  ",
+    table = [f"\nhow many of n answers are right, with the standard error{more}; cut: how many reached "
+             "--max_new_tokens without ending",
+             " ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'cut':>6}  ",
                        *(f"{x:>4}" for x in levels)])]
     results = []
     for r in steps:
@@ -302,9 +303,10 @@ def summarize(questions, answers, steps, metrics):
             for level in levels:
                 part = [question for question in questions if question["difficulty"] == level]
                 by_difficulty[level] = accuracy(part, answers, r, metric)
+            cut = sum(answers[r, question["index"]].get("cut", False) for question in questions)
             results.append({"steps": r, "metric": metric, "value": p, "standard_error": error,
-                            "n": n, "by_difficulty": by_difficulty})
-            table.append(" ".join([f"{r or '-':>6}  {metric:9}{p:6.1%}{error:6.1%}{n:7}  ",
+                            "n": n, "cut": cut, "by_difficulty": by_difficulty})
+            table.append(" ".join([f"{r or '-':>6}  {metric:9}{p:6.1%}{error:6.1%}{n:7}{cut:6}  ",
                                    *(f"{value:4.0%}" for value, *_ in by_difficulty.values())]))
     return results, table
 
@@ -322,7 +324,8 @@ def parse_args():
          help="recurrences r, comma-separated; default: %(default)s")
     flag("--template", choices=("cot", "plain"), default="cot",
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
-    flag("--max_new_tokens", type=positive, default=256, help="longest answer (256)")
+    flag("--max_new_tokens", type=positive,
+         help="longest answer; default: 256, with --template plain the longest reference and 8 more")
     flag("--batch_size", type=positive, default=32, help="questions at once (32)")
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
@@ -345,12 +348,17 @@ def main():
     answers_path = out.with_name(out.name.removesuffix(".json") + ".jsonl")
     if Path(data).resolve() in (out.resolve(), answers_path.resolve()):
         raise UserError(f"--out {out}: would write over the questions. Name another file")
-    questions = read_questions(data, args.limit)
+    questions = read_questions(data)
     if args.template == "cot" and all(reference_number(x["answer"]) is None for x in questions):
         raise UserError(f"no answer in {data} is a number, and --template cot scores nothing else. "
                         "--template plain compares text")
     model, tokenizer = load_model(args.model, args.dtype)
     device, dtype = device_and_dtype(model)
+    if not args.max_new_tokens:  # whatever --limit is, so that a longer evaluation can go on
+        references = [tokenizer.encode("\n" + question["answer"]) for question in questions]
+        args.max_new_tokens = 256 if args.template == "cot" else max(map(len, references)) + 8
+    kept = min(args.limit or len(questions), len(questions))  # spread, since files are often sorted
+    questions = [questions[i * len(questions) // kept] for i in range(kept)]
     encode_prompts(questions, tokenizer, model.config.context, args)
     # Record the training cost, too, so that plotting a summary does not need the model. Read now,
     # because a run that goes on may delete this checkpoint.

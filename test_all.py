@@ -1928,7 +1928,10 @@ def test_answers_to_plain_questions(output, reference, right):
 
 
 def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
-    """--template plain scores equal text as right; the summary lists difficulties in order."""
+    """
+    --template plain scores equal text as right, and has room for the longest reference of the file;
+    the summary lists difficulties in order, and counts the answers that were cut off.
+    """
     rows = [
         {"question": "has", "answer": "so gets", "difficulty": "easy"},
         {"question": "so", "answer": 7, "difficulty": 2},
@@ -1938,12 +1941,15 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shutil.copytree(checkpoint, "m")
     common.write_json("m/train.json", {"update": 9, "flops": 10**9, "config": {}})
-    answers = ["so gets", "7", "gets", "gets"]
+    answers = [("so gets", False), ("7", True), ("gets", False), ("gets", False)]
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
-    run_script("eval_gsm8k", "--model=m", "--data=asked.jsonl", "--max_new_tokens=4", "--steps=1",
-               "--template=plain")
+    asked = "--model=m", "--data=asked.jsonl", "--steps=1", "--template=plain"
+    run_script("eval_gsm8k", *asked, "--limit=2")
+    assert "     4     1 " in run_script("eval_gsm8k", *asked)  # n and cut
 
     summary = read_json("m/eval_asked.json")
+    assert summary["settings"]["max_new_tokens"] == 2 + 8
+    assert summary["results"][0]["cut"] == 1
     assert summary["training"] == {"update": 9, "flops": 10**9}
     (result,) = summary["results"]
     assert result["value"] == 0.75
@@ -1979,7 +1985,9 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
 
     tokenizer.special["a control token"] = control
     decoder = scripted(model, [*words, control, end, after])
-    assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3) == ["has 1 so"]
+    assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3) == [("has 1 so", False)]
+    decoder.generate = lambda *_, **__: iter([(0, words[0], False)])  # up to max_new_tokens
+    assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 1, [], 3) == [("has", True)]
 
 
 def test_a_hub_id_beside_a_folder(monkeypatch):
@@ -2014,7 +2022,7 @@ def test_a_stop_may_span_several_tokens(speaker, corpus):
         tokenizer = Tokenizer.load(folder)
         *ids, _ = tokenizer.encode(text)
         texts = eval_gsm8k.answer_batch(scripted(small(), ids), tokenizer, [[5]], 30, [stop], 1)
-        assert texts == [answer]
+        assert texts == [(answer, False)]
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
@@ -2022,7 +2030,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     body = (corpus / "test.jsonl").read_bytes()
     get = mock.Mock(return_value=SimpleNamespace(content=body, raise_for_status=lambda: None))
     monkeypatch.setattr("requests.get", get)
-    answer_batch = mock.Mock(return_value=["1"] * 4)
+    answer_batch = mock.Mock(return_value=[("1", False)] * 4)
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     shutil.copytree(checkpoint, "m")
     for _ in range(2):  # the second command has nothing left to ask
@@ -2046,6 +2054,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     ('{"question": NaN, "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "", "answer": "1"}', "utf-8", "line 5 is not"),
+    ('{"question": "has 1 so", "answer": " "}', "utf-8", "line 5 is not"),
     ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16-le", "line 1 is not"),

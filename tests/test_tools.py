@@ -296,6 +296,20 @@ def test_card_runs_as_pasted(checkpoint):
     exec(code.replace("ORGANIZATION/out", "out"), {})
 
 
+def test_an_export_says_its_depth(checkpoint, llama):
+    """--mean_recurrence sets an export's default r, --dtype its weights; both are told."""
+    need("transformers")
+    said = run_script("tools/export", checkpoint, "out", "--mean_recurrence=9", "--dtype=bfloat16",
+                      "--verify")
+    assert "runs at r = 9 by default" in said and "of 20 layers" in said  # 1 + 9 * 2 + 1
+    assert "of 20\nlayers" in Path("out/README.md").read_text()
+    assert {t.dtype for t in weights("out").values()} == {torch.bfloat16}
+    model, ids = load_export(), torch.tensor([[5, 6, 7]])
+    assert model(ids).logits.equal(model(ids, num_steps=9).logits)
+    said = error_line("tools/export", llama, "x", "--mean_recurrence=9")
+    assert "has no recurrent block" in said
+
+
 def test_two_threads_of_a_server(looped):
     """Threads that ask an export for different r at once each get the text of their own r."""
     model = export(looped)

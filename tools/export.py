@@ -6,15 +6,18 @@ Write a model for other software: a folder in Hugging Face layout, which transfo
 
 An ordinary model gets its parent's layout. One with a recurrent block gets the released models'
 layout, with a model card and the code that lets transformers load it (modeling_loopgraft.py).
-Tensors may be split, but are never rounded.
+Tensors may be split, but are rounded only if --dtype says so. Other software runs an export at one
+r unless it is told otherwise: --mean_recurrence, by default the mean of r in training.
 """
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 
+import torch
 from safetensors.torch import save_file
 
-from common import Parser, UserError, cli, new_folder, say, write_atomically, write_json
+from common import Parser, UserError, cli, new_folder, positive, say, write_atomically, write_json
 from data import Tokenizer, copy_tokenizer, read_optional, tokenizer_file
 from surgery import open_source, rotary_order, tensor_names, verify
 
@@ -60,6 +63,11 @@ def shared_keys(c):
     }
 
 
+def cache_slots(c):
+    """Return how many layers of keys and values a recurrent model stores at its default r."""
+    return c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda
+
+
 def to_raven(c):
     """Convert a recurrent model's Config to a config.json dict in the released models' layout."""
     config = shared_keys(c) | {
@@ -69,8 +77,7 @@ def to_raven(c):
         "n_layers_in_prelude": c.n_prelude,
         "n_layers_in_recurrent_block": c.n_core,
         "n_layers_in_coda": c.n_coda,
-        # the number of cache slots
-        "num_hidden_layers": c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda,
+        "num_hidden_layers": cache_slots(c),
         "norm": c.norm,
         "head_norm": c.head_norm,
         "qkv_bias": c.qkv_bias,
@@ -132,7 +139,7 @@ def export(model, folder):
         shutil.copy(HERE / "modeling_loopgraft.py", folder)
         card = Template((HERE / "model_card.md").read_text()).substitute(
             name=folder.name, layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
-            mean_recurrence=c.mean_recurrence,
+            mean_recurrence=c.mean_recurrence, slots=cache_slots(c),
             trained=TRAINED if was_trained(model) else "")
         (folder / "README.md").write_text(card)
 
@@ -180,14 +187,27 @@ def main():
     flag("run", metavar="RUN", help="a run, a checkpoint, or whatever surgery.py reads")
     flag("out", metavar="OUT", type=new_folder, help="a new folder")
     flag("--verify", action="store_true", help="check that OUT has exactly the logits of RUN")
+    flag("--mean_recurrence", type=positive, metavar="R",
+         help="the r at which other software runs OUT by default; default: the mean in training")
+    flag("--dtype", choices=("bfloat16", "float32"), help="cast the weights; default: as they are")
     args = parser.parse_args()
     model = open_source(args.run)
+    if args.mean_recurrence:
+        if not model.config.n_core:
+            raise UserError(f"--mean_recurrence: {args.run} has no recurrent block")
+        model.config = replace(model.config, mean_recurrence=args.mean_recurrence)
+    if args.dtype:
+        model.to(getattr(torch, args.dtype))
     with write_atomically(args.out) as folder:
         export(model, folder)
         write_text_files(model, folder)
         if args.verify:
             verify(model, None, folder)
     say(f"wrote {args.out}")
+    if (c := model.config).n_core:
+        say(f"It runs at r = {c.mean_recurrence} by default and then caches keys and values of "
+            f"{cache_slots(c)} layers. For another r, give num_steps= in transformers, or serve it "
+            f"with vllm's --hf-overrides '{{\"mean_recurrence\": 8}}'")
 
 
 if __name__ == "__main__":

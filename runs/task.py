@@ -1,0 +1,77 @@
+"""
+Checks of runs/task.sh before it trains anything.
+
+    python -m runs.task check FOLDER        are the questions in order? Prints flags for prepare
+    python -m runs.task fits [flags]        does a run of train.py with these flags fit in memory?
+"""
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from common import UserError, choose_dtype, cli, reading, say
+from data import as_text
+from eval_gsm8k import read_questions
+from model import RecurrentLM, find_checkpoint, load_config
+from tools.plan import memory
+from train import read_settings, run_config
+
+
+def check(folder):
+    """Return how `data.py prepare` reads FOLDER/train.jsonl. Raises UserError if it cannot."""
+    train, test = (Path(folder, f"{name}.jsonl") for name in ("train", "test"))
+    for path in train, test:
+        if not path.exists():
+            raise UserError(f"{path} does not exist. Put your questions there")
+    asked = {question["question"] for question in read_questions(test)}
+    with reading(train), open(train, encoding="utf-8-sig") as file:
+        first = json.loads(next(filter(str.strip, file), "{}"))
+    chat = next((name for name in ("messages", "conversations") if name in first), None)
+    if chat:
+        with reading(train), open(train, encoding="utf-8-sig") as file:
+            rows = [json.loads(line)[chat] for line in file if line.strip()]
+            known = [as_text(row[:1]) for row in rows]
+    else:
+        known = [question["question"] for question in read_questions(train)]
+    both = len(asked.intersection(known))
+    if both:
+        say(f"warning: {both} of the {len(asked)} questions of {test} are in {train}, too", sys.stderr)
+    return f"--field {chat} --loss assistant" if chat else "--prompt question --field answer"
+
+
+def free_memory(device):
+    """Return the free bytes of a GPU, or of the machine; infinity where that is not known."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info()[0]
+    about = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+) kB", about.read_text() if about.exists() else "")
+    return 1024 * int(found[1]) if found else float("inf")
+
+
+def check_memory(settings):
+    """Raise UserError if a run needs more memory, by the estimate of tools.plan, than is free."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings.dtype = choose_dtype(settings.dtype, device)
+    config = run_config(settings, load_config(find_checkpoint(settings.init_from)))
+    model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
+    needed, free = sum(memory(settings, model, 1).values()), free_memory(device) / 1e9
+    if needed > free:
+        raise UserError(f"{settings.out_dir}: training takes about {needed:.1f} GB in "
+                        f"{settings.dtype}, and {free:.1f} GB are free. Try --micro_batch=1 and "
+                        "--activation_budget=0.5, or a smaller model")
+
+
+def main():
+    command, *flags = sys.argv[1:] or [""]
+    if command == "check" and len(flags) == 1:
+        print(check(*flags))
+    elif command == "fits":
+        check_memory(read_settings(flags))
+    else:
+        raise UserError("usage: python -m runs.task check FOLDER, or fits [flags of train.py]")
+
+
+if __name__ == "__main__":
+    cli(main)
