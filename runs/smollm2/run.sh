@@ -3,14 +3,11 @@
 #
 #   bash runs/smollm2/run.sh model                  only SmolLM2 itself, in out/smollm2/hf
 #   bash runs/smollm2/run.sh cups [SEED ...]        the shell game, about 3 hours a seed (0)
-#   bash runs/smollm2/run.sh task FOLDER [SEED ...] teach a loop and its parent your own task, from
-#                                                   FOLDER/train.jsonl, and score both on test.jsonl
 #
 # The older experiments, with counts and with GSM8K's text, are at a3a72d3.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [[ ! ${1-} =~ ^(model|cups|task)$ ]] ||
-        [[ $1 == task && ! ( -e ${2-}/train.jsonl && -e ${2-}/test.jsonl ) ]]; then
+if [[ ! ${1-} =~ ^(model|cups)$ ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' runs/smollm2/run.sh | head -n -1
     exit 2
 fi
@@ -31,26 +28,6 @@ fi
 as_many_flops() {  # as_many_flops RUN FLAGS: how many updates cost as much as RUN
     python -m tools.plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
 }
-
-if [[ $1 == task ]]; then
-    task=${2%/}
-    shift 2
-    python data.py prepare --input "$task"/train.jsonl --prompt question --field answer \
-        --tokenizer $out/cut --out "$task"/data
-    for seed in "${@:-0}"; do
-        loop=$task/loop-$seed parent=$task/parent-$seed
-        ask=(--data "$task"/test.jsonl --template plain --max_new_tokens 32)
-        flags=(--seed="$seed" --data="$task"/data --batch_size=4 --micro_batch=4 --context=256)
-        python train.py --config=config/smollm2.toml "${flags[@]}" --out_dir="$loop" --updates=1000
-        python eval_gsm8k.py --model "$loop" "${ask[@]}" --steps 1,4,8,16,32
-
-        flags+=(--init_from=$out/parent --out_dir="$parent" --optimizer=adamw --lr=3e-4)
-        updates=$(as_many_flops "$loop" "${flags[@]}")
-        python train.py --config=config/smollm2.toml "${flags[@]}" --updates="$updates"
-        python eval_gsm8k.py --model "$parent" "${ask[@]}"
-    done
-    exit
-fi
 
 shift
 [[ -e $out/no-loop ]] || python surgery.py $out/hf $out/no-loop --shape 2,2,2 --feed_forward
