@@ -36,6 +36,7 @@ from common import read_json
 from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
 from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
+from runs import task
 from runs.smollm2 import report
 from runs.study import run as study
 from runs.tiny_corpus import tiny
@@ -908,10 +909,45 @@ def test_plot_results_of_the_harness():
         assert rows[4:] == [[label, "25.0"], ["b", "25.0"]], "mmlu, and no more"
 
 
-# ------------------------------------------------------------- tiny.sh, beside the tests above
+def write_task(folder, train, test):
+    """Write the questions of a task; each is answered with its last word."""
+    os.makedirs(folder, exist_ok=True)
+    for name, questions in (("train", train), ("test", test)):
+        rows = [{"question": text, "answer": text.split()[-1], "difficulty": len(text.split())}
+                for text in questions]
+        Path(folder, f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
+    """Questions that are missing, empty or in both files, and too little memory, are told first."""
+    write_task("mine", ["has 1", "so 2"], ["has 1", "gets 3", "so 2"])
+    assert run_script("runs/task", "check", "mine") == "--prompt question --field answer\n"
+    assert "2 of the 3 questions of mine/test.jsonl are in mine/train.jsonl" in capfd.readouterr().err
+    chat = {"messages": [{"role": "user", "content": "gets 3"}, {"role": "assistant", "content": 3}]}
+    Path("mine/train.jsonl").write_text(json.dumps(chat))
+    assert "--field messages --loss assistant" in run_script("runs/task", "check", "mine")
+    assert "1 of the 3 questions" in capfd.readouterr().err
+    for line in '{"question": "so 2", "answer": " "}', '{"text": "so"}', "[]":
+        Path("mine/train.jsonl").write_text(line)
+        assert "mine/train.jsonl" in error_line("runs/task", "check", "mine")
+    os.remove("mine/train.jsonl")
+    assert "mine/train.jsonl does not exist" in error_line("runs/task", "check", "mine")
+
+    fits = "fits", f"--init_from={checkpoint}", "--data=x", "--out_dir=mine/loop-0", "--updates=9"
+    run_script("runs/task", *fits)
+    monkeypatch.setattr(task, "free_memory", lambda device: 1e6)
+    said = error_line("runs/task", *fits)
+    assert "GB in float32, and 0.0 GB are free" in said and "mine/loop-0" in said
+
+
+# ------------------------------------------------- tiny.sh and task.sh, beside the tests above
+TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 --seeds '0 1' "
+        "--row_length 40 -- --updates=2 --compile=false --eval_rows=4")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(request, tmp_path_factory):
-    """Run tiny.sh in a copy of the repository, in a process that runs beside the other tests."""
+    """Run both in a copy of the repository, in a process that runs beside the other tests."""
     if not any("tiny_run" in item.name for item in request.session.items):
         yield None
         return
@@ -921,7 +957,8 @@ def tiny_run(request, tmp_path_factory):
     for script in ROOT.glob("*.py"):
         shutil.copy(script, folder)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", "runs/tiny.sh", "--quick", "--seed", "5"]
+    write_task(folder / "mine", [f"has {i % 10} gets {i // 10}" for i in range(100)], ["so 7", "7"])
+    command = ["bash", "-c", f"bash runs/tiny.sh --quick --seed 5 && {TASK}"]
     with beside_the_tests(command, folder, PATH=path) as output:
         yield output, folder
 
@@ -940,7 +977,26 @@ def test_tiny_run_end_to_end(tiny_run):
     # Equal to the nearest update of the parent, so off by half of one at most.
     assert abs(parent["flops"] / progress("task")["flops"] - 1) < 0.6 / parent["update"]
 
-    header, _, *rows = cells_of(said)[-6:]
+    header, _, *rows = cells_of(said.partition("Ask your own")[0])[-6:]
     assert header == ["", *map(str, range(1, 13)), "18"]
     labels = ["looped, r = 1", "looped, r = 4", "looped, r = 32", "parent (equal FLOPs)"]
     assert [label for label, *_ in rows] == labels
+
+
+def test_task_run_end_to_end(tiny_run):
+    """`bash runs/task.sh FOLDER` trains both at equal FLOPs, and ends with a table and a plot."""
+    output, folder = tiny_run
+    said = output().partition("Ask your own")[2]
+    loop, parent = (read_json(f"{find_checkpoint(folder / 'mine' / name)}/train.json")
+                    for name in ("loop-1", "parent-1"))
+    assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
+    header, _, *rows = cells_of(said)
+    assert header == ["", "1", "2"]
+    assert [row[0] for row in rows] == [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
+    assert "python sample.py --model mine/loop-0" in said
+    for wrong, words in (("--shape 2,2,2", "was started with"), ("--arms lop", "unknown arm lop"),
+                         ("--seed 0", "unknown flag --seed"), ("-- lr=1", "as --key=value")):
+        flags = ["mine", *TASK.split(" -- ")[0].split("mine")[1].split(" --seeds")[0].split()]
+        command = ["bash", "runs/task.sh", *flags, "--row_length", "40", *wrong.split()]
+        end = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert end.returncode == 2 and words in end.stderr
