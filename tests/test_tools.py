@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -941,8 +942,9 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
 
 
 # ------------------------------------------------- tiny.sh and task.sh, beside the tests above
-TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 --seeds '0 1' "
-        "--row_length 40 -- --updates=2 --compile=false --eval_rows=4")
+TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 --row_length 40 "
+        "--seeds '0 1'")
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -956,10 +958,10 @@ def tiny_run(request, tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name)
     for script in ROOT.glob("*.py"):
         shutil.copy(script, folder)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     write_task(folder / "mine", [f"has {i % 10} gets {i // 10}" for i in range(100)], ["so 7", "7"])
-    command = ["bash", "-c", f"bash runs/tiny.sh --quick --seed 5 && {TASK}"]
-    with beside_the_tests(command, folder, PATH=path) as output:
+    flags = "-- --updates=2 --compile=false --eval_rows=4"
+    command = ["bash", "-c", f"bash runs/tiny.sh --quick --seed 5 && {TASK} {flags}"]
+    with beside_the_tests(command, folder, PATH=PATH) as output:
         yield output, folder
 
 
@@ -996,7 +998,6 @@ def test_task_run_end_to_end(tiny_run):
     assert "python sample.py --model mine/loop-0" in said
     for wrong, words in (("--shape 2,2,2", "was started with"), ("--arms lop", "unknown arm lop"),
                          ("--seed 0", "unknown flag --seed"), ("-- lr=1", "as --key=value")):
-        flags = ["mine", *TASK.split(" -- ")[0].split("mine")[1].split(" --seeds")[0].split()]
-        command = ["bash", "runs/task.sh", *flags, "--row_length", "40", *wrong.split()]
-        end = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        end = subprocess.run(f"{TASK} {wrong}", shell=True, cwd=folder, capture_output=True,
+                             text=True, env=os.environ | {"PATH": PATH})
         assert end.returncode == 2 and words in end.stderr
