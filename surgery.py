@@ -163,9 +163,11 @@ def open_source(src):
     and its files in .folder; all layers of an ordinary model are prelude. Raises UserError if SRC
     is missing, corrupt or not supported.
     """
-    src = Path(src if Path(src).exists() or src.endswith(".gguf") else download(src))
-    refuse_others(src)
-    folder = find_checkpoint(src)
+    folder = Path(src)
+    if not folder.exists() and folder.suffix != ".gguf":
+        folder = Path(download(src))
+    refuse_others(folder)
+    folder = find_checkpoint(folder)
     tensors = read_tensors(folder)
     with reading(Path(folder, "config.json")):
         layout, config = read_config(folder, tensors)
@@ -206,9 +208,8 @@ def read_tensors(folder):
         raise UserError(f"{folder} has {SINGLE}, and {INDEX}, which does not name it. Remove the "
                         "one that is out of date")
     if not files and SINGLE not in present:
-        pickled = not any(name.endswith(".safetensors") for name in present)
-        raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}" + pickled * (
-            ". Pickled weights (.bin, .pt) are never loaded, since they can run code"))
+        raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}. No other weights are loaded: "
+                        "shards need the index, and .bin and .pt files can run code")
     tensors = {}
     for file in sorted(set(files.values())) or [SINGLE]:
         with reading(Path(folder, file)) as path:
@@ -226,10 +227,10 @@ def to_ours(folder, layout, config, tensors):
     names = tensor_names(config, layout)
     described = {name: size for pieces in names.values() for name, size in pieces.items()}
     # All names may have another prefix, such as torch.compile's, or lack theirs, as a base model's.
-    head = ["lm_head.weight"] * any("lm_head" in name for name in tensors)  # even if it is tied
-    found, wanted = map(os.path.commonprefix, ([*tensors], [*described, *head]))
+    found, wanted = map(os.path.commonprefix, ([*tensors], [*described]))
     renamed = {wanted + name.removeprefix(found): t for name, t in tensors.items()}
-    tensors = renamed if described.keys() <= renamed.keys() else tensors
+    if described.keys() <= renamed.keys():
+        tensors = renamed
     if config.tie_embeddings and "lm_head.weight" in tensors:  # perhaps without the embeddings
         (embed,), head = names["embed.weight"], tensors.pop("lm_head.weight")
         if not head.equal(tensors.setdefault(embed, head)):
@@ -256,12 +257,12 @@ def check_tensors(folder, layout, described, tensors):
                             "which is not supported. Look for the original")
     stale = STALE_RAVEN if layout == "huginn_raven" else STALE
     unused = sorted(tensors.keys() - described.keys())
-    wrong = [f"it lacks {name!r}" for name in described if name not in tensors][:1]
-    wrong += [f"{name!r} has no counterpart" for name in unused if not stale.search(name)][:1]
-    if wrong:
-        advice = ". Merge the adapter first" if "lora_" in str(unused) else ""
-        raise UserError(f"{folder}: its tensors are not those that config.json describes: "
-                        f"{', and '.join(wrong)}{advice}")
+    missing = [name for name in described if name not in tensors]
+    unknown = [name for name in unused if not stale.search(name)]
+    if missing or unknown:
+        advice = ". Merge the adapter first" if "lora_" in str(unknown) else ""
+        raise UserError(f"{folder}: its tensors are not those that config.json describes: missing "
+                        f"{missing[:2]}, unknown {unknown[:2]}{advice}")
     for name, size in described.items():
         if tensors[name].shape != size:
             raise UserError(f"{folder}: tensor {name!r} has the shape {(*tensors[name].shape,)}, "
@@ -435,8 +436,8 @@ def read_rope(raw):
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     if rope_type == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    if missing := sorted(LLAMA3_ROPE - rope.keys()):
-        raise ValueError(f"llama3's RoPE lacks {missing}")
+    if not LLAMA3_ROPE <= rope.keys():
+        raise ValueError(f"llama3's RoPE needs {sorted(LLAMA3_ROPE)}")
     return {"rope_theta": theta, "rope_scaling": rope}
 
 

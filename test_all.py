@@ -335,35 +335,38 @@ def test_weights_are_those_that_the_folder_declares():
     assert "from_gguf hf/model.gguf" in error_line("surgery", "hf", "out", "--feed_forward")
 
 
-def test_files_that_are_missing_or_not_the_models(llama, corpus):
+def test_files_that_are_missing_or_not_the_models(llama):
     """A folder without its weights is told what is missing; an adapter is never just left out."""
-    weights_file = "model.safetensors"
+    single, alone = "model.safetensors", ("model.safetensors", "config.json")
     for removed, added, words in (
-        ((weights_file,), {"pytorch_model.bin": "x"}, "Pickled weights"),
-        ((weights_file,), {"a.safetensors": "x", "training_args.bin": "x"}, f"nor {weights_file}.index.json"),
-        ((weights_file,), {weights_file: Path("gone")}, f"No such file or directory: 0/{weights_file}"),
-        ((), {"adapter_model.safetensors": "x"}, f"an adapter, whose weights are not in {weights_file}"),
-        ((weights_file, "config.json"), {"adapter_config.json": "{}"}, "adapter_config.json: an adapter"),
+        ((single,), ["a.safetensors", "b.bin"], f"has no {single}, nor {single}.index.json"),
+        ((), ["adapter_model.safetensors"], f"an adapter, whose weights are not in {single}"),
+        (alone, ["adapter_config.json"], "adapter_config.json: an adapter"),
+        ((single,), [], "No such file or directory: hf/"),
     ):
-        shutil.copytree(llama, "0")
+        shutil.copytree(llama, "hf")
         for name in removed:
-            os.remove(f"0/{name}")
-        for name, content in added.items():
-            file = Path("0", name)
-            file.symlink_to(content) if isinstance(content, Path) else file.write_text(content)
-        assert words in error_line("surgery", "0", "out", "--feed_forward")
-        shutil.rmtree("0")
+            Path("hf", name).unlink()
+        for name in added:
+            Path("hf", name).touch()
+        if not added:
+            Path("hf", single).symlink_to("purged")
+        assert words in error_line("surgery", "hf", "out", "--feed_forward")
+        shutil.rmtree("hf")
 
 
-def test_a_model_is_what_its_own_folder_has(llama, corpus, base):
-    """step_* folders count in a run's folder alone: not in a model's, where train.py writes none."""
+def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
+    """step_* folders count in a run's folder alone: not in a model's, nor in a tokenizer's."""
     shutil.copytree(llama, "hf")
-    small(n_core=0, n_coda=0).save("hf/step_500")
-    for name in ("hf", llama):
-        run_script("surgery", name, f"m/{name == llama}", "--feed_forward")
-    assert contents("m/True") == contents("m/False")
-    text = "data", "prepare", "--input", f"{corpus}/test.jsonl", "--field=question", "--out=out"
-    run_script(*text, "--tokenizer=hf")
+    shutil.copytree(corpus / "task", "task")
+    for folder in ("hf", "task"):
+        shutil.copytree(checkpoint, f"{folder}/step_500")
+        os.remove(f"{folder}/step_500/tokenizer.json")
+        text = "data", "prepare", "--input", f"{corpus}/test.jsonl", "--field=question"
+        run_script(*text, "--tokenizer", folder, "--out", f"text/{folder}")
+    for i, source in enumerate(("hf", llama)):
+        run_script("surgery", source, f"m{i}", "--feed_forward")
+    assert contents("m0") == contents("m1")
     assert "holds a model" in error_line("train", *base, "--out_dir=hf")
 
 
@@ -374,11 +377,9 @@ def test_names_that_differ_by_a_prefix(tied):
     model.save("m")
     run_script("tools/export", "m", "hf")
     tensors = weights("hf")
-    head = {"lm_head.weight": model.head.weight.data}
     for before in ("_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "ema."):
-        for stored in (tensors, tensors | head):
-            save_file({before + name: t for name, t in stored.items()}, "hf/model.safetensors")
-            assert identical(surgery.open_source("hf").state_dict(), model.state_dict()), before
+        save_file({before + name: t for name, t in tensors.items()}, "hf/model.safetensors")
+        assert identical(surgery.open_source("hf").state_dict(), model.state_dict()), before
 
     bare = {name.removeprefix("model."): t for name, t in tensors.items()}
     save_file(bare, "hf/model.safetensors")
@@ -387,8 +388,8 @@ def test_names_that_differ_by_a_prefix(tied):
         bare |= {"score.weight": torch.ones(2, 32)}
     twice = {before + name: t.clone() for name, t in tensors.items() for before in ("", "ema.")}
     for names, words in (
-        (bare, "has no counterpart"),
-        (twice, "describes: 'ema."),
+        (bare, "unknown ['"),
+        (twice, "missing [], unknown ['ema."),
     ):
         save_file(names, "hf/model.safetensors")
         assert words in error_line("surgery", "hf", "out", "--feed_forward")
@@ -409,14 +410,15 @@ def test_weights_that_are_not_those_of_the_config(llama):
     for i, (changed, words) in enumerate((
         ({name: q.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "quantized"),
         ({name: q.to(torch.int8)}, "quantized"),
-        ({f"{name}_scale": torch.ones(1)}, "has no counterpart"),
+        ({f"{name}_scale": torch.ones(1)}, f"missing [], unknown ['{name}_scale']"),
         ({name: q[:-8], name.replace("q_", "k_"): q[:24]}, f"{name}' has the shape (24, 32)"),
         ({name: q + math.nan}, f"{name}' contains NaN or infinity"),
         ({name: q / 0}, f"{name}' contains NaN or infinity"),
-        ({name: None}, f"it lacks '{name}'"),
-        ({"lm_head.weight": None, "score.weight": q}, "'lm_head.weight', and 'score.weight' has no"),
-        ({name: None, wrapped: q, name.replace("weight", "lora_A.weight"): q[:4]},
-         f"it lacks '{name}', and '{wrapped}' has no counterpart. Merge the adapter first"),
+        ({name: None}, f"missing ['{name}'], unknown []"),
+        ({"lm_head.weight": None, "score.weight": q},
+         "missing ['lm_head.weight'], unknown ['score.weight']"),
+        ({name: None, wrapped: q, f"{wrapped}.lora_A": q[:4]},
+         f"missing ['{name}'], unknown ['{wrapped}', '{wrapped}.lora_A']. Merge the adapter first"),
     )):
         shutil.copytree(llama, str(i))
         change(Path(str(i)), changed)
