@@ -192,7 +192,8 @@ def write_atomically(path):
             yield new
             # safetensors creates files that only their owner can read, so all files get the
             # permissions that the umask gives to a new one.
-            (empty := Path(folder, f".{target.name}")).touch()
+            empty = Path(folder, f".{target.name}")
+            empty.touch()
             permissions = empty.stat().st_mode & 0o666
             for item in (*new.rglob("*"), new):
                 if item.is_file():

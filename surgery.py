@@ -437,7 +437,7 @@ def read_rope(raw):
     if rope_type == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     if not LLAMA3_ROPE <= rope.keys():
-        raise ValueError(f"llama3's RoPE needs {sorted(LLAMA3_ROPE)}")
+        raise ValueError(f"llama3's RoPE needs {LLAMA3_ROPE}")
     return {"rope_theta": theta, "rope_scaling": rope}
 
 

@@ -40,7 +40,7 @@ from runs.smollm2 import report
 from runs.study import run as study
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
-from tools import plan
+from tools import plan, plot
 from tools.block_influence import block_influence
 
 pytest_plugins = "shared_fixtures"
@@ -288,7 +288,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
 def bpe(folder, qwens=False):
     """Write a byte-level tokenizer.json with the words of GPT-2, or of Qwen2."""
     tokenizers = need("tokenizers")
-    words, alphabet = tokenizers.pre_tokenizers, tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    words = tokenizers.pre_tokenizers
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     t.pre_tokenizer = words.ByteLevel(add_prefix_space=False)
     if qwens:
@@ -296,14 +296,24 @@ def bpe(folder, qwens=False):
         split = words.Split(tokenizers.Regex(data.PATTERNS[1]), "isolated")
         t.pre_tokenizer = words.Sequence([split, words.ByteLevel(False, use_regex=False)])
     t.decoder = tokenizers.decoders.ByteLevel()
-    t.train_from_iterator(["5 + 7   + 5 cafe dogs"] * 9, tokenizers.trainers.BpeTrainer(
-        vocab_size=300, show_progress=False, special_tokens=["</s>"], initial_alphabet=alphabet))
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=["</s>"],
+        initial_alphabet=words.ByteLevel.alphabet(),
+    )
+    t.train_from_iterator(["5 + 7   + 5 cafe dogs"] * 9, trainer)
     t.save(f"{folder}/tokenizer.json")
 
 
 @pytest.mark.parametrize("qwens", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"norm": "post"}, {"qkv_bias": True}, {"head_norm": True},
-                                     {"qkv_bias": True, "n_core": 1}])
+@pytest.mark.parametrize("changes", [
+    {},
+    {"norm": "post"},
+    {"qkv_bias": True},
+    {"head_norm": True},
+    {"qkv_bias": True, "n_core": 1},
+])
 def test_what_transformers_assumes_of_an_architecture(changes, qwens):
     """An export of any architecture has our tokens and gradients in transformers, or is refused."""
     tf = need("transformers")
@@ -319,7 +329,8 @@ def test_what_transformers_assumes_of_an_architecture(changes, qwens):
     for text in ("5 + 7   + 5", "cafe\u0301 dogs"):
         assert tokenizer(text).input_ids == Tokenizer.load("m").encode(text)
     said = read_json("out/tokenizer_config.json")
-    assert "extra_special_tokens" not in said and said["additional_special_tokens"] == ["</s>"]
+    assert "extra_special_tokens" not in said
+    assert said["additional_special_tokens"] == ["</s>"]
     if not model.core:
         ids = torch.tensor([[1, 5, 1, 0, 2]])
         theirs(ids, labels=ids).loss.backward()
@@ -693,7 +704,8 @@ def test_plot_results():
         common.write_json(f"{name}.json", result | {"results": [row | {"steps": 0}]})
     said = run_script("tools/plot", "two.json", "one.json", "--x=difficulty", "--labels=a,a")
     header, _, row = cells_of(said)
-    assert (header, row) == (["", "9", "10", "easy", "hard"], ["a", *["60.0 ± 10.0"] * 4])
+    assert header == ["", "9", "10", "easy", "hard"]
+    assert row == ["a", *["60.0 ± 10.0"] * 4]
     assert "wrote two.png" in said
     assert "--out b: must end in .png" in error_line("tools/plot", "one.json", "--out=b")
 
@@ -716,16 +728,14 @@ def test_plot_losses():
 
 def test_lines_go_from_left_to_right(monkeypatch):
     """A picture's lines follow x, whatever the order of the files and of their rows."""
-    axes = need("matplotlib.axes").Axes
     drawn = []
-    monkeypatch.setattr(axes, "errorbar", lambda self, xs, ys, *_, **__: drawn.append((xs, ys)))
-    monkeypatch.setattr(axes, "legend", lambda *_, **__: None)
+    monkeypatch.setattr(plot, "draw", lambda panels, out: drawn.extend(panels))
     result = {"config": vars(small().config), "task": "count"}
     for steps in ((32, 1), (4, 2)):
         result["results"] = [{"metric": "flexible", "value": 1 / r, "steps": r} for r in steps]
         common.write_json(f"{steps[0]}.json", result)
     run_script("tools/plot", "32.json", "4.json", "--labels=a,a")
-    assert drawn == [((1, 2, 4, 32), (1, 1 / 2, 1 / 4, 1 / 32))]
+    assert drawn[0]["curves"] == {"a": [(r, 1 / r, None) for r in (1, 2, 4, 32)]}
 
 
 def test_layer_choice(llama, corpus):

@@ -34,9 +34,7 @@ def to_hf(c):
                         "models have no such setting")
     layout = "qwen3" if c.head_norm else "qwen2" if c.qkv_bias else "llama"  # and Mistral
     layout = "olmo2" if c.norm == "post" else layout
-    # By default, OLMo-2's padding is token 1, whose embedding would get no gradient.
-    padding = {"pad_token_id": None} if layout == "olmo2" else {}
-    return shared_keys(c) | padding | {
+    config = shared_keys(c) | {
         "model_type": layout,
         "architectures": [layout.capitalize() + "ForCausalLM"],
         "hidden_act": "silu",
@@ -47,6 +45,9 @@ def to_hf(c):
         "rope_theta": c.rope_theta,
         "tie_word_embeddings": c.tie_embeddings,
     }
+    if layout == "olmo2":  # by default pads with token 1, whose embedding would get no gradient
+        config["pad_token_id"] = None
+    return config
 
 
 def shared_keys(c):
@@ -148,12 +149,17 @@ def export(model, folder):
 
 
 def is_qwens(spec):
-    """Whether the words of a tokenizer.json are Qwen2's. In others, transformers 5 puts those."""
+    """Whether a tokenizer.json splits a text as transformers' Qwen2Tokenizer does, whose words
+    replace those of the file."""
     match spec:
-        case {"model": {"type": "BPE"}, "normalizer": {"type": "NFC"},
-              "pre_tokenizer": {"pretokenizers": [
-                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}}:
+        case {
+            "model": {"type": "BPE"},
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"pretokenizers": [
+                {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ]},
+        }:
             return words == PATTERNS[1]
     return False
 
@@ -177,7 +183,8 @@ def write_text_files(model, folder):
     if not tokenizer_file(folder):
         return
     layout = read_json(folder / "config.json")["model_type"]
-    if layout == "qwen2" and not is_qwens(read_optional(folder, "tokenizer.json")):
+    spec = read_optional(folder, "tokenizer.json")
+    if layout == "qwen2" and not is_qwens(spec):
         raise UserError(f"{model.folder}: transformers 5 reads any tokenizer of an ordinary Qwen2 "
                         "as Qwen's own, so it would split a text into other tokens. To export the "
                         "weights alone, copy this folder without its tokenizer")

@@ -87,7 +87,10 @@ def losses(label, folder, axis):
     if axis not in ("update", "flops"):
         raise UserError(f"--x {axis}: losses of a run are drawn over update or flops")
     with open(f"{folder}/log.jsonl") as f:
-        for entry in (json.loads(line) for line in f if line.endswith("\n")):  # not one cut off
+        for line in f:
+            if not line.endswith("\n"):  # cut off
+                break
+            entry = json.loads(line)
             x = entry[axis]
             if "loss" in entry:
                 yield "", "loss", label, (x, entry["loss"], None)
@@ -117,9 +120,9 @@ def scores(label, path, axis):
                 curve += f", r = {r}"
             if axis == "difficulty":
                 levels = row["by_difficulty"]
-                number = all(level.replace(".", "", 1).isdecimal() for level in levels)
+                words = not all(level.replace(".", "", 1).isdecimal() for level in levels)
                 for level, (score, *_) in levels.items():
-                    yield title, y, curve, (float(level) if number else level, score, None)
+                    yield title, y, curve, (level if words else float(level), score, None)
                 continue
             if axis == "steps":
                 x = r if config.n_core else None
@@ -161,12 +164,12 @@ def average(points):
     Sort the (x, y, error) of a curve by x. Several with the same x, such as those of other seeds,
     become one: their mean and its standard error.
     """
-    groups = {}
-    for x, *point in points:
-        groups.setdefault(x, []).append(point)
+    same_x = {}
+    for point in points:
+        same_x.setdefault(point[0], []).append(point)
     averaged = []
-    for x in sorted(groups, key=place):
-        ys, (error, *_) = zip(*groups[x])
+    for x in sorted(same_x, key=place):
+        _, ys, (error, *_) = zip(*same_x[x])
         if len(ys) > 1:
             error = statistics.stdev(ys) / math.sqrt(len(ys))
         averaged.append((x, statistics.fmean(ys), error))
@@ -175,7 +178,9 @@ def average(points):
 
 def place(x):
     """The sort key of an x: None, then numbers, then words, in the order of eval_gsm8k.py."""
-    return (1, len(x), x) if isinstance(x, str) else (0, -math.inf if x is None else x)
+    if isinstance(x, str):
+        return 1, len(x), x
+    return 0, -math.inf if x is None else x
 
 
 # --------------------------------------------------------------------------------- tables
@@ -186,11 +191,11 @@ def print_table(panel):
     or third if there are many. A horizontal line has its value in every column.
     """
     curves = panel["curves"]
-    xs = {x for points in curves.values() for x, *_ in points if x is not None}
-    xs = sorted(xs, key=place)
+    xs = {x for points in curves.values() for x, *_ in points}
+    xs = sorted(xs - {None}, key=place)
     every = math.ceil(len(xs) / COLUMNS)
     xs = xs[::-every][::-1] if xs else [None]  # always keeps the last
-    rows = [["", *(f"{x:g}" if isinstance(x, int | float) else x or "" for x in xs)]]
+    rows = [["", *map(x_text, xs)]]
     for label, points in curves.items():
         texts = {x: as_text(panel["y"], score, error) for x, score, error in points}
         rows.append([label, *(texts.get(x, texts.get(None, "")) for x in xs)])
@@ -202,11 +207,18 @@ def print_table(panel):
         print("|", " | ".join(text.ljust(width) for text, width in zip(row, widths)), "|")
 
 
+def x_text(x):
+    return f"{x:g}" if isinstance(x, int | float) else x or ""
+
+
 def as_text(y, value, error):
     """A loss, or a score in %, as text: "49.4 ± 1.4"."""
-    scale, digits = (1, 4) if y == "loss" else (100, 1)
-    numbers = [value] if error is None else [value, error]
-    return " ± ".join(f"{scale * number:.{digits}f}" for number in numbers)
+    if y == "loss":
+        scale, digits = 1, 4
+    else:
+        scale, digits = 100, 1
+    text = f"{scale * value:.{digits}f}"
+    return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
 
 # --------------------------------------------------------------------------------- drawing
@@ -272,7 +284,8 @@ def draw_panel(axes, panel):
             errorevery=every,
             **style,
         )
-        axes.fill_between(xs, ys - errors, ys + errors, color=style["color"], alpha=0.15, lw=0)
+        band = ys - errors, ys + errors
+        axes.fill_between(xs, *band, color=style["color"], alpha=0.15, linewidth=0)
     if "line" in panel:
         x, label = panel["line"]
         axes.axvline(x, color="gray", linestyle=":", label=label)
