@@ -190,9 +190,11 @@ def write_atomically(path):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
             new = Path(folder, target.name)
             yield new
-            # safetensors creates files that only their owner can read, so the files in a folder
-            # get the permissions that the umask gave to the folder.
-            permissions = new.stat().st_mode & 0o666
+            # safetensors creates files that only their owner can read, so all files get the
+            # permissions that the umask gives to a new one.
+            empty = Path(folder, f".{target.name}")
+            empty.touch()
+            permissions = empty.stat().st_mode & 0o666
             for item in (*new.rglob("*"), new):
                 if item.is_file():
                     item.chmod(permissions)
@@ -243,7 +245,7 @@ def reading(path):
     except (UserError, ModuleNotFoundError, MemoryError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as e:  # Rust libraries raise some that don't subclass Exception
-        if isinstance(e, OSError) and e.filename:
+        if isinstance(e, FileNotFoundError) or isinstance(e, OSError) and e.filename:
             raise
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(20) == b"version https://git-":

@@ -742,8 +742,8 @@ def prepare(args):
     if args.row_length and not in_rows:
         raise UserError("--row_length: only for --prompt or --loss assistant. Other text is cut into "
                         "rows by train.py, at any --context")
-    if saved := checkpoints(args.tokenizer):  # a run has its tokenizer in each of those
-        args.tokenizer = str(saved[-1])
+    if not tokenizer_file(args.tokenizer) and (saved := checkpoints(args.tokenizer)):
+        args.tokenizer = str(saved[-1])  # a run has its tokenizer in each of those
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "

@@ -75,7 +75,8 @@ class Config:
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         for value, choices in (self.norm, NORMS), (self.adapter, ADAPTERS):
-            assert value in choices, f"{value}: not one of {', '.join(choices)}"
+            if value not in choices:
+                raise ValueError(f"{value}: not one of {', '.join(choices)}")
         if self.n_head % self.n_kv_head or self.head_dim % 2:
             raise UserError(f"n_head = {self.n_head} must be a multiple of n_kv_head = "
                             f"{self.n_kv_head}, and head_dim = {self.head_dim} an even number")
@@ -624,7 +625,9 @@ def truncated_normal(seed, row, position, C):
 # ---------------------------------------------------------------------------- the checkpoints
 
 def checkpoints(folder):
-    """The step_N checkpoints in a run's folder, as Paths, oldest first."""
+    """The step_N checkpoints in a run's folder, as Paths, oldest first; none in a model's."""
+    if Path(folder, "config.json").exists():  # step_N may be another trainer's
+        return []
     # An unfinished one is named step_N.tmp-*.
     paths = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.name[5:]))

@@ -18,6 +18,7 @@ released Recurrent-* model, or Huginn-0125. Weights may be stacked in OUT, but a
 To support another architecture, start with DEFAULTS; runs/README.md lists what else to change.
 """
 import functools
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -162,8 +163,11 @@ def open_source(src):
     and its files in .folder; all layers of an ordinary model are prelude. Raises UserError if SRC
     is missing, corrupt or not supported.
     """
-    refuse_gguf(Path(src))
-    folder = find_checkpoint(src if Path(src).exists() else download(src))
+    folder = Path(src)
+    if not folder.exists() and folder.suffix != ".gguf":
+        folder = Path(download(src))
+    refuse_others(folder)
+    folder = find_checkpoint(folder)
     tensors = read_tensors(folder)
     with reading(Path(folder, "config.json")):
         layout, config = read_config(folder, tensors)
@@ -177,12 +181,15 @@ def open_source(src):
     return model
 
 
-def refuse_gguf(path):
-    """Say what to do with a .gguf file, or with a folder that has only such weights."""
+def refuse_others(path):
+    """Say what to do with a .gguf file, a folder that has only such weights, or an adapter."""
     for file in (path, *path.glob("*.gguf")):
         if file.suffix == ".gguf" and not any(path.glob("*.safetensors")):
             raise UserError(f"{path}: run `python -m tools.from_gguf {file} OUT` first, then "
                             "surgery.py on its OUT")
+    for file in path.glob("adapter_*"):
+        raise UserError(f"{file}: an adapter, whose weights are not in {SINGLE}. Merge the "
+                        "two with PEFT's merge_and_unload(), and remove the adapter")
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -194,11 +201,15 @@ STALE_RAVEN = re.compile(r"freqs_cis$|\.norm_[34]\.weight$|\.attn\.Wqkv\.bias$")
 
 def read_tensors(folder):
     """Return {name: tensor} of the shards that a folder's index names, or of model.safetensors."""
+    present = {*os.listdir(folder)}
     with reading(Path(folder, INDEX)) as index:
-        files = dict(read_json(index)["weight_map"]) if index.exists() else {}
-    if not files and not Path(folder, SINGLE).exists():
-        raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}. Pickled weights (.bin, .pt) are "
-                        "never loaded, since they can run code. Look for a version in safetensors")
+        files = dict(read_json(index)["weight_map"]) if INDEX in present else {}
+    if files and SINGLE in present - {*files.values()}:
+        raise UserError(f"{folder} has {SINGLE}, and {INDEX}, which does not name it. Remove the "
+                        "one that is out of date")
+    if not files and SINGLE not in present:
+        raise UserError(f"{folder} has no {SINGLE}, nor {INDEX}. No other weights are loaded: "
+                        "shards need the index, and .bin and .pt files can run code")
     tensors = {}
     for file in sorted(set(files.values())) or [SINGLE]:
         with reading(Path(folder, file)) as path:
@@ -214,14 +225,19 @@ def to_ours(folder, layout, config, tensors):
     config.json describes other tensors.
     """
     names = tensor_names(config, layout)
+    described = {name: size for pieces in names.values() for name, size in pieces.items()}
+    # All names may have another prefix, such as torch.compile's, or lack theirs, as a base model's.
+    found, wanted = map(os.path.commonprefix, ([*tensors], [*described]))
+    renamed = {wanted + name.removeprefix(found): t for name, t in tensors.items()}
+    if described.keys() <= renamed.keys():
+        tensors = renamed
     if config.tie_embeddings and "lm_head.weight" in tensors:  # perhaps without the embeddings
         (embed,), head = names["embed.weight"], tensors.pop("lm_head.weight")
         if not head.equal(tensors.setdefault(embed, head)):
             raise UserError(f"{folder}: lm_head.weight differs from the embeddings. If it is the "
                             "right head, config.json must not tie the two")
-    check_tensors(folder, layout, names, tensors)
-    used = set().union(*names.values())
-    dtype = functools.reduce(torch.promote_types, {tensors[name].dtype for name in used})
+    check_tensors(folder, layout, described, tensors)
+    dtype = functools.reduce(torch.promote_types, {tensors[name].dtype for name in described})
     ours = {}
     for name, pieces in names.items():
         t = torch.cat([tensors[piece] for piece in pieces]).to(dtype)
@@ -229,28 +245,30 @@ def to_ours(folder, layout, config, tensors):
     return ours
 
 
-def check_tensors(folder, layout, names, tensors):
+def check_tensors(folder, layout, described, tensors):
     """
-    Raise UserError if the {name: tensor} of a checkpoint lacks one of `names`, from tensor_names(),
-    or has one in another shape, or one more that is not known to be stale, or a quantized one.
+    Raise UserError if the {name: tensor} of a checkpoint lacks one of `described`, {name: shape},
+    or has one in another shape, or quantized, or not finite, or one more that is not known to be
+    stale.
     """
     for name, t in tensors.items():
         if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise UserError(f"{folder}: tensor {name!r} is {t.dtype}, as in a quantized model, "
                             "which is not supported. Look for the original")
-    described = {name: size for pieces in names.values() for name, size in pieces.items()}
+    stale = STALE_RAVEN if layout == "huginn_raven" else STALE
+    unused = sorted(tensors.keys() - described.keys())
+    missing = [name for name in described if name not in tensors]
+    unknown = [name for name in unused if not stale.search(name)]
+    if missing or unknown:
+        advice = ". Merge the adapter first" if "lora_" in str(unknown) else ""
+        raise UserError(f"{folder}: its tensors are not those that config.json describes: missing "
+                        f"{missing[:2]}, unknown {unknown[:2]}{advice}")
     for name, size in described.items():
-        if name not in tensors:
-            raise UserError(f"{folder} lacks the tensor {name!r}. Download it again")
         if tensors[name].shape != size:
             raise UserError(f"{folder}: tensor {name!r} has the shape {(*tensors[name].shape,)}, "
                             f"but config.json describes {(*size,)}")
-    stale = STALE_RAVEN if layout == "huginn_raven" else STALE
-    unused = sorted(tensors.keys() - described.keys())
-    for name in unused:
-        if not stale.search(name):
-            raise UserError(f"{folder}: tensor {name!r} has no counterpart in the model that "
-                            "config.json describes")
+        if not torch.stack(tensors[name].aminmax()).isfinite().all():
+            raise UserError(f"{folder}: tensor {name!r} contains NaN or infinity")
     if unused:
         say(f"note: the model does not use these tensors: {', '.join(unused[:5])}")
 
@@ -297,6 +315,7 @@ DEFAULTS = {
 SUPPORTED = {  # the values that we support; a missing key means the first one
     "model_type": (*DEFAULTS, "huginn_raven"),
     "hidden_act": ("silu",),
+    "is_causal": (True,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
@@ -407,14 +426,18 @@ def read_rope(raw):
     Return Config's {"rope_theta": ..., "rope_scaling": ...} from a config.json, which has
     rope_parameters if transformers 5 wrote it, and rope_scaling if an older version did.
     """
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if new and old and new != old:
+        raise UserError("config.json: rope_parameters beside another rope_scaling is not supported")
+    rope = dict(new or old or {})
     rope_type = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
     if rope_type not in ("default", "llama3"):
         raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     if rope_type == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    assert LLAMA3_ROPE <= rope.keys(), f"llama3's RoPE lacks {sorted(LLAMA3_ROPE - rope.keys())}"
+    if not LLAMA3_ROPE <= rope.keys():
+        raise ValueError(f"llama3's RoPE needs {LLAMA3_ROPE}")
     return {"rope_theta": theta, "rope_scaling": rope}
 
 

@@ -242,6 +242,8 @@ def test_defaults_are_those_of_transformers(kind):
 @pytest.mark.parametrize("wrong", [
     {"model_type": "gemma"},
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e4}},
+    {"is_causal": False},
     {"hidden_act": "gelu"},
     {"attention_bias": True},
     {"mlp_bias": True},
@@ -292,6 +294,13 @@ def test_weights_are_never_rounded():
         assert {p.dtype for p in model.parameters()} == {wanted}
 
 
+def test_saved_files_have_the_usual_permissions():
+    """What save() writes can be read by whoever can read a file that was created by open()."""
+    small().save("m")
+    Path("m/notes").touch()
+    assert len({path.stat().st_mode for path in Path("m").iterdir()}) == 1
+
+
 def test_weights_are_those_that_the_folder_declares():
     """Files that no index names are not read, whatever their names; others may have any name."""
     shutil.copytree(ORACLE / "hf_llama3", "hf")
@@ -301,7 +310,7 @@ def test_weights_are_those_that_the_folder_declares():
     def same():
         return identical(surgery.open_source("hf").state_dict(), wanted)
 
-    for name in ("model-00001-of-00001", "model.fp16", "amodel", "model"):
+    for name in ("model-00001-of-00001", "model.fp16", "amodel"):
         save_file({name: t / 2 for name, t in found.items()}, f"hf/{name}.safetensors")
     assert same()
 
@@ -315,14 +324,75 @@ def test_weights_are_those_that_the_folder_declares():
     common.write_json(index, {"weight_map": files})
     assert same()
 
-    index.unlink()
     save_file(found, "hf/model.safetensors")
+    assert f"model.safetensors, and {index.name}" in error_line("surgery", "hf", "out")
+    index.unlink()
     assert same()
 
     os.rename("hf/model.safetensors", "hf/model.gguf")
     for file in Path("hf").glob("*.safetensors"):
         file.unlink()
     assert "from_gguf hf/model.gguf" in error_line("surgery", "hf", "out", "--feed_forward")
+
+
+def test_files_that_are_missing_or_not_the_models(llama):
+    """A folder without its weights is told what is missing; an adapter is never just left out."""
+    single, alone = "model.safetensors", ("model.safetensors", "config.json")
+    for removed, added, words in (
+        ((single,), ["a.safetensors", "b.bin"], f"has no {single}, nor {single}.index.json"),
+        ((), ["adapter_model.safetensors"], f"an adapter, whose weights are not in {single}"),
+        (alone, ["adapter_config.json"], "adapter_config.json: an adapter"),
+        ((single,), [], "No such file or directory: hf/"),
+    ):
+        shutil.copytree(llama, "hf")
+        for name in removed:
+            Path("hf", name).unlink()
+        for name in added:
+            Path("hf", name).touch()
+        if not added:
+            Path("hf", single).symlink_to("purged")
+        assert words in error_line("surgery", "hf", "out", "--feed_forward")
+        shutil.rmtree("hf")
+
+
+def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
+    """step_* folders count in a run's folder alone: not in a model's, nor in a tokenizer's."""
+    shutil.copytree(llama, "hf")
+    shutil.copytree(corpus / "task", "task")
+    for folder in ("hf", "task"):
+        shutil.copytree(checkpoint, f"{folder}/step_500")
+        os.remove(f"{folder}/step_500/tokenizer.json")
+        text = "data", "prepare", "--input", f"{corpus}/test.jsonl", "--field=question"
+        run_script(*text, "--tokenizer", folder, "--out", f"text/{folder}")
+    for i, source in enumerate(("hf", llama)):
+        run_script("surgery", source, f"m{i}", "--feed_forward")
+    assert contents("m0") == contents("m1")
+    assert "holds a model" in error_line("train", *base, "--out_dir=hf")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_that_differ_by_a_prefix(tied):
+    """Tensors that torch.compile, DDP, PEFT or a base model named are read; others are said."""
+    model = small(n_core=0, n_coda=0, tie_embeddings=tied)
+    model.save("m")
+    run_script("tools/export", "m", "hf")
+    tensors = weights("hf")
+    for before in ("_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "ema."):
+        save_file({before + name: t for name, t in tensors.items()}, "hf/model.safetensors")
+        assert identical(surgery.open_source("hf").state_dict(), model.state_dict()), before
+
+    bare = {name.removeprefix("model."): t for name, t in tensors.items()}
+    save_file(bare, "hf/model.safetensors")
+    if tied:  # without a head
+        assert identical(surgery.open_source("hf").state_dict(), model.state_dict())
+        bare |= {"score.weight": torch.ones(2, 32)}
+    twice = {before + name: t.clone() for name, t in tensors.items() for before in ("", "ema.")}
+    for names, words in (
+        (bare, "unknown ['"),
+        (twice, "missing [], unknown ['ema."),
+    ):
+        save_file(names, "hf/model.safetensors")
+        assert words in error_line("surgery", "hf", "out", "--feed_forward")
 
 
 def change(folder, changed):
@@ -333,15 +403,22 @@ def change(folder, changed):
 
 
 def test_weights_that_are_not_those_of_the_config(llama):
-    """Quantized weights, other shapes and unknown tensors are refused; known leftovers are not."""
+    """Quantized, infinite, unknown and misshapen tensors are refused; known leftovers are not."""
     name = "model.layers.0.self_attn.q_proj.weight"
     q = weights(llama)[name]
+    wrapped = name.replace("weight", "base_layer.weight")
     for i, (changed, words) in enumerate((
         ({name: q.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "quantized"),
         ({name: q.to(torch.int8)}, "quantized"),
-        ({f"{name}_scale": torch.ones(1)}, "has no counterpart"),
+        ({f"{name}_scale": torch.ones(1)}, f"missing [], unknown ['{name}_scale']"),
         ({name: q[:-8], name.replace("q_", "k_"): q[:24]}, f"{name}' has the shape (24, 32)"),
-        ({name: None}, f"lacks the tensor '{name}'"),
+        ({name: q + math.nan}, f"{name}' contains NaN or infinity"),
+        ({name: q / 0}, f"{name}' contains NaN or infinity"),
+        ({name: None}, f"missing ['{name}'], unknown []"),
+        ({"lm_head.weight": None, "score.weight": q},
+         "missing ['lm_head.weight'], unknown ['score.weight']"),
+        ({name: None, wrapped: q, f"{wrapped}.lora_A": q[:4]},
+         f"missing ['{name}'], unknown ['{wrapped}', '{wrapped}.lora_A']. Merge the adapter first"),
     )):
         shutil.copytree(llama, str(i))
         change(Path(str(i)), changed)

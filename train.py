@@ -169,6 +169,8 @@ def read_settings(argv, world=1):
     settings = Settings(**vars(parser.parse_args(argv)))
     if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
+    if Path(settings.out_dir, "config.json").exists():
+        parser.error(f"--out_dir={settings.out_dir}: this folder holds a model. Choose a new one")
     settings.context = settings.context or row_length(settings.data)
     most = math.ceil(settings.batch_size / (world * settings.draws))  # rows of a rank for each draw
     settings.micro_batch = min(settings.micro_batch, most)

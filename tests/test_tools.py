@@ -42,7 +42,7 @@ from runs.smollm2 import report
 from runs.study import run as study
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
-from tools import plan
+from tools import plan, plot
 from tools.block_influence import block_influence
 
 pytest_plugins = "shared_fixtures"
@@ -285,6 +285,61 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
             if not (is_sentencepiece and blanks):
                 assert theirs(text, add_special_tokens=False).input_ids == ids, text[:200]
         assert theirs("has").input_ids == ours.encode("has", bos=True)
+
+
+def bpe(folder, qwens=False):
+    """Write a byte-level tokenizer.json with the words of GPT-2, or of Qwen2."""
+    tokenizers = need("tokenizers")
+    words = tokenizers.pre_tokenizers
+    t = tokenizers.Tokenizer(tokenizers.models.BPE())
+    t.pre_tokenizer = words.ByteLevel(add_prefix_space=False)
+    if qwens:
+        t.normalizer = tokenizers.normalizers.NFC()
+        split = words.Split(tokenizers.Regex(data.PATTERNS[1]), "isolated")
+        t.pre_tokenizer = words.Sequence([split, words.ByteLevel(False, use_regex=False)])
+    t.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=["</s>"],
+        initial_alphabet=words.ByteLevel.alphabet(),
+    )
+    t.train_from_iterator(["5 + 7   + 5 cafe dogs"] * 9, trainer)
+    t.save(f"{folder}/tokenizer.json")
+
+
+@pytest.mark.parametrize("qwens", [False, True])
+@pytest.mark.parametrize("changes", [
+    {},
+    {"norm": "post"},
+    {"qkv_bias": True},
+    {"head_norm": True},
+    {"qkv_bias": True, "n_core": 1},
+])
+def test_what_transformers_assumes_of_an_architecture(changes, qwens):
+    """An export of any architecture has our tokens and gradients in transformers, or is refused."""
+    tf = need("transformers")
+    model = small(**{"vocab_size": 300, "n_core": 0, "n_coda": 0} | changes)
+    model.save("m")
+    bpe("m", qwens)
+    common.write_json("m/tokenizer_config.json", {"extra_special_tokens": ["</s>"]})
+    if changes == {"qkv_bias": True} and not qwens:
+        assert "Qwen's own" in error_line("tools/export", "m", "out")
+        return
+    theirs = export("m")
+    tokenizer = tf.AutoTokenizer.from_pretrained("out", trust_remote_code=True)
+    for text in ("5 + 7   + 5", "cafe\u0301 dogs"):
+        assert tokenizer(text).input_ids == Tokenizer.load("m").encode(text)
+    said = read_json("out/tokenizer_config.json")
+    assert "extra_special_tokens" not in said
+    assert said["additional_special_tokens"] == ["</s>"]
+    if not model.core:
+        ids = torch.tensor([[1, 5, 1, 0, 2]])
+        theirs(ids, labels=ids).loss.backward()
+        _, losses = model(ids[:, :-1], ids[:, 1:])
+        losses.mean().backward()
+        grad = theirs.get_input_embeddings().weight.grad
+        assert relative_error(grad, model.embed.weight.grad) < 1e-4
 
 
 def test_card_runs_as_pasted(checkpoint):
@@ -646,21 +701,43 @@ def test_plot_results():
     assert rows == [["a", "50.0 ± 12.5", "50.0 ± 12.5"], ["b", "100.0 ± 25.0", "100.0 ± 25.0"]]
     assert "recurrences r at test time" in Path("a.svg").read_text()
 
-    result["results"][0]["by_difficulty"] = {"hard": [1, 0, 1]}
-    common.write_json("hard.json", result)
-    assert "hard.json: damaged" in error_line("tools/plot", "hard.json", "--x=difficulty")
+    for name, value in (("one", 0.5), ("two", 0.7)):
+        row["by_difficulty"] = {level: [value, 0, 1] for level in ("hard", "10", "9", "easy")}
+        common.write_json(f"{name}.json", result | {"results": [row | {"steps": 0}]})
+    said = run_script("tools/plot", "two.json", "one.json", "--x=difficulty", "--labels=a,a")
+    header, _, row = cells_of(said)
+    assert header == ["", "9", "10", "easy", "hard"]
+    assert row == ["a", *["60.0 ± 10.0"] * 4]
+    assert "wrote two.png" in said
+    assert "--out b: must end in .png" in error_line("tools/plot", "one.json", "--out=b")
 
 
 def test_plot_losses():
-    """plot.py draws the losses of runs, except null ones."""
+    """plot.py draws the losses of runs, except null ones and what is cut off at the end."""
     need("matplotlib")
-    os.mkdir("run")
-    with open("run/log.jsonl", "w") as file:
-        for update, loss in enumerate((2, None, 1.5)):
-            print(json.dumps({"loss": loss, "val": {"4": None}, "update": update}), file=file)
+    for run, more in (("run", 0), ("again", 1)):
+        os.mkdir(run)
+        with open(f"{run}/log.jsonl", "w") as file:
+            for update, loss in enumerate((2 + more, None, 1.5)):
+                print(json.dumps({"loss": loss, "val": {"4": None}, "update": update}), file=file)
+            print(end='{"loss": 1.2', file=file)
     header, _, *rows = cells_of(run_script("tools/plot", "run", "--out=a.svg"))
     assert header == ["", "0", "2"]
     assert rows == [["run", "2.0000", "1.5000"]]
+    *_, row = cells_of(run_script("tools/plot", "run", "again", "--labels=a,a"))
+    assert row == ["a", "2.5000 ± 0.5000", "1.5000 ± 0.0000"]
+
+
+def test_lines_go_from_left_to_right(monkeypatch):
+    """A picture's lines follow x, whatever the order of the files and of their rows."""
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda panels, out: drawn.extend(panels))
+    result = {"config": vars(small().config), "task": "count"}
+    for steps in ((32, 1), (4, 2)):
+        result["results"] = [{"metric": "flexible", "value": 1 / r, "steps": r} for r in steps]
+        common.write_json(f"{steps[0]}.json", result)
+    run_script("tools/plot", "32.json", "4.json", "--labels=a,a")
+    assert drawn[0]["curves"] == {"a": [(r, 1 / r, None) for r in (1, 2, 4, 32)]}
 
 
 def test_layer_choice(llama, corpus):

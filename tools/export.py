@@ -17,8 +17,9 @@ from string import Template
 import torch
 from safetensors.torch import save_file
 
-from common import Parser, UserError, cli, new_folder, positive, say, write_atomically, write_json
-from data import Tokenizer, copy_tokenizer, read_optional, tokenizer_file
+from common import (Parser, UserError, cli, new_folder, positive, read_json, say, write_atomically,
+                    write_json)
+from data import PATTERNS, Tokenizer, copy_tokenizer, read_optional, tokenizer_file
 from surgery import open_source, rotary_order, tensor_names, verify
 
 HERE = Path(__file__).parent
@@ -33,7 +34,7 @@ def to_hf(c):
                         "models have no such setting")
     layout = "qwen3" if c.head_norm else "qwen2" if c.qkv_bias else "llama"  # and Mistral
     layout = "olmo2" if c.norm == "post" else layout
-    return shared_keys(c) | {
+    config = shared_keys(c) | {
         "model_type": layout,
         "architectures": [layout.capitalize() + "ForCausalLM"],
         "hidden_act": "silu",
@@ -44,6 +45,9 @@ def to_hf(c):
         "rope_theta": c.rope_theta,
         "tie_word_embeddings": c.tie_embeddings,
     }
+    if layout == "olmo2":  # by default pads with token 1, whose embedding would get no gradient
+        config["pad_token_id"] = None
+    return config
 
 
 def shared_keys(c):
@@ -144,6 +148,22 @@ def export(model, folder):
         (folder / "README.md").write_text(card)
 
 
+def is_qwens(spec):
+    """Whether a tokenizer.json splits a text as transformers' Qwen2Tokenizer does, whose words
+    replace those of the file."""
+    match spec:
+        case {
+            "model": {"type": "BPE"},
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"pretokenizers": [
+                {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ]},
+        }:
+            return words == PATTERNS[1]
+    return False
+
+
 def write_text_files(model, folder):
     """
     Copy the tokenizer's files and generation_config.json, and tell transformers what BOS and EOS
@@ -162,9 +182,17 @@ def write_text_files(model, folder):
         write_json(folder / "generation_config.json", generation)
     if not tokenizer_file(folder):
         return
+    layout = read_json(folder / "config.json")["model_type"]
+    spec = read_optional(folder, "tokenizer.json")
+    if layout == "qwen2" and not is_qwens(spec):
+        raise UserError(f"{model.folder}: transformers 5 reads any tokenizer of an ordinary Qwen2 "
+                        "as Qwen's own, so it would split a text into other tokens. To export the "
+                        "weights alone, copy this folder without its tokenizer")
     tokenizer = Tokenizer.load(folder)
     config = read_optional(folder, "tokenizer_config.json")
     config.pop("auto_map", None)  # it names code that is not in OUT
+    if isinstance(config.get("extra_special_tokens"), list):  # of transformers 5; 4.57 needs a dict
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
     if was_trained(model):
         config.pop("chat_template", None)
         (folder / "chat_template.jinja").unlink(missing_ok=True)

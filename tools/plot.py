@@ -1,6 +1,7 @@
 """
 Draw results of eval_gsm8k.py or of lm-evaluation-harness, or the losses of runs, and print what is
-drawn as tables. Files with the same task share a panel; scores are in %.
+drawn as tables. Files with the same task share a panel; scores are in %. Runs that share a label
+become their mean ± its standard error.
 
     python -m tools.plot out/*/eval_gsm8k.json                 # over r
     python -m tools.plot out/tiny/eval_*.json --x difficulty  # a curve for each model and r
@@ -11,7 +12,10 @@ does.
 """
 import json
 import math
+import statistics
 from pathlib import Path
+
+import numpy as np
 
 from common import Parser, UserError, cli, read_json, reading
 from model import Config, RecurrentLM
@@ -27,6 +31,7 @@ LOG_BASE = {"steps": 2, "parameters": 10}
 HARNESS = "acc_norm", "math_verify", "acc"  # metrics of the harness; the first that a task has
 COLUMNS = 13  # at most this many points of a curve are printed
 MARKERS = 30  # at most this many points of a curve get a marker
+PICTURES = ".png", ".svg", ".pdf"
 
 
 def main():
@@ -36,13 +41,16 @@ def main():
     flag("--x", choices=AXES, help="x axis; default: steps for results, update for runs")
     flag("--labels", metavar="NAME,NAME",
          help="comma-separated names, one per file; files with the same name share a curve")
-    flag("--out", metavar="FILE", help=".png or .svg; default: named after the first input")
+    flag("--out", metavar="FILE", help=".png, .svg or .pdf; default: named after the first input")
     args = parser.parse_args()
     # A pattern such as out/fig3* also matches a picture that was drawn before.
-    paths = [path for path in args.results if not path.endswith(".png")] or args.results
+    paths = [path for path in args.results if not path.endswith(PICTURES)] or args.results
     labels = args.labels.split(",") if args.labels else paths
     if len(labels) != len(paths):
         raise UserError(f"--labels: {len(labels)} labels for {len(paths)} files")
+    out = args.out or paths[0].rstrip("/").removesuffix(".json") + ".png"
+    if not out.endswith(PICTURES):
+        raise UserError(f"--out {out}: must end in {', '.join(PICTURES)}")
     axis = args.x or ("update" if Path(paths[0]).is_dir() else "steps")
     curves_of = {}  # {(title, y): {label: [(x, y, error), ...]}}
     for label, path in zip(labels, paths):
@@ -62,9 +70,9 @@ def main():
             "x": AXES[axis],
             "y": y,
             "x_log": LOG_BASE.get(axis),
-            "curves": curves,
+            "curves": {label: average(points) for label, points in curves.items()},
         })
-    draw(panels, args.out or paths[0].rstrip("/").removesuffix(".json") + ".png")
+    draw(panels, out)
     for panel in panels:
         print_table(panel)
 
@@ -79,7 +87,10 @@ def losses(label, folder, axis):
     if axis not in ("update", "flops"):
         raise UserError(f"--x {axis}: losses of a run are drawn over update or flops")
     with open(f"{folder}/log.jsonl") as f:
-        for entry in map(json.loads, f):
+        for line in f:
+            if not line.endswith("\n"):  # cut off
+                break
+            entry = json.loads(line)
             x = entry[axis]
             if "loss" in entry:
                 yield "", "loss", label, (x, entry["loss"], None)
@@ -108,8 +119,10 @@ def scores(label, path, axis):
             if config.n_core and axis not in ("steps", "parameters"):
                 curve += f", r = {r}"
             if axis == "difficulty":
-                for difficulty, (score, *_) in row["by_difficulty"].items():
-                    yield title, y, curve, (float(difficulty), score, None)
+                levels = row["by_difficulty"]
+                words = not all(level.replace(".", "", 1).isdecimal() for level in levels)
+                for level, (score, *_) in levels.items():
+                    yield title, y, curve, (level if words else float(level), score, None)
                 continue
             if axis == "steps":
                 x = r if config.n_core else None
@@ -146,6 +159,30 @@ def harness_scores(label, content, axis):
                 break
 
 
+def average(points):
+    """
+    Sort the (x, y, error) of a curve by x. Several with the same x, such as those of other seeds,
+    become one: their mean and its standard error.
+    """
+    same_x = {}
+    for point in points:
+        same_x.setdefault(point[0], []).append(point)
+    averaged = []
+    for x in sorted(same_x, key=place):
+        _, ys, (error, *_) = zip(*same_x[x])
+        if len(ys) > 1:
+            error = statistics.stdev(ys) / math.sqrt(len(ys))
+        averaged.append((x, statistics.fmean(ys), error))
+    return averaged
+
+
+def place(x):
+    """The sort key of an x: None, then numbers, then words, in the order of eval_gsm8k.py."""
+    if isinstance(x, str):
+        return 1, len(x), x
+    return 0, -math.inf if x is None else x
+
+
 # --------------------------------------------------------------------------------- tables
 
 def print_table(panel):
@@ -154,10 +191,11 @@ def print_table(panel):
     or third if there are many. A horizontal line has its value in every column.
     """
     curves = panel["curves"]
-    xs = sorted({x for points in curves.values() for x, *_ in points if x is not None})
+    xs = {x for points in curves.values() for x, *_ in points}
+    xs = sorted(xs - {None}, key=place)
     every = math.ceil(len(xs) / COLUMNS)
     xs = xs[::-every][::-1] if xs else [None]  # always keeps the last
-    rows = [["", *("" if x is None else f"{x:g}" for x in xs)]]
+    rows = [["", *map(x_text, xs)]]
     for label, points in curves.items():
         texts = {x: as_text(panel["y"], score, error) for x, score, error in points}
         rows.append([label, *(texts.get(x, texts.get(None, "")) for x in xs)])
@@ -169,12 +207,18 @@ def print_table(panel):
         print("|", " | ".join(text.ljust(width) for text, width in zip(row, widths)), "|")
 
 
+def x_text(x):
+    return f"{x:g}" if isinstance(x, int | float) else x or ""
+
+
 def as_text(y, value, error):
     """A loss, or a score in %, as text: "49.4 ± 1.4"."""
     if y == "loss":
-        return f"{value:.4f}"
-    text = f"{100 * value:.1f}"
-    return text if error is None else f"{text} ± {100 * error:.1f}"
+        scale, digits = 1, 4
+    else:
+        scale, digits = 100, 1
+    text = f"{scale * value:.{digits}f}"
+    return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
 
 # --------------------------------------------------------------------------------- drawing
@@ -227,16 +271,21 @@ def draw_panel(axes, panel):
         if xs[0] is None:
             axes.axhline(ys[0], **style | {"linestyle": "--"})
             continue
+        errors = np.array([error or 0 for error in errors])
+        every = math.ceil(len(points) / MARKERS)
         axes.errorbar(
             xs,
             ys,
-            [error or 0 for error in errors],
+            errors,
             # Hollow markers of different shapes tell overlapping curves apart.
             marker="os^Dv*PX"[i % 8],
             markerfacecolor="none",
-            markevery=math.ceil(len(points) / MARKERS),
+            markevery=every,
+            errorevery=every,
             **style,
         )
+        band = ys - errors, ys + errors
+        axes.fill_between(xs, *band, color=style["color"], alpha=0.15, linewidth=0)
     if "line" in panel:
         x, label = panel["line"]
         axes.axvline(x, color="gray", linestyle=":", label=label)
