@@ -177,7 +177,7 @@ def read_mixture(data):
 
 # --------------------------------------------------------------------------------------- tokenizers
 
-TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json",
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                    "generation_config.json")
 
@@ -205,49 +205,43 @@ class Tokenizer:
     decode_ids: Callable   # list of ids below vocab_size -> text
     vocab_size: int        # the highest id + 1; there may be gaps
     special: dict          # {name: id} of control tokens
-    bos_id: int | None     # put before a text if transformers, given these files, does so
+    bos_id: int | None     # put before a text; None if nothing is
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
     fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
 
     @staticmethod
     def load(folder):
         """
-        Load the Tokenizer in a folder. For a tokenizer.model we use sentencepiece. For a
-        tokenizer.json, the words of runs/tiny.sh are split in Python, and byte-level BPE is read
-        with tiktoken, where the ids are sure to be transformers'; all others need the tokenizers
-        library. Raises UserError if there is no tokenizer, or one that we cannot read in full.
+        Load the Tokenizer of a folder, by its tokenizer_file(). Raises UserError if there is none,
+        if we cannot read it in full, or if another file in the folder contradicts it.
         """
         path = tokenizer_file(folder)
         if not path:
-            raise UserError(f"{folder}: has no tokenizer.model or tokenizer.json")
+            raise UserError(f"{folder}: has no tokenizer.json or tokenizer.model")
         config = read_optional(folder, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # as in transformers
             config |= read_optional(folder, "special_tokens_map.json")
         with reading(path):
             if path.suffix == ".json":
                 spec = read_json(path)
-                encode, decode = word_level(spec) or byte_level(spec) or any_tokenizer_json(path)
-                tokens = all_tokens(spec)
-                special = {token["content"]: token["id"] for token in spec["added_tokens"]
-                           if token["special"]}
+                tokens, added = all_tokens(spec), spec["added_tokens"]
+                special = {token["content"]: token["id"] for token in added if token["special"]}
+                in_text = {token["content"]: token for token in added if not token["special"]}
+                encode, decode = read_tokenizer_json(path, spec, in_text)
                 bos_id = template_bos(path, spec)
             else:
-                encode, decode, tokens, special = read_sentencepiece(path)
-                # The file does not say whether a text begins with BOS. transformers' LlamaTokenizer
-                # adds it unless tokenizer_config.json says otherwise.
+                model, tokens = read_sentencepiece(path, config.get("add_prefix_space"))
+                encode, decode, in_text = model.encode, model.decode, {}
+                special = {name: i for name, i in tokens.items() if model.is_control(i)}
+                # As in transformers' LlamaTokenizer, since the file itself does not say.
                 bos = config.get("bos_token", "<s>" if "<s>" in special else None)
                 bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
-            eos_id = token_id(path, special, config.get("eos_token"))
-            extra = config.get("extra_special_tokens") or []  # transformers 5 writes a list
-            added = [*read_optional(folder, "added_tokens.json"),
-                     *config.get("added_tokens_decoder", {}).values(),
-                     *(config.get("additional_special_tokens") or []),
-                     *(extra.values() if isinstance(extra, dict) else extra)]
-            for token in added:
-                token_id(path, tokens, token)  # raises an error if the file lacks it
-        if eos_id is None:
-            eos_id = next((special[name] for name in EOS_NAMES if name in special), None)
+            check_other_files(path, config, tokens, in_text, encode)
+            eos = next((name for name in EOS_NAMES if name in special), None)
+            eos_id = token_id(path, special, config.get("eos_token") or eos)
         fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
+        if path.suffix == ".model" and config.get("add_prefix_space") is False:
+            fingerprint += ", no blank before a text"
         vocab_size = max(tokens.values()) + 1
         return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
 
@@ -264,10 +258,7 @@ class Tokenizer:
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, ids):
-        """
-        Turn a list of ids into text. Skips ids that the tokenizer lacks, which a model with a
-        padded vocabulary may produce.
-        """
+        """Turn ids into text, without those that only a model with a padded vocabulary has."""
         return self.decode_ids([i for i in ids if i < self.vocab_size])
 
 
@@ -278,8 +269,10 @@ def load_tokenizer(folder, config):
     """
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
+        last = tokenizer.decode([tokenizer.vocab_size - 1])
         raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, but its model "
-                        f"only {config.vocab_size}, so it is the tokenizer of a different model")
+                        f"only {config.vocab_size}. Remove tokens that were added to its files, "
+                        f"such as {last}, or use the tokenizer of this model")
     if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
         ends = [*sorted(config.ends), tokenizer.eos_id]
         config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
@@ -297,16 +290,16 @@ def check_same_tokenizer(tokenizer, folder):
 
 def tokenizer_file(folder):
     """
-    Find the file that defines a folder's tokenizer: tokenizer.model, unless there is none or a
-    tokenizer.json has other tokens, because a fine-tune left the tokenizer.model of its parent.
-    Returns None if there is neither.
+    Find the file that defines a folder's tokenizer: tokenizer.json, as in transformers 5, or else
+    tokenizer.model. Returns None if there is none. Raises UserError if it is of another kind.
     """
-    model, spec = (Path(folder, name) for name in ("tokenizer.model", "tokenizer.json"))
-    if model.exists() and spec.exists():
-        _, _, tokens, _ = read_sentencepiece(model)
-        with reading(spec):
-            return model if tokens == all_tokens(read_json(spec)) else spec
-    return next((path for path in (model, spec) if path.exists()), None)
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"):
+        path = Path(folder, name)
+        if path.exists():
+            if name not in TOKENIZER_FILES:
+                raise UserError(f"{path}: is not read. Make a tokenizer.json of it with "
+                                "transformers' AutoTokenizer and save_pretrained()")
+            return path
 
 
 def read_optional(folder, name):
@@ -316,32 +309,46 @@ def read_optional(folder, name):
 
 
 def token_id(path, tokens, token):
-    """
-    Find the id of a token that a file beside `path` names, as text or as a dict; None gives None.
-    Raises UserError if it is not one of {name: id} `tokens`.
-    """
+    """The id of a token that a file beside `path` names, as text or a dict; None gives None."""
     name = token["content"] if isinstance(token, dict) else token
     if name and name not in tokens:
-        raise UserError(f"{path}: lacks the token {name}, or has it as ordinary text, but a file "
-                        "beside it names it. Merge them with transformers' AutoTokenizer and "
-                        "save_pretrained()")
+        raise UserError(f"{path}: lacks the token {name} as a file beside it has it, one of "
+                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there, or merge them with "
+                        "transformers' AutoTokenizer and save_pretrained()")
     return tokens.get(name)
 
 
-def read_sentencepiece(path):
-    """
-    Read a SentencePiece model (Llama 2, TinyLlama), which never encodes control tokens. Returns
-    encode_text, decode_ids, {name: id} of all tokens, and special: see Tokenizer.
-    """
+def check_other_files(path, config, tokens, in_text, encode):
+    """Raise UserError if a file beside `path` disagrees about a token or a blank before a text."""
+    extra = config.get("extra_special_tokens") or []  # transformers 5 writes a list
+    for token in [*read_optional(path.parent, "added_tokens.json"),
+                  *config.get("added_tokens_decoder", {}).values(),
+                  *(config.get("additional_special_tokens") or []),
+                  *(extra.values() if isinstance(extra, dict) else extra)]:
+        plain = isinstance(token, dict) and token.get("special") is False
+        same = not plain or token.items() <= in_text.get(token["content"], {}).items()
+        token_id(path, tokens if same else {}, token)
+    says = config.get("add_prefix_space")
+    if says is None and re.match("GPT|Qwen", config.get("tokenizer_class") or ""):
+        says = False  # by default
+    blank = encode("a a") == encode("a") * 2
+    if says not in (None, blank):
+        raise UserError(f"{path}: puts {'a' if blank else 'no'} blank before a text, against the "
+                        "add_prefix_space or class in tokenizer_config.json. Correct one of them")
+
+
+def read_sentencepiece(path, add_prefix_space=None):
+    """Read a SentencePiece model. Returns it and {name: id}. None: as the file itself says."""
     import sentencepiece
     with reading(path):
-        if re.match(rb"\S+ \d+\n", path.read_bytes()[:100]):
+        proto = path.read_bytes()
+        if re.match(rb"\S+ \d+\n", proto[:100]):
             raise UserError(f"{path}: Meta's own format of Llama 3's tokenizer, not SentencePiece. "
                             "Use the tokenizer.json of a Hugging Face repository instead")
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    tokens = {model.id_to_piece(i): i for i in range(model.vocab_size())}
-    special = {name: i for name, i in tokens.items() if model.is_control(i)}
-    return model.encode, model.decode, tokens, special
+        if add_prefix_space is not None:  # a second normalizer_spec.add_dummy_prefix, which counts
+            proto += b"\x1a\x02\x18" + bytes([add_prefix_space])
+        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    return model, {model.id_to_piece(i): i for i in range(model.vocab_size())}
 
 
 def all_tokens(spec):
@@ -354,46 +361,60 @@ def all_tokens(spec):
 
 def template_bos(path, spec):
     """
-    Find the id of BOS, the token that a tokenizer.json puts before a text, or None. As in
-    transformers, tokenizer_config.json is ignored. A token after the text is left out, because the
-    model has to continue a prompt. Raises UserError if several come before a text, or unknown ones.
+    Find the id of BOS, the token that a tokenizer.json puts before a text, or None. A token after
+    it is left out, because the model has to continue a prompt. Raises UserError if there are more.
     """
     processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
     before = []
     for step in processor.get("processors", [processor]):
         if step["type"] not in ("ByteLevel", "TemplateProcessing"):
             raise UserError(f"{path}: a post-processor {step['type']} is not supported")
-        tokens = itertools.takewhile(lambda piece: "SpecialToken" in piece, step.get("single", []))
-        for token in tokens:
-            before += step["special_tokens"][token["SpecialToken"]["id"]]["ids"]
+        for piece in step.get("single", []):
+            if "Sequence" in piece:  # the text
+                break
+            before += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
     if len(before) > 1:
         raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
     return before[0] if before else None
 
 
-# These read a tokenizer.json. They return encode_text and decode_ids, or None if it is of another
-# kind.
-
-def word_level(spec):
-    """Words between whitespace, as in runs/tiny.sh, without any package."""
-    model = spec["model"]
-    can_be_read = (
-        model["type"] == "WordLevel" and model.get("unk_token") == "<unk>"
-        and spec.get("pre_tokenizer") == {"type": "WhitespaceSplit"}
-        and not spec.get("normalizer") and not spec.get("decoder")
-        and all(token["special"] for token in spec["added_tokens"])
-    )
-    if not can_be_read:
-        return None
-    vocab = model["vocab"]
-    words = {i: word for word, i in all_tokens(spec).items()}
-
-    def encode(text):
-        # Only Python counts \x1c to \x1f as whitespace.
-        found = re.findall(r"[\S\x1c-\x1f]+", text)
-        return [vocab.get(word, vocab["<unk>"]) for word in found]
-
-    return encode, lambda ids: " ".join(words[i] for i in ids if i in words)
+def read_tokenizer_json(path, spec, in_text):
+    """
+    Return encode_text and decode_ids of a tokenizer.json. The tokenizers library reads all of them,
+    and others do where the ids are sure to be the same: Python the words of runs/tiny.sh, tiktoken
+    byte-level BPE, and sentencepiece Llama 2's BPE, by the tokenizer.model beside it.
+    """
+    merged = ["".join(pair).replace(" ", "") for pair in spec["model"].get("merges", [])]
+    match spec:
+        case {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab},
+              "pre_tokenizer": {"type": "WhitespaceSplit"},
+              } if not (in_text or spec.get("normalizer") or spec.get("decoder")):
+            words = {i: word for word, i in all_tokens(spec).items()}
+            split = re.compile(r"[\S\x1c-\x1f]+").findall  # only Python counts these as whitespace
+            return (lambda text: [vocab.get(word, vocab["<unk>"]) for word in split(text)],
+                    lambda ids: " ".join(words[i] for i in ids if i in words))
+        case {"model": {"merges": _},
+              "normalizer": None | {"type": "NFC"},
+              "pre_tokenizer": {"pretokenizers": [
+                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+                  | {"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
+              } if words in PATTERNS:
+            if found := byte_level(spec, words, merged, in_text):
+                return found
+        case {"model": {"byte_fallback": True},
+              "normalizer": {"normalizers": [
+                  {"prepend": "▁"},
+                  {"pattern": {"String": " "}, "content": "▁"}]},
+              "pre_tokenizer": None,
+              } if not in_text and (beside := path.with_name("tokenizer.model")).exists():
+            model, tokens = read_sentencepiece(beside)
+            scores = [model.get_score(tokens.get(token, 0)) for token in merged]
+            if (tokens == all_tokens(spec)
+                    and scores == sorted(scores, reverse=True)
+                    and model.normalize(" ﬁ  x ") == "▁▁ﬁ▁▁x▁"):
+                return model.encode, model.decode
+    return any_tokenizer_json(path)
 
 
 # Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
@@ -412,29 +433,16 @@ PATTERNS = WORDS, WORDS.replace("{1,3}", "")
 PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
 
 
-def byte_level(spec):
+def byte_level(spec, words, merged, in_text):
     """Byte-level BPE with the words of Llama 3, OLMo 2 or Qwen, with tiktoken."""
-    match spec:
-        case {"model": {"type": "BPE", "vocab": vocab, "merges": merges},
-              "normalizer": None | {"type": "NFC"} as normalizer,
-              "pre_tokenizer": {"pretokenizers": [
-                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
-                  | {"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
-                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
-              } if words in PATTERNS:
-            pass
-        case _:
-            return None
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
+    vocab = spec["model"]["vocab"]
     tokens = sorted(vocab.keys() - added.keys(), key=vocab.get)
-    merged = dict.fromkeys("".join(pair).replace(" ", "") for pair in merges)  # "a b" or [a, b]
     can_be_read = (
         # tiktoken needs a token for each byte, then merges, in the order of their ids.
-        set(tokens[:256]) == BYTES.keys() and tokens[256:] == list(merged)
+        set(tokens[:256]) == BYTES.keys() and tokens[256:] == list(dict.fromkeys(merged))
         # Added tokens that are recognized in a text must need no preprocessing.
-        and not any(token[key] for token in in_text.values()
-                    for key in ("lstrip", "rstrip", "single_word", "normalized"))
+        and not any(flag is True for token in in_text.values() for flag in token.values())
     )
     if not can_be_read:
         return None
@@ -444,12 +452,11 @@ def byte_level(spec):
     names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
 
     def encode_ordinary(text):
-        text = unicodedata.normalize("NFC", text) if normalizer else text
+        text = unicodedata.normalize("NFC", text) if spec["normalizer"] else text
         return [*itertools.chain.from_iterable(map(coder.encode_ordinary, PIECE.findall(text)))]
 
     def encode(text):
-        ids = []
-        start = 0
+        ids, start = [], 0
         for match in names.finditer(text) if in_text else ():
             if match[0] in in_text:  # not the name of a control token, which is ordinary text
                 ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
@@ -469,12 +476,9 @@ def any_tokenizer_json(path):
     coder.no_padding()
     coder.encode_special_tokens = True  # as ordinary text
 
-    def encode(text):
-        # Unlike encode(), this releases the GIL, so that threads encode in parallel.
-        (encoding,) = coder.encode_batch_fast([text], add_special_tokens=False)
-        return encoding.ids
-
-    return encode, functools.partial(coder.decode, skip_special_tokens=False)
+    # Unlike encode(), encode_batch_fast() releases the GIL, so that threads encode in parallel.
+    return (lambda text: coder.encode_batch_fast([text], add_special_tokens=False)[0].ids,
+            functools.partial(coder.decode, skip_special_tokens=False))
 
 
 # ------------------------------------------------------------------------------------------ prepare
