@@ -24,6 +24,7 @@ This file has three parts that hardly depend on each other: the loader; tokenize
 because token ids have to be those of transformers; and `prepare`, with its command line.
 """
 import bisect
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -212,8 +213,8 @@ class Tokenizer:
     @staticmethod
     def load(folder):
         """
-        Load the Tokenizer of a folder, by its tokenizer_file(). Raises UserError if there is none,
-        if we cannot read it in full, or if another file in the folder contradicts it.
+        Load the Tokenizer of a folder, from its tokenizer_file(). Raises UserError if it has none,
+        if we cannot read it in full, or if another file there contradicts it.
         """
         path = tokenizer_file(folder)
         if not path:
@@ -221,27 +222,30 @@ class Tokenizer:
         config = read_optional(folder, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # as in transformers
             config |= read_optional(folder, "special_tokens_map.json")
+        fingerprint = digest(path)
         with reading(path):
             if path.suffix == ".json":
                 spec = read_json(path)
-                tokens, added = all_tokens(spec), spec["added_tokens"]
+                tokens = all_tokens(spec)
+                added = spec["added_tokens"]
                 special = {token["content"]: token["id"] for token in added if token["special"]}
                 in_text = {token["content"]: token for token in added if not token["special"]}
                 encode, decode = read_tokenizer_json(path, spec, in_text)
                 bos_id = template_bos(path, spec)
             else:
                 model, tokens = read_sentencepiece(path, config.get("add_prefix_space"))
-                encode, decode, in_text = model.encode, model.decode, {}
+                encode, decode = model.encode, model.decode
                 special = {name: i for name, i in tokens.items() if model.is_control(i)}
+                in_text = {}
+                if config.get("add_prefix_space") is False:
+                    fingerprint += ", no blank before a text"
                 # As in transformers' LlamaTokenizer, since the file itself does not say.
                 bos = config.get("bos_token", "<s>" if "<s>" in special else None)
                 bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
             check_other_files(path, config, tokens, in_text, encode)
             eos = next((name for name in EOS_NAMES if name in special), None)
             eos_id = token_id(path, special, config.get("eos_token") or eos)
-        fingerprint = f"{digest(path)}, BOS {bos_id}, EOS {eos_id}"
-        if path.suffix == ".model" and config.get("add_prefix_space") is False:
-            fingerprint += ", no blank before a text"
+        fingerprint += f", BOS {bos_id}, EOS {eos_id}"
         vocab_size = max(tokens.values()) + 1
         return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
 
@@ -269,10 +273,9 @@ def load_tokenizer(folder, config):
     """
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
-        last = tokenizer.decode([tokenizer.vocab_size - 1])
-        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, but its model "
-                        f"only {config.vocab_size}. Remove tokens that were added to its files, "
-                        f"such as {last}, or use the tokenizer of this model")
+        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model only "
+                        f"{config.vocab_size}. Use the model's own, or remove added tokens such as "
+                        f"{tokenizer.decode([tokenizer.vocab_size - 1])} from its files")
     if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
         ends = [*sorted(config.ends), tokenizer.eos_id]
         config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
@@ -289,17 +292,14 @@ def check_same_tokenizer(tokenizer, folder):
 
 
 def tokenizer_file(folder):
-    """
-    Find the file that defines a folder's tokenizer: tokenizer.json, as in transformers 5, or else
-    tokenizer.model. Returns None if there is none. Raises UserError if it is of another kind.
-    """
+    """A folder's tokenizer.json, which decides, as in transformers 5, or its tokenizer.model."""
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"):
         path = Path(folder, name)
         if path.exists():
-            if name not in TOKENIZER_FILES:
-                raise UserError(f"{path}: is not read. Make a tokenizer.json of it with "
-                                "transformers' AutoTokenizer and save_pretrained()")
-            return path
+            if name in TOKENIZER_FILES:
+                return path
+            raise UserError(f"{path}: not a tokenizer that we read. Make a tokenizer.json of it "
+                            "with transformers' AutoTokenizer and save_pretrained()")
 
 
 def read_optional(folder, name):
@@ -331,7 +331,7 @@ def check_other_files(path, config, tokens, in_text, encode):
     says = config.get("add_prefix_space")
     if says is None and re.match("GPT|Qwen", config.get("tokenizer_class") or ""):
         says = False  # by default
-    blank = encode("a a") == encode("a") * 2
+    blank = not {*encode("a")}.isdisjoint(map(tokens.get, "▁ ▁a Ġ Ġa".split()))
     if says not in (None, blank):
         raise UserError(f"{path}: puts {'a' if blank else 'no'} blank before a text, against the "
                         "add_prefix_space or class in tokenizer_config.json. Correct one of them")
@@ -360,10 +360,7 @@ def all_tokens(spec):
 
 
 def template_bos(path, spec):
-    """
-    Find the id of BOS, the token that a tokenizer.json puts before a text, or None. A token after
-    it is left out, because the model has to continue a prompt. Raises UserError if there are more.
-    """
+    """The id that a tokenizer.json puts before a text, or None; one after it is left out."""
     processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
     before = []
     for step in processor.get("processors", [processor]):
@@ -380,9 +377,8 @@ def template_bos(path, spec):
 
 def read_tokenizer_json(path, spec, in_text):
     """
-    Return encode_text and decode_ids of a tokenizer.json. The tokenizers library reads all of them,
-    and others do where the ids are sure to be the same: Python the words of runs/tiny.sh, tiktoken
-    byte-level BPE, and sentencepiece Llama 2's BPE, by the tokenizer.model beside it.
+    Return encode_text and decode_ids of a tokenizer.json. The tokenizers library, which is optional
+    and slower, reads what nothing else is sure to give the same ids for.
     """
     merged = ["".join(pair).replace(" ", "") for pair in spec["model"].get("merges", [])]
     match spec:
@@ -422,8 +418,7 @@ def read_tokenizer_json(path, spec, in_text):
 UNPRINTABLE = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
 BYTES = {chr(256 + UNPRINTABLE.index(b) if b in UNPRINTABLE else b): b for b in range(256)}
 
-# How Llama 3 and OLMo 2 split a text into words, and Qwen, which splits off every digit. Each
-# character is part of a word.
+# How Llama 3 and OLMo 2 split a text into words, and Qwen, which splits off every digit.
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 PATTERNS = WORDS, WORDS.replace("{1,3}", "")
@@ -449,14 +444,16 @@ def byte_level(spec, words, merged, in_text):
     import tiktoken
     ranks = {bytes(map(BYTES.get, token)): vocab[token] for token in tokens}
     coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
-    names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
+    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
+    names = re.compile("|".join(longest_first))
 
     def encode_ordinary(text):
         text = unicodedata.normalize("NFC", text) if spec["normalizer"] else text
         return [*itertools.chain.from_iterable(map(coder.encode_ordinary, PIECE.findall(text)))]
 
     def encode(text):
-        ids, start = [], 0
+        ids = []
+        start = 0
         for match in names.finditer(text) if in_text else ():
             if match[0] in in_text:  # not the name of a control token, which is ordinary text
                 ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
@@ -495,10 +492,11 @@ TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
 
-def read_records(path):
+def read_records(path, args):
     """
     Yield the records of a file: dicts, or lines of JSON as bytes, which tokenize() parses in its
-    thread. Raises UserError if the file is of another kind or damaged.
+    thread. args: the flags of prepare, which name the columns that a record needs. Raises UserError
+    if the file is of another kind or damaged.
     """
     suffix = Path(path).suffix
     with reading(path):
@@ -512,7 +510,11 @@ def read_records(path):
                 yield from filter(bytes.strip, file)
         elif suffix == ".parquet":
             from pyarrow import parquet
-            for batch in parquet.ParquetFile(path).iter_batches(256):
+            columns = [rule.partition("=")[0] for rule in args.drop]
+            columns.append(args.field)
+            if args.prompt:
+                columns.append(args.prompt)
+            for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
                 yield from batch.to_pylist()
         else:
             raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
@@ -525,6 +527,22 @@ def column_value(record, column):
     return record
 
 
+def read_message(message):
+    """Return (role, text) of a chat's message. Null is the text of one that calls a tool."""
+    if message.get("from"):  # ShareGPT's form
+        return message["from"], message["value"] or ""
+    return message.get("role"), message["content"] or ""
+
+
+def parse_chat(value):
+    """Return the messages of a chat that is stored as a string of JSON, or any other value."""
+    with contextlib.suppress(Exception):  # it is none
+        chat = json.loads(value)
+        if chat and all(role for role, _ in map(read_message, chat)):
+            return chat
+    return value
+
+
 def as_text(value):
     """
     Return a text; or the text of a number, of true or false, of bytes in UTF-8, or of the messages
@@ -532,7 +550,7 @@ def as_text(value):
     texts or a lone surrogate.
     """
     if isinstance(value, list):
-        return "\n".join(as_text(message["content"] or "") for message in value)
+        return "\n".join(as_text(text) for _, text in map(read_message, value))
     if isinstance(value, bytes):  # from parquet files that do not say that a column is text
         return value.decode()
     if isinstance(value, (bool, int, float)):
@@ -551,13 +569,13 @@ def document(tokenizer, record, args):
     the same ids here as at inference. Raises an exception, whatever its type, if a column is
     missing or has the wrong type, if ids are out of range, or if no token carries loss.
     """
-    value = column_value(record, args.field)
+    value = parse_chat(column_value(record, args.field))
     parts = [(column_value(record, args.prompt), False)] if args.prompt else []
     if args.loss == "all":
         parts.append((value, True))
-    else:  # null is the content of a message that calls a tool
-        parts += [(message["content"] or "", message["role"].lower() == "assistant")
-                  for message in value]
+    else:
+        parts += [(text, role.lower() in ("assistant", "gpt"))
+                  for role, text in map(read_message, value)]
     ids, labels = [], []
     for part, has_loss in parts:
         is_ids = isinstance(part, list) and all(type(item) is int for item in part)  # no bools
@@ -603,12 +621,38 @@ def tokenize(tokenizer, record, path, args):
         return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 
 
+def say_repeats(args, digests):
+    """Say how many records are read twice, because two files of --input have the same digest."""
+    seen = set()
+    repeats = []
+    for path, key in zip(args.input, digests):
+        if key in seen:
+            repeats.append(path)
+        seen.add(key)
+    if repeats:
+        count = sum(1 for path in repeats for _ in read_records(path, args))
+        say(f"note: {count:,} records repeat, so some are trained on and validate as well: other "
+            f"files of --input are the same as {', '.join(repeats[:5])}")
+
+
+def say_ends(tokenizer):
+    """Say what begins and ends each document, and which file decides what begins it."""
+    path = tokenizer_file(tokenizer.folder)
+    reason = "its post_processor"
+    if path.suffix == ".model":
+        reason = "tokenizer_config.json's add_bos_token, which is true by default"
+    names = {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
+    names[None] = "no BOS"
+    say(f"{path}: documents begin with {names.get(tokenizer.bos_id, tokenizer.bos_id)}, because of "
+        f"{reason}, and end with {names[tokenizer.eos_id]}")
+
+
 def tokenize_all(args, tokenizer, first=0):
     """
     Yield a group of up to 1,000 outcomes of tokenize() at a time, for the records from number
     `first` on. Threads are enough, because the tokenizer libraries release the GIL.
     """
-    records = ((record, path) for path in args.input for record in read_records(path))
+    records = ((record, path) for path in args.input for record in read_records(path, args))
     records = itertools.islice(records, first, None)
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(records, 1000)):
@@ -780,6 +824,8 @@ def prepare(args):
         if finished.exists():
             say(f"{out} is already complete")
             return
+        say_ends(tokenizer)
+        say_repeats(args, [key for _, key in meta["arguments"]["input"]])
         if in_rows and not meta["shards"]["train"]:
             meta["row_length"] = choose_row_length(args, tokenizer)
         write_json(unfinished, meta)

@@ -289,7 +289,7 @@ def download(spec):
         from huggingface_hub import snapshot_download
         return snapshot_download(
             repo, revision=revision or None, ignore_patterns=["*/*", "consolidated*"],
-            allow_patterns=["config.json", *TOKENIZER_FILES, INDEX, "*.safetensors"])
+            allow_patterns=["*.safetensors", INDEX, "config.json", "vocab.json", *TOKENIZER_FILES])
     except ModuleNotFoundError:
         raise UserError(f"{spec}: no such folder. For the hub's: `pip install huggingface_hub`")
     except Exception as e:  # of the network or of the hub

@@ -573,12 +573,14 @@ def write_bpe(kind):
     spec = json.loads(bpe.to_str())
     if kind == "unordered":
         spec["model"]["merges"].reverse()
+    if kind == "typeless":  # as GPT-2's own file
+        del spec["model"]["type"]
     if kind == "unreachable":
         spec["model"]["vocab"] |= {"pretraining": 800, "Ġdepth-": 801}
     common.write_json(f"{kind}/tokenizer.json", spec)
 
 
-IN_TIKTOKEN = ["qwen", "olmo2"]
+IN_TIKTOKEN = ["qwen", "olmo2", "typeless"]
 NOT_IN_TIKTOKEN = ["smollm2", "gpt2", "words", "unordered", "few_bytes", "strips", "unreachable"]
 
 
@@ -642,21 +644,78 @@ def test_texts_begin_as_in_transformers():
 
 
 def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
-    """With tokenizer.model, texts begin as in transformers' LlamaTokenizer: by default with BOS."""
+    """tokenizer.model alone is read as in LlamaTokenizer: by default with BOS and a blank."""
     tf = need("transformers")
     need("google.protobuf")
     shutil.copy(speaker / "tokenizer.model", ".")
     assert Tokenizer.load(".").bos_id == 1
 
     prints = set()
-    for adds, bos in itertools.product((True, False, None), (None, "<s>", "</s>")):
-        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds, "bos_token": bos}
+    for adds, bos, blank in itertools.product(
+            (True, False, None), (None, "<s>", "</s>"), (True, False, None)):
+        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds, "bos_token": bos,
+                  "add_prefix_space": blank}
         common.write_json("tokenizer_config.json", config)
-        theirs = tf.AutoTokenizer.from_pretrained(".")("has 1").input_ids
-        assert Tokenizer.load(".").encode("has 1", bos=True) == theirs, config
-        prints.add(Tokenizer.load(".").fingerprint)
+        theirs = tf.AutoTokenizer.from_pretrained(".")
+        ours = Tokenizer.load(".")
+        for text in ["has 1"] + [" has"] * (blank is False):
+            ids = theirs(text).input_ids
+            assert ours.encode(text, bos=True) == ids, config
+            assert ours.decode(ids[-3:]) == theirs.decode(ids[-3:]), config
+        prints.add(ours.fingerprint)
 
-    assert len(prints) == 3, "the fingerprint depends on whether BOS is added, and on which one"
+    assert len(prints) == 3 * 2, "the fingerprint depends on BOS, and on a blank before a text"
+
+
+BLANKS = [{"type": "Prepend", "prepend": "▁"},
+          {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+
+
+@pytest.mark.parametrize("change", [
+    "none", "no blank", "lowercase", "digits", "merges", "ids", "added token", "no bytes", "model"])
+def test_tokenizer_json_decides(change, speaker, monkeypatch):
+    """The ids are those of tokenizer.json, also where a tokenizer.model beside it is faster."""
+    tf, tokenizers = need("transformers"), need("tokenizers")
+    need("google.protobuf")
+    shutil.copy(speaker / "tokenizer.model", ".")
+    tf.LlamaTokenizer.from_pretrained(".").save_pretrained("json")
+    spec = read_json("json/tokenizer.json")
+    normalizer = {"type": "Sequence", "normalizers": BLANKS}  # as transformers 4 writes it
+    never = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}
+    digits = {"type": "Digits", "individual_digits": True}
+    spec |= {"normalizer": normalizer, "pre_tokenizer": None}
+    model = spec["model"]
+    vocab = model["vocab"]
+    match change:
+        case "no blank":
+            spec |= {"normalizer": None, "pre_tokenizer": never}
+        case "lowercase":
+            normalizer["normalizers"] = [{"type": "Lowercase"}, *BLANKS]
+        case "digits":
+            spec["pre_tokenizer"] = digits
+        case "merges":
+            model["merges"].reverse()
+        case "ids":
+            vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        case "added token":
+            spec["added_tokens"].append(spec["added_tokens"][0] | {
+                "id": vocab["e"], "content": "e", "special": False})
+        case "no bytes":
+            model["byte_fallback"] = False
+        case "model":  # its normalizer removes blanks
+            with open("tokenizer.model", "ab") as file:
+                file.write(b"\x1a\x02\x20\x01")
+    common.write_json("tokenizer.json", spec)
+    common.write_json("tokenizer_config.json", {"add_bos_token": True, "bos_token": "<s>"})
+    theirs = tokenizers.Tokenizer.from_file("tokenizer.json")
+    theirs.encode_special_tokens = True
+    if change == "none":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    ours = Tokenizer.load(".")
+    for text in (*HARD, "has 12 ABBA", (ROOT / "README.md").read_text()):
+        ids = theirs.encode(text).ids
+        assert ours.encode(text, bos=True) == ids, text[:200]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
 
 
 def test_configured_end_of_text(corpus):
@@ -702,7 +761,7 @@ def test_tokens_that_other_files_name(speaker):
         ("added_tokens.json", {"<step>": 512}),
     ):
         common.write_json(name, content)
-        with pytest.raises(UserError, match="tokenizer.model: lacks the token <step>"):
+        with pytest.raises(UserError, match="tokenizer.model: lacks the token <step>.*" + name):
             Tokenizer.load(".")
         os.rename(name, "last.json")
 
@@ -715,12 +774,51 @@ def test_tokens_that_other_files_name(speaker):
     text = "has 1 <step> 漢"
     assert Tokenizer.load("merged").encode(text, bos=True) == theirs(text).input_ids
     assert 512 in theirs(text).input_ids
+    with pytest.raises(UserError, match="513 ids, .* 512. .* remove .* <step>"):
+        data.load_tokenizer("merged", small(vocab_size=512).config)
 
     write_bpe("bpe")
     common.write_json("bpe/special_tokens_map.json", {"eos_token": "<s>"})
     common.write_json("bpe/tokenizer_config.json", {"eos_token": "</s>"})
     theirs = tf.AutoTokenizer.from_pretrained("bpe")
     assert Tokenizer.load("bpe").eos_id == theirs.eos_token_id == 0
+
+
+THINK = dict(content="<think>", special=False, normalized=False, lstrip=False, rstrip=False,
+             single_word=False)
+BLANK = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+GPT2 = {"tokenizer_class": "GPT2Tokenizer"}
+
+
+@pytest.mark.parametrize("change, config, words", [
+    ({}, {"added_tokens_decoder": {"701": THINK}}, None),
+    ({}, {"added_tokens_decoder": {"701": THINK | {"lstrip": True}}}, "the token <think>"),
+    ({"added_tokens": []}, {"added_tokens_decoder": {"701": THINK}}, "the token <think>"),
+    ({}, GPT2 | {"add_prefix_space": False}, None),
+    ({}, GPT2 | {"add_prefix_space": True}, "puts no blank"),
+    ({"pre_tokenizer": BLANK}, GPT2, "puts a blank"),
+    ({"pre_tokenizer": BLANK}, {"tokenizer_class": "GPTNeoXTokenizerFast"}, "puts a blank"),
+    ({"pre_tokenizer": BLANK}, GPT2 | {"add_prefix_space": True}, None),
+    ({"pre_tokenizer": BLANK}, {}, None),
+])
+def test_files_that_contradict_tokenizer_json(change, config, words):
+    """If tokenizer_config.json gives a text other ids than tokenizer.json, we refuse them."""
+    tf, tokenizers = need("transformers"), need("tokenizers")
+    write_bpe("gpt2")
+    spec = read_json("gpt2/tokenizer.json") | {"normalizer": None} | change
+    spec["model"]["vocab"] |= {"<thi": 700, "<think>": 701, ">.": 702}
+    common.write_json("gpt2/tokenizer.json", spec)
+    common.write_json("gpt2/tokenizer_config.json",
+                      {"tokenizer_class": "PreTrainedTokenizerFast"} | config)
+    text = "the <think> a"
+    alone = tokenizers.Tokenizer.from_file("gpt2/tokenizer.json").encode(text).ids
+    theirs = tf.AutoTokenizer.from_pretrained("gpt2")(text).input_ids
+    if words:
+        assert theirs != alone, "a reason to refuse them"
+        with pytest.raises(UserError, match=f"tokenizer.json: .*{words}"):
+            Tokenizer.load("gpt2")
+    else:
+        assert Tokenizer.load("gpt2").encode(text) == theirs == alone
 
 
 @pytest.mark.parametrize("change", [
@@ -799,6 +897,8 @@ TURNS = [
     {"role": "user", "content": "so"},
     {"role": "assistant", "content": "3"},
 ]
+SHAREGPT = [{"from": "human", "value": "has 1"}, {"from": "GPT", "value": "2"},
+            {"from": None, "value": None, "role": "user", "content": "so"}]  # as in parquet
 STYLED = [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]
 MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
 
@@ -810,6 +910,11 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
     ({"a": STYLED}, {}, "[|has\n2$]"),
     ({"a": TURNS}, {}, "[|has 1\n\n2\nso\n3$]"),
     ({"a": TURNS}, {"loss": "assistant"}, "|has 1[\n2$]\nso[\n3$]"),
+    ({"a": SHAREGPT}, {}, "[|has 1\n2\nso$]"),
+    ({"a": SHAREGPT}, {"loss": "assistant"}, "|has 1[\n2$]\nso"),
+    ({"a": json.dumps(TURNS)}, {"loss": "assistant"}, "|has 1[\n2$]\nso[\n3$]"),
+    ({"a": json.dumps(SHAREGPT).encode()}, {}, "[|has 1\n2\nso$]"),
+    ({"a": '{"value": 1}'}, {}, '[|{"value": 1}$]'),
     ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has [\n1$]"),
     ({"a": 7, "q": True}, {"prompt": "q"}, "|true[\n7$]"),
     ({"a": [65, 66, 67]}, {}, "[ABC]"),
@@ -857,11 +962,12 @@ def test_prepare_counts_bad_documents(corpus):
 
 
 def test_texts_in_other_encodings(corpus):
-    """Text in parquet's binary columns is text; files that are not UTF-8 are refused."""
+    """Parquet's binary columns are text, others are not read; what is not UTF-8 is refused."""
     parquet, pa = need("pyarrow.parquet"), need("pyarrow")
     texts = [f"has {i % 10}" for i in range(60)]
     for name, rows in (("text", texts), ("binary", [text.encode() for text in texts])):
-        parquet.write_table(pa.table({"text": rows}), f"{name}.parquet")
+        later = pa.array([253_402_300_800] * 60, pa.timestamp("s"))  # the year 10000
+        parquet.write_table(pa.table({"text": rows, "time": later}), f"{name}.parquet")
         run_script("data", *prepare(corpus, f"{name}.parquet", name))
     assert np.load("text/train_000000.npy").tolist() == np.load("binary/train_000000.npy").tolist()
 
@@ -976,6 +1082,22 @@ def test_counts_and_names_of_shards(corpus):
     names = [name for shards in meta["shards"].values() for name, *_ in shards]
     assert len({*names}) == len(names) == len([*Path("out").glob("*.npy")])
     assert sum(len(np.load(f"out/{name}")) for name in names) == 4  # two words, each with EOS
+
+
+def test_prepare_says_what_it_found(corpus, speaker):
+    """prepare says what begins a document, which file decides that, and how many records repeat."""
+    documents(30)
+    shutil.copy("a.jsonl", "b.jsonl")
+    shutil.copy(corpus / "task" / "tokenizer.json", ".")
+    command = "prepare", "--input", "a.jsonl", "a.jsonl", "--input=b.jsonl", "--tokenizer=."
+    said = run_script("data", *command, "--out=json")
+    assert "tokenizer.json: documents begin with no BOS" in said and "end with </s> (1)" in said
+    assert "note: 60 records repeat" in said and "a.jsonl, b.jsonl" in said
+    shutil.copy(speaker / "tokenizer.model", ".")
+    os.remove("tokenizer.json")
+    said = run_script("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.")
+    assert "tokenizer.model: documents begin with <s> (1)" in said and "add_bos_token" in said
+    assert "repeat" not in said
 
 
 def test_large_ids(corpus):
@@ -2294,6 +2416,7 @@ MISTAKES = [
     ("surgery unscaled out --feed_forward", "low_freq_factor"),
     ("surgery pointer out --feed_forward", "only a pointer of Git LFS"),
     ("data prepare --input test.jsonl --tokenizer meta --out out", "tokenizer.model: Meta's own"),
+    ("surgery slow out --feed_forward", "vocab.json: not a tokenizer that we read"),
     ("train --data=task --context=39 --out_dir=out --config=latin.toml", "latin.toml: damaged"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),

@@ -127,6 +127,8 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     for name, changed in (("typeless", {}), ("unscaled", config | scaling)):
         shutil.copytree(llama, folder / name)
         common.write_json(folder / name / "config.json", changed)
+    shutil.copytree(llama, folder / "slow")
+    os.rename(folder / "slow" / "tokenizer.json", folder / "slow" / "vocab.json")
     os.mkdir(folder / "pointer")
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 499723\n"
