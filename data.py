@@ -495,8 +495,8 @@ ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 def read_records(path, args):
     """
     Yield the records of a file: dicts, or lines of JSON as bytes, which tokenize() parses in its
-    thread. args: the flags of prepare, which name the columns that a record needs. Raises UserError
-    if the file is of another kind or damaged.
+    thread. args: the flags of prepare, which name the columns of a .parquet file that are read.
+    Raises UserError if the file is of another kind or damaged.
     """
     suffix = Path(path).suffix
     with reading(path):
@@ -510,10 +510,8 @@ def read_records(path, args):
                 yield from filter(bytes.strip, file)
         elif suffix == ".parquet":
             from pyarrow import parquet
-            columns = [rule.partition("=")[0] for rule in args.drop]
-            columns.append(args.field)
-            if args.prompt:
-                columns.append(args.prompt)
+            columns = [args.field, args.prompt or args.field]
+            columns += [rule.partition("=")[0] for rule in args.drop]
             for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
                 yield from batch.to_pylist()
         else:
@@ -638,13 +636,13 @@ def say_repeats(args, digests):
 def say_ends(tokenizer):
     """Say what begins and ends each document, and which file decides what begins it."""
     path = tokenizer_file(tokenizer.folder)
-    reason = "its post_processor"
+    key = "its post_processor"
     if path.suffix == ".model":
-        reason = "tokenizer_config.json's add_bos_token, which is true by default"
-    names = {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
-    names[None] = "no BOS"
-    say(f"{path}: documents begin with {names.get(tokenizer.bos_id, tokenizer.bos_id)}, because of "
-        f"{reason}, and end with {names[tokenizer.eos_id]}")
+        key = "tokenizer_config.json's add_bos_token, which is true by default"
+    names = {None: "no BOS"}
+    names |= {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
+    say(f"{path}: documents begin with {names.get(tokenizer.bos_id, tokenizer.bos_id)}, by {key}, "
+        f"and end with {names[tokenizer.eos_id]}")
 
 
 def tokenize_all(args, tokenizer, first=0):
