@@ -136,6 +136,8 @@ recurrences = list_of(positive)  # the type of --steps
 # --------------------------------------------------------------------------------------- dtypes
 
 DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype
+# AMD's GPUs before CDNA and RDNA 3 report capabilities of 9 and 10, but emulate bfloat16.
+SLOW_BFLOAT16 = "gfx900", "gfx906", "gfx10"
 DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32"
 
 
@@ -150,7 +152,9 @@ def native_bfloat16(device="cpu"):
     latter alone, 0.64; decoding on an AMD EPYC with neither, 0.05. ARM was not measured.
     """
     if device != "cpu":
-        return torch.cuda.get_device_capability() >= (8, 0)
+        gpu = torch.cuda.get_device_properties()
+        amd = getattr(gpu, "gcnArchName", "")  # such as "gfx90a:sramecc+:xnack-"
+        return (gpu.major, gpu.minor) >= (8, 0) and not amd.startswith(SLOW_BFLOAT16)
     words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
 

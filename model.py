@@ -37,6 +37,11 @@ from torch.utils.checkpoint import checkpoint
 
 from common import UserError, read_json, reading, say, write_atomically, write_json
 
+# cuDNN's attention is off in all scripts. It plans for each new shape, up to 0.4 s while decoding,
+# and torch's partitioner does not know that it is dear to recompute. torch 2.11 prefers it; others
+# report NaN gradients on an H100, and wrong output on a B200 with fewer than 8 kv heads.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; the paper keeps it
 IGNORE = -100                      # marks a target without loss, as in torch
 LOGITS_AT_ONCE = 1 << 26           # the most logits in memory at once: 256 MB in float32
@@ -362,6 +367,8 @@ class RecurrentLM(nn.Module):
         # the last one wastes less than that. If that is too large for the memory, it has fewer.
         size = len(flat) if labelled.all() else math.ceil(len(flat) / 4)
         size = min(size, LOGITS_AT_ONCE // self.config.vocab_size)
+        if x.is_cuda and size < len(flat):  # whole tiles; on a CPU, this would change results
+            size = 128 * max(1, size // 128)
         count = max(1, math.ceil(labelled.sum().item() / size))
         order = labelled.argsort(descending=True, stable=True)[:count * size]
         flat, order = to_device(flat[order], x.device), to_device(order, x.device)

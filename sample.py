@@ -126,8 +126,6 @@ class Decoder:
         self.model = model
         self.compiled = compile
         self.use_graph = compile and model.embed.weight.is_cuda
-        # Process-wide. cuDNN would spend up to 0.4 s on a plan for each new shape.
-        torch.backends.cuda.enable_cudnn_sdp(False)
         if compile:
             for module in model.modules():
                 if isinstance(module, Linear) and not self.use_graph:

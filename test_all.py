@@ -29,8 +29,8 @@ from unittest import mock
 
 sys.path.append(str(Path(__file__).parent / "tests"))
 # First, because this hides any GPU:
-from helpers import (ASKED, FEED_FORWARD, GPU, HARD, ORACLE, QKV, RECURRENT, ROOT, TOKENIZERS,
-                     answers_of, beside_the_tests, checkpoints, contents, convert, decode,
+from helpers import (ASKED, FEED_FORWARD, GPU, HARD, MATRICES, ORACLE, QKV, RECURRENT, ROOT,
+                     TOKENIZERS, answers_of, beside_the_tests, checkpoints, contents, convert, decode,
                      decode_model, documents, documents_in, error_line, exit_codes, expected,
                      first_rows, generate_rows, identical, kill, launch, max_difference, mean_loss,
                      need, needs_compiler, noise, optimizer_rank, outcome, parameters,
@@ -1173,17 +1173,18 @@ def test_mixture_follows_its_weights(corpus):
 
 # ------------------------------------------------------------------------------------ the optimizer
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
-def test_muon_beside_adamw_is_torchs(products, monkeypatch):
+@pytest.mark.parametrize("together", [1, 1000])  # 320 numbers a matrix: one by one, or in batches
+def test_muon_beside_adamw_is_torchs(together, products, monkeypatch):
     """Matrices follow torch's Muon to the last bit, other parameters torch's AdamW."""
-    monkeypatch.setattr(muon, "PRODUCT_DTYPE", products)
+    monkeypatch.setattr(muon, "TOGETHER", together)
     ours, theirs = parameters(noise()), parameters(noise())
     sizes = [16, 8]
-    opt = Optimizer(ours.items(), lr=0.02, adam_lr=0.003, weight_decay=0.1, stacked={QKV: sizes})
+    opt = Optimizer(ours.items(), MATRICES, lr=0.02, adam_lr=0.003, weight_decay=0.1,
+                    stacked={QKV: sizes}, product_dtype=products)
     parts = [torch.nn.Parameter(part) for part in theirs.pop(QKV).detach().split(sizes)]
     matrices, rest = [], []
     for name, p in theirs.items():
-        in_rest = p.dim() != 2 or name in ("embed.weight", "head.weight")
-        (rest if in_rest else matrices).append(p)
+        (matrices if name in MATRICES else rest).append(p)
 
     peers = [
         (torch.optim.Muon([*matrices, *parts], weight_decay=0.1), 0.02),
@@ -1207,11 +1208,41 @@ def test_muon_beside_adamw_is_torchs(products, monkeypatch):
         assert max_difference(ours[name], p) <= (0 if exact else 1e-6), name
 
 
+def test_muon_alone_trains_in_another_project():
+    """The lines in muon.py's docstring train a model in a folder that holds nothing else of ours."""
+    shutil.copy(ROOT / "muon.py", ".")
+    lines = re.findall(r"^    (.+)", muon.__doc__, re.M)
+    assert len(lines) == 5
+    setup, update = "\n".join(lines[:2]), "\n    ".join(lines[2:])
+    Path("other.py").write_text(f"""
+import torch, torch.nn as nn, torch.nn.functional as F
+from muon import Optimizer
+torch.manual_seed(0)
+model = nn.ModuleDict({{"wte": nn.Embedding(9, 16), "blocks": nn.Linear(16, 16, bias=False),
+                       "lm_head": nn.Linear(16, 9)}})
+batch = torch.arange(9)
+labels = len(batch)
+losses = []
+
+def loss(model, batch):
+    logits = model.lm_head(model.blocks(model.wte(batch)).tanh())
+    losses.append(F.cross_entropy(logits, batch.roll(1), reduction="sum"))
+    return losses[-1]
+{setup}
+for _ in range(99):
+    {update}
+assert [piece.name for piece in opt.pieces if piece.rule == "muon"] == ["blocks.weight"]
+assert losses[-1] < losses[0] / 4, losses
+""")
+    subprocess.run([sys.executable, "other.py"], check=True, env={})
+
+
 @pytest.mark.parametrize("clip, scale", [(math.inf, 1e-6), (0.5, 1.0)])
 def test_adamw_and_clipping_are_torchs(clip, scale):
     """AdamW matches torch's with eps 1e-8, after clip_grad_norm_, even where gradients are tiny."""
     ours, theirs = parameters(noise()), parameters(noise())
-    opt = Optimizer(ours.items(), lr=0.01, adam_lr=1.0, weight_decay=0.1, clip=clip, rule="adamw")
+    opt = Optimizer(ours.items(), MATRICES, lr=0.01, adam_lr=1.0, weight_decay=0.1, clip=clip,
+                    rule="adamw")
     peer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), weight_decay=0.1)
     for i in range(5):
         grads = noise(i, scale=scale)
@@ -1233,7 +1264,7 @@ def test_adamw_star_is_the_papers():
     name = "embed.weight"
     w = noise()[name].double()
     ours = parameters({name: w})
-    opt = Optimizer(ours.items(), lr=lr, adam_lr=1.0, weight_decay=decay, rule="adamw*")
+    opt = Optimizer(ours.items(), [], lr=lr, adam_lr=1.0, weight_decay=decay, rule="adamw*")
     for t, factor in enumerate((0.3, 1.0, 1.0, 0.7, 0.2), start=1):
         g = noise(t, scale=20 if t == 3 else 1)[name]
         g[2] *= 1e-8
@@ -1444,10 +1475,17 @@ def test_auto_dtype(cpuinfo, auto, checkpoint, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "bfloat16 on cpu" in said
     assert ("float32 can be" in said) == (auto == "float32")
-    a100_and_t4 = mock.Mock(side_effect=[(8, 0), (7, 5)])
-    monkeypatch.setattr("torch.cuda.get_device_capability", a100_and_t4)
-    assert common.choose_dtype("auto", "cuda:0") == "bfloat16"
-    assert common.choose_dtype("auto", "cuda:0") == "float32"
+    for major, minor, amd, wanted in (
+        (8, 0, None, "bfloat16"),                                             # A100
+        (7, 5, None, "float32"),                                              # T4
+        (9, 0, "gfx906:sramecc+:xnack-", "float32"),                          # Radeon VII
+        (10, 3, "gfx1030", "float32"),                                        # RX 6800
+        (9, 0, "gfx90a:sramecc+:xnack-", "bfloat16"),                         # MI250
+        (11, 0, "gfx1100", "bfloat16"),                                       # RX 7900
+    ):
+        gpu = SimpleNamespace(major=major, minor=minor, **{"gcnArchName": amd} if amd else {})
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda: gpu)
+        assert common.choose_dtype("auto", "cuda:0") == wanted, gpu
 
 
 def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
@@ -2597,8 +2635,8 @@ def test_gpu_updates_like_the_cpu():
         before = torch.cat([w.flatten() for w in masters.values()])
         model.to(dtype)
         logits = [model(idx, steps=r, state=state)[0].detach() for r in (1, 4, 32)]
-        optimizer = Optimizer(model.named_parameters(), lr=0.01, adam_lr=0.01, weight_decay=0.0,
-                              clip=1.0, weights=masters)
+        settings = Settings(lr=0.01, adam_lr=0.01, weight_decay=0.0)
+        optimizer = train.make_optimizer(settings, model, 0, 1, masters)
         _, losses = model(idx, targets, (4, 4), state)
         losses.mean().backward()
         optimizer.accumulate()

@@ -42,8 +42,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
-                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null, natural,
-                    non_negative, positive, random_seed, read_json, reading, recurrences, say,
+                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null, native_bfloat16,
+                    natural, non_negative, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json, yes_or_no)
 from data import (Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files,
                   row_length)
@@ -574,7 +574,9 @@ def choose_trained(settings, model):
 
 def make_optimizer(settings, model, rank, world, weights=None):
     """Return an Optimizer for the parameters that are not frozen."""
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = {name for name, p in trained
+                if p.dim() == 2 and not name.startswith(("embed.", "head."))}
     stacked = {}
     if not model.config.n_core:
         # The paper's static baselines are Hugging Face models, in which q, k and v, or gate and up,
@@ -582,9 +584,11 @@ def make_optimizer(settings, model, rank, world, weights=None):
         for i, block in enumerate(model.prelude):
             stacked[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
             stacked[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
-    return Optimizer(trained, lr=settings.lr, adam_lr=settings.adam_lr,
+    native = native_bfloat16("cuda" if model.embed.weight.is_cuda else "cpu")
+    return Optimizer(trained, matrices, lr=settings.lr, adam_lr=settings.adam_lr,
                      weight_decay=settings.weight_decay, clip=settings.clip or math.inf,
-                     rule=settings.optimizer, weights=weights, stacked=stacked, rank=rank,
+                     rule=settings.optimizer, weights=weights, stacked=stacked,
+                     product_dtype=torch.bfloat16 if native else torch.float32, rank=rank,
                      world=world)
 
 

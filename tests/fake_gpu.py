@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -177,7 +178,7 @@ def fake_tensors(gpu):
     torch.cuda.is_available = returns(True)
     torch.cuda.device_count = returns(1)
     torch.cuda.get_device_name = returns("none")
-    torch.cuda.get_device_capability = returns((9, 0))
+    torch.cuda.get_device_properties = returns(SimpleNamespace(major=9, minor=0))
     torch.cuda.synchronize = returns(None)
     torch.cuda.max_memory_allocated = returns(0)
     torch.cuda.reset_peak_memory_stats = returns(None)
@@ -208,6 +209,7 @@ def run_training(gpu, found, corpus):
         train.WORLD = world
         train.dist = muon.dist = mock.MagicMock()
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
+        train.dist.group.WORLD = "all ranks"
         train.dist.broadcast_object_list = lambda objects: None
         flags = ("--updates=2 --batch_size=8 --context=39 --n_prelude=1 --n_core=1 --n_coda=1 "
                  "--eval_rows=8 --mean_recurrence=2 --backprop_depth=1 --curriculum=none "
@@ -276,6 +278,17 @@ def check_attention():
         assert not slow_attention(small(head_dim=64, context=128).to("cuda", dtype)), dtype
 
 
+def check_head():
+    """A chunk of the head's input has whole tiles of 128. (The mock counts one label: one chunk.)"""
+    model.LOGITS_AT_ONCE = 300 * 17
+    llm = small().to("cuda")
+    idx = torch.ones(8, 128, dtype=torch.int64, device="cuda")
+    with mock.patch.object(llm, "chunk_losses", wraps=llm.chunk_losses) as chunk_losses:
+        llm(idx, idx.cpu(), (0, 1))
+    (x, _), _ = chunk_losses.call_args
+    assert len(x) == 256
+
+
 def run_scripts(corpus, folder):
     """Run every other script that uses a GPU, from its command line."""
     for command in (
@@ -302,5 +315,6 @@ def simulate(corpus, folder):
         run_decoding(gpu, found)
         check_the_mock()
         check_attention()
+        check_head()
         run_scripts(corpus, folder)
     assert found == WAITS, found
