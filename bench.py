@@ -8,7 +8,7 @@ with the lowest and the highest.
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
 weights: except with --draft_steps, speed does not depend on their values. The last line of output
-is JSON.
+is JSON. `bash runs/gpu.sh` does all that is worth measuring on a new GPU.
 
 Tokens/s mean little across different r, so `train` also reports mfu: the FLOP/s that it executes in
 matrix products and attention, as a share of those of a large matrix product. And `decode` reports
@@ -20,10 +20,11 @@ import time
 from statistics import fmean, median
 
 import torch
+import torch._functorch.config as functorch_config
 
-from common import (DTYPE_HELP, DTYPES, Parser, choose_dtype, cli, dtype_on, list_of, natural,
-                    positive, recurrences, yes_or_no)
-from model import Config, RecurrentLM
+from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, dtype_on, list_of,
+                    natural, positive, recurrences, yes_or_no)
+from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS
 from sample import Decoder, device_and_dtype
 from train import Settings, attention_kernels, make_optimizer
@@ -63,8 +64,8 @@ def speeds(tokens, first, seconds):
 
 def bench_train(model, args):
     """
-    Time an update of one micro-batch for each (n, k), done as in train.py: in bfloat16 the
-    optimizer works on float32 master weights. Yields a row for each.
+    Time an update for each (n, k), done as in train.py: in bfloat16 the optimizer works on float32
+    master weights. Yields a row for each.
 
     Compiling happens in the warm-up, so first_s shows how long it takes.
     """
@@ -73,19 +74,21 @@ def bench_train(model, args):
     idx, targets = torch.randint(model.config.vocab_size, shape)
     idx = idx.to(DEVICE)  # targets stay on the CPU, as in train.py
     optimizer = make_optimizer(Settings(optimizer=args.optimizer), model, rank=0, world=1)
+    functorch_config.activation_memory_budget = args.activation_budget
     if args.compile:
         model.compile_parts()
+    tokens = args.micro_batches * idx.numel()
     for n, k in args.steps if model.config.n_core else [(0, 0)]:
         def update():
-            with attention_kernels(DEVICE, args.context):
-                _, losses = model(idx, targets, (n, k))
-                losses.sum().backward()
-            optimizer.accumulate()
+            for _ in range(args.micro_batches):
+                with attention_kernels(DEVICE, args.context):
+                    _, losses = model(idx, targets, (n, k))
+                    losses.sum().backward()
+                optimizer.accumulate()
             norm = optimizer.reduce()
-            optimizer.step(norm.item(), idx.numel())
+            optimizer.step(norm.item(), tokens)
 
         first, seconds = time_runs(update, args.repeat)
-        tokens = idx.numel()
         flops = tokens * model.flops_per_token((n, k), args.context, training=True)
         flops_per_s = (flops + optimizer.flops()) / median(seconds)
         yield {"n": n, "k": k, **speeds(tokens, first, seconds), "flops_per_s": flops_per_s,
@@ -161,6 +164,7 @@ def parse_args():
     decode.set_defaults(bench=bench_decode)
     for flag in train.add_argument, decode.add_argument:
         flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
+        flag("--reinit", action="store_true", help="random weights in the shape of --model")
         flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
         flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
         flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
@@ -169,7 +173,10 @@ def parse_args():
     flag = train.add_argument
     flag("--steps", type=n_plus_k, default="0+4,24+8",
          help="recurrences without + with gradient (%(default)s)")
-    flag("--batch_size", type=positive, default=4, help="rows per update (4)")
+    flag("--batch_size", type=positive, default=4, help="rows per micro-batch (4)")
+    flag("--micro_batches", type=positive, default=1, help="micro-batches per update (1)")
+    flag("--activation_budget", type=between(0.3, 1, float), default=1.0,
+         help="fraction of activations that a compiled model keeps (1)")
     flag("--context", type=positive, default=256, help="tokens per row (256)")
     flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
 
@@ -187,11 +194,13 @@ def parse_args():
 def main():
     args = parse_args()
     dtype = choose_dtype(args.dtype, DEVICE)
-    if args.model:
+    if args.model and not args.reinit:
         model = RecurrentLM.load(args.model, DEVICE, getattr(torch, dtype))
     else:
         config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
                         n_prelude=2, n_core=4, n_coda=2)
+        if args.model:
+            config = load_config(find_checkpoint(args.model))
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
         model.to(getattr(torch, dtype))

@@ -619,6 +619,15 @@ def test_plan_of_a_retrofit(corpus):
     ):
         assert words in said, said
 
+    evening = f"--config={ROOT}/config/evening.toml", "--preset=tinyllama-4-8-4"
+    said = run_script("tools/plan", *evening, "--memory=80")
+    for budget, rows, gigabytes in re.findall(r"(--act\S+) --micro_batch=(\d+): (\S+) GB", said):
+        for factor, fits in (1, True), (2, False):
+            said = run_script("tools/plan", *evening, budget, f"--micro_batch={factor * int(rows)}")
+            needed = re.search(r"memory: about (\S+) GB", said)[1]
+            assert (float(needed) <= 78) == fits and (needed == gigabytes) == fits
+    assert "no GPU" in error_line("tools/plan", *evening, "--memory")
+
     flags = f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
     assert "8.96 epochs" in run_script("tools/plan", *flags), "8,000 rows in batches of 1,024"
 

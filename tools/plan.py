@@ -3,6 +3,8 @@ Say what a run of train.py will cost: tokens and epochs, FLOPs, hours and memory
 the flags of train.py. With --preset, neither weights nor data need to be there.
 
     python -m tools.plan --config=config/evening.toml --preset=tinyllama-4-8-4 --gpus=8
+    python -m tools.plan --config=config/evening.toml --preset=tinyllama-4-8-4 --memory=80
+                                        the micro-batches that fit 80 GB
     python -m tools.plan --config=config/tiny_parent.toml --flops_of=out/tiny/task
                                         spend as many FLOPs as out/tiny/task did
 """
@@ -29,6 +31,13 @@ GPUS = {
     "H100 (80 GB)": 4.2e14,
 }
 
+FLOPS_PER_BYTE = 100  # what these speeds are, divided by the GPUs' memory bandwidths: 95 to 125
+
+# {activation budget: share of a compiled core's forward FLOPs that its backward pass repeats},
+# counted in the graphs that torch 2.13 makes of TinyLlama's (4,8,4) at T = 1,024, with attention as
+# dear to repeat as on a GPU. Below 1, it also repeats cheap operations, which are not counted.
+REPEATED = {1: 0, 0.7: 0, 0.5: 0.10, 0.3: 0.39}
+
 
 def main():
     parser = Parser(__doc__, usage="python -m tools.plan [flags]")
@@ -36,6 +45,8 @@ def main():
     flag("--gpus", type=positive, default=1, help="number of GPUs (1)")
     flag("--preset", choices=presets(), metavar="NAME",
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
+    flag("--memory", type=positive, nargs="?", const=0, metavar="GB",
+         help="say what fits GPUs of so many GB; without a number, this machine's GPU")
     flag("--flops_of", metavar="RUN", help="make as many updates as it takes to spend the FLOPs "
          "that RUN, and the runs before it, have spent since the parent")
     flag("--quiet", action="store_true", help="print the number of updates alone")
@@ -107,6 +118,8 @@ def plan(args, settings):
     each = ", ".join(f"{what} {size:.1f}" for what, size in gigabytes.items())
     print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}) "
           f"in {settings.dtype}; leave 2 GB free")
+    if args.memory is not None:
+        say_what_fits(settings, model, args.gpus, args.memory or gpu_memory(), labelled)
     for name, speed in GPUS.items():
         hours = flops / (args.gpus * speed) / 3600
         print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")
@@ -192,6 +205,38 @@ def memory(settings, model, gpus):
         "optimizer": sum(t.nbytes for t in states) / 1e9,
         "activations": activations / 1e9,
     }
+
+
+def gpu_memory():
+    """Return the memory of this machine's GPU in GB. Raises UserError if there is none."""
+    if not torch.cuda.is_available():
+        raise UserError("--memory: this machine has no GPU. Give a number of GB")
+    return round(torch.cuda.get_device_properties().total_memory / 1e9)
+
+
+def say_what_fits(settings, model, gpus, gigabytes, labelled):
+    """
+    For each activation budget, print the largest micro-batch that fits GPUs of so many GB and
+    leaves 2 free, and the time that the two cost, as a share of that of the run's FLOPs.
+    """
+    flops = run_flops(settings, model, labelled)
+    core = run_flops(replace(settings, recompute=True), model, labelled) - flops  # once more
+    trained = model.num_params(trained=True).total()
+    rows = settings.batch_size // (gpus * settings.draws)  # of a GPU, for each draw
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    print(f"fits {gigabytes} GB; % of the time for repeated FLOPs, and for adding up gradients:")
+    for budget, repeated in REPEATED.items():
+        for size in sizes:
+            tried = replace(settings, micro_batch=size, activation_budget=budget)
+            needed = sum(memory(tried, model, gpus).values())
+            if needed <= gigabytes - 2:
+                passes = settings.updates * settings.batch_size / size
+                added = 10 * trained * passes  # bytes: reads 2 and 4, writes 4
+                print(f"    --activation_budget={budget} --micro_batch={size}: {needed:.1f} GB, "
+                      f"{repeated * core / flops:.1%} and {added * FLOPS_PER_BYTE / flops:.1%}")
+                break
+        else:
+            print(f"    --activation_budget={budget}: nothing")
 
 
 if __name__ == "__main__":
