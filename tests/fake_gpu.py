@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -177,8 +178,9 @@ def fake_tensors(gpu):
 
     torch.cuda.is_available = returns(True)
     torch.cuda.device_count = returns(1)
-    torch.cuda.get_device_name = returns("none")
-    torch.cuda.get_device_properties = returns(SimpleNamespace(major=9, minor=0))
+    torch.cuda.get_device_name = returns("H100")
+    torch.cuda.get_device_properties = returns(
+        SimpleNamespace(major=9, minor=0, total_memory=80_000_000_000))
     torch.cuda.synchronize = returns(None)
     torch.cuda.max_memory_allocated = returns(0)
     torch.cuda.reset_peak_memory_stats = returns(None)
@@ -291,9 +293,18 @@ def check_head():
 
 def run_scripts(corpus, folder):
     """Run every other script that uses a GPU, from its command line."""
+    os.mkdir("logs")
+    assert run_script("runs/gpu", "shape", "smollm2-135m-2-2-2", "shape") == "80\n"
+    for part, command in (
+            ("train-1-0.5", "bench train --model=shape --reinit --steps=1+1 --batch_size=1 "
+             "--context=8 --repeat=1 --compile=false"),
+            ("decode-1", f"bench decode --model={folder} --tokens=4 --steps=2 --repeat=1"),
+            ("compare", "runs/gpu compare")):
+        Path("logs", f"{part}.log").write_text(run_script(*command.split()))
+    said = run_script("runs/gpu", "report", "logs", "shape", "seconds=9")
+    for words in ("of the data sheet's 989; 0.0 GB, tools.plan says", "r = 2: ", "in bfloat16"):
+        assert words in said, said
     for command in (
-            "bench train --steps=1+1 --batch_size=1 --context=8 --repeat=1 --compile=false",
-            f"bench decode --model={folder} --tokens=4 --steps=2 --repeat=1",
             f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --compile",
             f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "
             "--template=plain --max_new_tokens=3 --out=gsm8k.json",

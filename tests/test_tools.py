@@ -1027,28 +1027,44 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
     assert "GB in float32, and 0.0 GB are free" in said and "mine/loop-0" in said
 
 
-# ------------------------------------------------- tiny.sh and task.sh, beside the tests above
+# --------------------------------------- tiny.sh, task.sh and gpu.sh, beside the tests above
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 --row_length 40 "
         "--seeds '0 1'")
-PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def beside(request, tmp_path_factory, name, line):
+    """Run a line of bash in a copy of the repository, beside the other tests, if a test needs it."""
+    if not any(name in item.name for item in request.session.items):
+        yield None
+        return
+    folder = tmp_path_factory.mktemp(name)
+    for part in ("runs", "config", "tools", "assets"):
+        shutil.copytree(ROOT / part, folder / part)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
+    write_task(folder / "mine", [f"has {i % 10} gets {i // 10}" for i in range(100)], ["so 7", "7"])
+    with beside_the_tests(["bash", "-c", line], folder, PATH=f"{folder}:{PATH}") as output:
+        yield output, folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(request, tmp_path_factory):
-    """Run both in a copy of the repository, in a process that runs beside the other tests."""
-    if not any("tiny_run" in item.name for item in request.session.items):
-        yield None
-        return
-    folder = tmp_path_factory.mktemp("tiny_run")
-    for name in ("runs", "config", "tools"):
-        shutil.copytree(ROOT / name, folder / name)
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, folder)
-    write_task(folder / "mine", [f"has {i % 10} gets {i // 10}" for i in range(100)], ["so 7", "7"])
     flags = "-- --updates=2 --compile=false --eval_rows=4"
-    command = ["bash", "-c", f"bash runs/tiny.sh --quick --seed 5 && {TASK} {flags}"]
-    with beside_the_tests(command, folder, PATH=PATH) as output:
-        yield output, folder
+    line = f"bash runs/tiny.sh --quick --seed 5 && {TASK} {flags}"
+    yield from beside(request, tmp_path_factory, "tiny_run", line)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu_sh(request, tmp_path_factory):
+    """Run gpu.sh with a `python` that fails for 2, 8 and 64 rows."""
+    fails = f"""#!/bin/bash
+[[ "$*" == *"--batch_size "[268]* ]] && echo boom && exit 3
+exec {sys.executable} "$@"
+"""
+    line = f"echo {shlex.quote(fails)} > python; chmod +x python; "
+    line += "! bash runs/gpu.sh --cpu --train --decode --hunt"
+    yield from beside(request, tmp_path_factory, "gpu_sh", line)
 
 
 def test_tiny_run_end_to_end(tiny_run):
@@ -1087,3 +1103,19 @@ def test_task_run_end_to_end(tiny_run):
         end = subprocess.run(f"{TASK} {wrong}", shell=True, cwd=folder, capture_output=True,
                              text=True, env=os.environ | {"PATH": PATH})
         assert end.returncode == 2 and words in end.stderr
+
+
+def test_gpu_sh_survives_a_failure(gpu_sh):
+    """`bash runs/gpu.sh --cpu` ends with a table and JSON of all parts, though some fail."""
+    output, folder = gpu_sh
+    said = output()
+    *_, last = said.splitlines()
+    found = json.loads(last)
+    table = {name: text for name, text in cells_of(said)}
+    assert found["device"] == "a CPU" and "a CPU" in table.values()
+    for part, words in (
+        ("train-4-0.5", "of a matmul"), ("train-2-1", "failed (3): boom"),
+        ("decode-1", "r = 16: "), ("decode-8", "failed (3)"), ("decode-64", "failed (3)"),
+        ("hunt", "2 of 2 runs did not crash, with cuDNN off"),
+    ):
+        assert words in table[part] and part in found, part

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# How does loopgraft do on your GPU, NVIDIA's or AMD's? Needs a clone and requirements.txt, and
+# downloads nothing. It ends with a table and a line of JSON: please paste both into an issue.
+#
+#   bash runs/gpu.sh [--small | --cpu] [PART ...]
+#
+#   --tests      the GPU tests
+#   --compare    logits and gradients of a small model, beside the CPU's in float32
+#   --train      speed and memory of training TinyLlama's (4,8,4), random, in bfloat16
+#   --decode     speed of decoding with it at r = 1, 4 and 16, for 1, 8 and 64 rows
+#   --hunt       nine small runs at once, which have crashed on an H200: two minutes, only if asked
+#                for. With CUDNN=1 in the environment, they use cuDNN's attention
+#
+# The first four take up to 8 minutes, beside what compiles in them (the table says how long), and
+# 24 GB of GPU memory. --small: SmolLM2's size, for less memory. --cpu: toy sizes, on a CPU.
+# A part that fails does not stop the others. Logs, models and runs go to out/gpu.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+preset=tinyllama-4-8-4 cpu='' parts=''
+for flag in "$@"; do
+    case $flag in
+    --small) preset=smollm2-135m-13-4-13 ;;
+    --cpu) cpu=1 ;;
+    --tests | --compare | --train | --decode | --hunt) parts+=" $flag " ;;
+    --help) sed -n '2,/^set/s/^# \{0,1\}//p' runs/gpu.sh; exit ;;
+    *) echo "gpu.sh: error: unknown flag $flag (see --help)" >&2; exit 2 ;;
+    esac
+done
+parts=${parts:- --tests --compare --train --decode }
+trap 'kill $(jobs -p) 2>/dev/null; exit 130' INT  # Ctrl-C
+out=out/gpu failed=0
+mkdir -p $out
+rm -f $out/*.log
+
+part() {  # part NAME COMMAND ...: its output goes to $out/NAME.log, too
+    local log=$out/$1.log code=0
+    printf '\n== %s (%d s so far)\n' "$1" $SECONDS
+    timeout --foreground 600 "${@:2}" 2>&1 | tee "$log" || code=$?
+    ((code)) || return 0
+    echo "failed ($code): $(tail -n 1 "$log")" | tee -a "$log"
+    failed=1
+}
+asked() { [[ $parts == *" --$1 "* ]]; }
+
+# What the parts measure with: a shape without weights, and how much of it.
+if [[ $cpu ]]; then
+    export LOOPGRAFT_GPU=cpu CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES=''
+    shape=assets/tiny gigabytes=0
+    train=(--context 32 --micro_batches 2 --repeat 2 --compile=false)
+    decode=(--tokens 4 --repeat 2 --compile=false)
+    hunt=(--updates=2 --batch_size=8 --eval_rows=8) runs=2
+else
+    export LOOPGRAFT_GPU=1
+    shape=$out/shape gigabytes=$(python -m runs.gpu shape $preset $out/shape)
+    train=(--context 1024 --micro_batches 8 --repeat 3)
+    decode=(--repeat 3)
+    hunt=(--updates=500) runs=9
+fi
+
+if asked tests; then
+    processes=$(python -c "import xdist; print('-n 4')" 2>/dev/null || true)  # pytest-xdist
+    part tests python -m pytest -q -k gpu $processes
+fi
+if asked compare; then
+    part compare python -m runs.gpu compare
+fi
+if asked train; then
+    for rows in 4-0.5 2-1 16-1; do  # of a micro-batch, and the activation budget
+        [[ $rows == 16-1 && $preset == tinyllama* ]] && ((gigabytes < 66)) && continue
+        part train-$rows python bench.py train --model $shape --reinit --steps 4+4 \
+            --batch_size ${rows%-*} --activation_budget ${rows#*-} "${train[@]}"
+    done
+fi
+if asked decode; then
+    for rows in 1 8 64; do
+        part decode-$rows python bench.py decode --model $shape --reinit --steps 1,4,16 \
+            --batch_size $rows "${decode[@]}"
+    done
+fi
+if asked hunt; then
+    printf '\n== hunt (%d s so far)\n' $SECONDS
+    [[ -e $out/corpus ]] || python -m runs.tiny_corpus --out $out/corpus --rows 2000
+    [[ $cpu ]] || python -m runs.gpu shape smollm2-135m-2-2-2 ${shape:=$out/shape}
+    rm -rf $out/hunt
+    mkdir $out/hunt
+    cudnn=${CUDNN:+True}
+    train="import runpy, torch, model
+torch.backends.cuda.enable_cudnn_sdp(${cudnn:-False})
+runpy.run_path('train.py', run_name='__main__')"
+    # After a crash, the driver writes a small core file, which names the kernel.
+    export CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_COREDUMP_FILE=$PWD/$out/hunt/core.%p
+    export CUDA_COREDUMP_GENERATION_FLAGS=skip_global_memory,skip_shared_memory,skip_local_memory
+    pids=() crashed=0
+    for i in $(seq $runs); do
+        timeout 100 python -c "$train" --config=config/smollm2.toml --init_from=$shape --reinit \
+            --data=$out/corpus/task --context=39 --out_dir=$out/hunt/$i --seed=$i --save_every=500 \
+            "${hunt[@]}" > $out/hunt/$i.txt 2>&1 &
+        pids+=($!)
+    done
+    for i in $(seq $runs); do
+        code=0
+        wait ${pids[i - 1]} || code=$?
+        ((code == 0 || code == 124)) && continue  # at its end, or stopped by the timeout
+        crashed=$((crashed + 1))
+        echo "run $i: $(tail -n 1 $out/hunt/$i.txt)"
+    done
+    for core in $(ls $out/hunt/core.* 2>/dev/null); do
+        cuda-gdb -batch -ex "target cudacore $core" || true
+    done
+    rm -rf $out/hunt/*/step_*
+    with=${CUDNN:+cuDNN\'s attention}
+    echo "$((runs - crashed)) of $runs runs did not crash, with ${with:-cuDNN off}" |
+        tee $out/hunt.log
+fi
+
+commit=$(git rev-parse --short HEAD 2>/dev/null) || commit=unknown
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
+    driver=unknown
+python -m runs.gpu report $out $shape commit="$commit" date="$(date -u +%F)" driver="$driver" \
+    seconds=$SECONDS
+exit $failed
