@@ -164,7 +164,8 @@ def parse_args():
     decode.set_defaults(bench=bench_decode)
     for flag in train.add_argument, decode.add_argument:
         flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
-        flag("--reinit", action="store_true", help="random weights in the shape of --model")
+        flag("--reinit", action="store_true",
+             help="random weights in the shape of --model")
         flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
         flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
         flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
@@ -174,7 +175,8 @@ def parse_args():
     flag("--steps", type=n_plus_k, default="0+4,24+8",
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, help="rows per micro-batch (4)")
-    flag("--micro_batches", type=positive, default=1, help="micro-batches per update (1)")
+    flag("--micro_batches", type=positive, default=1,
+         help="micro-batches per update (1)")
     flag("--activation_budget", type=between(0.3, 1, float), default=1.0,
          help="fraction of activations that a compiled model keeps (1)")
     flag("--context", type=positive, default=256, help="tokens per row (256)")
@@ -194,13 +196,13 @@ def parse_args():
 def main():
     args = parse_args()
     dtype = choose_dtype(args.dtype, DEVICE)
+    config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
+                    n_prelude=2, n_core=4, n_coda=2)
+    if args.model:
+        config = load_config(find_checkpoint(args.model))
     if args.model and not args.reinit:
         model = RecurrentLM.load(args.model, DEVICE, getattr(torch, dtype))
     else:
-        config = Config(vocab_size=4096, n_embd=512, n_head=8, n_kv_head=2, n_ffn=1408,
-                        n_prelude=2, n_core=4, n_coda=2)
-        if args.model:
-            config = load_config(find_checkpoint(args.model))
         model = RecurrentLM(config).to(DEVICE)
         model.init_weights(0)
         model.to(getattr(torch, dtype))

@@ -154,7 +154,7 @@ def native_bfloat16(device="cpu"):
     if device != "cpu":
         gpu = torch.cuda.get_device_properties()
         amd = getattr(gpu, "gcnArchName", "")  # such as "gfx90a:sramecc+:xnack-"
-        return (gpu.major, gpu.minor) >= (8, 0) and not amd.startswith(SLOW_BFLOAT16)
+        return gpu.major >= 8 and not amd.startswith(SLOW_BFLOAT16)
     words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
 

@@ -37,9 +37,8 @@ MOMENTS = {  # what each rule keeps besides the master weights
     "adamw*": ["exp_avg", "exp_avg_sq"],
 }
 
-# Muon orthogonalizes small matrices of equal shape together, up to this many numbers. On one core of
-# an AMD EPYC, 24 of (96, 96) in bfloat16 take half as long as one by one; above 2**18, a single
-# matrix is as fast.
+# Muon orthogonalizes small matrices of equal shape together, up to this many numbers. On one core
+# of an AMD EPYC, 24 of (96, 96) take half the time; larger ones gain nothing.
 TOGETHER = 1 << 19
 
 
@@ -56,7 +55,8 @@ def newton_schulz(G, dtype=torch.bfloat16):
     add_product = torch.addmm if G.dim() == 2 else torch.baddbmm
     tall = G.size(-2) > G.size(-1)
     X = (G.mT if tall else G).bfloat16()  # so that the Gram matrix X X^T is the small one
-    X = rounded(X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7))
+    norm = X.norm(dim=(-2, -1), keepdim=True)
+    X = rounded(X / (norm + 1e-7))
     for _ in range(5):
         A = rounded(X @ X.mT)
         B = rounded(add_product(A, A, A, beta=b, alpha=c))
@@ -69,14 +69,16 @@ def muon_(matrices, lr, weight_decay, product_dtype):
     Apply one update of the official Muon, in place, to matrices of one shape. matrices: a list of
     (w, g, m), float32 weights, gradient and momentum (rows, cols). g is overwritten.
     """
-    for _, g, m in matrices:
+    for w, g, m in matrices:
+        w.mul_(1 - lr * weight_decay)
         m.lerp_(g, 1 - MOMENTUM)
         g.lerp_(m, MOMENTUM)  # Nesterov
-    G = torch.stack([g for _, g, _ in matrices])
-    updates = newton_schulz(G.squeeze(0), product_dtype).view(G.shape)
-    for (w, _, _), update in zip(matrices, updates):
-        w.mul_(1 - lr * weight_decay)
-        w.add_(update, alpha=-lr * max(1, w.size(0) / w.size(1)) ** 0.5)
+    weights, gradients, _ = zip(*matrices)
+    G = torch.stack(gradients)
+    _, rows, cols = G.shape
+    updates = newton_schulz(G.squeeze(0), product_dtype)
+    for w, update in zip(weights, updates.view(G.shape)):
+        w.add_(update, alpha=-lr * max(1, rows / cols) ** 0.5)
 
 
 def adamw_(w, g, m, v, t, lr, weight_decay, eps):
@@ -151,8 +153,8 @@ class Optimizer:
     weights: {name: exact weights} to start the masters from; by default, the parameters.
     stacked: {name: [rows of each matrix]} of weights that Muon and AdamW* update matrix by matrix,
         such as {"prelude.0.mlp.fc.weight": [5632, 5632]}.
-    product_dtype: float32 stores Muon's products, rounded to bfloat16, as float32. It is faster on
-        devices that do not multiply bfloat16 natively.
+    product_dtype: of Muon's products, which are rounded to bfloat16 in any case. float32 is faster
+        on devices that emulate bfloat16.
     rank, world: with world > 1, all ranks of torch.distributed must make the same calls.
 
     A float32 parameter is its own master.
@@ -202,9 +204,11 @@ class Optimizer:
         pieces = []
         owned = [0] * self.world  # by each rank
         for name, p in self.params.items():
-            adamw = rule == "adamw" or rule == "muon" and name not in matrices
-            table = p.dim() == 2 and name not in matrices  # embeddings and head
-            owners = range(self.world) if table and adamw else [owned.index(min(owned))]
+            matrix = name in matrices
+            adamw = rule == "adamw" or rule == "muon" and not matrix
+            owners = [owned.index(min(owned))]
+            if adamw and p.dim() == 2 and not matrix:  # embeddings and head
+                owners = range(self.world)
             for i, owner in enumerate(owners):
                 rows = slice(i * len(p) // len(owners), (i + 1) * len(p) // len(owners))
                 weight = p.detach()[rows]
@@ -280,7 +284,8 @@ class Optimizer:
         for piece in self.own:
             for tensors in piece.matrices():
                 if piece.rule == "muon":
-                    of_shape.setdefault(tensors[0].shape, []).append(tensors)
+                    shape = tensors[0].shape
+                    of_shape.setdefault(shape, []).append(tensors)
                 elif piece.rule == "adamw*":
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
                 else:
@@ -288,13 +293,14 @@ class Optimizer:
         for shape, matrices in of_shape.items():
             count = max(1, TOGETHER // shape.numel())
             for i in range(0, len(matrices), count):
-                muon_(matrices[i:i + count], lr, self.weight_decay, self.product_dtype)
+                batch = matrices[i:i + count]
+                muon_(batch, lr, self.weight_decay, self.product_dtype)
         for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:
             for owner in range(self.world):
                 weights = [piece.weight for piece in self.pieces if piece.owner == owner]
-                # Packs them into one message, or into several of 256 MB.
+                # In one message, or in several of 256 MB.
                 dist._broadcast_coalesced(dist.group.WORLD, weights, 2**28, owner)
         self.sums.zero_()
         return norm

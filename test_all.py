@@ -30,10 +30,10 @@ from unittest import mock
 sys.path.append(str(Path(__file__).parent / "tests"))
 # First, because this hides any GPU:
 from helpers import (ASKED, FEED_FORWARD, GPU, HARD, MATRICES, ORACLE, QKV, RECURRENT, ROOT,
-                     TOKENIZERS, answers_of, beside_the_tests, checkpoints, contents, convert, decode,
-                     decode_model, documents, documents_in, error_line, exit_codes, expected,
-                     first_rows, generate_rows, identical, kill, launch, max_difference, mean_loss,
-                     need, needs_compiler, noise, optimizer_rank, outcome, parameters,
+                     TOKENIZERS, answers_of, beside_the_tests, checkpoints, contents, convert,
+                     decode, decode_model, documents, documents_in, error_line, exit_codes,
+                     expected, first_rows, generate_rows, identical, kill, launch, max_difference,
+                     mean_loss, need, needs_compiler, noise, optimizer_rank, outcome, parameters,
                      random_prompts, read_log, relative_error, run_dying, run_on_ranks, run_script,
                      same_end, save, slow_attention, small, step_with, train_until, typed,
                      wait_until, weights)
@@ -1209,7 +1209,7 @@ def test_muon_beside_adamw_is_torchs(together, products, monkeypatch):
 
 
 def test_muon_alone_trains_in_another_project():
-    """The lines in muon.py's docstring train a model in a folder that holds nothing else of ours."""
+    """The five lines of muon.py's docstring train a model in a folder with nothing else of ours."""
     shutil.copy(ROOT / "muon.py", ".")
     lines = re.findall(r"^    (.+)", muon.__doc__, re.M)
     assert len(lines) == 5

@@ -42,9 +42,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
-                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null, native_bfloat16,
-                    natural, non_negative, positive, random_seed, read_json, reading, recurrences, say,
-                    write_atomically, write_json, yes_or_no)
+                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
+                    native_bfloat16, natural, non_negative, positive, random_seed, read_json,
+                    reading, recurrences, say, write_atomically, write_json, yes_or_no)
 from data import (Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files,
                   row_length)
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
@@ -584,12 +584,12 @@ def make_optimizer(settings, model, rank, world, weights=None):
         for i, block in enumerate(model.prelude):
             stacked[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
             stacked[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
-    native = native_bfloat16("cuda" if model.embed.weight.is_cuda else "cpu")
+    device = "cuda" if model.embed.weight.is_cuda else "cpu"
+    product_dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     return Optimizer(trained, matrices, lr=settings.lr, adam_lr=settings.adam_lr,
                      weight_decay=settings.weight_decay, clip=settings.clip or math.inf,
                      rule=settings.optimizer, weights=weights, stacked=stacked,
-                     product_dtype=torch.bfloat16 if native else torch.float32, rank=rank,
-                     world=world)
+                     product_dtype=product_dtype, rank=rank, world=world)
 
 
 def sequence(recipe):

@@ -77,7 +77,7 @@ def report(out, shape_folder, *about):
     device = torch.cuda.get_device_name() if bench.DEVICE == "cuda" else "a CPU"
     about = {"torch": torch.__version__} | dict(pair.split("=", 1) for pair in about)
     first = sum(row["first_s"] for part in found.values() for row in part.get("rows", []))
-    about["of which first runs, which compile"] = f"{first:.0f}"
+    about["seconds of first runs, which compile"] = f"{first:.0f}"
     print(f"\n| | {device} |\n|---|---|")
     print("| run |", ", ".join(f"{key} {value}" for key, value in about.items()), "|")
     for part, result in found.items():

@@ -281,7 +281,7 @@ def check_attention():
 
 
 def check_head():
-    """A chunk of the head's input has whole tiles of 128. (The mock counts one label: one chunk.)"""
+    """A chunk of the head's input has whole tiles of 128. The mock counts one label: one chunk."""
     model.LOGITS_AT_ONCE = 300 * 17
     llm = small().to("cuda")
     idx = torch.ones(8, 128, dtype=torch.int64, device="cuda")
@@ -295,14 +295,21 @@ def run_scripts(corpus, folder):
     """Run every other script that uses a GPU, from its command line."""
     os.mkdir("logs")
     assert run_script("runs/gpu", "shape", "smollm2-135m-2-2-2", "shape") == "80\n"
-    for part, command in (
-            ("train-1-0.5", "bench train --model=shape --reinit --steps=1+1 --batch_size=1 "
-             "--context=8 --repeat=1 --compile=false"),
-            ("decode-1", f"bench decode --model={folder} --tokens=4 --steps=2 --repeat=1"),
-            ("compare", "runs/gpu compare")):
-        Path("logs", f"{part}.log").write_text(run_script(*command.split()))
+    parts = {
+        "train-1-0.5": "bench train --model=shape --reinit --steps=1+1 --batch_size=1 --context=8 "
+                       "--repeat=1 --compile=false",
+        "decode-1": f"bench decode --model={folder} --tokens=4 --steps=2 --repeat=1",
+        "compare": "runs/gpu compare",
+    }
+    for part, command in parts.items():
+        said = run_script(*command.split())
+        Path("logs", f"{part}.log").write_text(said)
     said = run_script("runs/gpu", "report", "logs", "shape", "seconds=9")
-    for words in ("of the data sheet's 989; 0.0 GB, tools.plan says", "r = 2: ", "in bfloat16"):
+    for words in (
+        "of the data sheet's 989; 0.0 GB, tools.plan says",
+        "r = 2: ",
+        "in bfloat16",
+    ):
         assert words in said, said
     for command in (
             f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --compile",

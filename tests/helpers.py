@@ -358,7 +358,14 @@ SHAPES = {
     "norm_f.weight": (8,),
     "head.weight": (30, 8),
 }
-MATRICES = [name for name, shape in SHAPES.items() if len(shape) == 2 and shape[0] != 30]
+MATRICES = [
+    QKV,
+    "adapter.weight",
+    "core.0.mlp.fc.weight",
+    "core.0.mlp.proj.weight",
+    "core.1.mlp.fc.weight",
+    "core.2.mlp.fc.weight",
+]
 
 
 def noise(*seed, scale=1.0):
@@ -456,8 +463,8 @@ def optimizer_rank(rank, world, folder):
     found = {}
     for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
         ps = parameters(noise(), getattr(torch, dtype))
-        opt = Optimizer(ps.items(), MATRICES, lr=0.02, adam_lr=0.01, weight_decay=0.1, clip=20.0, rule=kind,
-                        weights=noise(), rank=rank, world=world)
+        opt = Optimizer(ps.items(), MATRICES, lr=0.02, adam_lr=0.01, weight_decay=0.1, clip=20.0,
+                        rule=kind, weights=noise(), rank=rank, world=world)
         micro_batches = range(rank * 8 // world, (rank + 1) * 8 // world)  # its share of 8
         for u in range(8):
             grads = [noise(u, i) for i in micro_batches]

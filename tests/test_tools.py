@@ -1034,7 +1034,7 @@ TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1
 
 
 def beside(request, tmp_path_factory, name, line):
-    """Run a line of bash in a copy of the repository, beside the other tests, if a test needs it."""
+    """Run a line of bash in a copy of the repository, beside the other tests, if one needs it."""
     if not any(name in item.name for item in request.session.items):
         yield None
         return

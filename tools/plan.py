@@ -223,20 +223,23 @@ def say_what_fits(settings, model, gpus, gigabytes, labelled):
     core = run_flops(replace(settings, recompute=True), model, labelled) - flops  # once more
     trained = model.num_params(trained=True).total()
     rows = settings.batch_size // (gpus * settings.draws)  # of a GPU, for each draw
-    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
     print(f"fits {gigabytes} GB; % of the time for repeated FLOPs, and for adding up gradients:")
     for budget, repeated in REPEATED.items():
-        for size in sizes:
+        text = "nothing"
+        for size in range(1, rows + 1):
+            if rows % size:
+                continue
             tried = replace(settings, micro_batch=size, activation_budget=budget)
             needed = sum(memory(tried, model, gpus).values())
-            if needed <= gigabytes - 2:
-                passes = settings.updates * settings.batch_size / size
-                added = 10 * trained * passes  # bytes: reads 2 and 4, writes 4
-                print(f"    --activation_budget={budget} --micro_batch={size}: {needed:.1f} GB, "
-                      f"{repeated * core / flops:.1%} and {added * FLOPS_PER_BYTE / flops:.1%}")
+            if needed > gigabytes - 2:
                 break
-        else:
-            print(f"    --activation_budget={budget}: nothing")
+            passes = settings.updates * settings.batch_size / size
+            added = 10 * trained * passes  # bytes: reads 2 and 4, writes 4
+            text = (
+                f"--micro_batch={size}: {needed:.1f} GB, {repeated * core / flops:.1%} and "
+                f"{added * FLOPS_PER_BYTE / flops:.1%}"
+            )
+        print(f"    --activation_budget={budget} {text}")
 
 
 if __name__ == "__main__":
