@@ -35,7 +35,7 @@ rm -f $out/*.log
 part() {  # part NAME COMMAND ...: its output goes to $out/NAME.log, too
     local log=$out/$1.log code=0
     printf '\n== %s (%d s so far)\n' "$1" $SECONDS
-    timeout --foreground 600 "${@:2}" 2>&1 | tee "$log" || code=$?
+    timeout --foreground 900 "${@:2}" 2>&1 | tee "$log" || code=$?
     ((code)) || return 0
     echo "failed ($code): $(tail -n 1 "$log")" | tee -a "$log"
     failed=1
