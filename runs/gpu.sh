@@ -80,9 +80,13 @@ fi
 if asked hunt; then
     printf '\n== hunt (%d s so far)\n' $SECONDS
     [[ -e $out/corpus ]] || python -m runs.tiny_corpus --out $out/corpus --rows 2000
-    [[ $cpu ]] || python -m runs.gpu shape smollm2-135m-2-2-2 ${shape:=$out/shape}
     rm -rf $out/hunt
     mkdir $out/hunt
+    small=$shape
+    if [[ ! $cpu ]]; then
+        small=$out/hunt/shape
+        python -m runs.gpu shape smollm2-135m-2-2-2 $small
+    fi
     cudnn=${CUDNN:+True}
     train="import runpy, torch, model
 torch.backends.cuda.enable_cudnn_sdp(${cudnn:-False})
@@ -92,7 +96,7 @@ runpy.run_path('train.py', run_name='__main__')"
     export CUDA_COREDUMP_GENERATION_FLAGS=skip_global_memory,skip_shared_memory,skip_local_memory
     pids=() crashed=0
     for i in $(seq $runs); do
-        timeout 100 python -c "$train" --config=config/smollm2.toml --init_from=$shape --reinit \
+        timeout 100 python -c "$train" --config=config/smollm2.toml --init_from=$small --reinit \
             --data=$out/corpus/task --context=39 --out_dir=$out/hunt/$i --seed=$i --save_every=500 \
             "${hunt[@]}" > $out/hunt/$i.txt 2>&1 &
         pids+=($!)
