@@ -2412,19 +2412,20 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     rows = []
     for command in (
-        "train --context 8 --steps 1+1 --optimizer adamw",
+        "train --context 8 --steps 1+1 --optimizer adamw --micro_batches 2",
         "decode --prompt_tokens 4 --tokens 4 --steps 4 --draft_steps 0,1",
     ):
         flags = "--model", checkpoint, "--repeat", 1, "--compile=false"
         rows += json.loads(run_script("bench", *command.split(), *flags).splitlines()[-1])["rows"]
 
     update, plain, drafts = rows
-    # 2 recurrences, and the clock at the end.
-    assert update["tokens_per_s"] == 4 * 8 / (2 + 1)
+    # 2 recurrences for each micro-batch, and the clock at the end.
+    tokens = 2 * 4 * 8
+    assert update["tokens_per_s"] == tokens / (2 * 2 + 1)
     model = RecurrentLM.load(checkpoint)
-    flops = 4 * 8 * model.flops_per_token((1, 1), 8, training=True)
+    flops = tokens * model.flops_per_token((1, 1), 8, training=True)
     peak = 2 * 2048**3  # in a second: the clock at the end
-    assert update["mfu"] == flops / (2 + 1) / peak
+    assert update["mfu"] == flops / (2 * 2 + 1) / peak
     # 4 recurrences for the prompt and for each of 4 tokens, and the clock at the end.
     assert plain["tokens_per_s"] == 4 / (4 + 4 * 4 + 1)
     uses = {"embed": 0, "prelude": 1, "adapter": 4, "core": 4, "coda": 1, "head": 1}

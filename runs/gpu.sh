@@ -35,7 +35,7 @@ rm -f $out/*.log
 part() {  # part NAME COMMAND ...: its output goes to $out/NAME.log, too
     local log=$out/$1.log code=0
     printf '\n== %s (%d s so far)\n' "$1" $SECONDS
-    timeout --foreground 900 "${@:2}" 2>&1 | tee "$log" || code=$?
+    timeout --foreground -k 30 900 "${@:2}" 2>&1 | tee "$log" || code=$?
     ((code)) || return 0
     echo "failed ($code): $(tail -n 1 "$log")" | tee -a "$log"
     failed=1
@@ -79,16 +79,16 @@ if asked decode; then
 fi
 if asked hunt; then
     printf '\n== hunt (%d s so far)\n' $SECONDS
-    [[ -e $out/corpus ]] || python -m runs.tiny_corpus --out $out/corpus --rows 2000
+    python -m runs.tiny_corpus --out $out/corpus --rows 2000 || failed=1
     rm -rf $out/hunt
     mkdir $out/hunt
     small=$shape
     if [[ ! $cpu ]]; then
         small=$out/hunt/shape
-        python -m runs.gpu shape smollm2-135m-2-2-2 $small
+        python -m runs.gpu shape smollm2-135m-2-2-2 $small > $out/hunt/shape.txt || failed=1
     fi
     cudnn=${CUDNN:+True}
-    train="import runpy, torch, model
+    launch="import runpy, torch, model
 torch.backends.cuda.enable_cudnn_sdp(${cudnn:-False})
 runpy.run_path('train.py', run_name='__main__')"
     # After a crash, the driver writes a small core file, which names the kernel.
@@ -96,7 +96,7 @@ runpy.run_path('train.py', run_name='__main__')"
     export CUDA_COREDUMP_GENERATION_FLAGS=skip_global_memory,skip_shared_memory,skip_local_memory
     pids=() crashed=0
     for i in $(seq $runs); do
-        timeout 100 python -c "$train" --config=config/smollm2.toml --init_from=$small --reinit \
+        timeout -k 30 100 python -c "$launch" --config=config/smollm2.toml --init_from=$small --reinit \
             --data=$out/corpus/task --context=39 --out_dir=$out/hunt/$i --seed=$i --save_every=500 \
             "${hunt[@]}" > $out/hunt/$i.txt 2>&1 &
         pids+=($!)
@@ -105,7 +105,7 @@ runpy.run_path('train.py', run_name='__main__')"
         code=0
         wait ${pids[i - 1]} || code=$?
         ((code == 0 || code == 124)) && continue  # at its end, or stopped by the timeout
-        crashed=$((crashed + 1))
+        crashed=$((crashed + 1)) failed=1
         echo "run $i: $(tail -n 1 $out/hunt/$i.txt)"
     done
     for core in $(ls $out/hunt/core.* 2>/dev/null); do
