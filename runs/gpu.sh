@@ -59,7 +59,7 @@ fi
 
 if asked tests; then
     processes=$(python -c "import xdist; print('-n 4')" 2>/dev/null || true)  # pytest-xdist
-    part tests python -m pytest -q -k gpu $processes
+    part tests python -m pytest -q test_all.py -k gpu $processes
 fi
 if asked compare; then
     part compare python -m runs.gpu compare
@@ -96,9 +96,9 @@ runpy.run_path('train.py', run_name='__main__')"
     export CUDA_COREDUMP_GENERATION_FLAGS=skip_global_memory,skip_shared_memory,skip_local_memory
     pids=() crashed=0
     for i in $(seq $runs); do
-        timeout -k 30 100 python -c "$launch" --config=config/smollm2.toml --init_from=$small --reinit \
-            --data=$out/corpus/task --context=39 --out_dir=$out/hunt/$i --seed=$i --save_every=500 \
-            "${hunt[@]}" > $out/hunt/$i.txt 2>&1 &
+        timeout -k 30 100 python -c "$launch" --config=config/smollm2.toml --init_from=$small \
+            --reinit --seed=$i --data=$out/corpus/task --context=39 --save_every=500 \
+            --out_dir=$out/hunt/$i "${hunt[@]}" > $out/hunt/$i.txt 2>&1 &
         pids+=($!)
     done
     for i in $(seq $runs); do

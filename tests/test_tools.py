@@ -1056,7 +1056,7 @@ def tiny_run(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def gpu_sh(request, tmp_path_factory):
+def parts_run(request, tmp_path_factory):
     """Run gpu.sh with a `python` that fails for 2, 8 and 64 rows."""
     fails = f"""#!/bin/bash
 [[ "$*" == *"--batch_size "[268]* ]] && echo boom && exit 3
@@ -1064,7 +1064,7 @@ exec {sys.executable} "$@"
 """
     line = f"echo {shlex.quote(fails)} > python; chmod +x python; "
     line += "! bash runs/gpu.sh --cpu --train --decode --hunt"
-    yield from beside(request, tmp_path_factory, "gpu_sh", line)
+    yield from beside(request, tmp_path_factory, "parts_run", line)
 
 
 def test_tiny_run_end_to_end(tiny_run):
@@ -1105,9 +1105,9 @@ def test_task_run_end_to_end(tiny_run):
         assert end.returncode == 2 and words in end.stderr
 
 
-def test_gpu_sh_survives_a_failure(gpu_sh):
+def test_parts_run_though_some_fail(parts_run):
     """`bash runs/gpu.sh --cpu` ends with a table and JSON of all parts, though some fail."""
-    output, folder = gpu_sh
+    output, folder = parts_run
     said = output()
     *_, last = said.splitlines()
     found = json.loads(last)
