@@ -377,8 +377,8 @@ def template_bos(path, spec):
 
 def read_tokenizer_json(path, spec, in_text):
     """
-    Return encode_text and decode_ids of a tokenizer.json. The tokenizers library, which is optional
-    and slower, reads what nothing else is sure to give the same ids for.
+    Return encode_text and decode_ids of a tokenizer.json, from a reader that is certain to give the
+    same ids as the tokenizers library, if there is one, since that is slower and optional.
     """
     merged = ["".join(pair).replace(" ", "") for pair in spec["model"].get("merges", [])]
     match spec:
@@ -629,8 +629,8 @@ def say_repeats(args, digests):
         seen.add(key)
     if repeats:
         count = sum(1 for path in repeats for _ in read_records(path, args))
-        say(f"note: {count:,} records repeat, so some are trained on and validate as well: other "
-            f"files of --input are the same as {', '.join(repeats[:5])}")
+        say(f"note: {count:,} records repeat, so some may be in training and in validation: other "
+            f"files of --input have the same content as {', '.join(repeats[:5])}")
 
 
 def say_ends(tokenizer):
