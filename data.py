@@ -526,10 +526,10 @@ def column_value(record, column):
 
 
 def read_message(message):
-    """Return (role, text) of a chat's message. Null is the text of one that calls a tool."""
-    if message.get("from"):  # ShareGPT's form
-        return message["from"], message["value"] or ""
-    return message.get("role"), message["content"] or ""
+    """Return (role, text) of a message, also in ShareGPT's form. A tool's call has null as text."""
+    role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
+    text = message[text] or ""
+    return message.get(role), text
 
 
 def parse_chat(value):
