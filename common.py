@@ -2,6 +2,11 @@
 Helpers that all scripts share: one-line error messages, command-line flags, files that are written
 completely or not at all, and torchrun's ranks. This file imports nothing else from loopgraft.
 """
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit(f"error: needs Python 3.11 or newer, and this is {sys.version.split()[0]}")
+
 import argparse
 import contextlib
 import fcntl
@@ -9,10 +14,11 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
-import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import torch
@@ -21,7 +27,8 @@ from safetensors import SafetensorError
 CPUINFO = Path("/proc/cpuinfo")
 
 # torchrun sets all of these. If one is missing, the others are left over, and this is rank 0 of 1.
-LAUNCHED = {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= os.environ.keys()
+TORCHRUN = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
+LAUNCHED = TORCHRUN <= os.environ.keys()
 WORLD = int(os.environ["WORLD_SIZE"]) if LAUNCHED else 1
 RANK = int(os.environ["RANK"]) if LAUNCHED else 0
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0)) if LAUNCHED else 0  # on this machine
@@ -33,15 +40,23 @@ class UserError(Exception):
     """An error that the user can fix. Scripts print its one-line message, without a traceback."""
 
 
-def cli(main):
+# What a full memory is called, in the names and texts of exceptions.
+OUT_OF_MEMORY = "MemoryError|out of memory|DefaultCPUAllocator|bad_alloc"
+
+
+def cli(main, on_every_rank=False):
     """
-    Run a script's main(). A UserError, an OSError, a missing optional package or a full GPU ends it
-    with one line on stderr; any other exception is a bug and keeps its traceback. A reader that
-    leaves, such as `| head`, ends it quietly.
+    Run a script's main(), on rank 0 alone unless on_every_rank. A UserError, an OSError, a missing
+    optional package or full memory ends it with one line on stderr; any other exception is a bug
+    and keeps its traceback. A reader that leaves, such as `| head`, ends it quietly.
     """
-    if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
+    for name in "stdin", "stdout", "stderr":
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "r+"))
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
     try:
+        check_launch(on_every_rank)
         end = main()
     except KeyboardInterrupt:
         end = 128 + signal.SIGINT
@@ -49,13 +64,28 @@ def cli(main):
         end = 128 + signal.SIGPIPE
     except (UserError, OSError) as e:
         end = f"error: {e}"
-    except torch.OutOfMemoryError:
-        end = ("error: the GPU is out of memory. Lower --batch_size or --tokens; in training, "
+    except (MemoryError, RuntimeError) as e:
+        if not re.search(OUT_OF_MEMORY, repr(e)):
+            raise
+        end = ("error: out of memory. Lower --batch_size, --tokens or --steps; in training, "
                "--micro_batch or --context, or try --activation_budget=0.5, then --recompute")
     except ModuleNotFoundError as e:
         end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet
     sys.exit(end)
+
+
+def check_launch(on_every_rank):
+    """Say what becomes of the variables of torchrun, and end the ranks that have nothing to do."""
+    missing = ", ".join(sorted(TORCHRUN - os.environ.keys()))
+    if missing == "MASTER_PORT":
+        raise UserError("MASTER_PORT is not set. Set it to a free port, the same for all ranks")
+    if missing and "RANK" in os.environ:
+        say(f"RANK is ignored, because torchrun also sets {missing}", sys.stderr)
+    if WORLD > 1 and not on_every_rank:
+        say(f"only rank 0 of {WORLD} works; this script uses a single process", sys.stderr)
+        if RANK > 0:
+            sys.exit()
 
 
 def say(text, file=None, end="\n"):
@@ -76,12 +106,14 @@ def say(text, file=None, end="\n"):
 class Parser(argparse.ArgumentParser):
     """
     An ArgumentParser that raises UserError and accepts no abbreviated flags. Its --help begins with
-    the first two paragraphs of a script's docstring.
+    the first two paragraphs of a script's docstring. A flag without a type takes paths().
     """
 
     def __init__(self, doc="", **options):
-        super().__init__(description="\n\n".join(doc.strip().split("\n\n")[:2]), allow_abbrev=False,
+        paragraphs = (doc or "").strip().split("\n\n")  # `python -OO` has no docstrings
+        super().__init__(description="\n\n".join(paragraphs[:2]), allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("type", None, paths)
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the flags)")
@@ -113,8 +145,14 @@ def yes_or_no(text):
     return text.lower() == "true"
 
 
+def paths(text):
+    """The type of a flag that names a file or folder, or several, as in ~/A:1,~/B:2. Expands ~."""
+    return ",".join(map(os.path.expanduser, text.split(",")))
+
+
 def new_folder(text):
     """The type of an argument that names a folder to be created."""
+    text = os.path.expanduser(text)
     if os.path.exists(text):
         raise argparse.ArgumentTypeError(f"{text} exists already. Choose another folder")
     return Path(text)
@@ -122,11 +160,11 @@ def new_folder(text):
 
 def list_of(number_type):
     """
-    Return the type of a flag that takes a list of numbers, and sorts and deduplicates it: "32,1,4",
-    or "[32, 1, 4]" from a list in a TOML file, becomes [1, 4, 32].
+    Return the type of a flag that takes a list of numbers, and sorts and deduplicates it: "32,1,4"
+    becomes [1, 4, 32].
     """
     def number_list(text):
-        return sorted({number_type(part) for part in text.strip("[]").split(",")})
+        return sorted({number_type(part) for part in text.split(",")})
     return number_list
 
 
@@ -185,13 +223,15 @@ def write_atomically(path):
     folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk, an
     existing file keeps its previous version.
 
-    A killed process leaves the temporary folder, `path`.tmp-*, behind. In the folder of a run or a
-    data set, the next process removes it: see lock_folder(). Anywhere else, the user has to.
+    A killed process leaves the temporary folder, `path`.loopgraft-unfinished-*, behind. In the
+    folder of a run or a data set, the next process removes it: see lock_folder(). Anywhere else,
+    the user has to.
     """
     target = Path(path).resolve()
     try:
         os.makedirs(target.parent, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp-") as folder:
+        prefix = f"{target.name}.loopgraft-unfinished-"  # a name that nobody else gives
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
             new = Path(folder, target.name)
             yield new
             # safetensors creates files that only their owner can read, so all files get the
@@ -201,7 +241,8 @@ def write_atomically(path):
             permissions = empty.stat().st_mode & 0o666
             for item in (*new.rglob("*"), new):
                 if item.is_file():
-                    item.chmod(permissions)
+                    with contextlib.suppress(OSError):  # some file systems have no permissions
+                        item.chmod(permissions)
                     with open(item) as file:
                         os.fsync(file)
             new.rename(target)
@@ -225,15 +266,16 @@ def lock_file(file, path):
         return False
 
 
-def lock_folder(folder):
+def lock_folder(folder, names="*"):
     """
-    Create a folder if necessary, lock it, and remove what a killed write_atomically() left in it.
-    Returns an open file; closing it releases the lock. See lock_file().
+    Create a folder if necessary, lock it, and remove what a killed write_atomically() left in it,
+    of files with these names, which nobody without the lock writes. Returns an open file; closing
+    it releases the lock. See lock_file().
     """
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
     file = open(f"{folder}/.lock", "w")
     if lock_file(file, folder):
-        for path in Path(folder).glob("*.tmp-????????/"):
+        for path in Path(folder).glob(f"{names}.loopgraft-unfinished-????????/"):
             shutil.rmtree(path, ignore_errors=True)
     return file
 
@@ -262,6 +304,12 @@ def read_json(path):
     """Return the value in a JSON file."""
     with reading(path):
         return json.loads(Path(path).read_bytes())
+
+
+def read_toml(path):
+    """Return the {key: value} of a TOML file."""
+    with reading(path):
+        return tomllib.loads(Path(path).read_text("utf-8-sig"))
 
 
 def nan_to_null(value):

@@ -69,36 +69,59 @@ class Dataset:
         mixture = read_mixture(data)
         self.folders = [folder for folder, _ in mixture]
         self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]
-        places = [((i + 0.5) / weight, k) for k, (_, weight) in enumerate(mixture)
+        weights = [weight for _, weight in mixture]
+        divisor = math.gcd(*weights)
+        self.weights = [weight // divisor for weight in weights]
+        if sum(self.weights) > 1_000_000:
+            raise UserError(f"--data={data}: a mixture of {sum(self.weights):,} parts; use at most "
+                            "a million. Round the weights")
+        places = [((i + 0.5) / weight, k, i) for k, weight in enumerate(self.weights)
                   for i in range(weight)]
-        self.round = [k for _, k in sorted(places)]  # the source of each sample of a round
+        # The source of each sample of a round, and how many of its samples precede.
+        self.round = [(k, i) for _, k, i in sorted(places)]
         self.num_rows = min(shards.num_rows * len(self.round) // weight
-                            for shards, weight in self.sources)
+                            for (shards, _), weight in zip(self.sources, self.weights))
         self.longest = max(shards.longest for shards, _ in self.sources)
 
-    def fingerprint(self):
-        """A digest of the shards' contents and of the weights. It does not depend on paths."""
-        content = json.dumps([(shards.meta["shards"], weight) for shards, weight in self.sources])
-        return hashlib.sha256(content.encode()).hexdigest()
+    def fingerprint(self, sources=None):
+        """
+        A digest of the contents and the weights of sources, by default of all. It does not depend
+        on paths.
+        """
+        content = [(shards.meta["shards"], weight) for shards, weight in sources or self.sources]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    def batch(self, seed, index, rank, world, B, first=0):
+    def sequences(self, seed):
+        """Name what determines the order of the rows of each source."""
+        return [f"seed {seed}, rows of {shards.T} tokens of {self.fingerprint([(shards, 1)])}"
+                for shards, _ in self.sources]
+
+    def count(self, samples):
+        """Return how many of the first `samples` come from each source."""
+        rounds, rest = divmod(samples, len(self.round))
+        counts = [rounds * weight for weight in self.weights]
+        for k, _ in self.round[:rest]:
+            counts[k] += 1
+        return counts
+
+    def batch(self, seed, index, rank, world, B, first=None):
         """
         Return one rank's B rows of a micro-batch.
 
-        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. first: samples to
-        skip, which earlier runs have seen. Returns idx and targets (-100: no loss), both (B, T)
-        int64, and numbers (B,) int64: the rows' global sample indices.
+        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. first: the number
+        of samples of each source to skip, which earlier runs have seen. Returns idx and targets
+        (-100: no loss), both (B, T) int64, and numbers (B,) int64: the rows' global sample indices.
         """
-        numbers = first + (index * world + rank) * B + np.arange(B)
+        first = first or [0] * len(self.sources)
+        numbers = (index * world + rank) * B + np.arange(B)
         samples = []
         for number in numbers:
             rounds, place = divmod(number, len(self.round))
-            k = self.round[place]
-            shards, weight = self.sources[k]
-            earlier = rounds * weight + self.round[:place].count(k)  # samples of this source
-            samples.append(shards.sample(seed, earlier))
+            k, earlier = self.round[place]
+            shards, _ = self.sources[k]
+            samples.append(shards.sample(seed, first[k] + rounds * self.weights[k] + earlier))
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
-        return idx, targets, numbers
+        return idx, targets, sum(first) + numbers
 
 
 class Shards:
@@ -123,7 +146,8 @@ class Shards:
         for name, count, *_ in self.meta["shards"][split]:
             with reading(f"{folder}/{name}") as path:
                 tokens = np.load(path, mmap_mode="r")
-                assert tokens.shape[-1] == count, f"meta.json lists {count:,} tokens"
+                if tokens.shape[-1] != count:
+                    raise ValueError(f"meta.json lists {count:,} tokens")
             if tokens.ndim == 2:
                 self.longest = self.meta.get("longest", 0)
             ids, targets = tokens if tokens.ndim == 2 else (tokens, tokens[1:])

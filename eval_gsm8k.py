@@ -333,7 +333,7 @@ def parse_args():
     flag("--out", metavar="FILE.json",
          help="the summary; default: eval_NAME.json in the folder of --model, with the NAME of "
               "--data, or gsm8k")
-    flag("--task", metavar="NAME",
+    flag("--task", type=str, metavar="NAME",
          help="name of the questions in tables and pictures; default: the name of the --data file")
     return parser.parse_args()
 
@@ -377,7 +377,7 @@ def main():
         "config": digest(f"{model.folder}/config.json"),
     }
     steps = args.steps if model.config.n_core else [0]
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.resolve().mkdir(parents=True, exist_ok=True)
     with open(answers_path, "a+") as file:  # locked until the summary is written
         answers = read_answers(file, settings)
         say(f"{model.folder}, {dtype_on(dtype, device)}: {len(questions)} questions at r = "

@@ -24,6 +24,7 @@ Paper: arXiv 2511.07384, section 3.
 """
 import functools
 import math
+import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -239,6 +240,25 @@ def recomputed(function):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
     return call
+
+
+def or_eager(run):
+    """Wrap a function that uses torch.compile. If the compiler fails, go on without it."""
+    def call(*args):
+        try:
+            return run(*args)
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            warn_of_compiler(e)
+            torch.compiler.set_stance("force_eager")
+            return run(*args)
+
+    return call
+
+
+def warn_of_compiler(e):
+    """Print why torch.compile failed, without its long command."""
+    reason = re.sub(r"(?s)Command:.*?Output:|Set TORCHDYNAMO.*", "", f"{type(e).__name__}: {e}")
+    say(f"warning: {' '.join(reason.split()):.300}. Continuing without torch.compile", sys.stderr)
 
 
 def to_device(tensor, device):
@@ -458,21 +478,24 @@ class RecurrentLM(nn.Module):
         """
         Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
         of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
-        head. how: arguments of torch.compile. Raises UserError if this machine cannot compile.
+        head. how: arguments of torch.compile. If this machine cannot compile, print why, change
+        nothing, and return False.
         """
         try:  # something small first, to see whether compiling works at all
             torch.compile(torch.sin)(self.norm_f.weight.data)
-        except RuntimeError as e:
-            raise UserError(f"torch.compile needs g++ on a CPU and Triton on a GPU ({e!r:.200})")
+        except Exception as e:  # of many kinds: no compiler, an odd path or locale, no disk space
+            warn_of_compiler(e)
+            return False
         say("compiling takes half a minute on a CPU, a minute on an H100", sys.stderr)
         # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
         # many, and for each view of the cache.
         torch._dynamo.config.recompile_limit = 32
-        layer = torch.compile(Block.forward, **how)
+        layer = or_eager(torch.compile(Block.forward, **how))
         for block in [*self.prelude, *self.coda]:
             block.forward = functools.partial(layer, block)
         for part in ("run_core", "logits", "chunk_losses"):
-            setattr(self, part, torch.compile(getattr(self, part), **how))
+            setattr(self, part, or_eager(torch.compile(getattr(self, part), **how)))
+        return True
 
     # ---------------------------------------------------------- initializing and checkpoints
 
@@ -635,7 +658,7 @@ def checkpoints(folder):
     """The step_N checkpoints in a run's folder, as Paths, oldest first; none in a model's."""
     if Path(folder, "config.json").exists():  # step_N may be another trainer's
         return []
-    # An unfinished one is named step_N.tmp-*.
+    # An unfinished one is named step_N.loopgraft-*.
     paths = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.name[5:]))
 

@@ -16,9 +16,11 @@ What is unusual here:
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position depends on (seed,
   position) alone, not on what else is in the batch.
 """
+import contextlib
 import gc
 import itertools
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -130,7 +132,7 @@ class Decoder:
             for module in model.modules():
                 if isinstance(module, Linear) and not self.use_graph:
                     module.__class__ = FewRows
-            model.compile_parts(dynamic=True)
+            self.compiled = model.compile_parts(dynamic=True)
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, steps=None, is_last=None, *,
@@ -581,6 +583,8 @@ def stream(decoder, tokenizer, args, prompt, r):
 
 def converse(decoder, tokenizer, args, parser):
     """Read prompts from the terminal, and answer each independently. "/steps 16" sets a flag."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, for arrow keys and lines of any length in input()
     say("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.", sys.stderr)
     sys.stdin.reconfigure(errors="surrogateescape")  # so that a wrong byte ends only its prompt
     while True:
@@ -603,9 +607,9 @@ def converse(decoder, tokenizer, args, parser):
 def make_parser():
     parser = Parser(__doc__, usage="sample.py [flags]")
     flag = parser.add_argument
-    flag("--model", metavar="FOLDER", default="assets/tiny",
+    flag("--model", metavar="FOLDER", default=os.path.relpath(f"{__file__}/../assets/tiny"),
          help="checkpoint or run folder; default: %(default)s, which counts modulo 10")
-    flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
+    flag("--prompt", type=str, metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--steps", type=recurrences,
@@ -624,7 +628,7 @@ def make_parser():
               f"{DRAFTS} of them; 0 (default), or r and more: off")
     flag("--trace", action="store_true",
          help="instead of a text, show what each r would say after each token of the prompt")
-    flag("--only", metavar="WORD", help="like --trace, but only for this token")
+    flag("--only", type=str, metavar="WORD", help="like --trace, but only for this token")
     return parser
 
 

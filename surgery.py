@@ -564,7 +564,7 @@ def main():
         copy_tokenizer(source.folder, folder)
         record = Path(source.folder, "train.json")
         if record.exists() and not layers:  # OUT has all weights of a run, so it has its history
-            shutil.copy(record, folder)
+            shutil.copyfile(record, folder / record.name)
         if args.verify:
             verify(source, layers, folder)
     say(f"wrote {args.out}")

@@ -863,7 +863,8 @@ def test_prepare_resumes_byte_identical(source, corpus):
     assert "another process" in error_line("data", *command)
     kill(processes, lambda: os.path.exists("killed/train_000001.npy"))
 
-    os.makedirs("killed/train_000002.npy.tmp-12345678/half")  # as a kill may leave it
+    # As a kill may leave it:
+    os.makedirs("killed/train_000002.npy.loopgraft-unfinished-12345678/half")
     os.mkdir("elsewhere")
     for name in ("killed", source):
         os.rename(name, f"elsewhere/{name}")
@@ -873,7 +874,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
     run_script("data", *prepare(corpus, f"elsewhere/{source}", "elsewhere/killed", *flags))
     assert contents("elsewhere/killed") == contents("unbroken")
     assert first_shard.stat().st_mtime_ns == written
-    assert not [*Path("elsewhere").glob("**/*.tmp-*")]
+    assert not [*Path("elsewhere").glob("**/*.loopgraft-*")]
 
     kept = [i for i in range(4000) if i % 50 != 7]
     assert sorted(documents_in("unbroken", "train") + documents_in("unbroken", "val")) == kept
@@ -1411,7 +1412,7 @@ def test_drafts_keep_the_distribution(monkeypatch):
 
 
 @needs_compiler
-def test_every_way_of_decoding_compiles(monkeypatch):
+def test_every_way_of_decoding_compiles(monkeypatch, capfd):
     """Compiled decoding, plain or drafted, gives the uncompiled model's tokens, with biases too."""
     monkeypatch.setattr(sample, "IN_CACHE", 2500)  # some matrices are larger
     shape = {"vocab_size": 64, "n_core": 1, "context": 64, "state_std": 1.0, "qkv_bias": True}
@@ -1426,6 +1427,7 @@ def test_every_way_of_decoding_compiles(monkeypatch):
     for way in ({}, {"draft_steps": 1}):
         rows, _ = generate_rows(compiled, prompts, [8], 2, **way)
         assert rows == decode(model, prompts, 8, steps=2, **way).tolist(), way
+    assert "warning" not in capfd.readouterr().err
 
 
 def test_sampling_follows_its_settings():
@@ -1490,7 +1492,7 @@ def test_auto_dtype(cpuinfo, auto, checkpoint, monkeypatch, capsys):
 
 def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
     """A run that began with --dtype auto resumes in the same dtype; an evaluation names it."""
-    base = [flag for flag in base if not flag.startswith("--dtype")]
+    base = [*base, "--dtype=auto"]
     ask = ["eval_gsm8k", f"--model={looped}", "--data=asked.jsonl", "--out=x.json", "--steps=3",
            "--max_new_tokens=2"]
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
@@ -1575,7 +1577,8 @@ def test_executed_flops_are_torchs():
         ({"n_core": 0, "n_coda": 0, "qkv_bias": True}, (0, 0), ["--train=head"]),
     ):
         model = small(vocab_size=300, n_embd=64, n_ffn=160, **shape)
-        s = train.read_settings(["--data=x", "--out_dir=run", "--context=200", *flags])
+        s = train.read_settings(["--data=x", "--out_dir=run", "--init_from=x", "--context=200",
+                                 *flags])
         train.choose_trained(s, model)
         idx = torch.ones(2, 200, dtype=torch.int64)
         for training in (False, True):
@@ -1599,13 +1602,38 @@ def test_executed_flops_are_torchs():
         assert optimizer.flops() == counter.get_total_flops(), flags
 
 
-def test_flags_override_the_config():
-    """A TOML file gives settings of each type, and flags override it wherever they appear."""
-    values = 'data = "a=b"', 'out_dir = "run"', "lr = 1", "compile = false", "updates = 7"
-    Path("my.toml").write_text("\n".join([*values, "eval_recurrences = [8, 1]"]))
-    s = train.read_settings(["--updates=9", "--config=my.toml", "--draws=2"])
-    assert (s.data, s.lr, s.eval_recurrences, s.updates, s.draws) == ("a=b", 1.0, [1, 8], 9, 2)
+def test_flags_override_the_configs(monkeypatch):
+    """TOML files give settings of each type, later ones and flags override them, ~ is expanded."""
+    values = 'data = ["a=b:1", "~/c"]', 'out_dir = "run"', "lr = 1", "compile = false", "seed = 5"
+    Path("my.toml").write_text("\n".join([*values, "eval_recurrences = [8, 1]"]), "utf-8-sig")
+    Path("more.toml").write_text("lr = 2\nupdates = 7")
+    monkeypatch.setenv("HOME", "/h")
+    s = train.read_settings(["--updates=9", "--config=my.toml", "--draws=2", "--init_from=~/m",
+                             "--config=more.toml"])
+    assert (s.data, s.init_from, s.out_dir) == ("a=b:1,/h/c", "/h/m", "run")
+    assert (s.lr, s.eval_recurrences, s.updates, s.draws, s.seed) == (2.0, [1, 8], 9, 2, 5)
     assert s.compile is False
+    Path("my.toml").write_text('config = "more.toml"')
+    assert "--config=more.toml --config=my.toml" in error_line("train", "--config=my.toml")
+
+
+def test_a_setting_does_something_or_is_refused(base):
+    """Flags without effect are refused by name, and shapes have no defaults."""
+    for flags, idle in (
+        ("--init_from=x --n_core=2 --embed_scale=50", "--n_core with --init_from, --embed_scale"),
+        ("--adam_lr=0.3 --optimizer=adamw", "--adam_lr without --optimizer=muon"),
+        ("--curriculum=none --curriculum_warmup 0.5", "--curriculum_warmup with"),
+        ("--backprop_depth=0 --backprop_warmup=1", "--backprop_warmup with"),
+        ("--activation_budget=0.5", "--activation_budget with --compile=false"),
+    ):
+        line = error_line("train", *base, "--out_dir=run", *flags.split())
+        assert f"without effect: {idle}" in line
+    flags = [*base, "--out_dir=run"]
+    s = train.read_settings([*flags, "--init_from=x", "--reinit", "--embed_scale=2"])
+    assert (s.n_embd, s.n_core, s.embed_scale) == (None, None, 2), "the shape of x"
+    assert train.read_settings([*flags, "--n_head=4"]).n_kv_head == 4
+    line = error_line("train", "--data=x", "--out_dir=run", "--n_embd=32", "--n_ffn=64")
+    assert "give --n_head, --n_prelude, or --init_from" in line
 
 
 def test_training_learns(taught):
@@ -1648,7 +1676,11 @@ def test_killed_ranks_end_alike(base, unbroken):
 @needs_compiler
 def test_compiled_run_resumes_alike(base, monkeypatch):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
-    monkeypatch.setattr(train, "validate", lambda *_: {})  # fewer graphs to compile
+
+    def skip(settings, model, val_sets, progress, signals):  # fewer graphs to compile
+        progress["validated"] = progress["update"]
+
+    monkeypatch.setattr(train, "validate", skip)
     base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--updates=6"]
     torch.set_num_threads(2)
     torch.compiler.reset()
@@ -1682,9 +1714,9 @@ def test_a_checkpoint_from_another_process(base, unbroken, monkeypatch):
     shutil.copytree(unbroken, "run")
     lock_folder = train.lock_folder
 
-    def lock_late(folder):
+    def lock_late(folder, names):
         shutil.copytree(f"{folder}/step_000012", f"{folder}/step_000013")
-        return lock_folder(folder)
+        return lock_folder(folder, names)
 
     monkeypatch.setattr(train, "lock_folder", lock_late)
     log = Path("run/log.jsonl").read_bytes()
@@ -1718,6 +1750,41 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     signal.signal(number, signal.SIG_IGN)  # as nohup does
     run_script("train", *flags)
     assert same_end("run", unbroken)
+
+
+def test_a_signal_ends_a_validation(base, unbroken, monkeypatch):
+    """What is due is saved before its validation, which the same command makes after a signal."""
+    to_inputs = train.to_inputs
+    at = None
+
+    def signalled(model, batch, seed):
+        if not torch.is_grad_enabled() and at in read_log("run", "loss"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return to_inputs(model, batch, seed)
+
+    monkeypatch.setattr(train, "to_inputs", signalled)
+    flags = [*base, "--out_dir=run"]
+    wanted = read_log(unbroken, "val")
+    for at, validated in ((6, [0]), (12, [0, 6]), (None, [0, 6, 12])):
+        code, _ = outcome("train", *flags)
+        assert code == (128 + signal.SIGTERM if at else 0)
+        assert checkpoints("run") == [f"step_{at or 12:06d}"]
+        assert read_log("run", "val") == {update: wanted[update] for update in validated}
+    assert same_end("run", unbroken)
+    assert "validation" not in run_script("train", *flags)
+
+
+def test_a_folder_that_others_use(base, monkeypatch):
+    """What a killed run left is removed, but not what others write there; chmod is not needed."""
+    Path("run/notes.tmp-20261127").mkdir(parents=True)
+    monkeypatch.setattr(Path, "chmod", mock.Mock(side_effect=PermissionError))
+    with common.write_atomically("run/eval.json") as new:  # by an evaluation, at the same time
+        left = new.parent.with_name(new.parent.name.replace("eval.json", "step_000003"))
+        left.mkdir()
+        run_script("train", *base, "--updates=1", "--out_dir=run")
+        new.write_text("{}")
+    names = {"eval.json", "notes.tmp-20261127", "step_000001", "log.jsonl", ".lock"}
+    assert {*os.listdir("run")} == names
 
 
 def test_full_disk(base, unbroken):
@@ -1784,9 +1851,10 @@ def test_output_that_cannot_be_printed(checkpoint, corpus):
 
 
 def test_changed_settings_or_data(base, unbroken):
-    """A run resumes after it or its data has moved, but not with other settings or changed data."""
-    flags = "--data=data/pretrain", "--updates=1", f"--init_from={unbroken}", "--out_dir=run"
+    """A run resumes if it, its data or its parent moves, but not with others or other settings."""
+    flags = "--data=data/pretrain", "--updates=1", "--init_from=parent", "--out_dir=run"
     base = [*base, *flags]
+    shutil.copytree(unbroken, "parent")
     tiny("data", rows=64)
     run_script("train", *base)
     assert "lr = 0.01, but this command says 0.02" in error_line("train", *base, "--lr=0.02")
@@ -1794,6 +1862,12 @@ def test_changed_settings_or_data(base, unbroken):
     shutil.copytree("run", "copy")
     shutil.copytree("data", "moved")
     assert "done: copy" in run_script("train", *base, "--data=moved/pretrain", "--out_dir=copy")
+
+    os.rename("parent", "renamed")
+    for parent in ("parent", "parent/", "renamed"):
+        assert "done: run" in run_script("train", *base, f"--init_from={parent}")
+    for parent in ("run", ""):
+        assert "init_from = parent" in error_line("train", *base, f"--init_from={parent}")
 
     shutil.rmtree("data")
     tiny("data", seed=1, rows=64)
@@ -1826,8 +1900,6 @@ def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monk
     s = train.read_settings([*base, "--data=x", "--out_dir=x"])
     wanted = [train.draw_steps(s, update, 12 + update + 1) for update in range(6)]
     assert [*zip(read_log("more", "n").values(), read_log("more", "k").values())] == wanted
-    recipe = read_json(f"{find_checkpoint('more')}/train.json")["recipe"]
-    assert train.sequence(recipe | {"context": 15}) != train.sequence(recipe)  # they are other rows
     assert first_row("more", "other", "--seed=1") == 0
     assert first_row("other", "third") == (12 + 6) * 16
     assert first_row("third", "new", "--reinit") == 0
@@ -1836,6 +1908,46 @@ def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monk
     train_until(4, *again)
     run_script("train", *again)
     assert same_end("again", "more")
+
+    # An older version counted the rows of all sources together.
+    path = f"{find_checkpoint('more')}/train.json"
+    older = {key: value for key, value in read_json(path).items() if key != "rows"}
+    common.write_json(path, older)
+    assert first_row("more", "after_older") == (12 + 6) * 16
+    older["config"]["data"] = "a:1,b:1"
+    common.write_json(path, older)
+    assert "an older version" in error_line("train", *base, "--init_from=more", "--out_dir=x")
+
+
+def test_another_mixture_sees_new_rows(base, monkeypatch):
+    """Rows of each source, and draws, go on where earlier runs ended, in whatever mixture."""
+    sample_row, draw_steps = data.Shards.sample, train.draw_steps
+    rows, draws = [], []
+
+    def spy(shards, seed, number):
+        rows.append((seed, shards.meta["shards"]["train"][0][2], number))
+        return sample_row(shards, seed, number)
+
+    def counted(settings, update, number):
+        draws.append(number)
+        return draw_steps(settings, update, number)
+
+    monkeypatch.setattr(data.Shards, "sample", spy)
+    monkeypatch.setattr(train, "draw_steps", counted)
+    for name in "ab":
+        tiny(name, seed=ord(name), rows=64)
+    last, used = "", {}
+    for mixture in ("{a}", "{a}:50,{b}:50", "{b}:2,{a}:1", "{b}"):
+        name = f"run{len(os.listdir())}"
+        flags = f"--data={mixture.format(a='a/pretrain', b='b/pretrain')}", f"--init_from={last}"
+        rows.clear()
+        run_script("train", *base, *flags, "--seed=3", "--updates=3", f"--out_dir={name}")
+        last = name
+        trained = [(source, number) for seed, source, number in rows if seed == 3]
+        for source, number in trained[4:]:  # after those of the warm-up
+            used.setdefault(source, []).append(number)
+    assert [*used.values()] == [[*range(48 + 24 + 16)], [*range(24 + 32 + 48)]]
+    assert draws == [*range(1, 13)]
 
 
 def test_rows_of_questions(base, corpus):
@@ -2461,16 +2573,18 @@ MISTAKES = [
     ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
     ("train --data=task --context=39 --out_dir=out --uptades=3", "--uptades=3"),
-    ("train --data=task --context=39 --out_dir=out --draws=3", "--draws"),
-    ("train --data=task --context=30 --out_dir=out", "--context"),
-    ("train --data=task --context=39 --out_dir=out --train=norm|heads", "named 'heads'"),
-    ("train --data=task --context=39 --out_dir=out --updates=1 --train=m|", "named ''"),
-    ("train --data=task --context=39 --updates=1 --out_dir=out --n_core=0 --n_coda=1", "n_coda"),
-    ("train --data=task --context=39 --updates=1 --out_dir=out --n_head=1", "n_kv_head = 2"),
-    ("train --data=task --context=39 --updates=1 --out_dir=out --n_embd=30", "head_dim = 15"),
+    ("train --config=tiny.toml --data=task --out_dir=out --draws=3", "--draws"),
+    ("train --config=tiny.toml --data=task --context=30 --out_dir=out", "--context"),
+    ("train --config=tiny.toml --data=task --out_dir=out --train=norm|heads", "named 'heads'"),
+    ("train --config=tiny.toml --data=task --out_dir=out --updates=1 --train=m|", "named ''"),
+    ("train --config=tiny.toml --data=task --out_dir=out --n_core=0", "n_coda"),
+    ("train --config=tiny.toml --data=task --out_dir=out --n_kv_head=4", "n_kv_head = 4"),
+    ("train --config=tiny.toml --data=task --out_dir=out --n_embd=30", "head_dim = 15"),
+    ("train --config=tiny.toml --data=half --out_dir=out", "meta.json lists"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
-    ("train --data=test.jsonl --context=39 --out_dir=out", "not a finished data set"),
-    ("train --data=task:0.5 --context=39 --out_dir=out", "whole numbers above 0"),
+    ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
+    ("train --config=tiny.toml --data=task:0.5 --out_dir=out", "whole numbers above 0"),
+    ("train --config=tiny.toml --data=task:999983,task:999979 --out_dir=out", "1,999,962 parts"),
     ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model llama", "surgery.py llama OUT"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
@@ -2500,29 +2614,102 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
     assert not contents("out")
 
 
+def test_mistakes_are_seen_without_asserts(mistaken_inputs):
+    """`python -OO`, which drops asserts and docstrings, says the same of each mistake."""
+    for path in mistaken_inputs.iterdir():
+        Path(path.name).symlink_to(path)
+    code = ("import sys; from helpers import outcome\n"
+            "for line in sys.stdin: print(outcome(*line.split())[0])")
+    asked = "\n".join(command for command, _ in MISTAKES)
+    said = subprocess.check_output([sys.executable, "-OO", "-c", code], input=asked, text=True)
+    for (command, words), line in zip(MISTAKES, said.splitlines(), strict=True):
+        assert words in line, command
+
+
 # ------------------------------------------------------------------------------------- the terminal
-def test_ranks_that_nobody_started():
-    """What is left of torchrun's environment is ignored, so a script is rank 0 of 1."""
-    code = "import common; print(common.RANK, common.LOCAL_RANK, common.WORLD)"
-    torchruns = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}
-    for left in itertools.combinations(torchruns.items(), 2):
-        command, env = [sys.executable, "-c", code], os.environ | {"LOCAL_RANK": "1"} | dict(left)
-        assert subprocess.check_output(command, env=env, text=True) == "0 0 1\n", left
+def test_ranks_that_nobody_started(monkeypatch, capsys):
+    """What is left of torchrun's environment is ignored, and said, so a script is rank 0 of 1."""
+    torchruns = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for missing in torchruns:
+        left = {name: value for name, value in torchruns.items() if name != missing}
+        monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "1"} | left)
+        common_then = runpy.run_path(str(ROOT / "common.py"))
+        assert [common_then[name] for name in ("RANK", "LOCAL_RANK", "WORLD")] == [0, 0, 1]
+        with pytest.raises(SystemExit) as end:
+            common_then["cli"](lambda: 0)
+        said = capsys.readouterr().err
+        assert (f"RANK is ignored, because torchrun also sets {missing}" in said) == (
+            missing in ("WORLD_SIZE", "MASTER_ADDR"))
+        assert ("MASTER_PORT is not set" in str(end.value)) == (missing == "MASTER_PORT")
 
 
-@pytest.mark.parametrize("compiler", ["/bin/false", pytest.param("g++", marks=needs_compiler)])
-def test_no_compiler(compiler, base, monkeypatch):
-    """Without a C++ compiler, or if it fails on larger kernels, a run goes on uncompiled."""
+def test_scripts_of_one_process_use_one_rank(checkpoint):
+    """On several ranks, sample.py runs on the first, and says so."""
+    run_on_ranks("sample.py", f"--model={checkpoint}", "--prompt=has", "--tokens=1", world=2)
+    said = Path("log").read_text()
+    assert said.count("only rank 0 of 2") == said.count("--- 1 tokens") == 1
+
+
+def test_closed_streams(checkpoint, monkeypatch):
+    """A script works whose stdin or stderr is closed; there is nothing to read, or nobody reads."""
+    for name in ("stdin", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    run_script("sample", f"--model={checkpoint}")
+    assert "has" in run_script("sample", f"--model={checkpoint}", "--tokens=1", "--trace",
+                               "--prompt=has")
+
+
+def test_full_memory_ends_in_one_line():
+    """So does a full CPU, whose exceptions have many names; other bugs keep their tracebacks."""
+    for full in (MemoryError(), RuntimeError("std::bad_alloc"), torch.OutOfMemoryError("x"),
+                 RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with pytest.raises(SystemExit, match="out of memory. Lower --batch_size"):
+            common.cli(mock.Mock(side_effect=full))
+    for bug in (RecursionError("too deep"), RuntimeError("a bug")):
+        with pytest.raises(type(bug)):
+            common.cli(mock.Mock(side_effect=bug))
+
+
+SCRIPTS = [path for folder in (ROOT, ROOT / "tools") for path in sorted(folder.glob("*.py"))
+           if "\n    cli(main" in path.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_python_that_is_too_old_and_a_tool_by_its_path(script, monkeypatch):
+    """Each script names the Python that it needs, before anything fails; a tool, how to run it."""
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(sys, "version_info", (3, 10, 12))
+    monkeypatch.setitem(sys.modules, "tomllib", None)  # as in 3.10
+    monkeypatch.delitem(sys.modules, "common")
+    with pytest.raises(SystemExit, match="needs Python 3.11"):
+        runpy.run_path(str(script), run_name="__main__")
+    if script.parent.name == "tools":
+        monkeypatch.syspath_prepend(script.parent)
+        with pytest.raises(SystemExit, match=f"python -m tools.{script.stem}"):
+            runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize("compiler, reason", [
+    ("/bin/false", "C++ compiler"),
+    pytest.param("g++", "g++: killed twice", marks=needs_compiler),
+])
+def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
+    """Without a compiler, or if larger kernels fail, scripts go on uncompiled and say why."""
     compile_parts = RecurrentLM.compile_parts
     fails = mock.Mock(side_effect=RuntimeError("g++: killed\ntwice"))
-    monkeypatch.setattr(RecurrentLM, "compile_parts", lambda m: compile_parts(m, backend=fails))
+    monkeypatch.setattr(RecurrentLM, "compile_parts",
+                        lambda model, **how: compile_parts(model, backend=fails))
     if compiler == "/bin/false":  # though the cache may hold what it should compile
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
-    torch.compiler.reset()  # forgets what other tests compiled
-    with torch._inductor.config.patch("cpp.cxx", (compiler,)):
-        said = run_script("train", *base, "--compile=true", "--updates=1", "--out_dir=run")
-    torch.compiler.set_stance("default")
-    assert "without torch.compile" in said
+    for command in (("train", *base, "--compile=true", "--updates=1", "--out_dir=run"),
+                    ("sample", f"--model={checkpoint}", "--compile", "--prompt=has", "--tokens=2"),
+                    ("bench", "train", f"--model={checkpoint}", "--context=8", "--repeat=1")):
+        torch.compiler.reset()  # forgets what other tests compiled
+        with torch._inductor.config.patch("cpp.cxx", (compiler,)):
+            run_script(*command)
+        torch.compiler.set_stance("default")
+        said = capfd.readouterr().err
+        assert re.search(rf"warning: .*{re.escape(reason)}.*without torch.compile", said), said
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):

@@ -28,7 +28,6 @@ import shutil
 import signal
 import sys
 import time
-import tomllib
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,13 +41,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
-                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
-                    native_bfloat16, natural, non_negative, positive, random_seed, read_json,
-                    reading, recurrences, say, write_atomically, write_json, yes_or_no)
+                    choose_dtype, cli, digest, dtype_on, fraction, lock_folder, nan_to_null,
+                    native_bfloat16, natural, non_negative, paths, positive, random_seed, read_json,
+                    read_toml, reading, recurrences, say, write_atomically, write_json, yes_or_no)
 from data import (Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files,
                   row_length)
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
-                   to_device)
+                   or_eager, to_device)
 from muon import MOMENTS, Optimizer
 
 MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
@@ -66,26 +65,28 @@ CURRICULA = {
 
 def setting(default, meaning):
     """Return a field for Settings. Its annotation is the flag's type, `meaning` the help text."""
-    return field(default=default, metadata={"meaning": meaning})
+    shown = "" if default is None else f" [{default}]"
+    return field(default=default, metadata={"help": f"{meaning}{shown}"})
 
 
 @dataclass
 class Recipe:
     """
-    The settings that determine the result. All defaults except the shape are the paper's (appendix
-    D); the files in config/ override some of them.
+    The settings that determine the result. All defaults are the paper's (appendix D); the files in
+    config/ override some of them.
     """
-    init_from: str = setting("", "a checkpoint or run to start from, in its shape; empty: random "
+    init_from: paths = setting("", "a checkpoint or run to start from, in its shape; empty: random "
                              "weights")
     reinit: bool = setting(False, "random weights in the shape of --init_from")
     embed_scale: float = setting(1.0, "factor on embeddings with random weights (Huginn: 72.7)")
     seed: random_seed = setting(0, "seed of weights, data order, draws of r and initial states")
     # shape, for random weights without init_from
-    n_embd: positive = setting(96, "width")
-    n_head: positive = setting(2, "attention heads")
-    n_kv_head: positive = setting(2, "key/value heads")
-    n_ffn: positive = setting(240, "width inside the MLP")
-    n_prelude: natural = setting(6, "layers before the loop; an ordinary model has no others")
+    n_embd: positive = setting(None, "width; required without --init_from, like --n_head, --n_ffn "
+                               "and --n_prelude")
+    n_head: positive = setting(None, "attention heads")
+    n_kv_head: natural = setting(0, "key/value heads; 0: as many as --n_head")
+    n_ffn: positive = setting(None, "width inside the MLP")
+    n_prelude: natural = setting(None, "layers before the loop; an ordinary model has no others")
     n_core: natural = setting(0, "layers in the loop")
     n_coda: natural = setting(0, "layers after the loop")
     # budget
@@ -125,9 +126,9 @@ class Settings(Recipe):
     All settings. Those below cannot change the result beyond rounding, so a run may be resumed with
     other ones.
     """
-    config: str = setting("", "a TOML file of settings, which flags override")
-    out_dir: str = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
-    data: str = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
+    config: list = setting(None, "a TOML file of settings, which flags and later files override")
+    out_dir: paths = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
+    data: paths = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
     micro_batch: positive = setting(8, "rows per forward and backward pass on a device")
     compile: bool = setting(True, "use torch.compile")
     activation_budget: between(0.3, 1, float) = setting(
@@ -144,33 +145,72 @@ class Settings(Recipe):
     wandb: bool = setting(False, "also log to Weights & Biases")
 
 
+SHAPE = "n_embd", "n_head", "n_kv_head", "n_ffn", "n_prelude", "n_core", "n_coda"
+
+
+def without_effect(settings):
+    """Yield (name, case) of each setting that has no effect beside the others."""
+    if settings.init_from:
+        for name in SHAPE:
+            yield name, "with --init_from"
+        if not settings.reinit:
+            yield "embed_scale", "with --init_from without --reinit"
+    if settings.optimizer != "muon":
+        yield "adam_lr", "without --optimizer=muon"
+    if settings.curriculum == "none":
+        yield "curriculum_warmup", "with --curriculum=none"
+    if not settings.backprop_depth:
+        yield "backprop_warmup", "with --backprop_depth=0"
+    if not settings.compile:
+        yield "activation_budget", "with --compile=false"
+
+
 def read_settings(argv, world=1):
     """
     Read the Settings from flags, one for each of their fields, and from --config=FILE.toml (flat
-    keys), which flags override.
+    keys), which flags override. With --init_from, the settings of the shape are None.
 
     world: the number of ranks. micro_batch is capped at a rank's rows per update. Raises UserError
-    if a setting is invalid, or an update does not divide evenly into draws and micro-batches.
+    if a setting is invalid, missing or without effect, or if an update does not divide evenly into
+    draws and micro-batches.
     """
     parser = Parser(__doc__, usage="train.py --config=FILE --key=value ...")
     for item in fields(Settings):
-        option = {"default": item.default, "help": f"{item.metadata['meaning']} [{item.default}]"}
+        option = {"default": item.default, **item.metadata}
         if choices := get_args(item.type):  # of a Literal
             option["choices"] = choices
         elif item.type is bool:  # --key alone means true
             option |= {"type": yes_or_no, "metavar": "X", "nargs": "?", "const": True}
+        elif item.type is list:
+            option |= {"action": "append", "metavar": "FILE"}
         else:
             option |= {"type": item.type, "metavar": "X"}
         parser.add_argument(f"--{item.name}", **option)
-    if config := parser.parse_known_args(argv)[0].config:
-        with reading(config):
-            values = tomllib.loads(Path(config).read_text())
-        argv = [f"--{name}={value}" for name, value in values.items()] + argv
-    settings = Settings(**vars(parser.parse_args(argv)))
+    flags = []
+    for file in parser.parse_known_args(argv)[0].config or []:
+        for name, value in read_toml(file).items():
+            if name == "config":
+                raise UserError(f"{file}: names another file. Use --config={value} --config={file}")
+            if isinstance(value, list):
+                value = ",".join(map(str, value))
+            flags.append(f"--{name}={value}")
+    settings = Settings(**vars(parser.parse_args(flags + argv)))
     if not (settings.data and settings.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
     if Path(settings.out_dir, "config.json").exists():
         parser.error(f"--out_dir={settings.out_dir}: this folder holds a model. Choose a new one")
+    # A TOML file may have some, because several runs share it.
+    typed = [flag.partition("=")[0] for flag in argv]
+    idle = [f"--{name} {case}" for name, case in without_effect(settings) if f"--{name}" in typed]
+    if idle:
+        raise UserError(f"without effect: {', '.join(idle)}")
+    missing = [f"--{name}" for name in SHAPE if getattr(settings, name) is None]
+    if settings.init_from:
+        vars(settings).update(dict.fromkeys(SHAPE))
+    elif missing:
+        parser.error(f"give {', '.join(missing)}, or --init_from")
+    else:
+        settings.n_kv_head = settings.n_kv_head or settings.n_head
     settings.context = settings.context or row_length(settings.data)
     most = math.ceil(settings.batch_size / (world * settings.draws))  # rows of a rank for each draw
     settings.micro_batch = min(settings.micro_batch, most)
@@ -265,24 +305,28 @@ def train_model(settings, device):
         check_same_tokenizer(tokenizer, folder)
     # Read now, because the folder may be deleted before the first checkpoint is written.
     tokenizer_files = read_tokenizer_files(text_folder)
+    progress["config"] = vars(settings)
     start = progress["update"]
     recipe = progress["recipe"]
-    first_row, first_draw = progress["used"].get(sequence(recipe), (0, 0))  # after earlier runs
+    sequences = train_set.sequences(settings.seed)
+    used = [progress["used"].get(key, (0, 0)) for key in sequences]  # of each source, before
+    first_rows = [rows for rows, _ in used]
+    first_draw = max(draws for _, draws in used)
     check_ranks(vars(settings) | {"data": recipe["digest of the data"], "update": start,
-                                  "first row": first_row})
+                                  "first rows": first_rows})
     epochs = settings.updates * settings.batch_size / train_set.num_rows
     say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
     max_k = largest_k(settings, first_draw)
     describe_run(settings, model, max_k)
-    if first_row:
-        say(f"rows and draws of r begin after the {first_row:,} rows of earlier runs")
+    if any(first_rows):
+        say(f"rows and draws of r begin after the {sum(first_rows):,} rows of earlier runs")
     if train_set.longest > settings.context:
         say(f"warning: --context={settings.context} separates some answers from their questions. "
             f"The longest question with its answer has {train_set.longest:,} tokens")
 
     # ---- The loop.
-    with lock_folder(settings.out_dir) if RANK == 0 else contextlib.nullcontext():
+    with lock_folder(settings.out_dir, "step_*") if RANK == 0 else contextlib.nullcontext():
         if RANK == 0:
             saved = checkpoints(settings.out_dir)
             if saved and int(saved[-1].name[5:]) != start:
@@ -293,19 +337,20 @@ def train_model(settings, device):
                 f.truncate(min(f.tell(), progress["log_bytes"]))
         if start < settings.updates:
             if settings.compile:
-                compile_model(settings, model, train_set, max_k)
-            else:
-                warm_up(settings, model, train_set, max_k)
-        if start == 0:
-            log(settings, progress, validate(settings, model, val_sets))
+                functorch_config.activation_memory_budget = settings.activation_budget
+                model.compile_parts()
+            or_eager(warm_up)(settings, model, train_set, max_k)  # with its backward pass
         signals = catch_signals()
+        due = start == settings.updates or start % settings.eval_every == 0
+        if due and progress["validated"] != start:
+            validate(settings, model, val_sets, progress, signals)
         skips = 0  # updates in a row without a finite gradient
         B = settings.micro_batch
         num_micro_batches = settings.batch_size // (B * WORLD)  # per update, on each rank
         tokens = settings.batch_size * settings.context         # per update, over all ranks
-        run_began = time.time()
+        run_began = time.monotonic()
         for update in range(start, settings.updates):
-            began = time.time()
+            began = time.monotonic()
 
             # ---- Gradients: each micro-batch runs n recurrences without gradient, then k with it.
             draws = draws_of(settings, update, first_draw) if model.config.n_core else [(0, 0)]
@@ -318,7 +363,7 @@ def train_model(settings, device):
                     num_stops += 1
                     break
                 index = update * num_micro_batches + i
-                batch = train_set.batch(settings.seed, index, RANK, WORLD, B, first_row)
+                batch = train_set.batch(settings.seed, index, RANK, WORLD, B, first_rows)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 n, k = draws[i * len(draws) // num_micro_batches]
                 _, token_losses = model(idx, targets, (n, k), state, settings.recompute)
@@ -347,21 +392,22 @@ def train_model(settings, device):
                                 f"{settings.lr}), or check the data")
             done = update + 1
             progress["update"] = done
+            progress["rows"] = dict(zip(sequences, train_set.count(done * settings.batch_size)))
             progress["skipped"] += skips > 0
             progress["tokens"] += tokens
             progress["flops"] += update_flops(settings, model, optimizer, draws, labels / tokens)
 
-            # ---- The log, validation and checkpoints.
+            # ---- The log, checkpoints and validation.
             last = done == settings.updates
             if last or skips or done % settings.log_every == 0:
-                pace = (time.time() - run_began) / (done - start)  # seconds per update
+                pace = (time.monotonic() - run_began) / (done - start)  # seconds per update
                 entry = {
                     "loss": losses / labels if labels else math.nan,
                     "norm": norm,
                     "n": mean(n for n, _ in draws),
                     "k": mean(k for _, k in draws),
                     "lr": settings.lr * lr_factor,
-                    "tokens_per_s": round(tokens / (time.time() - began)),
+                    "tokens_per_s": round(tokens / (time.monotonic() - began)),
                     "minutes_left": pace * (settings.updates - done) / 60,
                 }
                 say(f"update {done:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
@@ -369,10 +415,13 @@ def train_model(settings, device):
                     f"{entry['tokens_per_s']:,} tokens/s  "
                     f"{entry['minutes_left']:.1f} min left at this pace")
                 log(settings, progress, entry)
-            if last or done % settings.eval_every == 0:
-                log(settings, progress, validate(settings, model, val_sets))
             if last or done % settings.save_every == 0:
                 save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
+            if last or done % settings.eval_every == 0:
+                validate(settings, model, val_sets, progress, signals)
+    if progress["validated"] < settings.updates:
+        say("stopped by a signal in the last validation. Run the same command to repeat it")
+        return 128 + signal.SIGTERM
     say(f"done: {settings.out_dir}")
     return 0
 
@@ -401,19 +450,22 @@ def update_flops(settings, model, optimizer, draws, labelled=1.0):
 
 
 @torch.no_grad()
-def validate(settings, model, val_sets):
+def validate(settings, model, val_sets, progress, signals):
     """
     Validate on --eval_rows random rows of each data set, the same ones every time, or on all if it
-    has fewer. Returns a log entry, {"val": {r: mean loss per label}}, for each r in
-    --eval_recurrences.
+    has fewer. Prints and logs the mean loss per label at each r in --eval_recurrences, unless
+    `signals` to a rank end it. progress["validated"] is then the update.
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
     B = settings.micro_batch
-    totals = torch.zeros(2, len(steps), dtype=torch.float64, device=model.embed.weight.device)
-    losses, labels = totals  # views of it
+    totals = torch.zeros(3, len(steps), dtype=torch.float64, device=model.embed.weight.device)
+    losses, labels, stops = totals  # views of it
     for val_set in val_sets:
         rows = min(settings.eval_rows, val_set.num_rows)
         for i in range(math.ceil(rows / (B * WORLD))):
+            if signals:
+                stops += 1
+                break
             idx, targets, numbers = val_set.batch(0, i, RANK, WORLD, B)
             targets[numbers >= rows] = IGNORE  # the last batch may run past the last row
             idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
@@ -422,10 +474,16 @@ def validate(settings, model, val_sets):
                 losses[j] += model.losses(x, targets).double().sum()
     if WORLD > 1:
         dist.all_reduce(totals)
+    if stops[0]:
+        return
     val = dict(zip(steps, (losses / labels).tolist()))
     say(f"validation on {labels[0].long().item():,} labels: loss "
         + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
-    return {"val": val}
+    log(settings, progress, {"val": val})
+    progress["validated"] = progress["update"]
+    saved = f"{settings.out_dir}/step_{progress['update']:06d}"
+    if RANK == 0 and os.path.exists(saved):
+        write_json(f"{saved}/train.json", progress)
 
 
 def log(settings, progress, entry):
@@ -461,7 +519,7 @@ def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress
         for name, content in tokenizer_files.items():
             (folder / name).write_bytes(content)
         save_file(moments, folder / "optimizer.safetensors")
-        write_json(folder / "train.json", progress | {"config": vars(settings)})
+        write_json(folder / "train.json", progress)
     saved = checkpoints(settings.out_dir)
     ours = {*os.listdir(saved[-1])}
     for path in saved[:-settings.keep]:
@@ -473,9 +531,9 @@ def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress
 
 def catch_signals():
     """
-    Return a list that collects the numbers of SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed
-    terminal), which no longer end the process. A rank that has received one skips the rest of its
-    update; all ranks then discard this update and stop.
+    Return a list that collects the numbers of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal)
+    and SIGUSR1 (Slurm's notice), which no longer end the process. A rank that has received one
+    skips the rest of its update or validation; all ranks then discard that and stop.
     """
     received = []
 
@@ -486,7 +544,7 @@ def catch_signals():
                 # Not print(), which this signal may have interrupted.
                 os.write(2, b"stopping after the last complete update\n")
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, receive)
     return received
@@ -502,10 +560,8 @@ def run_config(settings, config, data_folder=None):
     if not config:
         meta = read_json(f"{data_folder}/meta.json")
         config = Config(vocab_size=meta["vocab_size"], eos_token_id=meta["eos_id"],
-                        n_embd=settings.n_embd, n_head=settings.n_head,
-                        n_kv_head=settings.n_kv_head, n_ffn=settings.n_ffn,
-                        n_prelude=settings.n_prelude, n_core=settings.n_core,
-                        n_coda=settings.n_coda, embed_scale=settings.embed_scale)
+                        embed_scale=settings.embed_scale,
+                        **{name: getattr(settings, name) for name in SHAPE})
     return replace(config, mean_recurrence=settings.mean_recurrence,
                    backprop_depth=settings.backprop_depth or settings.mean_recurrence,
                    context=max(config.context, settings.context),
@@ -523,14 +579,18 @@ def open_run(settings, device, train_set):
     """
     saved = checkpoints(settings.out_dir)
     resumed = saved[-1] if saved else None
-    progress = read_json(resumed / "train.json") if resumed else None
+    progress = read_progress(resumed) if resumed else None
     if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
         settings.dtype = progress["recipe"]["dtype"]
     settings.dtype = choose_dtype(settings.dtype, device)
-    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
+    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)
+              if getattr(settings, item.name) is not None}
     recipe["digest of the data"] = train_set.fingerprint()
     if resumed:
-        check_settings(settings.out_dir, progress["recipe"], recipe,
+        earlier = progress["recipe"]
+        if same_parent(recipe, earlier):
+            del recipe["init_from"]
+        check_settings(settings.out_dir, earlier, recipe,
                        "To continue with other settings, on the rows that follow, use "
                        "--init_from=OLD --out_dir=NEW")
 
@@ -548,7 +608,9 @@ def open_run(settings, device, train_set):
     optimizer = make_optimizer(settings, model, RANK, WORLD, exact)
 
     if not resumed:
-        progress = {"update": 0, "skipped": 0, "log_bytes": 0, "recipe": recipe}
+        if folder:
+            recipe["digest of init_from"] = parent_digest(recipe)
+        progress = {"update": 0, "skipped": 0, "validated": -1, "log_bytes": 0, "recipe": recipe}
         return model, exact, optimizer, progress | spent_before(model.folder)
     if not Path(resumed, "optimizer.safetensors").exists():
         raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
@@ -592,25 +654,52 @@ def make_optimizer(settings, model, rank, world, weights=None):
                      product_dtype=product_dtype, rank=rank, world=world)
 
 
-def sequence(recipe):
-    """Return a run's key in "used" of train.json: what determines its rows and draws."""
-    return (f"seed {recipe['seed']}, rows of {recipe['context']} tokens of "
-            f"{recipe['digest of the data']}")
+def same_parent(recipe, earlier):
+    """Whether two Recipes begin with the same checkpoint, which may have moved, or be gone."""
+    ours, theirs = recipe["init_from"], earlier["init_from"]
+    if ours == theirs or not ours or not theirs:
+        return ours == theirs
+    return parent_digest(recipe) in (None, earlier.get("digest of init_from"))
+
+
+def parent_digest(recipe):
+    """Return the digest of the weights, or the shape, that a run begins with; None if gone."""
+    name = "config.json" if recipe["reinit"] else "model.safetensors"
+    with contextlib.suppress(UserError):
+        return digest(Path(find_checkpoint(recipe["init_from"]), name))
+
+
+def read_progress(folder):
+    """
+    Read a checkpoint's train.json. Raises UserError if an older version, which did not count the
+    "rows" of each source, has trained on a mixture.
+    """
+    progress = read_json(f"{folder}/train.json")
+    if "rows" not in progress:
+        recipe, update = progress["recipe"], progress["update"]
+        if set(progress["config"]["data"]) & set(",:"):
+            raise UserError(f"{folder}: an older version, which did not count the rows of each "
+                            "data set, trained this on a mixture. Go on with that version")
+        key = (f"seed {recipe['seed']}, rows of {recipe['context']} tokens of "
+               f"{recipe['digest of the data']}")
+        progress |= {"rows": {key: update * recipe["batch_size"]}, "validated": update}
+    return progress
 
 
 def spent_before(folder):
     """
     Return what the chain of runs that led to the checkpoint `folder` has spent: "tokens" and
     "flops", without those of a first run without --init_from, which was pretraining; and "used",
-    {sequence: (rows, draws)}, which the next run must not repeat.
+    {sequence: (rows, draws)} of each source, which the next run must not repeat.
     """
     if not (folder and Path(folder, "train.json").exists()):  # not made by train.py
         return {"tokens": 0, "flops": 0, "used": {}}
-    last = read_json(f"{folder}/train.json")
+    last = read_progress(folder)
     recipe, used = last["recipe"], last["used"]
-    rows, draws = used.get(sequence(recipe), (0, 0))
-    used[sequence(recipe)] = (rows + last["update"] * recipe["batch_size"],
-                              draws + last["update"] * recipe["draws"])
+    before = [used.get(key, (0, 0)) for key in last["rows"]]
+    draws = max(draws for _, draws in before) + last["update"] * recipe["draws"]
+    for (key, rows), (earlier, _) in zip(last["rows"].items(), before):
+        used[key] = earlier + rows, draws
     if not recipe["init_from"]:  # one with --reinit counts: it is compared with one without
         last["tokens"] = last["flops"] = 0
     return {"tokens": last["tokens"], "flops": last["flops"], "used": used}
@@ -643,32 +732,20 @@ def describe_run(settings, model, max_k):
             f"most the last {max_k}")
 
 
-def compile_model(settings, model, train_set, k):
-    """Compile the model in a warm-up. If the compiler is missing or fails, go on without it."""
-    functorch_config.activation_memory_budget = settings.activation_budget
-    try:
-        model.compile_parts()
-        warm_up(settings, model, train_set, k)
-    except (UserError, torch._dynamo.exc.BackendCompilerFailed) as e:
-        say(f"warning: {e!r:.300}. Continuing without torch.compile")
-        torch.compiler.set_stance("force_eager")
-        warm_up(settings, model, train_set, k)
-
-
 def warm_up(settings, model, train_set, k):
     """
     Run one forward and backward pass at k, the run's largest, and discard the gradients, so that
     compiling, or running out of memory, happens now and not hours later when the curriculum has
     risen. Prints a GPU's peak memory.
     """
-    began = time.time()
+    began = time.monotonic()
     batch = train_set.batch(settings.seed, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
     _, losses = model(idx, targets, (1, k), state, settings.recompute)
     losses.sum().backward()
     model.zero_grad()
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if idx.is_cuda else ""
-    say(f"warm-up: {time.time() - began:.0f} s{peak}")
+    say(f"warm-up: {time.monotonic() - began:.0f} s{peak}")
 
 
 def attention_kernels(device, T):
@@ -714,4 +791,4 @@ def main():
 
 
 if __name__ == "__main__":
-    cli(main)
+    cli(main, on_every_rank=True)

@@ -226,7 +226,7 @@ def contents(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in Path(folder).glob("**/*")
-        if path.is_file() and path.name != ".lock" and ".tmp-" not in str(path)
+        if path.is_file() and path.name != ".lock" and ".loopgraft-" not in str(path)
     }
 
 
@@ -504,8 +504,5 @@ HARD = [
 ]
 
 
-# A run of 12 updates that takes a second.
-RUN = """--n_prelude=1 --n_core=1 --n_coda=1 --n_embd=32 --n_ffn=64 --context=50 --batch_size=16
-    --micro_batch=4 --mean_recurrence=3 --backprop_depth=2 --updates=12 --save_every=3
-    --eval_every=6 --eval_rows=27 --eval_recurrences=1,4 --compile=false --lr=0.01 --adam_lr=0.003
-    --dtype=float32 --keep=1""".split()
+# Flags of a run of 12 updates that takes a second.
+RUN = [f"--config={ROOT}/tests/run.toml"]

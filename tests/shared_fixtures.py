@@ -9,6 +9,7 @@ from pathlib import Path
 # First, because this hides any GPU:
 from helpers import ROOT, RUN, run_script, save, small
 
+import numpy as np
 import pytest
 import sentencepiece
 
@@ -136,4 +137,8 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     os.mkdir(folder / "meta")
     Path(folder, "meta", "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     Path(folder, "latin.toml").write_text("# caf\xe9", "latin-1")
+    (folder / "tiny.toml").symlink_to(ROOT / "config/tiny.toml")
+    shutil.copytree(corpus / "task", folder / "half")
+    shard = np.load(folder / "half/train_000000.npy")
+    np.save(folder / "half/train_000000.npy", shard[:, :shard.shape[1] // 2])
     return folder

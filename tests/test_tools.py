@@ -628,14 +628,16 @@ def test_plan_of_a_retrofit(corpus):
             assert (float(needed) <= 78) == fits and (needed == gigabytes) == fits
     assert "no GPU" in error_line("tools/plan", *evening, "--memory")
 
-    flags = f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
-    assert "8.96 epochs" in run_script("tools/plan", *flags), "8,000 rows in batches of 1,024"
+    flags = *RUN, f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
+    assert "0.14 epochs" in run_script("tools/plan", *flags), "8,000 rows in batches of 16"
+    line = error_line("tools/plan", *flags, "--preset=tinyllama-4-8-4", "--n_core=2")
+    assert "--n_core with --init_from" in line
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plan_counts_all_that_a_rank_holds(dtype):
     """Apart from activations, plan's memory is exactly that of the tensors that a rank holds."""
-    s = train.read_settings(["--data=x", "--out_dir=run", f"--dtype={dtype}"])
+    s = train.read_settings(["--data=x", "--out_dir=run", "--init_from=x", f"--dtype={dtype}"])
     model = small().to(getattr(torch, dtype))
     optimizer = train.make_optimizer(s, model, 0, 1)
     idx = torch.ones(1, 8, dtype=torch.int64)
@@ -684,6 +686,8 @@ def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
         assert read_json(f"{find_checkpoint(out)}/train.json")["tokens"] == updates * 16 * 50
     assert planned_updates("first", *start, "--seed=4") == 7
     assert planned_updates("second", *base, "--init_from=first") == 5
+    spent = error_line("tools/plan", *base, "--init_from=second", "--flops_of=first", "--out_dir=x")
+    assert "second has spent that already" in spent
     gone = *start, "--data=gone", "--out_dir=x"  # how many tokens are targets?
     assert "gone" in error_line("tools/plan", *gone, "--flops_of=first", "--quiet")
 

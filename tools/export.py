@@ -140,7 +140,7 @@ def export(model, folder):
     dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # all have this one
     write_json(folder / "config.json", config | {"torch_dtype": dtype})
     if "auto_map" in config:
-        shutil.copy(HERE / "modeling_loopgraft.py", folder)
+        shutil.copyfile(HERE / "modeling_loopgraft.py", folder / "modeling_loopgraft.py")
         card = Template((HERE / "model_card.md").read_text()).substitute(
             name=folder.name, layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
             mean_recurrence=c.mean_recurrence, slots=cache_slots(c),

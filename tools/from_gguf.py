@@ -93,10 +93,10 @@ def convert(path, out):
 def main():
     parser = Parser(__doc__, usage="python -m tools.from_gguf FILE.gguf OUT")
     flag = parser.add_argument
-    flag("file", metavar="FILE.gguf", type=Path)
+    flag("file", metavar="FILE.gguf")
     flag("out", metavar="OUT", type=new_folder, help="a new folder")
     args = parser.parse_args()
-    convert(args.file, args.out)
+    convert(Path(args.file), args.out)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ the flags of train.py. With --preset, neither weights nor data need to be there.
                                         spend as many FLOPs as out/tiny/task did
 """
 import bisect
-import tomllib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, cli, positive, read_json
+from common import Parser, UserError, cli, positive, read_json, read_toml
 from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
@@ -51,6 +50,8 @@ def main():
          "that RUN, and the runs before it, have spent since the parent")
     flag("--quiet", action="store_true", help="print the number of updates alone")
     args, settings = parser.parse_known_args()
+    if args.preset:
+        settings.append(f"--init_from={args.preset}")  # only to say that it has a shape
     plan(args, read_settings(settings, args.gpus))
 
 
@@ -60,8 +61,7 @@ def presets():
     {"tinyllama-4-8-4": (..., (4, 8, 4))}.
     """
     found = {}
-    text = Path(__file__).with_name("parents.toml").read_text()
-    for parent, about in tomllib.loads(text).items():
+    for parent, about in read_toml(Path(__file__).with_name("parents.toml")).items():
         for sizes in about.pop("shapes"):
             name = "-".join(map(str, [parent, *sizes]))
             found[name] = Config(**about), tuple(sizes)
@@ -96,6 +96,9 @@ def plan(args, settings):
         if not settings.reinit:
             budget -= spent_before(folder)["flops"]
         settings.updates = affordable_updates(settings, model, labelled, budget)
+        if not settings.updates:
+            raise UserError(f"--flops_of={args.flops_of}: {settings.init_from or 'nothing'} has "
+                            "spent that already, or all but half an update")
     if args.quiet:
         print(settings.updates)
         return
