@@ -4,11 +4,11 @@ with the lowest and the highest.
 
     python bench.py train                        # tokens/s, FLOPs utilization, GPU memory
     python bench.py decode --steps 1,4,32        # tokens/s over r
-    python bench.py decode --model out/tiny/task --draft_steps 0,2,4
+    python bench.py decode --model out/tiny/task
 
 Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
-weights: except with --draft_steps, speed does not depend on their values. The last line of output
-is JSON. `bash runs/gpu.sh` does all that is worth measuring on a new GPU.
+weights: speed does not depend on their values. The last line of output is JSON. `bash runs/gpu.sh`
+does all that is worth measuring on a new GPU.
 
 Tokens/s mean little across different r, so `train` also reports mfu: the FLOP/s that it executes in
 matrix products and attention, as a share of those of a large matrix product. And `decode` reports
@@ -17,13 +17,13 @@ row, that is its limit, unless the recurrent block fits in the cache.
 """
 import json
 import time
-from statistics import fmean, median
+from statistics import median
 
 import torch
 import torch._functorch.config as functorch_config
 
-from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, dtype_on, list_of,
-                    natural, positive, recurrences, yes_or_no)
+from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, dtype_on, natural,
+                    positive, recurrences, yes_or_no)
 from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS
 from sample import Decoder, device_and_dtype
@@ -116,10 +116,8 @@ def n_plus_k(text):
 
 def bench_decode(model, args):
     """
-    Time the decoding of random prompts for each r and draft_steps: new tokens per second over all
-    rows, prefill included. Yields a row for each.
-
-    accepted: the share of the new tokens that were accepted drafts.
+    Time the decoding of random prompts for each r: new tokens per second over all rows, prefill
+    included. Yields a row for each.
     """
     peak = read_speed(args.repeat)
     decoder = Decoder(model, args.compile)
@@ -127,23 +125,14 @@ def bench_decode(model, args):
     shape = args.batch_size, args.prompt_tokens
     prompts = torch.randint(model.config.vocab_size, shape).tolist()
     for r in args.steps if model.config.n_core else [0]:
-        for draft_steps in args.draft_steps:
-            drafts = []  # whether each token was an accepted draft
+        def run():
+            for _ in decoder.generate(prompts, args.tokens, r):
+                pass
 
-            def run():
-                events = decoder.generate(prompts, args.tokens, r, draft_steps=draft_steps)
-                drafts[:] = [accepted for _, _, accepted in events]
-
-            tokens = len(prompts) * args.tokens
-            timed = time_runs(run, args.repeat)
-            row = {"r": r, "draft_steps": draft_steps, **speeds(tokens, *timed)}
-            if draft_steps:
-                row["accepted"] = fmean(drafts)
-            else:
-                weights = model.flops_per_token(r, T=0) / 2  # that each new token reads
-                read = weights * model.embed.weight.itemsize * row["tokens_per_s"] / len(prompts)
-                row |= {"mbu": read / peak, "read_peak": peak}
-            yield row
+        row = {"r": r, **speeds(len(prompts) * args.tokens, *time_runs(run, args.repeat))}
+        weights = model.flops_per_token(r, T=0) / 2  # that each new token reads
+        read = weights * model.embed.weight.itemsize * row["tokens_per_s"] / len(prompts)
+        yield row | {"mbu": read / peak, "read_peak": peak}
 
 
 def read_speed(repeat):
@@ -188,8 +177,6 @@ def parse_args():
     flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
     flag("--prompt_tokens", type=positive, default=32, help="tokens per prompt (32)")
     flag("--tokens", type=positive, default=64, help="new tokens per row (64)")
-    flag("--draft_steps", type=list_of(natural), default="0",
-         help="recurrences of a draft; 0 (default): none")
     return parser.parse_args()
 
 

@@ -215,7 +215,7 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
             unfinished.discard(row)
         return ended
 
-    for row, token, _ in decoder.generate(prompts, max_new_tokens, r, is_last, seed=seed):
+    for row, token in decoder.generate(prompts, max_new_tokens, r, is_last, seed=seed):
         new[row].append(token)
     control = {*tokenizer.special.values(), *ends}  # not part of a text, as in the harness
     texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]

@@ -4,30 +4,29 @@ the model would say at each r after every token of the prompt.
 
     python sample.py --steps 1,4,32                # reads prompts from the terminal
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
-    python sample.py --model out/tinyllama --steps 32 --compile --draft_steps 2
+    python sample.py --model out/tinyllama --steps 32 --compile
     python sample.py --trace --only so --prompt "has 7 so loses 4 so"   # what each r would say
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r: it
   has prelude + r * core + coda layers.
-- Recurrence i of a token depends only on recurrences up to i of this token and of earlier ones. So
-  the pass at full depth continues from the few recurrences of a cheap draft, instead of starting
-  over. Only the coda runs twice.
+- Rows of any lengths share a batch, because the positions of their tokens are data, not shapes. So
+  a step can be recorded as a CUDA graph once, and replayed for later tokens and other prompts.
 - s_0 is noise, so even greedy text depends on the seed. The noise at a position depends on (seed,
   position) alone, not on what else is in the batch.
 """
-import contextlib
+import copy
 import gc
 import itertools
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
@@ -35,128 +34,90 @@ from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dt
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend
 
-DRAFTS = 12     # tokens that a row drafts before one pass at full depth checks them
-TOO_FEW = 2     # drafting stops once rounds average this many accepted drafts or fewer
-CHUNK = 64      # passes read the cache in multiples of this, so that few shapes are compiled
-PREFILL = 512   # prompt tokens per row in one pass
+PREFILL = 8192  # prompt tokens in one pass, if that is more than one prompt
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
 IN_CACHE = 2**18  # a matrix with no more weights than this stays in a core's cache
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
-NO_TOKEN = -1   # see checked()
+NO_TOKEN = -1   # see choose()
 NOT_FINITE = "the model's logits are not finite, so its weights must be damaged"
-CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed", "draft_steps"  # in a session
-
-
-# ---------------------------------------------------------------------------------- choosing tokens
-
-def distribution(logits, temperature, top_k):
-    """
-    Turn logits (..., V) into the probabilities (..., V) of the next token. temperature: 0 gives the
-    likeliest token probability 1. top_k: if not 0, all but the k likeliest get probability 0.
-    """
-    if temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    if top_k:
-        lowest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
-    return (logits / temperature).softmax(-1)
-
-
-def sample_token(p, rng):
-    """
-    Draw tokens (...) from probabilities p (..., V), which need not sum to 1.
-
-    With noise from Exp(1), p / noise is largest at each token with a probability proportional to
-    its p. torch.multinomial() would make the CPU wait for the GPU.
-    """
-    return (p / torch.empty_like(p).exponential_(generator=rng)).argmax(-1)
-
-
-def checked(tokens, logits):
-    """
-    Return new tokens (B, n), with NO_TOKEN in rows whose logits (B, T, V) are not all finite. So
-    generate() learns of that from the tokens, and does not wait for the GPU once more.
-    """
-    return tokens.where(logits.flatten(1).amax(1, keepdim=True).isfinite(), NO_TOKEN)
+CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed"  # in a session
+# For torch.compile on a GPU: products for one row by kernels that are tuned to read faster than
+# cuBLAS's, and sums of many layers' outputs stored on the way, so that all layers share kernels.
+GPU_OPTIONS = {"coordinate_descent_tuning": True, "realize_reads_threshold": 2}
 
 
 # ----------------------------------------------------------------------------------------- decoding
 
 @dataclass
 class Batch:
-    """A batch that is being decoded. The examples are for prompts [[1, 5, 9], [1, 7]]."""
-    cache: "KVCache"
-    rows: list[int]         # the index of each cache row's text, [0, 1]
-    live: set[int]          # the indices of unfinished texts, {0, 1}
-    token: torch.Tensor     # the last token of each row, (B, 1) int64, [[9], [7]]
-    position: torch.Tensor  # the positions of these tokens, (B, 1) int64, [[2], [1]]
-    end: int                # an exclusive upper bound on the positions, known to the CPU, 3
+    """Texts that are being decoded. The examples are for three, of which the second is finished."""
+    rows: list[int]      # the index of the text in each row of the cache, [0, 1, 2]
+    live: set[int]       # the indices of unfinished texts, {0, 2}
+    r: int
     temperature: float
     top_k: int
     rng: torch.Generator
-    graph: Callable | None = None  # the CUDA graph of a step at this number of rows
-
-    def advance(self, token, count):
-        """
-        Set new last tokens (B, 1), `count` positions further on: an int, or (B, 1). Finished rows
-        keep advancing, too, but only to cache.longest.
-        """
-        self.token = token
-        self.position = (self.position + count).clamp(max=self.cache.longest)
-
-    def shrink(self):
-        """Once half of the rows are finished, remove them from the batch and from the cache."""
-        if 2 * len(self.live) > len(self.rows):
-            return
-        kept = [i for i, row in enumerate(self.rows) if row in self.live]
-        self.rows = [self.rows[i] for i in kept]
-        index = torch.tensor(kept, device=self.token.device)
-        self.cache.select(index)
-        self.token, self.position = self.token[index], self.position[index]
-        if self.graph:
-            self.graph = None
-            gc.collect()  # frees it
 
 
 class Decoder:
     """
-    Decodes batches of texts with a model. compile: compile the model, in place, and on CUDA record
-    each step as a graph.
+    Decodes texts with a model, one batch at a time. The cache stays for the next batch.
+
+    compile: use torch.compile, on a copy of the model that shares its weights. On CUDA, also record
+    each kind of step as a graph, because its thousands of small kernels take longer to launch than
+    to run.
     """
 
     def __init__(self, model, compile=False):
         self.model = model
         self.compiled = compile
-        self.use_graph = compile and model.embed.weight.is_cuda
+        self.on_gpu = model.embed.weight.is_cuda
+        self.recording = compile and self.on_gpu
+        self.chunk = 256 if self.on_gpu else 64  # a pass reads the cache in multiples of this
+        self.cache = None
+        self.batch = None
+        self.look_up = look_up
+        self.choose_likeliest = choose
         if compile:
-            for module in model.modules():
-                if isinstance(module, Linear) and not self.use_graph:
-                    module.__class__ = FewRows
-            self.compiled = model.compile_parts(dynamic=True)
+            self.compile_model()
+
+    def compile_model(self):
+        # Process-wide: sizes that are equal when they are first seen need not stay equal.
+        torch.fx.experimental._config.use_duck_shape = False
+        self.model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        if self.on_gpu:
+            say("tuning kernels takes minutes the first time; torch.compile keeps them", sys.stderr)
+            self.compiled = self.model.compile_parts(dynamic=True, options=GPU_OPTIONS)
+            if self.compiled:
+                self.look_up = torch.compile(look_up, dynamic=True)
+                self.choose_likeliest = torch.compile(choose, dynamic=True)
+            return
+        for module in list(self.model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, Linear):
+                    setattr(module, name, FewRows(child))
+        self.compiled = self.model.compile_parts(dynamic=True)
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, steps=None, is_last=None, *,
-                 temperature=0.0, top_k=0, seed=0, draft_steps=0):
+                 temperature=0.0, top_k=0, seed=0):
         """
-        Decode a batch of prompts. Yields (row, token, accepted) for every new token, such as
-        (0, 278, False). accepted: whether it was a draft.
+        Decode a batch of prompts. Yields (row, token) for every new token, such as (0, 278).
 
         prompts: lists of ids of any lengths, such as [[1, 450, 7483], [1, 20]]. With greedy
-        decoding, each gets the same tokens as it would alone.
+        decoding in float32, each gets the same tokens as it would alone; in bfloat16, rounding
+        depends on the number of rows.
         steps: r, by default config.mean_recurrence; an ordinary model ignores it.
         is_last: a row ends after max_new_tokens, or after a token for which is_last(row, token) is
         True; there is no built-in end of text.
         temperature: 0 is greedy decoding. top_k: sample from the k likeliest tokens; 0: from all.
         seed: seeds the noise s_0 and the sampling.
-        draft_steps: recurrences per draft, see draft_rounds(); 0, or r or more: no drafts. Drafts
-        change the speed, not the distribution of the text.
 
         Raises UserError if a prompt is empty or leaves no room for max_new_tokens in the context,
         or if logits are not finite.
         """
         c = self.model.config
-        n, k = self.model.split_steps(steps)
-        r = n + k if c.n_core else 0
+        r = sum(self.model.split_steps(steps)) if c.n_core else 0
         if not all(prompts):
             raise UserError("a prompt has no tokens")
         T = max(map(len, prompts))
@@ -164,101 +125,173 @@ class Decoder:
         if total > c.context:
             raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
                             f"the context of {c.context}")
-        if self.use_graph:
-            gc.collect()  # frees the last graph and cache, which torch keeps in a reference cycle
-        cache = KVCache(self.model, r, len(prompts), total, seed)
-        self.prefill(cache, prompts)
-        device = cache.index.device
-        batch = Batch(
-            cache=cache,
-            rows=list(range(len(prompts))),
-            live=set(range(len(prompts))),
-            token=torch.tensor([[prompt[-1]] for prompt in prompts], device=device),
-            position=torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device),
-            end=T,
-            temperature=temperature,
-            top_k=top_k,
-            rng=torch.Generator(device).manual_seed(seed),
-        )
-        rounds = self.plain_rounds(batch)
-        if 0 < draft_steps < r:
-            rounds = itertools.chain(draft_rounds(self, batch, draft_steps), rounds)
-        remaining = [max_new_tokens] * len(prompts)
-        while batch.live:
-            batch.shrink()
-            for row, token, accepted in next(rounds):
+        self.make_room(self.size(len(prompts)), self.visible(total), r)
+        self.cache.start(self.model, prompts, seed)
+        self.prefill(prompts, r)
+        rows = list(range(len(prompts)))
+        rng = torch.Generator(self.cache.index.device).manual_seed(seed)
+        self.batch = batch = Batch(rows, set(rows), r, temperature, top_k, rng)
+        for new in self.rounds(batch, range(T, total)):
+            for row, token in new:
                 if row not in batch.live:
                     continue
                 if token == NO_TOKEN:
+                    self.cache = None  # it may hold NaN
                     raise UserError(NOT_FINITE)
-                yield row, token, accepted
-                remaining[row] -= 1
-                if remaining[row] < 1 or is_last and is_last(row, token):
+                yield row, token
+                if is_last and is_last(row, token):
                     batch.live.remove(row)
+            if not batch.live:
+                return
 
-    def prefill(self, cache, prompts):
+    def size(self, rows):
+        """How many rows of the cache to run for this many texts: if recorded, a power of two."""
+        return 1 << (rows - 1).bit_length() if self.recording else rows
+
+    def visible(self, end):
+        """How many positions of the cache a pass reads, if those of its tokens are below `end`."""
+        return self.chunk * math.ceil(end / self.chunk)
+
+    def make_room(self, rows, visible, r):
+        """Keep the cache if it is large enough; otherwise replace it."""
+        cache = self.cache
+        if not cache or rows > cache.rows or visible >= cache.capacity or r > cache.r:
+            self.cache = cache = None  # frees its memory and its graphs first
+            # One position more, so that no pass reads the whole cache, which is contiguous:
+            # torch.compile would compile again for that.
+            self.cache = KVCache(self.model, rows, visible + 1, r)
+
+    def prefill(self, prompts, r):
         """
         Fill the cache with all tokens of the prompts except the last of each, which the first step
         reads.
         """
-        T = max(map(len, prompts))
+        cache = self.cache
+        T = max(map(len, prompts)) - 1
+        if not T:
+            return
         # Cache entries of the padding are overwritten before any token sees them.
-        padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
+        padded = [(prompt + [0] * T)[:T] for prompt in prompts]
         tokens = torch.tensor(padded, device=cache.index.device)
         # Large matmuls gain little from compiling.
         eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         with eager:
-            for start in range(0, T - 1, PREFILL):
-                end = min(start + PREFILL, T - 1)
-                cache.go_to(cache.index[start:end].expand(len(prompts), -1), end)
-                _, s = self.run(cache, tokens[:, start:end], cache.r)
-                self.model.run_coda(s, cache.rope, cache.coda)  # fills the coda's layers
+            first = 0
+            for some in tokens.split(max(1, PREFILL // T)):
+                rows = slice(first, first + len(some))
+                layers = cache.layers(rows, cache.index[None, :T], r)
+                noise = cache.noise[:T].expand(len(some), -1, -1)
+                self.run(some, cache.rope[:, :T], noise, *layers)
+                first = rows.stop
 
-    def plain_rounds(self, batch):
+    def run(self, tokens, rope, noise, prelude, core, coda):
         """
-        Advance a Batch by one token of every row per round. Yields the new tokens of each round,
-        and whether they were drafts: [(0, 278, False), (3, 29889, False)], for example.
+        Run a pass over tokens (rows, T), with the rotary angles and the noise of their positions,
+        and what KVCache.layers() returns. Returns the head's input (rows, T, C).
         """
-        while True:
-            logits = self.next_logits(batch)
-            token = logits.argmax(-1)
-            if batch.temperature:
-                p = distribution(logits, batch.temperature, batch.top_k)
-                token = sample_token(p, batch.rng)
-            batch.advance(token, 1)
-            batch.end = min(batch.end, batch.cache.longest) + 1  # see advance()
-            tokens = checked(token, logits).flatten().tolist()
-            yield [(row, token, False) for row, token in zip(batch.rows, tokens)]
+        rope = rope.unbind()
+        e, s = self.model.run_prelude(tokens, noise, rope, prelude)
+        s = self.model.recur(s, e, rope, len(core), core)
+        return self.model.run_coda(s, rope, coda)
 
-    def next_logits(self, batch):
+    def rounds(self, batch, ends):
+        """Run a step of a Batch for each of `ends`: see launch(). Yields the new (row, token)s."""
+        launched = (self.launch(batch, end) for end in ends)
+        if self.on_gpu:  # launch one more step before waiting for each
+            launched = (step for step, _ in itertools.pairwise(itertools.chain(launched, [None])))
+        for rows, tokens, event in launched:
+            if event:
+                event.synchronize()
+            yield zip(rows, tokens.flatten().tolist())
+
+    def launch(self, batch, end):
         """
-        Run the last token of each row. Returns the logits (B, 1, V) float32 of the next ones.
-
-        On CUDA a compiled step is recorded as a graph and replayed, because its thousands of small
-        kernels take longer to launch than to run. The next call overwrites the logits.
+        Run the last token of each row, but do not wait for the GPU. end: an exclusive upper bound
+        on their positions. Returns the rows' texts, their new tokens, and on a GPU an event after
+        which the tokens can be read.
         """
-        cache = batch.cache
+        assert self.batch is batch, "another generate() of this Decoder has begun"
+        cache = self.cache
+        if 2 * len(batch.live) <= self.size(len(batch.rows)):
+            kept = [i for i, row in enumerate(batch.rows) if row in batch.live]
+            batch.rows = [batch.rows[i] for i in kept]
+            cache.keep(kept)
+        key = self.size(len(batch.rows)), self.visible(end), batch.r, batch.temperature, batch.top_k
+        step = cache.steps.get(key)
+        if not step:  # not recorded yet, since its first run compiles and tunes
+            step = cache.steps[key] = Step(cache, *key)
+        elif self.recording and not step.graph:
+            self.record(step)
+        if step.temperature:
+            step.draws.exponential_(generator=batch.rng)
+        if step.graph:
+            step.graph.replay()
+        else:
+            step.new = self.run_step(step)
+        new = step.new.to("cpu", non_blocking=True, copy=True)  # from a GPU, to pinned memory
+        event = None
+        if self.on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        return batch.rows, new, event
 
-        def whole_pass(token, position):
-            cache.go_to(position, cache.longest + 1 if self.use_graph else batch.end)
-            return self.logits(cache, self.run(cache, token, cache.r)[1])
+    def record(self, step):
+        """Record a Step as a CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()  # a graph or a kernel that is freed meanwhile would invalidate the recording
+        try:
+            with torch.cuda.graph(graph, pool=self.cache.pool):
+                step.new = self.run_step(step)
+        finally:
+            if collecting:
+                gc.enable()
+        self.cache.pool = graph.pool()  # for the other graphs, too, as no two run at once
+        step.graph = graph
 
-        if not self.use_graph:
-            return whole_pass(batch.token, batch.position)
-        if not batch.graph:  # for all positions, up to where finished rows stay: see advance()
-            inputs = batch.token.clone(), batch.position.clone()
-            batch.graph = torch.cuda.make_graphed_callables(whole_pass, inputs)
-        return batch.graph(batch.token, batch.position)
+    def run_step(self, step):
+        """Run a Step. Returns the new tokens (rows, 1), or NO_TOKEN: see choose()."""
+        cache = self.cache
+        rope, noise = self.look_up(cache.rope, cache.noise, step.positions, step.mask)
+        logits = self.model.logits(self.run(step.tokens, rope, noise, *step.layers))
+        if step.temperature:
+            tokens, new = choose(logits, step.draws, step.temperature, step.top_k)
+        else:
+            tokens, new = self.choose_likeliest(logits)
+        step.tokens.copy_(tokens)
+        step.positions.add_(1)
+        return new
 
-    # The two parts of a pass, to call after cache.go_to(). tokens: (rows, T).
 
-    def run(self, cache, tokens, r):
-        """Run the prelude, then r recurrences. Returns the prelude's output e and the state s."""
-        e, s = self.model.run_prelude(tokens, cache.noise, cache.rope, cache.prelude)
-        return e, self.model.recur(s, e, cache.rope, r, cache.core[:r])
+def look_up(rope, noise, positions, mask):
+    """
+    Return the rotary angles (2, rows, 1, 1, head_dim / 2) and the noise (rows, 1, C) of positions
+    (rows, 1), and hide the later ones in mask (rows, 1, 1, visible).
+    """
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    mask.copy_(torch.where(index > positions[:, None, None], -torch.inf, 0.0))
+    return rope[:, positions], noise[positions]
 
-    def logits(self, cache, s):
-        return self.model.logits(self.model.run_coda(s, cache.rope, cache.coda))
+
+def choose(logits, draws=None, temperature=0.0, top_k=0):
+    """
+    Choose the next tokens (rows, 1) by their logits (rows, 1, V): without draws the likeliest ones.
+    draws (rows, 1, V): numbers from Exp(1), to sample from softmax(logits / temperature). top_k: if
+    not 0, from the k likeliest tokens only.
+
+    Returns the tokens, and once more with NO_TOKEN in rows whose logits are not all finite. So
+    generate() learns of that from the tokens, and does not wait for the GPU a second time.
+    """
+    scores = logits
+    if draws is not None:
+        if top_k:
+            lowest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+            scores = logits.masked_fill(logits < lowest, -torch.inf)
+        # The Gumbel trick: softmax(logits / temperature) is where logits / temperature - log(draws)
+        # is largest. Not divided, since that would overflow at a tiny temperature.
+        scores = scores - temperature * draws.log()
+    tokens = scores.argmax(-1)
+    return tokens, tokens.where(logits.sum(-1).isfinite(), NO_TOKEN)
 
 
 # ---------------------------------------------------------------------------------------- the cache
@@ -267,92 +300,109 @@ class KVCache:
     """
     The keys and values of a batch, and the rotary angles and the noise of each position. The token
     at position p of a row is at index p, and no token sees later ones. So texts of different
-    lengths can share a batch, and going back to an earlier position discards all that follows it.
+    lengths can share a batch, and what an earlier batch left behind is never seen.
 
-    longest: tokens in the longest text. seed: seeds the noise s_0.
+    rows: the most texts. capacity: the most tokens of each. r: the most recurrences.
     """
 
-    def __init__(self, model, r, rows, longest, seed):
-        c = model.config
+    def __init__(self, model, rows, capacity, r):
+        self.config = c = model.config
+        self.rows, self.capacity, self.r = rows, capacity, r
         weight = model.embed.weight
-        self.config = c
-        self.r = r
-        self.longest = longest
-        self.visible = 0  # positions that the last pass could read
-        # Drafts run ahead of the text, and a pass reads up to the next multiple of CHUNK. One more
-        # CHUNK, so that no pass reads the whole cache, which is contiguous: torch.compile would
-        # compile again for that.
-        capacity = longest + DRAFTS + 2 * CHUNK
         self.index = torch.arange(capacity, device=weight.device)
         rope = torch.stack(model.rope(capacity))
-        self.all_rope = rope.to(weight.dtype)  # (2, capacity, 1, head_dim / 2)
-        self.all_noise = model.initial_state(1, capacity, seed)[0]  # (capacity, C)
+        self.rope = rope.to(weight.dtype)  # (2, capacity, 1, head_dim / 2)
+        self.noise = weight.new_empty(capacity, c.n_embd, dtype=torch.float32)
+        self.seed = None  # of the noise
         # Zeros, not empty(): masked values are multiplied by 0, and 0 times NaN is NaN.
         zeros = weight.new_zeros(rows, capacity, c.n_kv_head, c.head_dim)
-        self.prelude = [LayerCache(zeros) for _ in range(c.n_prelude)]
-        self.core = [[LayerCache(zeros) for _ in range(c.n_core)] for _ in range(r)]
-        self.coda = [LayerCache(zeros) for _ in range(c.n_coda)]
-        self.layers = sum(self.core, self.prelude + self.coda)
+        layers = c.n_prelude + c.n_coda + r * c.n_core
+        self.keys = [zeros.clone() for _ in range(layers)]
+        self.values = [zeros.clone() for _ in range(layers)]
+        self.tokens = self.index.new_zeros(rows, 1)     # the last token of each row
+        self.positions = self.index.new_zeros(rows, 1)  # and its position
+        self.draws = self.noise.new_empty(rows, 1, c.vocab_size)  # for sampling
+        self.steps = {}   # a Step of each kind
+        self.pool = None  # the memory of their CUDA graphs
 
-    def select(self, rows):
-        """Remove all rows except these, a tensor of indices such as [0, 3]."""
-        self.visible = 0
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+    def start(self, model, prompts, seed):
+        """Set the last tokens of a batch, and the noise of a seed."""
+        if seed != self.seed:
+            self.noise.copy_(model.initial_state(1, self.capacity, seed)[0])
+            self.seed = seed
+        last = [(prompt[-1], len(prompt) - 1) for prompt in prompts]
+        last += [(0, 0)] * (self.rows - len(prompts))
+        last = torch.tensor(last, device=self.index.device)
+        self.tokens.copy_(last[:, :1])
+        self.positions.copy_(last[:, 1:])
 
-    def go_to(self, positions, end):
+    def keep(self, rows):
+        """Move these rows, indices such as [0, 3], to the front."""
+        index = torch.tensor(rows, device=self.index.device)
+        for tensor in (self.tokens, self.positions, *self.keys, *self.values):
+            tensor[:len(rows)] = tensor[index]
+
+    def layers(self, rows, positions, r, visible=None, mask=None):
         """
-        Prepare a pass over T tokens of each row: 1 in a plain step, up to PREFILL of a prompt.
-
-        positions: (rows, T), such as [[8], [5]]. end: an exclusive upper bound on them, such as 9,
-        which the CPU must know without waiting for the GPU.
+        Return the LayerCaches of the prelude, of each recurrence, and of the coda, for a pass over
+        the tokens of a slice of rows at positions, (rows, T) or (1, T).
         """
-        self.rope = self.all_rope[:, positions].unbind()  # cos, sin: (rows, T, 1, head_dim / 2)
-        self.noise = self.all_noise[positions]            # (rows, T, C)
         c = self.config
-        visible = CHUNK * math.ceil(end / CHUNK)
-        if visible == c.head_dim:  # torch.compile would take the two equal sizes for one, and
-            visible += CHUNK       # compile again once they differ
-        seen = self.index[:visible] <= positions.unsqueeze(2)
-        # attend() stacks the query heads that share a kv head; all need the same mask.
-        seen = seen.repeat(1, c.n_head // c.n_kv_head, 1)
-        mask = torch.where(seen, 0.0, -torch.inf).to(self.all_rope.dtype).unsqueeze(1)
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        for layer in self.layers:
-            layer.write, layer.mask = (rows, positions), mask
-            if visible != self.visible:  # slices in each pass would take 4% of a small model's time
-                layer.visible_keys = layer.keys[:, :visible]
-                layer.visible_values = layer.values[:, :visible]
-        self.visible = visible
+        count = rows.stop - rows.start
+        write = torch.arange(count, device=positions.device)[:, None], positions
+        layers = [LayerCache(keys[rows, :visible], values[rows, :visible], write, mask)
+                  for keys, values in zip(self.keys, self.values)]
+        prelude, layers = layers[:c.n_prelude], layers[c.n_prelude:]
+        coda, layers = layers[:c.n_coda], layers[c.n_coda:]
+        core = [layers[i * c.n_core:(i + 1) * c.n_core] for i in range(r)]
+        return prelude, core, coda
+
+
+class Step:
+    """
+    What a step needs that runs `rows` rows, reads `visible` positions and recurs r times. All of it
+    stays in place: a CUDA graph reads and writes the same addresses at each replay.
+    """
+
+    def __init__(self, cache, rows, visible, r, temperature, top_k):
+        self.temperature, self.top_k = temperature, top_k
+        self.tokens = cache.tokens[:rows]
+        self.positions = cache.positions[:rows]
+        self.mask = cache.rope.new_empty(rows, 1, 1, visible)
+        self.layers = cache.layers(slice(0, rows), self.positions, r, visible, self.mask)
+        self.draws = cache.draws[:rows]
+        self.graph = None
 
 
 class LayerCache:
     """
-    The keys and values of one layer at one recurrence. KVCache.go_to() sets what a pass needs:
-    write, the indices (rows, 1) and (rows, T) of its tokens; visible_keys and visible_values, the
-    part that it reads; and mask (rows, 1, groups * T, visible).
+    The keys and values of one layer at one recurrence, as a pass sees them, both (rows, visible,
+    n_kv_head, head_dim). write: the indices (rows, 1) and (rows, T) of its tokens. mask: (rows, 1,
+    1, visible), to add to the scores of one token per row; None for a pass over whole prompts.
     """
 
-    def __init__(self, zeros):
-        self.keys = zeros.clone()  # (rows, capacity, n_kv_head, head_dim), such as (2, 320, 4, 64)
-        self.values = zeros.clone()
+    def __init__(self, keys, values, write, mask):
+        self.keys, self.values, self.write, self.mask = keys, values, write, mask
 
     def attend(self, q, k, v):
         """
         Store the keys and values of new tokens, each (rows, n_kv_head, T, head_dim). Returns the
-        attention (rows, n_head, T, head_dim) of their queries over everything in the cache.
+        attention (rows, n_head, T, head_dim) of their queries.
         """
-        self.visible_keys[self.write] = k.transpose(1, 2)
-        self.visible_values[self.write] = v.transpose(1, 2)
-        k, v = self.visible_keys.transpose(1, 2), self.visible_values.transpose(1, 2)
-        # Stack the query heads that share a kv head along T, so that the cache is read once.
+        self.keys[self.write] = k.transpose(1, 2)
+        self.values[self.write] = v.transpose(1, 2)
+        if self.mask is None:
+            return attend(q, k, v, is_causal=True)
+        # To torch.compile, the sizes of k are constants. With this, so are those of the cache.
+        assert self.keys.shape[2:] == self.values.shape[2:] == k.shape[1::2]
+        k, v = self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        # Query heads that share a kv head become its tokens, so that the cache is read once.
         rows, n_kv_head, _, head_dim = k.shape
-        T = q.shape[2]
-        q = q.reshape(rows, n_kv_head, -1, head_dim)
-        compiled_on_cpu = torch.compiler.is_compiling() and not q.is_cuda
-        attention = attend_one if compiled_on_cpu and T == 1 else attend
-        # On a GPU, this copies: SDPA's output there has the memory layout (rows, T, H, head_dim).
-        return attention(q, k, v, self.mask).reshape(rows, -1, T, head_dim)
+        heads = q.reshape(rows, n_kv_head, -1, head_dim)
+        # SDPA's kernel on a GPU gives each (row, kv head) to one multiprocessor: few for one row.
+        by_inductor = torch.compiler.is_compiling() and (rows == 1 or not q.is_cuda)
+        y = (attend_one if by_inductor else attend)(heads, k, v, self.mask)
+        return y.reshape(q.shape)  # on a GPU, a copy: SDPA's output is laid out as (rows, T, H, D)
 
 
 def attend_one(q, k, v, mask):
@@ -365,92 +415,18 @@ def attend_one(q, k, v, mask):
     return (p.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2).type_as(v)
 
 
-# ------------------------------------------------------------------------------------------- drafts
-
-def accept(p, q, drafts, rng):
-    """
-    Decide how many drafts of each row to accept, and draw the token after them (Leviathan et al.,
-    arXiv 2211.17192).
-
-    p (B, n + 1, V): the model's probabilities for each draft, and for the token after the last.
-    q (B, n, V): the probabilities from which the drafts were drawn. drafts (B, n), such as (2, 12).
-
-    Returns the number of accepted drafts of each row, such as [[12], [3]], and the token that
-    follows them, both (B, 1) int64.
-    """
-    index = drafts.unsqueeze(2)
-    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index)).squeeze(2)
-    right = torch.empty_like(ratio).uniform_(generator=rng) < ratio
-    accepted = right.long().cumprod(1).sum(1, keepdim=True)
-    rows = torch.arange(len(p), device=p.device)[:, None]
-    q = F.pad(q, (0, 0, 0, 1))  # zeros for the token after the last draft
-    p, q = p[rows, accepted], q[rows, accepted]
-    # The token that replaces a rejected draft is drawn from the part of p that exceeds q. If
-    # that part rounds to zero everywhere, the clamp leaves 1e-30 * p: a draw from p itself.
-    return accepted, sample_token((p - q).clamp(min=1e-30 * p), rng)
-
-
-def draft_rounds(decoder, batch, draft_steps):
-    """
-    Advance a Batch by drafts, and yield what plain_rounds() yields. A round drafts DRAFTS tokens
-    with few recurrences, advances the states of all drafts to r in one pass, and yields the drafts
-    that accept() takes and one more token. The text has the same distribution as without drafts.
-    With 2 recurrences per draft at r = 32, a round calls the recurrent block 13 * 2 + 30 = 56
-    times; 2 plain tokens take 64.
-    """
-    cache = batch.cache
-    mean_accepted = DRAFTS / 2  # so that drafting gets a few rounds to prove itself
-    while mean_accepted > TOO_FEW:
-        drafts, q, e, s = draft(decoder, batch, draft_steps)
-        cache.go_to(batch.position + cache.index[:DRAFTS + 1], batch.end + DRAFTS)
-        rest = cache.core[draft_steps:]
-        s = decoder.model.recur(s, e, cache.rope, len(rest), rest)
-        logits = decoder.logits(cache, s)
-        p = distribution(logits, batch.temperature, batch.top_k)
-        accepted, token = accept(p, q, drafts, batch.rng)
-        batch.advance(token, accepted + 1)
-        tokens = checked(torch.cat((token, drafts), 1), logits)
-        # One tensor, because the CPU waits for the GPU at each transfer.
-        outcome = torch.column_stack((batch.position, accepted, tokens)).tolist()
-        batch.end = max(position for position, *_ in outcome) + 1
-        new = []
-        for row, (_, count, last, *guesses) in zip(batch.rows, outcome):
-            new += [(row, guess, True) for guess in guesses[:count]]
-            new.append((row, last, False))
-            if row in batch.live:  # a running mean over about four rounds
-                mean_accepted += (count - mean_accepted) / (4 * len(batch.live))
-        yield new
-
-
-def draft(decoder, batch, draft_steps):
-    """
-    Draft DRAFTS tokens for each row. Returns them (B, DRAFTS), the probabilities (B, DRAFTS, V)
-    that they were drawn from, and the prelude's output e and the state s after draft_steps
-    recurrences, both (B, DRAFTS + 1, C), of the row's last token and of the drafts.
-    """
-    token = batch.token
-    drafts, q, es, states = [], [], [], []
-    for i in range(DRAFTS + 1):  # once more, since all drafts may be accepted
-        batch.cache.go_to(batch.position + i, batch.end + i)
-        e, s = decoder.run(batch.cache, token, draft_steps)
-        es.append(e)
-        states.append(s)
-        if i < DRAFTS:
-            logits = decoder.logits(batch.cache, s)
-            q.append(distribution(logits, batch.temperature, batch.top_k))
-            token = sample_token(q[-1], batch.rng)
-            drafts.append(token)
-    return tuple(torch.cat(parts, 1) for parts in (drafts, q, es, states))
-
-
 # ------------------------------------------------------------------------------- compiled for a CPU
 
-class FewRows(Linear):
+class FewRows(nn.Module):
     """
-    What a Linear becomes in compiled decoding on a CPU, where reading the weights takes most of the
-    time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a BLAS
+    What replaces a Linear in compiled decoding on a CPU, where reading the weights takes most of
+    the time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a BLAS
     call.
     """
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x):
         x = x.to(self.weight.dtype)
@@ -559,13 +535,12 @@ def stream(decoder, tokenizer, args, prompt, r):
     if c.n_core:
         say(f"--- r = {r}", sys.stderr)
     limit = max(1, min(args.tokens, c.context - len(ids)))  # so generate() rejects long prompts
-    count = count_accepted = 0
+    count = 0
     began = time.perf_counter()
-    for _, token, accepted in decoder.generate(
+    for _, token in decoder.generate(
             [prompt], limit, r, lambda _, token: token in c.ends, temperature=args.temperature,
-            top_k=args.top_k, seed=args.seed, draft_steps=args.draft_steps):
+            top_k=args.top_k, seed=args.seed):
         count += 1
-        count_accepted += accepted
         if token not in c.ends:
             ids.append(token)
         # Decode all of it: a single token may lack its leading space or be part of a character.
@@ -575,15 +550,12 @@ def stream(decoder, tokenizer, args, prompt, r):
             shown = len(text)
     print(text[shown:], flush=True)
     seconds = time.perf_counter() - began
-    message = f"--- {count} tokens in {seconds:.1f} s"
-    if args.draft_steps:
-        message += f", {count_accepted} of them accepted drafts"
-    say(message, sys.stderr)
+    say(f"--- {count} tokens in {seconds:.1f} s", sys.stderr)
 
 
 def converse(decoder, tokenizer, args, parser):
     """Read prompts from the terminal, and answer each independently. "/steps 16" sets a flag."""
-    with contextlib.suppress(ImportError):
+    with suppress(ImportError):
         import readline  # noqa: F401, for arrow keys and lines of any length in input()
     say("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.", sys.stderr)
     sys.stdin.reconfigure(errors="surrogateescape")  # so that a wrong byte ends only its prompt
@@ -623,9 +595,6 @@ def make_parser():
          help="sample from this many of the likeliest tokens only; 0 (default): from all")
     flag("--seed", type=random_seed, default=0,
          help="seed of the initial state and of sampling (0)")
-    flag("--draft_steps", type=natural, default=0,
-         help="draft tokens with this many recurrences; one pass at full depth checks "
-              f"{DRAFTS} of them; 0 (default), or r and more: off")
     flag("--trace", action="store_true",
          help="instead of a text, show what each r would say after each token of the prompt")
     flag("--only", type=str, metavar="WORD", help="like --trace, but only for this token")

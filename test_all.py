@@ -10,7 +10,6 @@ large or not free to add: those of Llama 3, OLMo 2 and TinyLlama. A test that la
 skipped, and `-rs` prints the command that installs it.
 """
 import functools
-import inspect
 import itertools
 import json
 import math
@@ -62,7 +61,7 @@ from eval_gsm8k import METRICS, STOPS, cut_at_stops, make_prompt, same_answer
 from model import ADAPTERS, IGNORE, RecurrentLM, find_checkpoint, load_config
 from muon import Optimizer
 from runs.tiny_corpus import tiny
-from sample import Decoder, distribution, sample_token
+from sample import NO_TOKEN, Decoder, choose
 from surgery import retrofit_config
 from tools import plan
 from train import Settings
@@ -1325,28 +1324,28 @@ def test_ranks_keep_even_shares(preset):
 
 
 # ----------------------------------------------------------------------------------------- decoding
-@pytest.mark.parametrize("n_core, norm, steps, draft_steps, chunk, kept", [
-    (2, "pre", 8, 2, 512, 0.2),
-    (2, "post", 4, 2, 3, 0.3),
-    (2, "sandwich", 6, 1, 3, 0.3),
-    (2, "pre", None, 2, 3, 1.0),
-    (2, "pre", 0, 2, 3, 1.0),
-    (0, "pre", None, 2, 3, 1.0),
+@pytest.mark.parametrize("n_core, norm, prefill, depths", [
+    (2, "pre", 8192, (8, 2, 8)),
+    (2, "post", 70, (4, 1)),
+    (2, "sandwich", 3, (6,)),
+    (2, "pre", 3, (0, None)),
+    (0, "pre", 3, (None,)),
 ])
-def test_decoding_is_that_of_the_model(n_core, norm, steps, draft_steps, chunk, kept, monkeypatch):
-    """A batch, drafted or not, gives the tokens of generate(), which has no cache and no batch."""
+def test_decoding_is_that_of_the_model(n_core, norm, prefill, depths, monkeypatch):
+    """
+    Any batch gives the tokens of generate(), which has no cache and no batch, whatever depths,
+    seeds and texts the Decoder had before.
+    """
     torch.manual_seed(0)
-    monkeypatch.setattr(sample, "PREFILL", chunk)
+    monkeypatch.setattr(sample, "PREFILL", prefill)
     model = decode_model(n_core, norm)
-    if n_core:
-        model.adapter.weight.data[:, :32] *= kept  # the less of s is kept, the more depths agree
-    prompts = random_prompts(1, 9, 34, 3)
-    limits = 20, 5, 30, 6
-    wanted = [model.generate(*asked, steps) for asked in zip(prompts, limits)]
-    rows, _ = generate_rows(Decoder(model), prompts, limits, steps)
-    drafted, kinds = generate_rows(Decoder(model), prompts, limits, steps, draft_steps=draft_steps)
-    assert rows == drafted == wanted
-    assert kept == 1 or kinds == {False, True}, "some drafts are right, others wrong"
+    decoder = Decoder(model)
+    for r in depths:
+        for lengths, limits in ((1, 9, 34, 3), (20, 5, 30, 6)), ((5,), (9,)):
+            prompts = random_prompts(*lengths)
+            wanted = [model.generate(*asked, r) for asked in zip(prompts, limits)]
+            assert generate_rows(decoder, prompts, limits, r) == wanted
+            generate_rows(decoder, random_prompts(40, 9), [4, 9], r, seed=1)
 
 
 def test_generate_samples_at_its_temperature():
@@ -1360,89 +1359,87 @@ def test_generate_samples_at_its_temperature():
     assert ((found - p).abs() < 4 * (p * (1 - p) / 500).sqrt()).all()
 
 
-def test_drafts_give_up_and_wait_for_others(monkeypatch):
-    """Drafting stops if unfinished rows reject drafts; ended rows never outgrow their cache."""
-    model = decode_model()
-    monkeypatch.setattr(sample, "CHUNK", 1)
-    for count, few_rounds in (([12, 0, 0], True), ([0, 3, 3], False)):  # of accepted drafts
-        accepted = torch.tensor(count)[:, None], torch.ones(3, 1, dtype=torch.int64)
-        accept = mock.Mock(return_value=accepted)
-        monkeypatch.setattr(sample, "accept", accept)
-        generate_rows(Decoder(model), [[1], [2], [3]], (1, 40, 40), 3, draft_steps=1)
-        assert (accept.call_count < 9) == few_rounds
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_none(bad, checkpoint, corpus):
-    """Decoding, drafted or sampled, and --trace end in one line if logits are not finite."""
+    """
+    Decoding, greedy or sampled, and --trace end in one line if logits are not finite. A text that
+    made them so does not spoil the next.
+    """
     model = RecurrentLM.load(checkpoint)
     model.head.weight.data[3] = bad
     save(model, "bad", corpus)
     say = "sample", "--model=bad", "--prompt=has 1 so"
-    for flags in ("", "--temperature=1", "--draft_steps=1 --tokens=5", "--trace"):
-        assert "logits are not finite" in error_line(*say, *flags.split()), flags
+    for flag in ("--steps=2", "--temperature=1", "--trace"):
+        assert "logits are not finite" in error_line(*say, flag), flag
     Path("q.jsonl").write_text('{"question": "has", "answer": "2"}')
     ask = "eval_gsm8k", "--model=bad", "--data=q.jsonl", "--template=plain", "--max_new_tokens=2"
     assert "logits are not finite" in error_line(*ask)
 
-
-@torch.no_grad()
-def test_drafts_keep_the_distribution(monkeypatch):
-    """With drafts, sampled pairs of tokens have the distribution at r, not that of the drafts."""
-    monkeypatch.setattr(sample, "DRAFTS", 2)
-    monkeypatch.setattr(sample, "TOO_FEW", -1)
-    model = decode_model(vocab_size=6)
-    samples = 8000
-    options = {"temperature": 0.7, "top_k": 5}
-    state = model.initial_state(1, 2, 1).expand(6, -1, -1)
-    texts = torch.tensor([[2, i] for i in range(6)])
-
-    def probabilities(r):  # (text, position, next token)
-        return distribution(model(texts, steps=r, state=state)[0], **options)
-
-    at_r, at_draft = probabilities(4), probabilities(1)
-    first = at_r[0, 0, :, None]  # of the token after 2, which is never a draft
-    exact, wrong = first * at_r[:, 1], first * at_draft[:, 1]
-    tokens = decode(model, [[2]] * samples, 2, steps=4, seed=1, draft_steps=1, **options)
-    pairs = 6 * tokens[:, 0] + tokens[:, 1]
-    found = pairs.bincount(minlength=36).view(6, 6) / samples
-    error = (exact * (1 - exact) / samples).sqrt()
-    assert ((found - exact).abs() <= 4.5 * error).all()
-    assert ((found - wrong).abs() > 10 * error).any()
+    model = decode_model()
+    model.embed.weight.data[5] = bad
+    decoder = Decoder(model)
+    with pytest.raises(UserError, match="not finite"):
+        generate_rows(decoder, [[1, 2, 5]], [9], 2)
+    assert generate_rows(decoder, [[1]], [9], 2) == [model.generate([1], 9, 2)]
 
 
 @needs_compiler
-def test_every_way_of_decoding_compiles(monkeypatch, capfd):
-    """Compiled decoding, plain or drafted, gives the uncompiled model's tokens, with biases too."""
+def test_compiled_decoding(monkeypatch, capfd):
+    """
+    Compiled decoding gives the uncompiled model's tokens, with biases too, compiles nothing again
+    as the text grows, and leaves the caller's model as it is.
+    """
     monkeypatch.setattr(sample, "IN_CACHE", 2500)  # some matrices are larger
-    shape = {"vocab_size": 64, "n_core": 1, "context": 64, "state_std": 1.0, "qkv_bias": True}
-    model, again = small(1, **shape), small(1, **shape)
+    model = small(1, vocab_size=64, n_core=1, context=64, state_std=1.0, qkv_bias=True)
     for name, p in model.named_parameters():
         if name.endswith("bias"):  # 0 so far
             torch.nn.init.normal_(p, std=3)
-
-    again.load_state_dict(model.state_dict())
-    prompts = [[5]]  # a single token, since prefill is never compiled
-    compiled = Decoder(again, compile=True)
-    for way in ({}, {"draft_steps": 1}):
-        rows, _ = generate_rows(compiled, prompts, [8], 2, **way)
-        assert rows == decode(model, prompts, 8, steps=2, **way).tolist(), way
+    attributes = [{**vars(module)} for module in model.modules()]
+    compiled = Decoder(model, compile=True)
+    compiled.chunk = 4
+    prompt = [5]  # a single token, since prefill is never compiled
+    wanted = model.generate(prompt, 12, 2)
+    assert generate_rows(compiled, [prompt], [1], 2) == [wanted[:1]]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert generate_rows(compiled, [prompt], [12], 2) == [wanted]
+    assert attributes == [vars(module) for module in model.modules()]
     assert "warning" not in capfd.readouterr().err
+
+
+def test_a_gpu_compiles_whole_recurrences(monkeypatch):
+    """A compiled recurrence that attends by SDPA, as on a GPU, has no graph break."""
+    monkeypatch.setattr(sample, "attend_one", sample.attend)
+    model = decode_model()
+    wanted = [model.generate(prompt, 9, 2) for prompt in ([5], [7])]
+    how = {"dynamic": True, "fullgraph": True, "backend": "eager"}
+    model.run_core = torch.compile(model.run_core, **how)
+    assert generate_rows(Decoder(model), [[5], [7]], [9, 9], 2) == wanted
 
 
 def test_sampling_follows_its_settings():
     """Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k."""
     p = torch.tensor([0.15, 0.5, 0.05, 0.3])
-    logits = p.log().expand(20000, 4)
+    logits = p.log().expand(20000, 1, 4)
     for temperature, top_k, wanted in (
         (1.0, 0, [0.15, 0.5, 0.05, 0.3]),
         (1.0, 2, [0.0, 0.625, 0.0, 0.375]),
         (1.0, 9, [0.15, 0.5, 0.05, 0.3]),
         (0.5, 0, [0.0616, 0.6849, 0.0068, 0.2466]),
+        (1e-38, 0, [0.0, 1.0, 0.0, 0.0]),  # a division by it would overflow
+        (1e-50, 0, [0.0, 1.0, 0.0, 0.0]),  # 0 in float32
     ):
-        p = distribution(logits, temperature, top_k)
-        share = sample_token(p, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
+        draws = torch.empty(logits.shape).exponential_(generator=torch.Generator().manual_seed(0))
+        tokens, checked = choose(logits, draws, temperature, top_k)
+        assert tokens.equal(checked)
+        share = tokens.flatten().bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
+
+
+def test_logits_that_are_not_finite():
+    """A row that has one infinite or undefined logit gets NO_TOKEN, others a token."""
+    logits = torch.tensor([[1.0, 2.0], [math.inf, 0], [0, -math.inf], [math.nan, 0], [3, 2]])
+    _, checked = choose(logits[:, None])
+    assert checked.flatten().tolist() == [1, *[NO_TOKEN] * 3, 0]
 
 
 def test_samples_follow_the_flags(corpus):
@@ -1452,7 +1449,7 @@ def test_samples_follow_the_flags(corpus):
     texts = [run_script(*ask, "--temperature=2", f"--seed={seed}") for seed in (0, 0, 1, 2)]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
-    for flags in ("--temperature=2 --top_k=1", "--temperature=1e-6"):
+    for flags in ("--temperature=2 --top_k=1", "--temperature=1e-6", "--temperature=1e-38"):
         assert run_script(*ask, *flags.split()) == run_script(*ask)
 
 
@@ -2312,7 +2309,7 @@ def scripted(model, ids):
 
     def generate(prompts, max_new_tokens, steps, ends, **options):
         for token in ids:
-            yield 0, token, False
+            yield 0, token
             if ends(0, token):
                 return
         raise AssertionError("nothing ended the text")
@@ -2482,7 +2479,7 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
         model, tokenizer = sample.load_model(looped, dtype)
         ids = [1, *tokenizer.encode(make_prompt(ASKED[0]["question"], template))]
         events = Decoder(model).generate([ids], max_new_tokens, steps, seed=seed)
-        text = tokenizer.decode([token for _, token, _ in events])
+        text = tokenizer.decode([token for _, token in events])
         return text if template == "plain" else re.split("ANY|mis", text)[0]
 
     def answer(out, *flags):
@@ -2525,12 +2522,12 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     rows = []
     for command in (
         "train --context 8 --steps 1+1 --optimizer adamw --micro_batches 2",
-        "decode --prompt_tokens 4 --tokens 4 --steps 4 --draft_steps 0,1",
+        "decode --prompt_tokens 4 --tokens 4 --steps 4",
     ):
         flags = "--model", checkpoint, "--repeat", 1, "--compile=false"
         rows += json.loads(run_script("bench", *command.split(), *flags).splitlines()[-1])["rows"]
 
-    update, plain, drafts = rows
+    update, plain = rows
     # 2 recurrences for each micro-batch, and the clock at the end.
     tokens = 2 * 4 * 8
     assert update["tokens_per_s"] == tokens / (2 * 2 + 1)
@@ -2544,9 +2541,6 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     sizes = model.num_params(matrices=True)
     read = 4 * sum(uses[part] * sizes[part] for part in uses) * plain["tokens_per_s"]
     assert plain["mbu"] == read / 2**31, "2 GB in a second"
-    # 4 for the prompt, and 3 rounds: 13 recurrences for drafts, and 3 more of all of them at once.
-    assert drafts["tokens_per_s"] == 4 / (4 + 3 * (13 + 3) + 1)
-    assert drafts["accepted"] == 1 / 4
 
 
 # ----------------------------------------------------------------------------------------- mistakes
@@ -2715,12 +2709,11 @@ def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt, each line is a prompt, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
-    lines += [b"caf\xe9", b"/draft_steps 2", b"/steps 8", b"has 1"]
+    lines += [b"caf\xe9", b"/steps 8", b"has 1"]
     monkeypatch.setattr(sys, "stdin", typed(*lines))
     run_script("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
-    assert errors.count("of them accepted drafts") == 1
     assert "argument --steps" in errors and "/model: not one of steps" in errors
     assert errors.count("lone surrogate") == 1
 
@@ -2879,18 +2872,17 @@ def test_gpu_attends_with_a_fused_kernel(dtype):
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gpu_decodes_like_the_cpu(compiled):
-    """GPU decoding, plain or drafted, eager or recorded, gives the CPU's tokens for a batch."""
-    prompts = [list(range(1, n)) for n in (5, 20, 40)]
-
-    def texts(decoder, **options):
-        rows, _ = generate_rows(decoder, prompts, [30, 100, 100], 4, **options)
-        return rows
-
+    """GPU decoding, eager or recorded, gives the CPU's tokens for batches in turn."""
     on_cpu, *_ = gpu_model("cpu", torch.float32)
-    wanted = texts(Decoder(on_cpu))
     model, *_ = gpu_model(DEVICE, torch.float32)
-    decoder = Decoder(model, compile=compiled)
-    assert texts(decoder) == texts(decoder, draft_steps=2) == wanted
+    on_gpu = Decoder(model, compile=compiled)
+    for lengths, r in ((4, 19, 39), 4), ((250,), 4), ((4, 19, 39), 2), ((300, 5), 4):
+        prompts = [list(range(1, n + 1)) for n in lengths]
+        limits = [30, 100, 100][:len(prompts)]
+        wanted = generate_rows(Decoder(on_cpu), prompts, limits, r)
+        assert generate_rows(on_gpu, prompts, limits, r) == wanted
+    sampled = [generate_rows(on_gpu, prompts, limits, 4, temperature=0.8, top_k=9) for _ in "ab"]
+    assert sampled[0] == sampled[1] != wanted
 
 
 @needs_gpu
@@ -2940,34 +2932,27 @@ def test_right_device_and_no_hidden_waits(simulation):
 
 
 def test_a_recorded_step_gives_the_same_text(monkeypatch):
-    """A step, recorded once per number of rows and replayed as CUDA would, gives the same text."""
+    """Steps, recorded once of each kind and replayed as CUDA would, give the same texts."""
+    import fake_gpu
+
+    graphs = fake_gpu.record_on_a_cpu(monkeypatch)
     model = decode_model(context=600)
     decoder = Decoder(model)
-    decoder.use_graph = True
-    recorded = []  # the addresses of the cache in each recording
-
-    def record(step, inputs):
-        output = step(*inputs)
-        layers = inspect.getclosurevars(step).nonlocals["cache"].layers
-        addresses = [layer.keys.data_ptr() for layer in layers]
-        recorded.append(addresses)
-
-        def replay(*new_inputs):
-            assert addresses == [layer.keys.data_ptr() for layer in layers]
-            for old, new in zip(inputs, new_inputs, strict=True):
-                old.copy_(new)
-            return output.copy_(step(*inputs))
-
-        return replay
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    for lengths, limits, count in (
-        ([9], [12], 1),
-        ([250], [8], 1),
-        ([3, 5], [8, 4], 2),  # once for 2 rows, once for the one that goes on
+    decoder.on_gpu = decoder.recording = True
+    decoder.chunk = 256
+    for lengths, limits, r, recorded in (
+        ([9], [12], 3, 1),
+        ([5], [20], 3, 0),              # the same kind of step
+        ([9], [12], 2, 1),              # another r
+        ([250], [9], 3, 2),             # a larger cache, without graphs; it reads 256, then 512
+        ([3, 5, 7], [9, 9, 4], 3, 2),   # 4 rows, then 2
+        ([8, 6, 7, 8], [9] * 4, 3, 0),
     ):
-        recorded.clear()
+        before = len(graphs)
         prompts = random_prompts(*lengths)
-        rows, _ = generate_rows(decoder, prompts, limits, 3)
-        assert rows == [model.generate(*asked, 3) for asked in zip(prompts, limits)]
-        assert len(recorded) == count
+        wanted = [model.generate(*asked, r) for asked in zip(prompts, limits)]
+        assert generate_rows(decoder, prompts, limits, r) == wanted
+        assert len(graphs) - before == recorded, lengths
+    sampled = {"temperature": 0.8, "top_k": 5, "seed": 3}
+    wanted = generate_rows(Decoder(model), [[1, 2, 3]], [30], 3, **sampled)
+    assert generate_rows(decoder, [[1, 2, 3]], [30], 3, **sampled) == wanted

@@ -6,6 +6,8 @@ though this machine has none. They reject an operation on two devices, and x[mas
 the device would know. MockGPU rejects what else a real GPU would, and counts how often the host
 waits for it.
 """
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -65,26 +67,32 @@ def build_driver(folder):
 # {what is done once: {the function in which the host waits for the GPU: how often}}
 WAITS = {
     "update": {"train.train_model": 1},
-    "plain": {"sample.plain_rounds": 1},
-    "sampled": {"sample.plain_rounds": 1},
-    "drafted": {"sample.draft_rounds": 1},
+    "greedy": {"sample.rounds": 1},
+    "sampled": {"sample.rounds": 1},
 }
 
 
 class MockGPU(TorchDispatchMode):
     """
-    Rejects a generator that is on another device than its tensors, and a wait for the device in a
-    step that is being recorded. Where the scripts depend on it, it answers like an H100: which
-    attention kernel is chosen.
+    Rejects a generator that is on another device than its tensors, a read of a copy that may not
+    have arrived yet, and a wait for the device in a step that is being recorded. Where the scripts
+    depend on it, it answers like an H100: which attention kernel is chosen.
 
-    waits: {"script.function": how often the host has waited there for the device}.
+    waits: {"script.function": how often the host has waited there for the device}. recorded: how
+    many CUDA graphs were recorded. under_way: copies to the host that no event was awaited for.
     """
     waits = Counter()
     recording = False
+    recorded = 0
     scripts = {path.stem for path in ROOT.glob("*.py")}
+
+    def __init__(self):
+        super().__init__()
+        self.under_way = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        assert not any(arg is copy for copy in self.under_way for arg in args), "read too early"
         if generator := kwargs.get("generator"):
             kwargs["generator"] = None  # fake tensors take none
         name = op.overloadpacket.__name__
@@ -99,8 +107,16 @@ class MockGPU(TorchDispatchMode):
         on = {t.device.type for t in leaves if isinstance(t, torch.Tensor)}
         if generator and on != {generator.device.type}:
             raise RuntimeError(f"{name}: a generator of {generator.device} for tensors on {on}")
-        if len(on) > 1 and not (kwargs.get("non_blocking") and hasattr(args[0], "pinned")):
-            self.wait()  # a copy between host and device
+        if len(on) > 1:  # a copy between host and device
+            if not kwargs.get("non_blocking"):
+                self.wait()
+            elif args[0].is_cuda:
+                self.under_way.append(out)
+            elif not hasattr(args[0], "pinned"):
+                self.wait()
+        if self.recording:
+            indices = {t.device.index for t in leaves if isinstance(t, torch.Tensor) and t.is_cuda}
+            assert indices <= {torch.cuda.current_device()}, "recorded on another device"
         return out
 
     def read(self, t, shape=()):
@@ -128,17 +144,87 @@ class MockGPU(TorchDispatchMode):
             return SDPBackend.FLASH_ATTENTION.value
         return SDPBackend.EFFICIENT_ATTENTION.value
 
-    def record(self, step, state):
-        """Replaces torch.cuda.make_graphed_callables. A replay copies its inputs."""
-        assert state[0].device.index == torch.cuda.current_device(), "recorded on another device"
+    @contextlib.contextmanager
+    def record(self, graph, pool):
+        """Replaces torch.cuda.graph. A graph's replay() does nothing here: see Graph."""
+        assert not gc.isenabled(), "what the garbage collector frees would invalidate the graph"
         self.recording = True
-        step(*state)
+        yield
         self.recording = False
+        self.recorded += 1
 
-        def replay(*inputs):
-            return step(*(old.copy_(new) for old, new in zip(state, inputs, strict=True)))
+    def synchronize(self):
+        """Replaces the method of torch.cuda.Event."""
+        self.wait()
+        self.under_way.clear()
 
-        return replay
+
+class Graph(TorchDispatchMode):
+    """
+    A CUDA graph of real tensors on a CPU. As on a GPU, recording changes no value; replay() repeats
+    the operations on the same memory, whatever Python would do by now; and graphs share the memory
+    that they allocate, so each spoils that of the others.
+    """
+    graphs = []
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []   # each operation, and which of its outputs are new memory
+        self.before = {}  # {address: (memory, a copy of it before the recording wrote to it)}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert "_local_scalar_dense" not in str(op), "the host waits in a step that is recorded"
+        for argument, value in zip(op._schema.arguments, args):
+            if argument.alias_info and argument.alias_info.is_write:
+                memory = value.untyped_storage()
+                self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
+        out = op(*args, **kwargs)
+        old = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs)).values()}
+        new = {i: t for i, t in tensors(out).items() if t.untyped_storage().data_ptr() not in old}
+        self.calls.append((op, args, kwargs, new))
+        return out
+
+    def pool(self):
+        return "shared"
+
+    def spoil(self):
+        for *_, new in self.calls:
+            for t in new.values():
+                t.untyped_storage().fill_(255)  # NaN, or -1
+
+    def replay(self):
+        for graph in self.graphs:
+            graph.spoil()
+        for op, args, kwargs, new in self.calls:
+            out = tensors(op(*args, **kwargs))
+            for i, t in new.items():
+                t.copy_(out[i])
+
+
+def tensors(tree):
+    """The tensors in a tree of arguments or outputs, {index: tensor}."""
+    return {i: t for i, t in enumerate(tree_leaves(tree)) if isinstance(t, torch.Tensor)}
+
+
+def record_on_a_cpu(monkeypatch):
+    """Use Graph for CUDA graphs. Returns the list of those that were recorded."""
+    @contextlib.contextmanager
+    def record(graph, pool):
+        assert not gc.isenabled(), "what the garbage collector frees would invalidate the graph"
+        with graph:
+            yield
+        for memory, copy in graph.before.values():
+            memory.copy_(copy)
+        Graph.graphs.append(graph)
+
+    monkeypatch.setattr(Graph, "graphs", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "Event", mock.Mock)
+    attention = gpu_layout(F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    return Graph.graphs
 
 
 def gpu_layout(attention):
@@ -172,6 +258,7 @@ def fake_tensors(gpu):
     RecurrentLM.to = lambda self, *to: self.fill(
         {name: t.to(*to) for name, t in self.state_dict().items()}) or self
     RecurrentLM.compile_parts = lambda self, **how: None
+    torch.compile = lambda function, **how: function
 
     def returns(value):
         return lambda *args: value
@@ -186,10 +273,11 @@ def fake_tensors(gpu):
     torch.cuda.reset_peak_memory_stats = returns(None)
     torch.cuda.set_device = torch.accelerator.set_device_index
     torch.cuda.current_device = torch.accelerator.current_device_index
-    torch.cuda.make_graphed_callables = gpu.record
+    torch.cuda.CUDAGraph = mock.MagicMock
+    torch.cuda.graph = gpu.record
+    torch.cuda.Event = lambda: mock.Mock(synchronize=gpu.synchronize)
     torch._fused_sdp_choice = gpu.kernel
     F.scaled_dot_product_attention = gpu_layout(F.scaled_dot_product_attention)
-    sample.gc = mock.MagicMock()  # collecting takes half a second for each recorded step
     bench.DEVICE = "cuda"
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -243,23 +331,24 @@ def run_training(gpu, found, corpus):
 
 
 def run_decoding(gpu, found):
-    """Run every way of decoding, eager and recorded. Both must wait alike."""
-    sample.CHUNK, sample.DRAFTS, sample.TOO_FEW = 8, 2, 0
+    """Run every way of decoding, eager and recorded, twice. All must wait alike."""
     llm = small(1, n_core=1, context=64).to("cuda", torch.bfloat16)
-    ways = {"plain": {}, "sampled": {"temperature": 0.8}, "drafted": {"draft_steps": 1}}
+    ways = {"greedy": {}, "sampled": {"temperature": 0.8}}
 
     def second_row_ends(row, token):
         return row == 1
 
     for decoder in (sample.Decoder(llm), sample.Decoder(llm, compile=True)):
+        decoder.chunk = 8
         for way, options in ways.items():
-            waits = {}
-            prompts = [[1, 2, 3], [4]]
-            for row, _, _ in decoder.generate(prompts, 5, 2, second_row_ends, **options):
-                if row == 0:  # all rounds but the first have only this row
-                    waits = dict(gpu.waits)
-                    gpu.waits.clear()
-            assert found.setdefault(way, waits) == waits, f"{way}: waits differ once recorded"
+            for recorded in 2 * decoder.recording, 0:  # 2 rows, then one
+                before = gpu.recorded
+                for row, _ in decoder.generate([[1, 2, 3], [4]], 5, 2, second_row_ends, **options):
+                    if row == 0:  # all rounds but the first have only this row
+                        waits = dict(gpu.waits)
+                        gpu.waits.clear()
+                assert found.setdefault(way, waits) == waits, f"{way}: waits differ"
+                assert gpu.recorded - before == recorded, "recorded again"
 
 
 def check_the_mock():

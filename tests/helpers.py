@@ -399,26 +399,20 @@ def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
 
 
 def generate_rows(decoder, prompts, limits, steps=None, **options):
-    """
-    Decode a batch in which row i ends after limits[i] tokens. Returns the tokens of each row, and a
-    set that tells whether any token was an accepted draft (True) and any was not (False).
-    """
+    """Decode a batch in which row i ends after limits[i] tokens. Returns the tokens of each row."""
     rows = [[] for _ in prompts]
-    kinds = set()
 
     def ends(row, token):
         return len(rows[row]) == limits[row]
 
-    for row, token, accepted in decoder.generate(prompts, max(limits), steps, ends, **options):
+    for row, token in decoder.generate(prompts, max(limits), steps, ends, **options):
         rows[row].append(token)
-        kinds.add(accepted)
-    return rows, kinds
+    return rows
 
 
 def decode(model, prompts, n, **options):
     """n new tokens of each prompt, as a tensor (B, n)."""
-    rows, _ = generate_rows(Decoder(model), prompts, [n] * len(prompts), **options)
-    return torch.tensor(rows)
+    return torch.tensor(generate_rows(Decoder(model), prompts, [n] * len(prompts), **options))
 
 
 def first_rows(dataset, count, seed=0):
