@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # First, because this hides any GPU:
-from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
+from helpers import (ASKED, ASSETS, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
                      answers_of, beside_the_tests, contents, convert, decode, error_line, expected,
                      identical, max_difference, need, read_log, relative_error, run_script, save,
                      small, unwrap, weights)
@@ -951,6 +951,29 @@ def test_questions_of_the_games(game):
             assert (line["answer"], line["difficulty"]) == (str(answer), str(len(events)))
             asked[part].add(line["question"])
     assert not asked["train"] & (asked["dev"] | asked["test"])
+
+
+def test_public_benchmarks():
+    """What is drawn from BIG-Bench Hard has true answers; of StepGame, the test has ten lengths."""
+    if not (ASSETS.parent / "bbh").exists():
+        pytest.skip("needs shared/")
+    run_script("runs/bbh/swaps", ASSETS.parent / "bbh", "swaps")
+    lines = [json.loads(line) for line in Path("swaps/dev.jsonl").read_text().splitlines()]
+    for line in lines[::37]:
+        story, options = line["question"].removesuffix("\nAnswer:").split("\nOptions:\n")
+        letters = {name: letter for letter, name in re.findall(r"(\(\w\)) (.+)", options)}
+        swaps = re.findall(r"(?:First|Then|Finally), (\w+) and (\w+) ", story)
+        assert len(swaps) == int(line["difficulty"])
+        head, end = story.split(" First, ")[0], story.rsplit(". ", 1)[1]
+        held = {person: min(letters, key=lambda name: (head + name).index(
+                    name, head.index(f"{person} ", head.index(": "))))
+                for person in re.findall(r"[A-Z]\w+", head.split(" are ")[0])}
+        for a, b in swaps:
+            held[a], held[b] = held[b], held[a]
+        assert letters[held[end.split(",")[-1].split()[0]]] == line["answer"]
+    run_script("runs/bbh/stepgame", ASSETS.parent / "stepgame", "stepgame")
+    lines = [json.loads(line) for line in Path("stepgame/test.jsonl").read_text().splitlines()]
+    assert {int(line["difficulty"]) for line in lines} == {*range(1, 11)}
 
 
 FIGURE = r"\d+\.\d+(?: ± \d+\.\d+)?"
