@@ -291,8 +291,8 @@ def summarize(questions, answers, steps, metrics):
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
     more = ", and on the right for each difficulty" if levels else ""
-    table = [f"\nhow many of n answers are right, with the standard error{more}; cut: how many reached "
-             "--max_new_tokens without ending",
+    table = [f"\nhow many of n answers are right, with the standard error{more}; cut: how many "
+             "reached --max_new_tokens without ending",
              " ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'cut':>6}  ",
                        *(f"{x:>4}" for x in levels)])]
     results = []
@@ -325,7 +325,7 @@ def parse_args():
     flag("--template", choices=("cot", "plain"), default="cot",
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
     flag("--max_new_tokens", type=positive,
-         help="longest answer; default: 256, with --template plain the longest reference and 8 more")
+         help="longest answer; default: 256, with --template plain the longest reference + 8")
     flag("--batch_size", type=positive, default=32, help="questions at once (32)")
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)

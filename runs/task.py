@@ -37,7 +37,8 @@ def check(folder):
         known = [question["question"] for question in read_questions(train)]
     both = len(asked.intersection(known))
     if both:
-        say(f"warning: {both} of the {len(asked)} questions of {test} are in {train}, too", sys.stderr)
+        say(f"warning: {both} of the {len(asked)} questions of {test} are also in {train}",
+            sys.stderr)
     return f"--field {chat} --loss assistant" if chat else "--prompt question --field answer"
 
 

@@ -1036,8 +1036,9 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
     """Questions that are missing, empty or in both files, and too little memory, are told first."""
     write_task("mine", ["has 1", "so 2"], ["has 1", "gets 3", "so 2"])
     assert run_script("runs/task", "check", "mine") == "--prompt question --field answer\n"
-    assert "2 of the 3 questions of mine/test.jsonl are in mine/train.jsonl" in capfd.readouterr().err
-    chat = {"messages": [{"role": "user", "content": "gets 3"}, {"role": "assistant", "content": 3}]}
+    assert "2 of the 3 questions of mine/test.jsonl are also in" in capfd.readouterr().err
+    chat = {"messages": [{"role": "user", "content": "gets 3"},
+                         {"role": "assistant", "content": "3"}]}
     Path("mine/train.jsonl").write_text(json.dumps(chat))
     assert "--field messages --loss assistant" in run_script("runs/task", "check", "mine")
     assert "1 of the 3 questions" in capfd.readouterr().err
@@ -1056,8 +1057,8 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
 
 # --------------------------------------- tiny.sh, task.sh and gpu.sh, beside the tests above
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 --row_length 40 "
-        "--seeds '0 1'")
+TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 "
+        "--row_length 40 --seeds '0 1'")
 
 
 def beside(request, tmp_path_factory, name, line):
