@@ -2332,7 +2332,7 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
     tokenizer.special["a control token"] = control
     decoder = scripted(model, [*words, control, end, after])
     assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3) == [("has 1 so", False)]
-    decoder.generate = lambda *_, **__: iter([(0, words[0], False)])  # up to max_new_tokens
+    decoder.generate = lambda *_, **__: iter([(0, words[0])])  # up to max_new_tokens
     assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 1, [], 3) == [("has", True)]
 
 
