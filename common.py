@@ -27,11 +27,11 @@ from safetensors import SafetensorError
 CPUINFO = Path("/proc/cpuinfo")
 
 # torchrun sets all of these. If one is missing, the others are left over, and this is rank 0 of 1.
-TORCHRUN = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
-LAUNCHED = TORCHRUN <= os.environ.keys()
-WORLD = int(os.environ["WORLD_SIZE"]) if LAUNCHED else 1
-RANK = int(os.environ["RANK"]) if LAUNCHED else 0
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0)) if LAUNCHED else 0  # on this machine
+MISSING = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} - os.environ.keys()
+LAUNCH = {} if MISSING else os.environ
+WORLD = int(LAUNCH.get("WORLD_SIZE", 1))
+RANK = int(LAUNCH.get("RANK", 0))
+LOCAL_RANK = int(LAUNCH.get("LOCAL_RANK", 0))  # on this machine
 
 
 # ------------------------------------------------------------------------- errors and messages
@@ -40,15 +40,11 @@ class UserError(Exception):
     """An error that the user can fix. Scripts print its one-line message, without a traceback."""
 
 
-# What a full memory is called, in the names and texts of exceptions.
-OUT_OF_MEMORY = "MemoryError|out of memory|DefaultCPUAllocator|bad_alloc"
-
-
 def cli(main, on_every_rank=False):
     """
     Run a script's main(), on rank 0 alone unless on_every_rank. A UserError, an OSError, a missing
-    optional package or full memory ends it with one line on stderr; any other exception is a bug
-    and keeps its traceback. A reader that leaves, such as `| head`, ends it quietly.
+    package or full memory ends it with one line on stderr, a reader that leaves, such as `| head`,
+    without one. Any other exception is a bug and keeps its traceback.
     """
     for name in "stdin", "stdout", "stderr":
         if getattr(sys, name) is None:  # closed
@@ -65,7 +61,7 @@ def cli(main, on_every_rank=False):
     except (UserError, OSError) as e:
         end = f"error: {e}"
     except (MemoryError, RuntimeError) as e:
-        if not re.search(OUT_OF_MEMORY, repr(e)):
+        if not re.search("MemoryError|out of memory|DefaultCPUAllocator|bad_alloc", repr(e)):
             raise
         end = ("error: out of memory. Lower --batch_size, --tokens or --steps; in training, "
                "--micro_batch or --context, or try --activation_budget=0.5, then --recompute")
@@ -76,8 +72,8 @@ def cli(main, on_every_rank=False):
 
 
 def check_launch(on_every_rank):
-    """Say what becomes of the variables of torchrun, and end the ranks that have nothing to do."""
-    missing = ", ".join(sorted(TORCHRUN - os.environ.keys()))
+    """Warn if torchrun's variables are incomplete, and end the ranks that have nothing to do."""
+    missing = ", ".join(sorted(MISSING))
     if missing == "MASTER_PORT":
         raise UserError("MASTER_PORT is not set. Set it to a free port, the same for all ranks")
     if missing and "RANK" in os.environ:
@@ -89,10 +85,7 @@ def check_launch(on_every_rank):
 
 
 def say(text, file=None, end="\n"):
-    """
-    Print a line, on rank 0 only, to stdout or another stream. Never raises: if a pipe or a terminal
-    was closed, this line and later ones are lost.
-    """
+    """Print a line, on rank 0 only. It is lost if the pipe or terminal was closed."""
     file = file or sys.stdout
     if RANK == 0:
         try:
@@ -158,41 +151,31 @@ def new_folder(text):
     return Path(text)
 
 
-def list_of(number_type):
-    """
-    Return the type of a flag that takes a list of numbers, and sorts and deduplicates it: "32,1,4"
-    becomes [1, 4, 32].
-    """
-    def number_list(text):
-        return sorted({number_type(part) for part in text.split(",")})
-    return number_list
-
-
-recurrences = list_of(positive)  # the type of --steps
+def recurrences(text):
+    """The type of --steps: "32,1,4,4" becomes [1, 4, 32]."""
+    return sorted({positive(part) for part in text.split(",")})
 
 
 # --------------------------------------------------------------------------------------- dtypes
 
 DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype
-# AMD's GPUs before CDNA and RDNA 3 report capabilities of 9 and 10, but emulate bfloat16.
-SLOW_BFLOAT16 = "gfx900", "gfx906", "gfx10"
 DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32"
 
 
 def native_bfloat16(device="cpu"):
     """
     Return whether a device multiplies bfloat16 natively: GPUs do from compute capability 8.0 on,
-    and CPUs by Intel with AMX, by AMD with AVX-512 bfloat16, and ARM with bf16. False on a CPU
-    without /proc/cpuinfo.
+    and CPUs by Intel with AMX, by AMD with AVX-512 bfloat16, and ARM with bf16 (not measured).
 
     Measured speed of bfloat16 over float32 with torch 2.13: training on an Intel with AMX, 1.7 at
     width 576 and 0.8 at width 96; on an AMD EPYC with AVX-512 bfloat16, 1.9; on an Intel with the
-    latter alone, 0.64; decoding on an AMD EPYC with neither, 0.05. ARM was not measured.
+    latter alone, 0.64; decoding on an AMD EPYC with neither, 0.05.
     """
     if device != "cpu":
         gpu = torch.cuda.get_device_properties()
         amd = getattr(gpu, "gcnArchName", "")  # such as "gfx90a:sramecc+:xnack-"
-        return gpu.major >= 8 and not amd.startswith(SLOW_BFLOAT16)
+        emulating = "gfx900", "gfx906", "gfx10"  # before CDNA and RDNA 3; of major 9 and 10
+        return gpu.major >= 8 and not amd.startswith(emulating)
     words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
 
@@ -220,17 +203,13 @@ def write_atomically(path):
     Write a file or a new folder completely or not at all: `with write_atomically(path) as new: ...`
 
     Yields a Path inside a temporary folder beside `path`, where the caller creates the file or the
-    folder. It is then flushed to disk and renamed to `path`. On an error, such as a full disk, an
-    existing file keeps its previous version.
-
-    A killed process leaves the temporary folder, `path`.loopgraft-unfinished-*, behind. In the
-    folder of a run or a data set, the next process removes it: see lock_folder(). Anywhere else,
-    the user has to.
+    folder. It is then flushed to disk and renamed to `path`. A killed process leaves the temporary
+    folder behind; lock_folder() removes it from the folder of a run or a data set.
     """
     target = Path(path).resolve()
     try:
         os.makedirs(target.parent, exist_ok=True)
-        prefix = f"{target.name}.loopgraft-unfinished-"  # a name that nobody else gives
+        prefix = f"{target.name}.loopgraft-unfinished-"
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
             new = Path(folder, target.name)
             yield new
@@ -238,11 +217,10 @@ def write_atomically(path):
             # permissions that the umask gives to a new one.
             empty = Path(folder, f".{target.name}")
             empty.touch()
-            permissions = empty.stat().st_mode & 0o666
             for item in (*new.rglob("*"), new):
                 if item.is_file():
                     with contextlib.suppress(OSError):  # some file systems have no permissions
-                        item.chmod(permissions)
+                        shutil.copymode(empty, item)
                     with open(item) as file:
                         os.fsync(file)
             new.rename(target)
@@ -252,15 +230,14 @@ def write_atomically(path):
 
 def lock_file(file, path):
     """
-    Lock an open file until it is closed. path: what it stands for, in messages. Returns whether the
-    file system has locks. Raises UserError if another process holds the lock.
+    Lock an open file, which stands for `path`, until it is closed. Returns False if the file system
+    has no locks. Raises UserError if another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
-        raise UserError(f"{path}: another process is writing here. Wait for it to finish, or "
-                        "choose another path")
+        raise UserError(f"{path}: another process is writing here. Choose another path, or wait")
     except OSError as e:  # of some network file systems
         say(f"warning: {path} cannot be locked ({e}). Make sure that no other process writes to it")
         return False
@@ -268,9 +245,9 @@ def lock_file(file, path):
 
 def lock_folder(folder, names="*"):
     """
-    Create a folder if necessary, lock it, and remove what a killed write_atomically() left in it,
-    of files with these names, which nobody without the lock writes. Returns an open file; closing
-    it releases the lock. See lock_file().
+    Create a folder if necessary, lock it, and remove what a killed write_atomically() left of files
+    with these names, which only the lock's holder writes. Closing the file that it returns releases
+    the lock. See lock_file().
     """
     os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
     file = open(f"{folder}/.lock", "w")
@@ -282,16 +259,14 @@ def lock_folder(folder, names="*"):
 
 @contextlib.contextmanager
 def reading(path):
-    """
-    Name the file in any error that is raised while it is being read: `with reading(path): ...`
-    turns any exception that does not name one into a UserError.
-    """
+    """Turn an exception that names no file into a UserError that does: `with reading(path): ...`"""
     try:
         yield path
-    except (UserError, ModuleNotFoundError, MemoryError, KeyboardInterrupt, GeneratorExit):
+    except (UserError, FileNotFoundError, ModuleNotFoundError, MemoryError, KeyboardInterrupt,
+            GeneratorExit):
         raise
     except BaseException as e:  # Rust libraries raise some that don't subclass Exception
-        if isinstance(e, FileNotFoundError) or isinstance(e, OSError) and e.filename:
+        if isinstance(e, OSError) and e.filename:
             raise
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(20) == b"version https://git-":
@@ -331,8 +306,8 @@ def digest(path):
 
 def check_settings(path, earlier, settings, advice):
     """
-    Raise UserError if an output was created with different settings. earlier: the output's {name:
-    value}. settings: this command's. advice: what to do instead, the last sentence of the message.
+    Raise UserError if an output was created with different settings. earlier, settings: {name:
+    value} of the output and of this command. advice: what to do instead.
     """
     for key, value in settings.items():
         if earlier.get(key) != value:

@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 
 from common import UserError, read_json, reading, say, write_atomically, write_json
 
-# cuDNN's attention is off in all scripts. It plans for each new shape, up to 0.4 s while decoding,
-# and torch's partitioner does not know that it is dear to recompute. torch 2.11 prefers it; others
-# report NaN gradients on an H100, and wrong output on a B200 with fewer than 8 kv heads.
+# cuDNN's attention plans for each new shape, up to 0.4 s while decoding, and torch's partitioner
+# does not know that it is dear to recompute. Others report NaN gradients on an H100, and wrong
+# output on a B200 with fewer than 8 kv heads.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; the paper keeps it
@@ -136,13 +136,10 @@ def rotate(x, rope):
 
 
 def attend(q, k, v, mask=None, is_causal=False):
-    """
-    torch's SDPA, of queries (B, n_head, T, D) with keys and values (B, n_kv_head, S, D), with what
-    its fused kernels need on a GPU.
-    """
+    """torch's SDPA of queries (B, n_head, T, D) with keys and values (B, n_kv_head, S, D)."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.is_cuda and q.dtype == torch.float32:
-        # The only one that takes float32 needs one head of k and v for each head of q.
+        # The only fused kernel for float32 needs one head of k and v for each head of q.
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         groups = 1
     if torch.version.hip:  # ROCm 7.0, May 2026: github.com/ROCm/pytorch/issues/3230
@@ -350,7 +347,6 @@ class RecurrentLM(nn.Module):
     def recur(self, s, e, rope, count, caches=None, recompute=False):
         """
         Apply `count` recurrences to state s (B, T, C). An ordinary model returns s unchanged.
-
         caches: for each recurrence, a list of the core blocks' caches; or None. recompute: store no
         activations of a recurrence; the backward pass recomputes them.
         """
@@ -374,12 +370,12 @@ class RecurrentLM(nn.Module):
     def losses(self, x, targets):
         """
         The output x (B, T, C) of run_coda() -> the cross-entropy (B, T) float32 of each target
-        (B, T), which is 0 where the target is -100.
+        (B, T), which is 0 where the target is -100. Targets may stay on the CPU, where counting
+        them does not wait for a GPU.
 
         The logits (B, T, V) would be the largest tensor of all. So positions with a target are
         sorted to the front and taken in chunks, whose logits the backward pass recomputes. Others
-        fill up the last chunk, so that torch.compile sees few shapes. Targets of a model on a GPU
-        may stay on the CPU, where counting does not wait for the GPU.
+        fill up the last chunk, so that torch.compile sees few shapes.
         """
         x, flat = x.flatten(0, 1), targets.flatten().cpu()
         labelled = flat != IGNORE
@@ -478,8 +474,7 @@ class RecurrentLM(nn.Module):
         """
         Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
         of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
-        head. how: arguments of torch.compile. If this machine cannot compile, print why, change
-        nothing, and return False.
+        head. how: arguments of torch.compile. Returns whether this machine can compile.
         """
         try:  # something small first, to see whether compiling works at all
             torch.compile(torch.sin)(self.norm_f.weight.data)
@@ -558,10 +553,7 @@ class RecurrentLM(nn.Module):
             self.head.weight = self.embed.weight
 
     def save(self, folder, weights=None):
-        """
-        Write config.json and model.safetensors. weights: {name: tensor} to write instead of the
-        model's own, such as float32 masters.
-        """
+        """Write config.json and model.safetensors: `weights` {name: tensor}, or the model's own."""
         weights = weights or self.state_dict()
         tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
         with write_atomically(f"{folder}/model.safetensors") as new:  # the old one may be in use
@@ -572,9 +564,8 @@ class RecurrentLM(nn.Module):
 
     def num_params(self, trained=False, matrices=False):
         """
-        Count the parameters of each part, such as {"embed": ..., "core": ...}. Tied embeddings have
-        no "head". trained: count only parameters that require gradient. matrices: skip norms
-        and biases. Returns a Counter.
+        Return a Counter of the parameters of each part. Tied embeddings have no "head". trained:
+        count only parameters that require gradient. matrices: skip norms and biases.
         """
         counted = Counter()
         for name, p in self.named_parameters():
@@ -585,11 +576,9 @@ class RecurrentLM(nn.Module):
     def flops_per_token(self, steps, T=1, training=False, recompute=False, labelled=1.0):
         """
         Count the FLOPs per token of the matrix products and attention in a forward pass over rows
-        of T tokens; with training=True, also those of the backward pass.
-
-        steps, recompute: as for forward(). labelled: the fraction of the tokens that have a target,
-        for which losses() computes logits. Not counted: what fills up its last chunk, and what
-        --activation_budget recomputes.
+        of T tokens; with training=True, also those of the backward pass. labelled: the fraction of
+        the tokens that have a target, for which losses() computes logits. Not counted: what fills
+        up its last chunk, and what --activation_budget recomputes.
         """
         c = self.config
         n, k = self.split_steps(steps)
@@ -624,9 +613,8 @@ class RecurrentLM(nn.Module):
 
 def mix(x):
     """
-    Hash 32-bit numbers with splitmix32, except that the first addition keeps its carry. x: an int
-    or an int64 tensor. No product overflows int64, so the bits are the same on every device,
-    compiled or not.
+    Hash 32-bit numbers, an int or an int64 tensor, with splitmix32, except that the first addition
+    keeps its carry. No product overflows int64, so the bits are the same on every device.
     """
     x = x + 0x9E3779B9
     x ^= x >> 16
@@ -664,10 +652,7 @@ def checkpoints(folder):
 
 
 def find_checkpoint(folder):
-    """
-    Return a checkpoint folder itself, or the newest step_* checkpoint of a run's folder. Raises
-    UserError if there is neither.
-    """
+    """Return a checkpoint folder itself, or the newest step_* checkpoint of a run's folder."""
     saved = checkpoints(folder)
     if saved:
         folder = saved[-1]

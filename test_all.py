@@ -1774,7 +1774,7 @@ def test_a_signal_ends_a_validation(base, unbroken, monkeypatch):
 def test_a_folder_that_others_use(base, monkeypatch):
     """What a killed run left is removed, but not what others write there; chmod is not needed."""
     Path("run/notes.tmp-20261127").mkdir(parents=True)
-    monkeypatch.setattr(Path, "chmod", mock.Mock(side_effect=PermissionError))
+    monkeypatch.setattr(os, "chmod", mock.Mock(side_effect=PermissionError))
     with common.write_atomically("run/eval.json") as new:  # by an evaluation, at the same time
         left = new.parent.with_name(new.parent.name.replace("eval.json", "step_000003"))
         left.mkdir()

@@ -42,10 +42,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
                     choose_dtype, cli, digest, dtype_on, fraction, lock_folder, nan_to_null,
-                    native_bfloat16, natural, non_negative, paths, positive, random_seed, read_json,
-                    read_toml, reading, recurrences, say, write_atomically, write_json, yes_or_no)
-from data import (Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files,
-                  row_length)
+                    natural, non_negative, paths, positive, random_seed, read_json, read_toml,
+                    reading, recurrences, say, write_atomically, write_json, yes_or_no)
+from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files, row_length
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
                    or_eager, to_device)
 from muon import MOMENTS, Optimizer
@@ -63,18 +62,15 @@ CURRICULA = {
 
 # ------------------------------------------------------------------------------------- the settings
 
-def setting(default, meaning):
+def setting(default, meaning, **option):
     """Return a field for Settings. Its annotation is the flag's type, `meaning` the help text."""
     shown = "" if default is None else f" [{default}]"
-    return field(default=default, metadata={"help": f"{meaning}{shown}"})
+    return field(default=default, metadata={"help": f"{meaning}{shown}", **option})
 
 
 @dataclass
 class Recipe:
-    """
-    The settings that determine the result. All defaults are the paper's (appendix D); the files in
-    config/ override some of them.
-    """
+    """The settings that determine the result. All defaults are the paper's (appendix D)."""
     init_from: paths = setting("", "a checkpoint or run to start from, in its shape; empty: random "
                              "weights")
     reinit: bool = setting(False, "random weights in the shape of --init_from")
@@ -122,11 +118,9 @@ class Recipe:
 
 @dataclass
 class Settings(Recipe):
-    """
-    All settings. Those below cannot change the result beyond rounding, so a run may be resumed with
-    other ones.
-    """
-    config: list = setting(None, "a TOML file of settings, which flags and later files override")
+    """All settings. Those below change the result by rounding at most, so a resume may differ."""
+    config: paths = setting(None, "a TOML file of settings, which flags and later files override",
+                            action="append")
     out_dir: paths = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: paths = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
     micro_batch: positive = setting(8, "rows per forward and backward pass on a device")
@@ -149,30 +143,30 @@ SHAPE = "n_embd", "n_head", "n_kv_head", "n_ffn", "n_prelude", "n_core", "n_coda
 
 
 def without_effect(settings):
-    """Yield (name, case) of each setting that has no effect beside the others."""
+    """Yield (flag, case) of each setting that has no effect beside the others."""
     if settings.init_from:
         for name in SHAPE:
-            yield name, "with --init_from"
+            yield f"--{name}", "with --init_from"
         if not settings.reinit:
-            yield "embed_scale", "with --init_from without --reinit"
+            yield "--embed_scale", "with --init_from without --reinit"
     if settings.optimizer != "muon":
-        yield "adam_lr", "without --optimizer=muon"
+        yield "--adam_lr", "without --optimizer=muon"
     if settings.curriculum == "none":
-        yield "curriculum_warmup", "with --curriculum=none"
+        yield "--curriculum_warmup", "with --curriculum=none"
     if not settings.backprop_depth:
-        yield "backprop_warmup", "with --backprop_depth=0"
+        yield "--backprop_warmup", "with --backprop_depth=0"
     if not settings.compile:
-        yield "activation_budget", "with --compile=false"
+        yield "--activation_budget", "with --compile=false"
 
 
 def read_settings(argv, world=1):
     """
     Read the Settings from flags, one for each of their fields, and from --config=FILE.toml (flat
-    keys), which flags override. With --init_from, the settings of the shape are None.
+    keys), which flags override. With --init_from, the settings of the shape are None. micro_batch
+    is capped at a rank's rows per update. world: the number of ranks.
 
-    world: the number of ranks. micro_batch is capped at a rank's rows per update. Raises UserError
-    if a setting is invalid, missing or without effect, or if an update does not divide evenly into
-    draws and micro-batches.
+    Raises UserError if a setting is invalid, missing or without effect, or if an update does not
+    divide evenly into draws and micro-batches.
     """
     parser = Parser(__doc__, usage="train.py --config=FILE --key=value ...")
     for item in fields(Settings):
@@ -181,8 +175,6 @@ def read_settings(argv, world=1):
             option["choices"] = choices
         elif item.type is bool:  # --key alone means true
             option |= {"type": yes_or_no, "metavar": "X", "nargs": "?", "const": True}
-        elif item.type is list:
-            option |= {"action": "append", "metavar": "FILE"}
         else:
             option |= {"type": item.type, "metavar": "X"}
         parser.add_argument(f"--{item.name}", **option)
@@ -199,9 +191,8 @@ def read_settings(argv, world=1):
         parser.error("give --data and --out_dir, or --config=FILE")
     if Path(settings.out_dir, "config.json").exists():
         parser.error(f"--out_dir={settings.out_dir}: this folder holds a model. Choose a new one")
-    # A TOML file may have some, because several runs share it.
-    typed = [flag.partition("=")[0] for flag in argv]
-    idle = [f"--{name} {case}" for name, case in without_effect(settings) if f"--{name}" in typed]
+    typed = [flag.partition("=")[0] for flag in argv]  # TOML files are shared by several runs
+    idle = [f"{flag} {case}" for flag, case in without_effect(settings) if flag in typed]
     if idle:
         raise UserError(f"without effect: {', '.join(idle)}")
     missing = [f"--{name}" for name in SHAPE if getattr(settings, name) is None]
@@ -307,12 +298,11 @@ def train_model(settings, device):
     tokenizer_files = read_tokenizer_files(text_folder)
     progress["config"] = vars(settings)
     start = progress["update"]
-    recipe = progress["recipe"]
     sequences = train_set.sequences(settings.seed)
     used = [progress["used"].get(key, (0, 0)) for key in sequences]  # of each source, before
     first_rows = [rows for rows, _ in used]
     first_draw = max(draws for _, draws in used)
-    check_ranks(vars(settings) | {"data": recipe["digest of the data"], "update": start,
+    check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start,
                                   "first rows": first_rows})
     epochs = settings.updates * settings.batch_size / train_set.num_rows
     say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
@@ -329,7 +319,7 @@ def train_model(settings, device):
     with lock_folder(settings.out_dir, "step_*") if RANK == 0 else contextlib.nullcontext():
         if RANK == 0:
             saved = checkpoints(settings.out_dir)
-            if saved and int(saved[-1].name[5:]) != start:
+            if saved and saved[-1].name != f"step_{start:06d}":
                 raise UserError(f"{saved[-1]}: another process has just written this. Run this "
                                 "command again")
             # Cut off the log of the updates after the checkpoint, which are redone.
@@ -439,10 +429,7 @@ def to_inputs(model, batch, seed):
 
 
 def update_flops(settings, model, optimizer, draws, labelled=1.0):
-    """
-    Return the FLOPs of an update with these draws, over all ranks, with Newton-Schulz. labelled:
-    the fraction of the tokens that have a target.
-    """
+    """Return an update's FLOPs, with Newton-Schulz, over all ranks. See flops_per_token()."""
     per_token = [model.flops_per_token(steps, settings.context, True, settings.recompute, labelled)
                  for steps in draws]
     tokens = settings.batch_size * settings.context
@@ -452,9 +439,9 @@ def update_flops(settings, model, optimizer, draws, labelled=1.0):
 @torch.no_grad()
 def validate(settings, model, val_sets, progress, signals):
     """
-    Validate on --eval_rows random rows of each data set, the same ones every time, or on all if it
-    has fewer. Prints and logs the mean loss per label at each r in --eval_recurrences, unless
-    `signals` to a rank end it. progress["validated"] is then the update.
+    Validate on the same --eval_rows random rows of each data set every time, or on all if it has
+    fewer. Unless a signal ends it, prints and logs the mean loss per label at each r, and sets
+    progress["validated"].
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
     B = settings.micro_batch
@@ -503,12 +490,10 @@ def log(settings, progress, entry):
 
 def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress):
     """
-    Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0. Then delete the
-    oldest checkpoints, leaving --keep and those to which somebody has added files, such as an
-    evaluation, and the optimizer's state of all but the newest.
-
-    A checkpoint holds the float32 masters, the frozen parameters as in `exact`, the optimizer's
-    moments, the tokenizer, and `progress`.
+    Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0: the float32
+    masters, the frozen parameters as in `exact`, the optimizer's moments, the tokenizer, and
+    `progress`. Then delete the oldest checkpoints, leaving --keep and those to which somebody has
+    added files, such as an evaluation, and the optimizer's state of all but the newest.
     """
     kept = optimizer.gather()
     if RANK > 0:
@@ -526,7 +511,7 @@ def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress
         if ours.issuperset(os.listdir(path)):
             shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
     for path in saved[:-1]:
-        Path(path, "optimizer.safetensors").unlink(missing_ok=True)
+        (path / "optimizer.safetensors").unlink(missing_ok=True)
 
 
 def catch_signals():
@@ -588,8 +573,10 @@ def open_run(settings, device, train_set):
     recipe["digest of the data"] = train_set.fingerprint()
     if resumed:
         earlier = progress["recipe"]
-        if same_parent(recipe, earlier):
-            del recipe["init_from"]
+        ours, theirs = recipe["init_from"], earlier["init_from"]
+        if ours and theirs and ours != theirs:  # the parent may have moved, or be gone
+            if parent_digest(recipe) in (None, earlier.get("digest of init_from")):
+                del recipe["init_from"]
         check_settings(settings.out_dir, earlier, recipe,
                        "To continue with other settings, on the rows that follow, use "
                        "--init_from=OLD --out_dir=NEW")
@@ -612,7 +599,7 @@ def open_run(settings, device, train_set):
             recipe["digest of init_from"] = parent_digest(recipe)
         progress = {"update": 0, "skipped": 0, "validated": -1, "log_bytes": 0, "recipe": recipe}
         return model, exact, optimizer, progress | spent_before(model.folder)
-    if not Path(resumed, "optimizer.safetensors").exists():
+    if not (resumed / "optimizer.safetensors").exists():
         raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
                         f"on from them, use --init_from={resumed} --out_dir=NEW")
     with reading(resumed / "optimizer.safetensors") as path:  # memory-mapped
@@ -621,14 +608,11 @@ def open_run(settings, device, train_set):
 
 
 def choose_trained(settings, model):
-    """
-    Freeze all parameters that --train does not name. Raises UserError if one of its words matches
-    no parameter.
-    """
+    """Freeze all parameters that --train does not name. Raises UserError if a word matches none."""
     words = settings.train.split("|")  # by default [""], which matches every name
-    names = [name for name, _ in model.named_parameters()]
+    names = "\n".join(dict(model.named_parameters()))
     for word in words:
-        if not any(word in name for name in names) or settings.train and not word:
+        if word not in names or settings.train and not word:
             raise UserError(f"--train={settings.train}: no parameter is named {word!r}")
     for name, p in model.named_parameters():
         p.requires_grad = any(word in name for word in words)
@@ -647,19 +631,11 @@ def make_optimizer(settings, model, rank, world, weights=None):
             stacked[f"prelude.{i}.attn.qkv.weight"] = block.attn.split
             stacked[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
     device = "cuda" if model.embed.weight.is_cuda else "cpu"
-    product_dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
+    product_dtype = getattr(torch, choose_dtype("auto", device))
     return Optimizer(trained, matrices, lr=settings.lr, adam_lr=settings.adam_lr,
                      weight_decay=settings.weight_decay, clip=settings.clip or math.inf,
                      rule=settings.optimizer, weights=weights, stacked=stacked,
                      product_dtype=product_dtype, rank=rank, world=world)
-
-
-def same_parent(recipe, earlier):
-    """Whether two Recipes begin with the same checkpoint, which may have moved, or be gone."""
-    ours, theirs = recipe["init_from"], earlier["init_from"]
-    if ours == theirs or not ours or not theirs:
-        return ours == theirs
-    return parent_digest(recipe) in (None, earlier.get("digest of init_from"))
 
 
 def parent_digest(recipe):
@@ -670,10 +646,7 @@ def parent_digest(recipe):
 
 
 def read_progress(folder):
-    """
-    Read a checkpoint's train.json. Raises UserError if an older version, which did not count the
-    "rows" of each source, has trained on a mixture.
-    """
+    """Read a checkpoint's train.json. Older versions did not count the "rows" of each source."""
     progress = read_json(f"{folder}/train.json")
     if "rows" not in progress:
         recipe, update = progress["recipe"], progress["update"]
@@ -749,10 +722,8 @@ def warm_up(settings, model, train_set, k):
 
 
 def attention_kernels(device, T):
-    """
-    Choose the kernels of attention for training on rows of T tokens: a context manager. The
-    backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
-    """
+    """Return a context manager that chooses the kernels of attention for rows of T tokens."""
+    # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
     short = device == "cpu" and T <= 128
     return sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
 
@@ -762,8 +733,8 @@ def join_ranks(device):
     Join the process group of torchrun's ranks.
 
     When torchrun restarts the ranks of a node after a crash, its store still holds the addresses of
-    the dead ones, so each attempt writes under its own prefix. Several nodes may count restarts
-    differently; for that, see runs/README.md.
+    the dead ones, so each attempt writes under its own prefix. For several nodes, which may count
+    restarts differently, see runs/README.md.
     """
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
