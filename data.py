@@ -7,10 +7,6 @@ shards, which train.py takes as --data.
     python data.py prepare --input web/*.parquet --tokenizer out/tinyllama --out out/data/web
     python data.py prepare --input chats.jsonl --field messages --loss assistant --tokenizer ...
 
-To download a data set from the Hugging Face Hub (pip install huggingface_hub):
-
-    hf download ORG/NAME --repo-type dataset --include "data/*.parquet" --local-dir data/NAME
-
 In the folder, `train_000000.npy` is an array of token ids (uint16, or uint32 if the vocabulary
 exceeds 65,536): documents, each [BOS] text EOS, one after another. The loader cuts it into rows of
 T tokens, regardless of where documents begin and end, so nothing is padded. The target at each
@@ -59,22 +55,19 @@ class Dataset:
 
     A round is sum(weights) samples: exactly weights[k] from source k, evenly spread. Each source
     has its own epochs. .num_rows: the number of samples until the first source completes an epoch.
-    .folders: those of the sources. .longest: see Shards.
     """
 
     def __init__(self, data, split, T):
         # All shards stay open, perhaps more than the usual limit of 1,024 files, or macOS's of 256.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10240)), hard))
+        soft = max(soft, min(hard, 10240))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         mixture = read_mixture(data)
-        self.folders = [folder for folder, _ in mixture]
+        self.folders, weights = zip(*mixture)
         self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]
-        weights = [weight for _, weight in mixture]
-        divisor = math.gcd(*weights)
-        self.weights = [weight // divisor for weight in weights]
+        self.weights = [weight // math.gcd(*weights) for weight in weights]
         if sum(self.weights) > 1_000_000:
-            raise UserError(f"--data={data}: a mixture of {sum(self.weights):,} parts; use at most "
-                            "a million. Round the weights")
+            raise UserError(f"--data={data}: {sum(self.weights):,} parts. Use at most a million")
         places = [((i + 0.5) / weight, k, i) for k, weight in enumerate(self.weights)
                   for i in range(weight)]
         # The source of each sample of a round, and how many of its samples precede.
@@ -84,10 +77,7 @@ class Dataset:
         self.longest = max(shards.longest for shards, _ in self.sources)
 
     def fingerprint(self, sources=None):
-        """
-        A digest of the contents and the weights of sources, by default of all. It does not depend
-        on paths.
-        """
+        """A digest of the contents and the weights of sources, by default of all; not of paths."""
         content = [(shards.meta["shards"], weight) for shards, weight in sources or self.sources]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -106,11 +96,9 @@ class Dataset:
 
     def batch(self, seed, index, rank, world, B, first=None):
         """
-        Return one rank's B rows of a micro-batch.
-
-        index: the number of the micro-batch, from 0. rank: from 0 to world - 1. first: the number
-        of samples of each source to skip, which earlier runs have seen. Returns idx and targets
-        (-100: no loss), both (B, T) int64, and numbers (B,) int64: the rows' global sample indices.
+        Return one rank's B rows of micro-batch number `index`, from 0: idx and targets (-100: no
+        loss), both (B, T) int64, and numbers (B,) int64, the rows' global sample indices. rank:
+        from 0 to world - 1. first: how many samples of each source earlier runs have seen.
         """
         first = first or [0] * len(self.sources)
         numbers = (index * world + rank) * B + np.arange(B)
@@ -119,7 +107,8 @@ class Dataset:
             rounds, place = divmod(number, len(self.round))
             k, earlier = self.round[place]
             shards, _ = self.sources[k]
-            samples.append(shards.sample(seed, first[k] + rounds * self.weights[k] + earlier))
+            earlier += first[k] + rounds * self.weights[k]
+            samples.append(shards.sample(seed, earlier))
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
         return idx, targets, sum(first) + numbers
 
@@ -139,10 +128,9 @@ class Shards:
         self.starts = []  # the first row of each
         self.num_rows = 0
         self.longest = 0  # tokens in the longest document, if only a part of each carries loss
-        row_length = self.meta["row_length"]
-        if row_length not in (None, T):
-            raise UserError(f"{folder}: its rows have {row_length} tokens, not {T}. Use "
-                            f"--context={row_length}")
+        fixed = self.meta["row_length"]
+        if fixed not in (None, T):
+            raise UserError(f"{folder}: its rows have {fixed} tokens. Use --context={fixed}")
         for name, count, *_ in self.meta["shards"][split]:
             with reading(f"{folder}/{name}") as path:
                 tokens = np.load(path, mmap_mode="r")
@@ -164,29 +152,24 @@ class Shards:
         return np.random.default_rng((seed, epoch)).permutation(self.num_rows)
 
     def sample(self, seed, number):
-        """
-        Return sample `number`: ids and targets, (2, T) int64. Numbers continue across epochs, so
-        epoch e begins with number e * num_rows.
-        """
+        """Sample `number`, ids and targets (2, T) int64. Epoch e begins with e * num_rows."""
         epoch, place = divmod(number, self.num_rows)
         row = self.order(seed, epoch)[place]
         shard = bisect.bisect(self.starts, row) - 1
         start = (row - self.starts[shard]) * self.T
-        return np.array([x[start:start + self.T] for x in self.shards[shard]], np.int64)
+        window = slice(start, start + self.T)
+        return np.array([tokens[window] for tokens in self.shards[shard]], np.int64)
 
 
 def row_length(data):
     """The T of a data set or mixture: that of its rows if it has some, otherwise 1,024."""
-    metas = [Path(source.partition(":")[0], "meta.json") for source in data.split(",")]
-    lengths = [read_json(path)["row_length"] for path in metas if path.exists()]
+    folders = [source.partition(":")[0] for source in data.split(",")]
+    lengths = [read_optional(folder, "meta.json").get("row_length") for folder in folders]
     return next(filter(None, lengths), 1024)
 
 
 def read_mixture(data):
-    """
-    Parse --data, such as "A:1,B:1,C:2". Returns [(folder, weight), ...]. Raises UserError if a
-    folder is not a finished data set or a weight is not a whole number above 0.
-    """
+    """Parse --data, such as "A:1,B:1,C:2". Returns [(folder, weight), ...]."""
     mixture = []
     for source in data.split(","):
         folder, _, weight = source.partition(":")
@@ -236,10 +219,7 @@ class Tokenizer:
 
     @staticmethod
     def load(folder):
-        """
-        Load the Tokenizer of a folder, from its tokenizer_file(). Raises UserError if it has none,
-        if we cannot read it in full, or if another file there contradicts it.
-        """
+        """Load a folder's Tokenizer. Raises UserError if two files there contradict each other."""
         path = tokenizer_file(folder)
         if not path:
             raise UserError(f"{folder}: has no tokenizer.json or tokenizer.model")
@@ -291,10 +271,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder, config):
-    """
-    Load the Tokenizer of a model's folder, and add its EOS, which ends the documents that `prepare`
-    writes, to config.eos_token_id. Raises UserError if it has more ids than the model.
-    """
+    """Load the Tokenizer of a model's folder, and add its EOS to config.eos_token_id."""
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model only "
@@ -310,9 +287,8 @@ def check_same_tokenizer(tokenizer, folder):
     """Raise UserError if the tokenizer of a data set's folder differs from the model's."""
     theirs = Tokenizer.load(folder)
     if theirs.fingerprint != tokenizer.fingerprint:
-        raise UserError(f"{folder}: its tokenizer ({theirs.fingerprint}) differs from that of "
-                        f"{tokenizer.folder} ({tokenizer.fingerprint}). Prepare the data with "
-                        f"--tokenizer={tokenizer.folder}")
+        raise UserError(f"{folder}: its tokenizer ({theirs.fingerprint}) differs from the model's "
+                        f"({tokenizer.fingerprint}). Prepare with --tokenizer={tokenizer.folder}")
 
 
 def tokenizer_file(folder):
@@ -344,11 +320,13 @@ def token_id(path, tokens, token):
 
 def check_other_files(path, config, tokens, in_text, encode):
     """Raise UserError if a file beside `path` disagrees about a token or a blank before a text."""
-    extra = config.get("extra_special_tokens") or []  # transformers 5 writes a list
+    extra = config.get("extra_special_tokens") or []
+    if isinstance(extra, dict):  # transformers 5 writes a list
+        extra = extra.values()
     for token in [*read_optional(path.parent, "added_tokens.json"),
                   *config.get("added_tokens_decoder", {}).values(),
                   *(config.get("additional_special_tokens") or []),
-                  *(extra.values() if isinstance(extra, dict) else extra)]:
+                  *extra]:
         plain = isinstance(token, dict) and token.get("special") is False
         same = not plain or token.items() <= in_text.get(token["content"], {}).items()
         token_id(path, tokens if same else {}, token)
@@ -404,7 +382,8 @@ def read_tokenizer_json(path, spec, in_text):
     Return encode_text and decode_ids of a tokenizer.json, from a reader that is certain to give the
     same ids as the tokenizers library, if there is one, since that is slower and optional.
     """
-    merged = ["".join(pair).replace(" ", "") for pair in spec["model"].get("merges", [])]
+    merges = spec["model"].get("merges", [])  # "a b" or [a, b]
+    merged = ["".join(pair).replace(" ", "") for pair in merges]
     match spec:
         case {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab},
               "pre_tokenizer": {"type": "WhitespaceSplit"},
@@ -434,7 +413,15 @@ def read_tokenizer_json(path, spec, in_text):
                     and scores == sorted(scores, reverse=True)
                     and model.normalize(" ﬁ  x ") == "▁▁ﬁ▁▁x▁"):
                 return model.encode, model.decode
-    return any_tokenizer_json(path)
+    import tokenizers  # reads any kind
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
+    coder = tokenizers.Tokenizer.from_file(str(path))
+    coder.no_truncation()
+    coder.no_padding()
+    coder.encode_special_tokens = True  # as ordinary text
+    # Unlike encode(), encode_batch_fast() releases the GIL, so that threads encode in parallel.
+    return (lambda text: coder.encode_batch_fast([text], add_special_tokens=False)[0].ids,
+            functools.partial(coder.decode, skip_special_tokens=False))
 
 
 # Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
@@ -457,13 +444,11 @@ def byte_level(spec, words, merged, in_text):
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     vocab = spec["model"]["vocab"]
     tokens = sorted(vocab.keys() - added.keys(), key=vocab.get)
-    can_be_read = (
-        # tiktoken needs a token for each byte, then merges, in the order of their ids.
-        set(tokens[:256]) == BYTES.keys() and tokens[256:] == list(dict.fromkeys(merged))
-        # Added tokens that are recognized in a text must need no preprocessing.
-        and not any(flag is True for token in in_text.values() for flag in token.values())
-    )
-    if not can_be_read:
+    # tiktoken needs a token for each byte, then merges, in the order of their ids.
+    if set(tokens[:256]) != BYTES.keys() or tokens[256:] != list(dict.fromkeys(merged)):
+        return None
+    # Added tokens that are recognized in a text must need no preprocessing.
+    if any(flag is True for token in in_text.values() for flag in token.values()):
         return None
     import tiktoken
     ranks = {bytes(map(BYTES.get, token)): vocab[token] for token in tokens}
@@ -488,20 +473,6 @@ def byte_level(spec, words, merged, in_text):
     return encode, lambda ids: coder.decode([i for i in ids if i in known])
 
 
-def any_tokenizer_json(path):
-    """A tokenizer.json of any kind, with the tokenizers library."""
-    import tokenizers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
-    coder = tokenizers.Tokenizer.from_file(str(path))
-    coder.no_truncation()
-    coder.no_padding()
-    coder.encode_special_tokens = True  # as ordinary text
-
-    # Unlike encode(), encode_batch_fast() releases the GIL, so that threads encode in parallel.
-    return (lambda text: coder.encode_batch_fast([text], add_special_tokens=False)[0].ids,
-            functools.partial(coder.decode, skip_special_tokens=False))
-
-
 # ------------------------------------------------------------------------------------------ prepare
 # A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
 # one document.
@@ -520,7 +491,6 @@ def read_records(path, args):
     """
     Yield the records of a file: dicts, or lines of JSON as bytes, which tokenize() parses in its
     thread. args: the flags of prepare, which name the columns of a .parquet file that are read.
-    Raises UserError if the file is of another kind or damaged.
     """
     suffix = Path(path).suffix
     with reading(path):
@@ -551,9 +521,9 @@ def column_value(record, column):
 
 def read_message(message):
     """Return (role, text) of a message, also in ShareGPT's form. A tool's call has null as text."""
-    role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
-    text = message[text] or ""
-    return message.get(role), text
+    if message.get("from"):
+        return message["from"], message["value"] or ""
+    return message.get("role"), message["content"] or ""
 
 
 def parse_chat(value):
@@ -567,9 +537,8 @@ def parse_chat(value):
 
 def as_text(value):
     """
-    Return a text; or the text of a number, of true or false, of bytes in UTF-8, or of the messages
-    of a chat, joined by newlines. Raises an exception if there is none, as for null, NaN, a list of
-    texts or a lone surrogate.
+    Return a text, or that of a number, true, false, bytes in UTF-8 or a chat's messages, joined by
+    newlines. Raises an exception for anything else, such as null, NaN or a lone surrogate.
     """
     if isinstance(value, list):
         return "\n".join(as_text(text) for _, text in map(read_message, value))
@@ -588,8 +557,7 @@ def document(tokenizer, record, args):
 
     The document begins with BOS, a newline separates its parts, and EOS follows each that carries
     loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
-    the same ids here as at inference. Raises an exception, whatever its type, if a column is
-    missing or has the wrong type, if ids are out of range, or if no token carries loss.
+    the same ids here as at inference. Raises an exception, whatever its type, for a bad record.
     """
     value = parse_chat(column_value(record, args.field))
     parts = [(column_value(record, args.prompt), False)] if args.prompt else []
@@ -603,8 +571,10 @@ def document(tokenizer, record, args):
         is_ids = isinstance(part, list) and all(type(item) is int for item in part)  # no bools
         if not is_ids:
             text = as_text(part)
-            text = ROLES.sub("", text) if args.strip_roles else text
-            text = text.strip() if has_loss else text
+            if args.strip_roles:
+                text = ROLES.sub("", text)
+            if has_loss:
+                text = text.strip()
             if not text:
                 continue
             part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
@@ -621,58 +591,43 @@ def document(tokenizer, record, args):
     return np.array([ids, targets], np.int32)
 
 
-def is_dropped(record, rule):
-    """Whether a rule of --drop, COLUMN=TEXT, applies to a record. It never applies to null."""
-    column, _, text = rule.partition("=")
-    value = column_value(record, column)
-    return value is not None and text.lower() in str(value).lower()
-
-
 def tokenize(tokenizer, record, path, args):
-    """
-    Turn a record of the file `path` into a document(). Returns ("kept", the document),
-    ("dropped", None), or ("bad", why).
-    """
+    """Return ("kept", the document() of a record), ("dropped", None), or ("bad", path and why)."""
     try:
         if isinstance(record, bytes):
             record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
-        if any(is_dropped(record, rule) for rule in args.drop):
-            return "dropped", None
+        for rule in args.drop:
+            column, _, text = rule.partition("=")
+            value = column_value(record, column)
+            if value is not None and text.lower() in str(value).lower():
+                return "dropped", None
         return "kept", document(tokenizer, record, args)
     except Exception as e:  # not JSON, or a column is missing or has the wrong type
         return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 
 
-def say_repeats(args, digests):
-    """Say how many records are read twice, because two files of --input have the same digest."""
-    seen = set()
-    repeats = []
-    for path, key in zip(args.input, digests):
-        if key in seen:
-            repeats.append(path)
-        seen.add(key)
+def say_what_was_found(args, tokenizer, meta):
+    """Say what begins and ends each document, by which file, and how many records repeat."""
+    path = tokenizer_file(tokenizer.folder)
+    rule = "its post_processor"
+    if path.suffix == ".model":
+        rule = "tokenizer_config.json's add_bos_token, by default true"
+    names = {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
+    names[None] = "no BOS"
+    bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
+    say(f"{path}: documents begin with {bos}, by {rule}, and end with {names[tokenizer.eos_id]}")
+    digests = [key for _, key in meta["arguments"]["input"]]
+    repeats = [path for i, path in enumerate(args.input) if digests[i] in digests[:i]]
     if repeats:
         count = sum(1 for path in repeats for _ in read_records(path, args))
         say(f"note: {count:,} records repeat, so some may be in training and in validation: other "
             f"files of --input have the same content as {', '.join(repeats[:5])}")
 
 
-def say_ends(tokenizer):
-    """Say what begins and ends each document, and which file decides what begins it."""
-    path = tokenizer_file(tokenizer.folder)
-    key = "its post_processor"
-    if path.suffix == ".model":
-        key = "tokenizer_config.json's add_bos_token, which is true by default"
-    names = {None: "no BOS"}
-    names |= {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
-    say(f"{path}: documents begin with {names.get(tokenizer.bos_id, tokenizer.bos_id)}, by {key}, "
-        f"and end with {names[tokenizer.eos_id]}")
-
-
 def tokenize_all(args, tokenizer, first=0):
     """
-    Yield a group of up to 1,000 outcomes of tokenize() at a time, for the records from number
-    `first` on. Threads are enough, because the tokenizer libraries release the GIL.
+    Yield the outcomes of tokenize() for the records from number `first` on, in groups of up to
+    1,000. Threads are enough, because the tokenizer libraries release the GIL.
     """
     records = ((record, path) for path in args.input for record in read_records(path, args))
     records = itertools.islice(records, first, None)
@@ -685,7 +640,6 @@ def choose_row_length(args, tokenizer):
     """
     Return --row_length, or by default the smallest power of two, from 256 on, that is at least
     twice the length of 99% of the documents, but at most the context of the tokenizer's model.
-    Raises UserError if more than MAX_BAD of the documents are longer.
     """
     sizes = [result.shape[1] for group in tokenize_all(args, tokenizer)
              for outcome, result in group if outcome == "kept"] or [0]
@@ -720,10 +674,10 @@ def pack(args, tokenizer, meta):
             if size >= args.shard_tokens:
                 write_train_and_val(args, meta, documents)
                 documents, size = [], 0
-        if counts["bad"] > MAX_BAD * sum(counts.values()):
-            raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so far "
-                            "are bad. Check the file, and the flags that name columns. One of "
-                            f"them: {meta['left_out']}")
+        total = sum(counts.values())
+        if counts["bad"] > MAX_BAD * total:
+            raise UserError(f"{args.out}: {counts['bad']} of {total} records so far are bad. Check "
+                            f"the flags that name columns. One of them: {meta['left_out']}")
     if documents:
         write_train_and_val(args, meta, documents)
     if not meta["shards"]["train"]:
@@ -731,14 +685,21 @@ def pack(args, tokenizer, meta):
                         "--field and --drop")
 
 
-def hold_out(documents, share):
+def hold_out(documents, share, T):
     """
     Split a shard's documents into those for training and those for validation: the fraction
     `share`, but at least 32, or a tenth if that is fewer, or one; at least one stays for training.
-    They are evenly spaced, since files are often sorted.
+    They are evenly spaced, since files are often sorted. Of fewer than 10, such as a single book,
+    it is the last tokens instead, unless rows of T tokens hold whole documents.
     """
     count = len(documents)
-    number = min(max(math.ceil(share * count), min(32, count // 10)), count - 1)
+    if count < 10 and not T:
+        tokens = np.concatenate(documents, axis=1)
+        length = tokens.shape[1]
+        rest = max(1, length - round(share * length))
+        return [tokens[:, :rest]], [tokens[:, rest:]]
+    number = max(math.ceil(share * count), min(32, count // 10))
+    number = min(number, count - 1)
     held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
     splits = [], []
     for i, tokens in enumerate(documents):
@@ -752,20 +713,21 @@ def fill_rows(documents, T, eos_id):
     each into the fullest row that has room for it (best fit), among BUFFER documents at a time. A
     row holds its documents in their original order, then EOS without loss. Returns (2, rows * T).
     """
+    sizes = [tokens.shape[1] for tokens in documents]
     rows = []
     for first in range(0, len(documents), BUFFER):
-        sizes = {first + i: tokens.shape[1]
-                 for i, tokens in enumerate(documents[first:first + BUFFER])}
         room = []  # in the rows of these documents, sorted: (free tokens, row)
-        for i in sorted(sizes, key=lambda i: -sizes[i]):
+        some = range(len(documents))[first:first + BUFFER]
+        for i in sorted(some, key=lambda i: -sizes[i]):
             fit = bisect.bisect(room, (sizes[i],))
-            free, row = room.pop(fit) if fit < len(room) else (T, len(rows))
-            if row == len(rows):
+            if fit == len(room):
+                room.append((T, len(rows)))
                 rows.append([])
+            free, row = room.pop(fit)
             rows[row].append(i)
             bisect.insort(room, (free - sizes[i], row))
-    filled = np.empty((2, len(rows), T), np.int32)
-    filled[0], filled[1] = eos_id, IGNORE
+    filled = np.full((2, len(rows), T), IGNORE, np.int32)
+    filled[0] = eos_id
     for i, row in enumerate(rows):
         tokens = np.concatenate([documents[j] for j in sorted(row)], axis=1)
         filled[:, i, :tokens.shape[1]] = tokens
@@ -782,43 +744,22 @@ def write_shard(folder, name, tokens):
 def write_train_and_val(args, meta, documents):
     """Write the next shard for training and the next one for validation, and list them in meta."""
     number = len(meta["shards"]["train"])
-    if T := meta["row_length"]:
-        splits = [fill_rows(split, T, meta["eos_id"]) for split in hold_out(documents, args.val)]
-    elif len(documents) < 10:  # such as a single book: the fraction --val of its tokens, the last
-        tokens = np.concatenate(documents, axis=1)
-        length = tokens.shape[1]
-        splits = np.split(tokens, [max(1, length - round(args.val * length))], axis=1)
-    else:
-        splits = [np.concatenate(split, axis=1) for split in hold_out(documents, args.val)]
-    for split, tokens in zip(("train", "val"), splits):
+    T = meta["row_length"]
+    for split, part in zip(("train", "val"), hold_out(documents, args.val, T)):
+        tokens = fill_rows(part, T, meta["eos_id"]) if T else np.concatenate(part, axis=1)
         if len(tokens) == 1:  # ids alone
-            tokens = tokens[0].astype(np.uint16 if meta["vocab_size"] <= 65536 else np.uint32)
+            dtype = np.uint16 if meta["vocab_size"] <= 65536 else np.uint32
+            tokens = tokens[0].astype(dtype)
         if tokens.size:
             name = f"{split}_{number:06d}.npy"
-            meta["shards"][split].append(write_shard(args.out, name, tokens.copy()))
+            meta["shards"][split].append(write_shard(args.out, name, tokens))
             say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
     write_json(f"{args.out}/progress.json", meta)
 
 
-def prepare(args):
-    """
-    Turn the records of files into a data set. args: the command's flags.
-
-    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
-    does not tokenize again, and ends with the same bytes. Raises UserError if the output was
-    started with different flags, if too many records are bad, or if no text is left.
-    """
-    in_rows = bool(args.prompt) or args.loss == "assistant"  # only a part carries loss
-    if args.row_length and not in_rows:
-        raise UserError("--row_length: only for --prompt or --loss assistant. Other text is cut into "
-                        "rows by train.py, at any --context")
-    if not tokenizer_file(args.tokenizer) and (saved := checkpoints(args.tokenizer)):
-        args.tokenizer = str(saved[-1])  # a run has its tokenizer in each of those
-    tokenizer = Tokenizer.load(args.tokenizer)
-    if tokenizer.eos_id is None:
-        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
-                        "Name it as eos_token in tokenizer_config.json")
-    meta = {
+def new_meta(args, tokenizer):
+    """What meta.json says of a data set that has no shard yet."""
+    return {
         "arguments": vars(args) | {
             "input": [[os.path.basename(path), digest(path)] for path in args.input],
             "tokenizer": tokenizer.fingerprint,
@@ -833,21 +774,41 @@ def prepare(args):
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
     }
+
+
+def prepare(args):
+    """
+    Turn the records of files into a data set. args: the command's flags.
+
+    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
+    does not tokenize again, and ends with the same bytes.
+    """
+    in_rows = bool(args.prompt) or args.loss == "assistant"  # only a part carries loss
+    if args.row_length and not in_rows:
+        raise UserError("--row_length: only for --prompt or --loss assistant. train.py cuts other "
+                        "text into rows, at any --context")
+    if not tokenizer_file(args.tokenizer) and (saved := checkpoints(args.tokenizer)):
+        args.tokenizer = str(saved[-1])  # a run has its tokenizer in each of those
+    tokenizer = Tokenizer.load(args.tokenizer)
+    if tokenizer.eos_id is None:
+        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
+                        "Name it as eos_token in tokenizer_config.json")
+    meta = new_meta(args, tokenizer)
     out = Path(args.out)
     finished, unfinished = out / "meta.json", out / "progress.json"
     with lock_folder(out):
-        if finished.exists() or unfinished.exists():
-            earlier = read_json(finished if finished.exists() else unfinished)
+        state = finished if finished.exists() else unfinished
+        if state.exists():
+            earlier = read_json(state)
             if earlier["shards"]["train"]:  # otherwise there is nothing to keep
                 check_settings(out, earlier["arguments"], meta["arguments"], "Choose another --out")
                 meta |= earlier
         elif set(os.listdir(out)) - {".lock"}:
             raise UserError(f"{out}: contains other files. Choose another --out")
-        if finished.exists():
+        if state == finished:
             say(f"{out} is already complete")
             return
-        say_ends(tokenizer)
-        say_repeats(args, [key for _, key in meta["arguments"]["input"]])
+        say_what_was_found(args, tokenizer, meta)
         if in_rows and not meta["shards"]["train"]:
             meta["row_length"] = choose_row_length(args, tokenizer)
         write_json(unfinished, meta)
