@@ -237,7 +237,7 @@ def lock_file(file, path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
-        raise UserError(f"{path}: another process is writing here. Choose another path, or wait")
+        raise UserError(f"{path}: another process is writing here. Wait, or choose another path")
     except OSError as e:  # of some network file systems
         say(f"warning: {path} cannot be locked ({e}). Make sure that no other process writes to it")
         return False

@@ -275,10 +275,7 @@ def run_blocks(blocks, x, rope, caches=None):
 # -------------------------------------------------------------------------------- the model
 
 class RecurrentLM(nn.Module):
-    """
-    The model described at the top of this file. folder: the checkpoint that its weights came
-    from, or None.
-    """
+    """The model described above. folder: the checkpoint that its weights came from, or None."""
 
     def __init__(self, config):
         super().__init__()
@@ -323,8 +320,8 @@ class RecurrentLM(nn.Module):
 
     def run_prelude(self, idx, state, rope, caches=None):
         """
-        Run the prelude on token ids (B, T). Returns its output e and s_0, both (B, T, C). s_0 is
-        `state`, or random if that is None. An ordinary model has no state, so it returns e twice.
+        Token ids (B, T) -> the prelude's output e and s_0, both (B, T, C). s_0 is `state`, or
+        random if that is None. An ordinary model has no state, so it returns e twice.
         """
         # The embedding is not compiled: on a CPU, its compiled backward pass adds in no fixed
         # order, so a resumed run would not be bit-identical.
@@ -474,7 +471,7 @@ class RecurrentLM(nn.Module):
         """
         Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
         of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
-        head. how: arguments of torch.compile. Returns whether this machine can compile.
+        head. how: arguments of torch.compile. Returns False, with a warning, if compiling fails.
         """
         try:  # something small first, to see whether compiling works at all
             torch.compile(torch.sin)(self.norm_f.weight.data)

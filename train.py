@@ -118,7 +118,7 @@ class Recipe:
 
 @dataclass
 class Settings(Recipe):
-    """All settings. Those below change the result by rounding at most, so a resume may differ."""
+    """All settings. Those below change the result by rounding at most, and may change on resume."""
     config: paths = setting(None, "a TOML file of settings, which flags and later files override",
                             action="append")
     out_dir: paths = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
@@ -191,7 +191,7 @@ def read_settings(argv, world=1):
         parser.error("give --data and --out_dir, or --config=FILE")
     if Path(settings.out_dir, "config.json").exists():
         parser.error(f"--out_dir={settings.out_dir}: this folder holds a model. Choose a new one")
-    typed = [flag.partition("=")[0] for flag in argv]  # TOML files are shared by several runs
+    typed = [flag.partition("=")[0] for flag in argv]  # several runs may share a TOML file
     idle = [f"{flag} {case}" for flag, case in without_effect(settings) if flag in typed]
     if idle:
         raise UserError(f"without effect: {', '.join(idle)}")
