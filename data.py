@@ -521,9 +521,9 @@ def column_value(record, column):
 
 def read_message(message):
     """Return (role, text) of a message, also in ShareGPT's form. A tool's call has null as text."""
-    if message.get("from"):
-        return message["from"], message["value"] or ""
-    return message.get("role"), message["content"] or ""
+    role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
+    text = message[text] or ""  # a TypeError if the message is only a text
+    return message.get(role), text
 
 
 def parse_chat(value):
