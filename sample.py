@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
                     non_negative, positive, random_seed, recurrences, say)
 from data import load_tokenizer
-from model import Linear, RecurrentLM, attend
+from model import Linear, RecurrentLM, attend, or_eager
 
 PREFILL = 8192  # prompt tokens in one pass, if that is more than one prompt
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
@@ -89,8 +89,8 @@ class Decoder:
             say("tuning kernels takes minutes the first time; torch.compile keeps them", sys.stderr)
             self.compiled = self.model.compile_parts(dynamic=True, options=GPU_OPTIONS)
             if self.compiled:
-                self.look_up = torch.compile(look_up, dynamic=True)
-                self.choose_likeliest = torch.compile(choose, dynamic=True)
+                self.look_up = or_eager(torch.compile(look_up, dynamic=True))
+                self.choose_likeliest = or_eager(torch.compile(choose, dynamic=True))
             return
         for module in list(self.model.modules()):
             for name, child in module.named_children():
