@@ -1342,10 +1342,10 @@ def test_decoding_is_that_of_the_model(n_core, norm, prefill, depths, monkeypatc
     decoder = Decoder(model)
     for r in depths:
         for lengths, limits in ((1, 9, 34, 3), (20, 5, 30, 6)), ((5,), (9,)):
+            generate_rows(decoder, random_prompts(40, 9, 2, 2), [4, 9, 1, 1], r, seed=1)
             prompts = random_prompts(*lengths)
             wanted = [model.generate(*asked, r) for asked in zip(prompts, limits)]
             assert generate_rows(decoder, prompts, limits, r) == wanted
-            generate_rows(decoder, random_prompts(40, 9), [4, 9], r, seed=1)
 
 
 def test_generate_samples_at_its_temperature():
