@@ -43,8 +43,8 @@ class UserError(Exception):
 def cli(main, on_every_rank=False):
     """
     Run a script's main(), on rank 0 alone unless on_every_rank. A UserError, an OSError, a missing
-    package or full memory ends it with one line on stderr, a reader that leaves, such as `| head`,
-    without one. Any other exception is a bug and keeps its traceback.
+    package or full memory ends it with one line on stderr, a closed pipe (`| head`) silently. Any
+    other exception is a bug and keeps its traceback.
     """
     for name in "stdin", "stdout", "stderr":
         if getattr(sys, name) is None:  # closed

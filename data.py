@@ -179,6 +179,8 @@ def read_mixture(data):
                             "`python -m runs.tiny_corpus --out out/tiny/data`")
         if not re.fullmatch("[1-9][0-9]*|", weight):
             raise UserError(f"--data={data}: weights must be whole numbers above 0")
+        if folder in dict(mixture):
+            raise UserError(f"--data={data}: names {folder} twice. Add up its weights")
         mixture.append((folder, int(weight or 1)))
     return mixture
 
@@ -298,7 +300,7 @@ def tokenizer_file(folder):
         if path.exists():
             if name in TOKENIZER_FILES:
                 return path
-            raise UserError(f"{path}: not a tokenizer that we read. Make a tokenizer.json of it "
+            raise UserError(f"{path}: not a supported tokenizer. Make a tokenizer.json of it "
                             "with transformers' AutoTokenizer and save_pretrained()")
 
 
@@ -497,7 +499,7 @@ def read_records(path, args):
         if suffix in (".txt", ".md", ".rst"):
             text = Path(path).read_text("utf-8-sig")
             if "\0" in text:
-                raise UserError(f"{path}: not a text in UTF-8. Convert it, for example with iconv")
+                raise UserError(f"{path}: not UTF-8 text. Convert it, for example with iconv")
             yield {"text": text}
         elif suffix == ".jsonl":
             with open(path, "rb") as file:
@@ -520,7 +522,7 @@ def column_value(record, column):
 
 
 def read_message(message):
-    """Return (role, text) of a message, also in ShareGPT's form. A tool's call has null as text."""
+    """Return (role, text) of a message, also in ShareGPT's form. A tool's call has no text."""
     role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
     text = message[text] or ""  # a TypeError if the message is only a text
     return message.get(role), text

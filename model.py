@@ -17,8 +17,8 @@ recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
 To generate text, see sample.py.
 
 In a bfloat16 model the weights and the matrix products are bfloat16, and so is the sum of a
-weight's gradients over the recurrences. The residual stream and the state s stay float32, but for
-Huginn's norms, which round them.
+weight's gradients over the recurrences. The residual stream and the state s stay float32, except
+in Huginn's norms, which round them.
 
 Paper: arXiv 2511.07384, section 3.
 """
@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 
 from common import UserError, read_json, reading, say, write_atomically, write_json
 
-# cuDNN's attention plans for each new shape, up to 0.4 s while decoding, and torch's partitioner
-# does not know that it is dear to recompute. Others report NaN gradients on an H100, and wrong
-# output on a B200 with fewer than 8 kv heads.
+# cuDNN's attention builds a plan for each new shape, up to 0.4 s while decoding, and torch's
+# partitioner does not know that it is expensive to recompute. Others report NaN gradients on an
+# H100, and wrong output on a B200 with fewer than 8 kv heads.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; the paper keeps it
@@ -601,6 +601,7 @@ class RecurrentLM(nn.Module):
             if training and needs_gradient:
                 flops += uses_with_gradient * backward
         head = self.head.weight
+        needs_gradient = needs_gradient or reached["norm_f"] > 0
         # Training computes the logits twice, then up to two gradients.
         times = (2 + needs_gradient + head.requires_grad) if training else 1
         return flops + times * 2 * head.numel() * labelled

@@ -291,7 +291,8 @@ def download(spec):
             repo, revision=revision or None, ignore_patterns=["*/*", "consolidated*"],
             allow_patterns=["*.safetensors", INDEX, "config.json", "vocab.json", *TOKENIZER_FILES])
     except ModuleNotFoundError:
-        raise UserError(f"{spec}: no such folder. For the hub's: `pip install huggingface_hub`")
+        raise UserError(f"{spec}: no such folder. To download it from the hub: `pip install "
+                        "huggingface_hub`")
     except Exception as e:  # of the network or of the hub
         raise UserError(f"{spec}: no such folder, and not from the Hugging Face hub "
                         f"({' '.join(str(e).split()):.200})")

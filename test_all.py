@@ -1169,6 +1169,8 @@ def test_mixture_follows_its_weights(corpus):
     assert mixture.num_rows == 1024 * 8 // 5  # an epoch of the first set
 
     assert Dataset("a:5,b,c:3", "val", 39).fingerprint() != mixture.fingerprint()
+    with pytest.raises(UserError, match="1,999,962 parts"):
+        Dataset("a:999983,b:999979", "val", 39)
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -1570,6 +1572,7 @@ def test_executed_flops_are_torchs():
         ({}, (3, 2), ["--train=coda|head"]),
         ({}, (3, 2), ["--train=prelude", "--recompute"]),
         ({}, (3, 2), ["--train=norm_1"]),
+        ({}, (3, 2), ["--train=norm_f"]),
         ({"n_core": 0, "n_coda": 0}, (0, 0), []),
         ({"n_core": 0, "n_coda": 0, "qkv_bias": True}, (0, 0), ["--train=head"]),
     ):
@@ -2561,7 +2564,7 @@ MISTAKES = [
     ("surgery unscaled out --feed_forward", "low_freq_factor"),
     ("surgery pointer out --feed_forward", "only a pointer of Git LFS"),
     ("data prepare --input test.jsonl --tokenizer meta --out out", "tokenizer.model: Meta's own"),
-    ("surgery slow out --feed_forward", "vocab.json: not a tokenizer that we read"),
+    ("surgery slow out --feed_forward", "vocab.json: not a supported tokenizer"),
     ("train --data=task --context=39 --out_dir=out --config=latin.toml", "latin.toml: damaged"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),
@@ -2578,7 +2581,7 @@ MISTAKES = [
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
     ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
     ("train --config=tiny.toml --data=task:0.5 --out_dir=out", "whole numbers above 0"),
-    ("train --config=tiny.toml --data=task:999983,task:999979 --out_dir=out", "1,999,962 parts"),
+    ("train --config=tiny.toml --data=task:999983,task:999979 --out_dir=out", "names task twice"),
     ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model llama", "surgery.py llama OUT"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),

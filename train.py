@@ -128,7 +128,7 @@ class Settings(Recipe):
     activation_budget: between(0.3, 1, float) = setting(
         1.0, "fraction of activations that a compiled model keeps; less saves memory, costs time")
     recompute: bool = setting(False, "recompute recurrences in the backward pass; least memory")
-    eval_every: positive = setting(1000, "updates between validations, besides two: at the start "
+    eval_every: positive = setting(1000, "updates between validations, and two more: at the start "
                                         "and at the end")
     eval_rows: positive = setting(1024, "validation rows of each data set, at most")
     eval_recurrences: recurrences = setting("1,2,4,8,16,32", "recurrences to validate at")
@@ -699,7 +699,8 @@ def describe_run(settings, model, max_k):
         f"{settings.context:,} tokens, {tokens:.4g} tokens in all")
     if c.n_core:
         extra = settings.recurrence_sampler != "fixed"  # see draw_steps()
-        warmup = updates_in(settings, settings.curriculum_warmup)
+        rising = settings.curriculum != "none"
+        warmup = updates_in(settings, settings.curriculum_warmup) if rising else 0
         say(f"mean of r: {scheduled_mean(settings, 0) + extra} at first, "
             f"{settings.mean_recurrence + extra} from update {warmup:,} on; gradients through at "
             f"most the last {max_k}")
