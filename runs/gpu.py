@@ -3,7 +3,7 @@ What gpu.sh needs Python for.
 
     python -m runs.gpu shape tinyllama-4-8-4 OUT    write a shape for --reinit; print the GPU's GB
     python -m runs.gpu compare                      compare a small model with the CPU's
-    python -m runs.gpu report OUT SHAPE             sum up what the parts printed
+    python -m runs.gpu report OUT SHAPE             print the results of all parts
 """
 import json
 import sys
@@ -69,8 +69,8 @@ def compare():
 
 def report(out, shape_folder, *about):
     """
-    Print a table and a line of JSON of what the parts printed. OUT/PART.log ends in a line of JSON,
-    or in one that says what went wrong. about: "key=value" pairs of strings for both.
+    Print the results of all parts as a table and as a line of JSON. The last line of OUT/PART.log
+    is a part's result in JSON, or its error. about: "key=value" strings to add to both.
     """
     logs = sorted(Path(out).glob("*.log"), key=lambda log: log.stat().st_mtime)
     found = {log.stem: last_line(log) for log in logs}
@@ -115,8 +115,8 @@ def describe(part, result, shape_folder):
             break
     if "peak_mib" in row:
         micro_batch, budget = numbers
-        settings = Settings(micro_batch=int(micro_batch), activation_budget=float(budget),
-                            backprop_depth=row["k"], dtype="bfloat16")
+        settings = Settings(context=1024, micro_batch=int(micro_batch), backprop_depth=row["k"],
+                            activation_budget=float(budget), dtype="bfloat16")  # as in gpu.sh
         model = RecurrentLM.empty(load_config(shape_folder)).to(torch.bfloat16)
         planned = sum(plan.memory(settings, model, gpus=1).values())
         text += f"; {row['peak_mib'] * 2**20 / 1e9:.1f} GB, tools.plan says {planned:.1f}"
