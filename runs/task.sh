@@ -6,18 +6,18 @@
 #
 # FOLDER/train.jsonl and FOLDER/test.jsonl have lines such as
 #
-#   {"question": "B and D swap. Where is the ball?", "answer": "D", "difficulty": "1"}
+#   {"question": "The ball is under B. B and D swap.", "answer": "D", "difficulty": "2"}
 #
 # An answer may be a text, a number, or a solution that ends with "#### 18"; the difficulty is
-# optional. train.jsonl may have chats instead, {"messages": [{"role": "user", "content": ...}, ...]}:
-# each turn of the assistant is an answer.
+# optional. train.jsonl may have chats instead, {"messages": [{"role": "user", "content": ...}, ...]},
+# in which each turn of the assistant is an answer.
 #
-#   --parent SRC      whatever surgery.py reads: a folder, or the name of a model on the Hugging Face
-#                     hub; default: SmolLM2-135M, downloaded with pip
+#   --parent SRC      whatever surgery.py reads: a folder, or the name of a model on the hub;
+#                     default: SmolLM2-135M, downloaded with pip
 #   --shape P,R,C     layers in the prelude, the recurrent block and the coda (2,2,2)
 #   --loop RUN        start from this model, which was cut from SRC before, and perhaps healed
-#   --arms LIST       what to train: loop, parent, random (the loop from random weights); the default
-#                     is loop,parent
+#   --arms LIST       what to train: loop, parent, random (the loop from random weights);
+#                     default: loop,parent
 #   --seeds "0 1"     train each of them with each of these seeds (0)
 #   --parent_lr LR    the parent's learning rate, with AdamW (3e-4)
 #   --row_length T    tokens in a row of training data; default: at least two questions
@@ -42,12 +42,12 @@ while (($#)); do
 done
 [[ $task ]] || die "name the folder of your questions (see --help)"
 for arm in ${arms//,/ }; do [[ $arm =~ ^(loop|parent|random)$ ]] || die "unknown arm $arm"; done
-shared=()  # flags of the looped model that the parent takes, too
+own=("$@") shared=()  # flags of the looped model, and those of them that the parent takes, too
 for flag; do
     [[ $flag == --*=* ]] || die "$flag: write the flags of train.py as --key=value"
     case ${flag%%=*} in
-    --batch_size | --micro_batch | --context | --dtype | --compile | --activation_budget | --eval_* | \
-        --save_every | --log_every | --keep | --wandb) shared+=("$flag") ;;
+    --batch_size | --micro_batch | --context | --dtype | --compile | --activation_budget | \
+        --eval_* | --save_every | --log_every | --keep | --wandb) shared+=("$flag") ;;
     esac
 done
 
@@ -72,38 +72,42 @@ fi
 python data.py prepare --input "$task"/train.jsonl $fields --tokenizer "$loop" \
     --out "$task"/data ${row_length:+--row_length="$row_length"}
 
-tasks=() names=()  # summaries, and what they are called in the table
-for fits in fits ''; do  # first whether all of them fit in memory
-    for seed in $seeds; do
-        for arm in loop random parent; do
-            [[ ,$arms, == *,$arm,* ]] || continue
-            run=$task/$arm-$seed
-            flags=(--config=config/task.toml --data="$task"/data --seed="$seed" --out_dir="$run")
-            case $arm in
-            loop) flags+=("$@" --init_from="$loop") ;;
-            random) flags+=("$@" --init_from="$loop" --reinit) ;;
-            parent) flags+=("${shared[@]}" --init_from="$task"/parent --optimizer=adamw
-                            --lr="$parent_lr") ;;
-            esac
-            if [[ $fits ]]; then
-                python -m runs.task fits "${flags[@]}"
-                continue
-            fi
-            if [[ $arm == parent ]]; then
-                updates=$(python -m tools.plan "${flags[@]}" --flops_of="$task/loop-$seed" --quiet)
-                flags+=(--updates="$updates")
-            fi
-            python train.py "${flags[@]}"
-            python eval_gsm8k.py --model "$run" --data "$task"/test.jsonl --template plain \
-                --steps 1,4,8,16,32
-            tasks+=("$run"/eval_test.json) names+=("$arm")
-        done
+ordered=()
+for arm in loop random parent; do  # the parent trains for as many FLOPs as the loop did
+    if [[ ,$arms, == *,$arm,* ]]; then ordered+=($arm); fi
+done
+set_flags() {  # set_flags ARM SEED: those of train.py
+    flags=(--config=config/task.toml --data="$task"/data --seed="$2" --out_dir="$task/$1-$2")
+    case $1 in
+    loop) flags+=("${own[@]}" --init_from="$loop") ;;
+    random) flags+=("${own[@]}" --init_from="$loop" --reinit) ;;
+    parent)
+        flags+=("${shared[@]}" --init_from="$task"/parent --optimizer=adamw --lr="$parent_lr") ;;
+    esac
+}
+for arm in "${ordered[@]}"; do
+    set_flags $arm "${seeds%% *}"
+    python -m runs.task fits "${flags[@]}"
+done
+
+summaries=() names=()
+for seed in $seeds; do
+    for arm in "${ordered[@]}"; do
+        set_flags $arm "$seed"
+        if [[ $arm == parent ]]; then
+            updates=$(python -m tools.plan "${flags[@]}" --flops_of="$task/loop-$seed" --quiet)
+            flags+=(--updates="$updates")
+        fi
+        python train.py "${flags[@]}"
+        python eval_gsm8k.py --model "$task/$arm-$seed" --data "$task"/test.jsonl --template plain \
+            --steps 1,4,8,16,32
+        summaries+=("$task/$arm-$seed"/eval_test.json) names+=("$arm")
     done
 done
 
 x=difficulty
 grep -q '"difficulty"' "$task"/test.jsonl || x=steps
-python -m tools.plot "${tasks[@]}" --labels "$(IFS=,; echo "${names[*]}")" --x $x \
+python -m tools.plot "${summaries[@]}" --labels "$(IFS=,; echo "${names[*]}")" --x $x \
     --out "$task"/accuracy.png
 model=$task/loop-${seeds%% *}
 cat <<END
