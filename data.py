@@ -268,7 +268,7 @@ class Tokenizer:
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, ids):
-        """Turn ids into text, without those that only a model with a padded vocabulary has."""
+        """Turn ids into text. Skips ids beyond the vocabulary, with which a model may be padded."""
         return self.decode_ids([i for i in ids if i < self.vocab_size])
 
 
@@ -314,14 +314,14 @@ def token_id(path, tokens, token):
     """The id of a token that a file beside `path` names, as text or a dict; None gives None."""
     name = token["content"] if isinstance(token, dict) else token
     if name and name not in tokens:
-        raise UserError(f"{path}: lacks the token {name} as a file beside it has it, one of "
-                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there, or merge them with "
-                        "transformers' AutoTokenizer and save_pretrained()")
+        raise UserError(f"{path}: lacks the token {name}, or defines it differently from "
+                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there, or merge the files "
+                        "with transformers' AutoTokenizer and save_pretrained()")
     return tokens.get(name)
 
 
 def check_other_files(path, config, tokens, in_text, encode):
-    """Raise UserError if a file beside `path` disagrees about a token or a blank before a text."""
+    """Raise UserError if another file disagrees with `path` about a token or a leading space."""
     extra = config.get("extra_special_tokens") or []
     if isinstance(extra, dict):  # transformers 5 writes a list
         extra = extra.values()
@@ -337,8 +337,9 @@ def check_other_files(path, config, tokens, in_text, encode):
         says = False  # by default
     blank = not {*encode("a")}.isdisjoint(map(tokens.get, "▁ ▁a Ġ Ġa".split()))
     if says not in (None, blank):
-        raise UserError(f"{path}: puts {'a' if blank else 'no'} blank before a text, against the "
-                        "add_prefix_space or class in tokenizer_config.json. Correct one of them")
+        raise UserError(f"{path}: puts {'a' if blank else 'no'} space before a text, but "
+                        "add_prefix_space or tokenizer_class in tokenizer_config.json says "
+                        "otherwise. Correct one of them")
 
 
 def read_sentencepiece(path, add_prefix_space=None):
@@ -844,10 +845,10 @@ def main():
          help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
     flag("--tokenizer", required=True, metavar="FOLDER",
          help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
-    flag("--field", default="text", metavar="COLUMN",
+    flag("--field", type=str, default="text", metavar="COLUMN",
          help="the column to train on (default: text), which may hold text, chat messages, or "
               "token ids")
-    flag("--prompt", metavar="COLUMN",
+    flag("--prompt", type=str, metavar="COLUMN",
          help="a column of text that precedes --field and carries no loss, such as the question; a "
               "newline separates the two")
     flag("--loss", choices=("all", "assistant"), default="all",

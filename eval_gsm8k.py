@@ -354,9 +354,10 @@ def main():
                         "--template plain compares text")
     model, tokenizer = load_model(args.model, args.dtype)
     device, dtype = device_and_dtype(model)
-    if not args.max_new_tokens:  # whatever --limit is, so that a longer evaluation can go on
+    if not args.max_new_tokens and args.template == "plain":  # for all, so that --limit may change
         references = [tokenizer.encode("\n" + question["answer"]) for question in questions]
-        args.max_new_tokens = 256 if args.template == "cot" else max(map(len, references)) + 8
+        args.max_new_tokens = max(map(len, references)) + 8
+    args.max_new_tokens = args.max_new_tokens or 256
     kept = min(args.limit or len(questions), len(questions))  # spread, since files are often sorted
     questions = [questions[i * len(questions) // kept] for i in range(kept)]
     encode_prompts(questions, tokenizer, model.config.context, args)

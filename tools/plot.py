@@ -39,7 +39,7 @@ def main():
     flag = parser.add_argument
     flag("results", nargs="+", metavar="FILE", help="result files, or folders of runs")
     flag("--x", choices=AXES, help="x axis; default: steps for results, update for runs")
-    flag("--labels", metavar="NAME,NAME",
+    flag("--labels", type=str, metavar="NAME,NAME",
          help="comma-separated names, one per file; files with the same name share a curve")
     flag("--out", metavar="FILE", help=".png, .svg or .pdf; default: named after the first input")
     args = parser.parse_args()
