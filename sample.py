@@ -50,7 +50,7 @@ GPU_OPTIONS = {"coordinate_descent_tuning": True, "realize_reads_threshold": 2}
 
 @dataclass
 class Batch:
-    """Texts that are being decoded. The examples are for three, of which the second is finished."""
+    """A batch that is being decoded. In the examples it has three texts; the second is finished."""
     rows: list[int]      # the index of the text in each row of the cache, [0, 1, 2]
     live: set[int]       # the indices of unfinished texts, {0, 2}
     r: int

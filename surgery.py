@@ -261,7 +261,7 @@ def check_tensors(folder, layout, described, tensors):
     unknown = [name for name in unused if not stale.search(name)]
     if missing or unknown:
         advice = ". Merge the adapter first" if "lora_" in str(unknown) else ""
-        raise UserError(f"{folder}: its tensors are not those that config.json describes: missing "
+        raise UserError(f"{folder}: its tensors do not match config.json: missing "
                         f"{missing[:2]}, unknown {unknown[:2]}{advice}")
     for name, size in described.items():
         if tensors[name].shape != size:

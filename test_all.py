@@ -335,7 +335,7 @@ def test_weights_are_those_that_the_folder_declares():
 
 
 def test_files_that_are_missing_or_not_the_models(llama):
-    """A folder without its weights is told what is missing; an adapter is never just left out."""
+    """If weights are missing, the message says which; an adapter is never silently ignored."""
     single, alone = "model.safetensors", ("model.safetensors", "config.json")
     for removed, added, words in (
         ((single,), ["a.safetensors", "b.bin"], f"has no {single}, nor {single}.index.json"),
@@ -371,7 +371,7 @@ def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_that_differ_by_a_prefix(tied):
-    """Tensors that torch.compile, DDP, PEFT or a base model named are read; others are said."""
+    """Names with a prefix by torch.compile, DDP, PEFT or a base model are read, others refused."""
     model = small(n_core=0, n_coda=0, tie_embeddings=tied)
     model.save("m")
     run_script("tools/export", "m", "hf")
@@ -794,9 +794,9 @@ GPT2 = {"tokenizer_class": "GPT2Tokenizer"}
     ({}, {"added_tokens_decoder": {"701": THINK | {"lstrip": True}}}, "the token <think>"),
     ({"added_tokens": []}, {"added_tokens_decoder": {"701": THINK}}, "the token <think>"),
     ({}, GPT2 | {"add_prefix_space": False}, None),
-    ({}, GPT2 | {"add_prefix_space": True}, "puts no blank"),
-    ({"pre_tokenizer": BLANK}, GPT2, "puts a blank"),
-    ({"pre_tokenizer": BLANK}, {"tokenizer_class": "GPTNeoXTokenizerFast"}, "puts a blank"),
+    ({}, GPT2 | {"add_prefix_space": True}, "puts no space"),
+    ({"pre_tokenizer": BLANK}, GPT2, "puts a space"),
+    ({"pre_tokenizer": BLANK}, {"tokenizer_class": "GPTNeoXTokenizerFast"}, "puts a space"),
     ({"pre_tokenizer": BLANK}, GPT2 | {"add_prefix_space": True}, None),
     ({"pre_tokenizer": BLANK}, {}, None),
 ])
@@ -1048,7 +1048,7 @@ def test_rows_hold_whole_questions(corpus, monkeypatch):
 
 
 def test_row_length_fits_the_questions(corpus):
-    """Rows have room for two of the usual questions within the context; too long ones are told."""
+    """Rows hold two of the usual questions if the context allows; too long ones are reported."""
     flags = corpus, "q.jsonl", "out", "--prompt=q", "--field=a"
     for lengths, more, T, long in [
         ([130] * 100, [], 512, 0),
@@ -1388,8 +1388,8 @@ def test_numbers_that_are_none(bad, checkpoint, corpus):
 @needs_compiler
 def test_compiled_decoding(monkeypatch, capfd):
     """
-    Compiled decoding gives the uncompiled model's tokens, with biases too, compiles nothing again
-    as the text grows, and leaves the caller's model as it is.
+    Compiled decoding gives the uncompiled model's tokens, with biases too, does not recompile as
+    the text grows, and does not change the caller's model.
     """
     monkeypatch.setattr(sample, "IN_CACHE", 2500)  # some matrices are larger
     model = small(1, vocab_size=64, n_core=1, context=64, state_std=1.0, qkv_bias=True)
@@ -2625,7 +2625,7 @@ def test_mistakes_are_seen_without_asserts(mistaken_inputs):
 
 # ------------------------------------------------------------------------------------- the terminal
 def test_ranks_that_nobody_started(monkeypatch, capsys):
-    """What is left of torchrun's environment is ignored, and said, so a script is rank 0 of 1."""
+    """An incomplete torchrun environment is ignored with a warning: the script is rank 0 of 1."""
     torchruns = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     for missing in torchruns:
         left = {name: value for name, value in torchruns.items() if name != missing}
@@ -2657,7 +2657,7 @@ def test_closed_streams(checkpoint, monkeypatch):
 
 
 def test_full_memory_ends_in_one_line():
-    """So does a full CPU, whose exceptions have many names; other bugs keep their tracebacks."""
+    """Running out of memory on a CPU ends in one line, too; other bugs keep their tracebacks."""
     for full in (MemoryError(), RuntimeError("std::bad_alloc"), torch.OutOfMemoryError("x"),
                  RuntimeError("DefaultCPUAllocator: can't allocate memory")):
         with pytest.raises(SystemExit, match="out of memory. Lower --batch_size"):

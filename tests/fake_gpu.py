@@ -208,7 +208,7 @@ def tensors(tree):
 
 
 def record_on_a_cpu(monkeypatch):
-    """Use Graph for CUDA graphs. Returns the list of those that were recorded."""
+    """Replace CUDA graphs with Graph. Returns a list to which each recorded one is added."""
     @contextlib.contextmanager
     def record(graph, pool):
         assert not gc.isenabled(), "what the garbage collector frees would invalidate the graph"

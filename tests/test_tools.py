@@ -37,7 +37,7 @@ from common import read_json
 from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
 from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
-from runs import task
+from runs import gpu, task
 from runs.smollm2 import report
 from runs.study import run as study
 from runs.tiny_corpus import tiny
@@ -354,7 +354,7 @@ def test_card_runs_as_pasted(checkpoint):
 
 
 def test_an_export_says_its_depth(checkpoint, llama):
-    """--mean_recurrence sets an export's default r, --dtype its weights; both are told."""
+    """--mean_recurrence sets an export's default r, --dtype its weights' dtype; it says so."""
     need("transformers")
     said = run_script("tools/export", checkpoint, "out", "--mean_recurrence=9", "--dtype=bfloat16",
                       "--verify")
@@ -954,7 +954,7 @@ def test_questions_of_the_games(game):
 
 
 def test_public_benchmarks():
-    """What is drawn from BIG-Bench Hard has true answers; of StepGame, the test has ten lengths."""
+    """Stories drawn from BIG-Bench Hard have the right answers; StepGame's test has ten lengths."""
     if not (ASSETS.parent / "bbh").exists():
         pytest.skip("needs shared/")
     run_script("runs/bbh/swaps", ASSETS.parent / "bbh", "swaps")
@@ -1023,6 +1023,15 @@ def test_plot_results_of_the_harness():
         assert rows[4:] == [[label, "25.0"], ["b", "25.0"]], "mmlu, and no more"
 
 
+def test_gpu_sh_plans_for_its_rows():
+    """gpu.sh's table compares measured memory with the estimate for the rows that it trains on."""
+    row = {"k": 4, "tokens_per_s": 1.0, "flops_per_s": 1e12, "mfu": 0.5, "peak_mib": 100}
+    result = {"device": "H100", "rows": [row]}
+    small, large = (gpu.describe(f"train-{rows}-1", result, ROOT / "assets/tiny") for rows in (1, 99))
+    small, large = (float(text.rpartition(" ")[2]) for text in (small, large))
+    assert large > small + 1  # GB: 98 rows of 1,024 tokens more
+
+
 def write_task(folder, train, test):
     """Write the questions of a task; each is answered with its last word."""
     os.makedirs(folder, exist_ok=True)
@@ -1033,7 +1042,7 @@ def write_task(folder, train, test):
 
 
 def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
-    """Questions that are missing, empty or in both files, and too little memory, are told first."""
+    """Missing, empty and repeated questions, and too little memory, are reported first."""
     write_task("mine", ["has 1", "so 2"], ["has 1", "gets 3", "so 2"])
     assert run_script("runs/task", "check", "mine") == "--prompt question --field answer\n"
     assert "2 of the 3 questions of mine/test.jsonl are also in" in capfd.readouterr().err

@@ -1,7 +1,5 @@
-"""
-What a tool imports as `common` if it is run by its path, and not, as it has to be, as a module.
-"""
+"""Imported instead of the real common.py by a tool that is run by its path."""
 import sys
 from pathlib import Path
 
-sys.exit(f"error: from the folder of README.md, run: python -m tools.{Path(sys.argv[0]).stem}")
+sys.exit(f"error: run this in the root of the repository: python -m tools.{Path(sys.argv[0]).stem}")

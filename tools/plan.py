@@ -45,7 +45,7 @@ def main():
     flag("--preset", choices=presets(), metavar="NAME",
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
     flag("--memory", type=positive, nargs="?", const=0, metavar="GB",
-         help="say what fits GPUs of so many GB; without a number, this machine's GPU")
+         help="print what fits GPUs with this many GB; without a number, this machine's GPU")
     flag("--flops_of", metavar="RUN", help="make as many updates as it takes to spend the FLOPs "
          "that RUN, and the runs before it, have spent since the parent")
     flag("--quiet", action="store_true", help="print the number of updates alone")
@@ -219,8 +219,9 @@ def gpu_memory():
 
 def say_what_fits(settings, model, gpus, gigabytes, labelled):
     """
-    For each activation budget, print the largest micro-batch that fits GPUs of so many GB and
-    leaves 2 free, and the time that the two cost, as a share of that of the run's FLOPs.
+    For each activation budget, print the largest micro-batch that leaves 2 of the `gigabytes` of
+    each GPU free, and the time it costs to repeat FLOPs and to add up gradients, relative to the
+    run's FLOPs.
     """
     flops = run_flops(settings, model, labelled)
     core = run_flops(replace(settings, recompute=True), model, labelled) - flops  # once more
