@@ -9,7 +9,7 @@
 #   {"question": "The ball is under B. B and D swap.", "answer": "D", "difficulty": "2"}
 #
 # An answer may be a text, a number, or a solution that ends with "#### 18"; the difficulty is
-# optional. train.jsonl may have chats instead, {"messages": [{"role": "user", "content": ...}, ...]},
+# optional. train.jsonl may have chats instead, {"messages": [{"role": "user", "content": ...}]},
 # in which each turn of the assistant is an answer.
 #
 #   --parent SRC      whatever surgery.py reads: a folder, or the name of a model on the hub;

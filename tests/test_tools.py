@@ -1027,8 +1027,8 @@ def test_gpu_sh_plans_for_its_rows():
     """gpu.sh's table compares measured memory with the estimate for the rows that it trains on."""
     row = {"k": 4, "tokens_per_s": 1.0, "flops_per_s": 1e12, "mfu": 0.5, "peak_mib": 100}
     result = {"device": "H100", "rows": [row]}
-    small, large = (gpu.describe(f"train-{rows}-1", result, ROOT / "assets/tiny") for rows in (1, 99))
-    small, large = (float(text.rpartition(" ")[2]) for text in (small, large))
+    cells = [gpu.describe(f"train-{n}-1", result, ROOT / "assets/tiny") for n in (1, 99)]
+    small, large = (float(cell.rpartition(" ")[2]) for cell in cells)
     assert large > small + 1  # GB: 98 rows of 1,024 tokens more
 
 
