@@ -4,9 +4,11 @@
 #
 #   bash runs/bbh/run.sh [FOLDER]      FOLDER: where the benchmarks' files lie already
 #
-# The same command resumes. RUNS="swaps" or RUNS="stepgame" does only one of them.
+# The same command resumes. RUNS="swaps" or RUNS="stepgame" does only one of them, ARMS="random" the
+# loop from random weights, and SEEDS="1 2" other seeds.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1
 out=out/bbh files=${1:-out/bbh/files}
 mkdir -p "$files"
 raw=https://raw.githubusercontent.com
@@ -22,12 +24,36 @@ while read -r _ name; do
         { echo "run.sh: error: $files/$name is not the file of these experiments" >&2; exit 1; }
 done < runs/bbh/files.sha256
 
+[[ -e out/smollm2/hf ]] || bash runs/smollm2/run.sh model
+[[ -e $out/cut ]] || python surgery.py out/smollm2/hf $out/cut --shape 2,2,2 --verify
+[[ -e $out/parent ]] || python surgery.py out/smollm2/hf $out/parent --feed_forward
 for task in ${RUNS:-swaps stepgame}; do
-    [[ -e $out/$task/train.jsonl ]] || python -m runs.bbh.$task "$files" $out/$task
-    # All 30 layers of SmolLM2 stay, and four of them run in a loop.
-    bash runs/task.sh $out/$task --shape 13,4,13 --row_length 512 -- --updates=1000
-    for model in loop-0 parent-0; do
-        python eval_gsm8k.py --model $out/$task/$model --template plain --steps 1,4,8,16,32 \
-            --data $out/$task/$([[ $task == swaps ]] && echo long || echo sentences).jsonl
+    dir=$out/$task
+    [[ -e $dir ]] || python -m runs.bbh.$task "$files" $dir
+    if [[ $task == stepgame ]]; then
+        python data.py prepare --input $dir/train.jsonl --prompt question --field answer \
+            --tokenizer $out/cut --out $dir/data --row_length 512
+    elif [[ ! -e $dir/data ]]; then
+        python -m runs.bbh.mentions --stories $dir/train.jsonl --tokenizer $out/cut --out $dir/data
+    fi
+    for seed in ${SEEDS:-0}; do
+        flags="--config=config/task.toml --data=$dir/data --seed=$seed --save_every=25"
+        flags+=" --eval_every=120 --eval_rows=16"
+        parent="--init_from=$out/parent --out_dir=$dir/parent-$seed --optimizer=adamw --lr=3e-4"
+        for arm in ${ARMS:-loop parent}; do
+            case $arm in
+            loop) python train.py $flags --init_from=$out/cut --out_dir=$dir/loop-$seed --updates=480 ;;
+            random)
+                python train.py $flags --init_from=$out/cut --out_dir=$dir/random-$seed --updates=480 \
+                    --reinit --lr=0.01 --adam_lr=0.001 ;;
+            parent)
+                updates=$(python -m tools.plan $flags $parent --flops_of=$dir/loop-$seed --quiet)
+                python train.py $flags $parent --updates="$updates" ;;
+            esac
+            for name in test $([[ $task == swaps ]] && echo long || echo sentences); do
+                python eval_gsm8k.py --model $dir/$arm-$seed --data $dir/$name.jsonl \
+                    --template plain --max_new_tokens 8 --steps 1,4,8,16,32
+            done
+        done
     done
 done

@@ -3,12 +3,14 @@ Make a game a task of your own: questions with their final answers alone.
 
     python -m runs.smollm2.questions --out out/mine
     python -m runs.smollm2.questions --out out/counts --game counts
+    python -m runs.smollm2.questions --out out/worked --worked
 
 A line of the shell game is {"question": "The ball is under B. B and D swap. A and C swap.",
 "answer": "D", "difficulty": "3"}: the difficulty is the number of events. Every two cups are as
 likely to swap. Counts, such as "Tom has 7, loses 4, gets 2,", stay between 0 and 9. train.jsonl
 has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100 and 200
-others of each of the LENGTHS.
+others of each of the LENGTHS. With --worked, an answer is a chain of thought, which repeats each
+event and says what follows from it: "The ball is under B: B. B and D swap: D. ... #### D".
 """
 import json
 
@@ -38,6 +40,7 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--out", required=True, metavar="FOLDER")
     parser.add_argument("--game", choices=["cups", "counts"], default="cups")
+    parser.add_argument("--worked", action="store_true", help="answers with their steps (cups)")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     train = rng.choice([1, 2, 3, 4, 5], 40_000, p=[0.2] * 5)  # without p, other draws
@@ -54,7 +57,11 @@ def main():
                     events, answers = count(rng, length)
                 question = "".join(events).strip()
                 if question not in asked:
-                    questions.append({"question": question, "answer": answers[-1].strip(),
+                    answer = answers[-1].strip()
+                    if args.worked:
+                        steps = (f"{event[:-1]}:{said}." for event, said in zip(events, answers))
+                        answer = f"{''.join(steps).strip()} #### {answer}"
+                    questions.append({"question": question, "answer": answer,
                                       "difficulty": str(length)})
             asked |= {line["question"] for line in questions if name != "train"}
             with open(folder / f"{name}.jsonl", "w") as file:
