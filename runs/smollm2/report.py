@@ -166,9 +166,9 @@ def print_cups(found):
               f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}{minutes}")
 
 
-def print_final(found):
-    """Print accuracy by number of events, after training on final answers alone."""
-    depths = found["loop 0"]["test"]
+def print_final(found, part="test", unit="events"):
+    """Print accuracy by difficulty, such as the number of events, of questions with one answer."""
+    depths = found["loop 0"][part]
     lengths = list(depths["1"])
     print("| (runs) | " + " | ".join(lengths) + " |")
     print("| --- " * (1 + len(lengths)) + "|")
@@ -178,12 +178,12 @@ def print_final(found):
     for title, arm, r in rows:
         runs = runs_of(found, arm).values()
         if runs:
-            cells = [mean_and_error([100 * run["test"][r][n] for run in runs]) for n in lengths]
+            cells = [mean_and_error([100 * run[part][r][n] for run in runs]) for n in lengths]
             print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
     for n in lengths:
-        ours, theirs = ([100 * run["test"][r][n] for run in runs_of(found, arm).values()]
+        ours, theirs = ([100 * run[part][r][n] for run in runs_of(found, arm).values()]
                         for arm, r in (("loop", "32"), ("parent", "0")))
-        print(f"{n} events: loop at r = 32 over parent: {gain_and_error(ours, theirs)} points")
+        print(f"{n} {unit}: loop at r = 32 over parent: {gain_and_error(ours, theirs)} points")
 
 
 def print_trials(found):
