@@ -511,6 +511,21 @@ def rotary_order(c, name, t, back=False):
 
 # -------------------------------------------------------------------------------------- the command
 
+def refuse_idle_flags(args, recurrent):
+    """Raise UserError if a flag would be ignored. recurrent: whether SRC is."""
+    choices = "shape", *PARTS, "feed_forward", "untie", "adapter", "adapter_init"
+    for applies, names, reason in (
+        (recurrent, choices, "SRC is already recurrent, so its layers and adapter are not chosen"),
+        (args.feed_forward, ("adapter", "adapter_init", "mean_recurrence"),
+         "--feed_forward makes a model without a loop"),
+        (not args.feed_forward, ["untie"], "only with --feed_forward, since a loop always unties"),
+        (args.adapter == "add", ["adapter_init"], "--adapter add has no weights"),
+    ):
+        given = [f"--{name}" for name in names if getattr(args, name)]
+        if applies and given:
+            raise UserError(f"{', '.join(given)}: {reason}")
+
+
 def parse_args():
     parser = Parser(__doc__, usage="surgery.py SRC OUT [flags]")
     flag = parser.add_argument
@@ -526,10 +541,10 @@ def parse_args():
               "other flags select")
     flag("--untie", action="store_true",
          help="with --feed_forward: if the head is tied to the embeddings, give it its own copy")
-    flag("--adapter", choices=ADAPTERS, default="linear",
+    flag("--adapter", choices=ADAPTERS,
          help="how the loop's state s and the prelude's output e are merged: linear (default), a "
               "matrix on both; or add, s + e")
-    flag("--adapter_init", choices=["identity", "half", "torch"], default="identity",
+    flag("--adapter_init", choices=["identity", "half", "torch"],
          help="weights of a linear adapter: identity (default), with which r = 1 equals the kept "
               "layers in a row; half, which adds half of the state, so that training uses it from "
               "the start; torch, the default of torch's Linear, as in the paper")
@@ -543,18 +558,14 @@ def parse_args():
 def main():
     args = parse_args()
     source = model = open_source(args.src)
+    refuse_idle_flags(args, source.config.n_core > 0)
     layers = None
-    if args.adapter == "add" and args.adapter_init != "identity":
-        raise UserError(f"--adapter_init {args.adapter_init}: --adapter add has no weights")
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)
         say(f"layers for prelude, core and coda: {' '.join(map(str, layers))}")
         if args.untie:
             source.config.tie_embeddings = False
-        model = retrofit(source, layers, args.adapter, args.adapter_init)
-    elif (any(getattr(args, name) for name in ("shape", *PARTS, "feed_forward", "untie"))
-          or (args.adapter, args.adapter_init) != ("linear", "identity")):
-        raise UserError("SRC is already recurrent, so its layers and its adapter cannot be chosen")
+        model = retrofit(source, layers, args.adapter or "linear", args.adapter_init or "identity")
     if args.mean_recurrence:
         model.config.mean_recurrence = args.mean_recurrence
     sizes = model.num_params()
