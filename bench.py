@@ -23,7 +23,7 @@ import torch
 import torch._functorch.config as functorch_config
 
 from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, dtype_on, natural,
-                    positive, recurrences, yes_or_no)
+                    paths, positive, recurrences, yes_or_no)
 from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS
 from sample import Decoder, device_and_dtype
@@ -152,7 +152,8 @@ def parse_args():
     decode = commands.add_parser("decode", help="time new tokens")
     decode.set_defaults(bench=bench_decode)
     for flag in train.add_argument, decode.add_argument:
-        flag("--model", metavar="FOLDER", help="a checkpoint or run; default: random weights")
+        flag("--model", type=paths, metavar="FOLDER",
+             help="a checkpoint or run; default: random weights")
         flag("--reinit", action="store_true",
              help="random weights in the shape of --model")
         flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)

@@ -63,8 +63,9 @@ def cli(main, on_every_rank=False):
     except (MemoryError, RuntimeError) as e:
         if not re.search("MemoryError|out of memory|DefaultCPUAllocator|bad_alloc", repr(e)):
             raise
-        end = ("error: out of memory. Lower --batch_size, --tokens or --steps; in training, "
-               "--micro_batch or --context, or try --activation_budget=0.5, then --recompute")
+        end = ("error: out of memory. Lower --batch_size, --tokens or --steps, if the script has "
+               "them; in training, --micro_batch or --context, or try --activation_budget=0.5, "
+               "then --recompute")
     except ModuleNotFoundError as e:
         end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet
@@ -99,14 +100,13 @@ def say(text, file=None, end="\n"):
 class Parser(argparse.ArgumentParser):
     """
     An ArgumentParser that raises UserError and accepts no abbreviated flags. Its --help begins with
-    the first two paragraphs of a script's docstring. A flag without a type takes paths().
+    the first two paragraphs of a script's docstring.
     """
 
     def __init__(self, doc="", **options):
         paragraphs = (doc or "").strip().split("\n\n")  # `python -OO` has no docstrings
         super().__init__(description="\n\n".join(paragraphs[:2]), allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.register("type", None, paths)
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the flags)")
@@ -139,7 +139,10 @@ def yes_or_no(text):
 
 
 def paths(text):
-    """The type of a flag that names a file or folder, or several, as in ~/A:1,~/B:2. Expands ~."""
+    """
+    The type of a flag that names a file or folder, or several, as in ~/A:1,~/B:2. Expands ~, which
+    shells leave in --flag=~/A.
+    """
     return ",".join(map(os.path.expanduser, text.split(",")))
 
 

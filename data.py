@@ -38,8 +38,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import (Parser, UserError, between, check_settings, cli, digest, lock_folder, positive,
-                    read_json, reading, say, write_atomically, write_json)
+from common import (Parser, UserError, between, check_settings, cli, digest, lock_folder, paths,
+                    positive, read_json, reading, say, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
 
@@ -841,14 +841,14 @@ def main():
     flag = parser.add_argument
     flag("command", choices=["prepare"],
          help="pack files into a data set. If it is killed, the same command resumes")
-    flag("--input", nargs="+", action="extend", required=True, metavar="FILE",
+    flag("--input", type=paths, nargs="+", action="extend", required=True, metavar="FILE",
          help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
-    flag("--tokenizer", required=True, metavar="FOLDER",
+    flag("--tokenizer", type=paths, required=True, metavar="FOLDER",
          help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
-    flag("--field", type=str, default="text", metavar="COLUMN",
+    flag("--field", default="text", metavar="COLUMN",
          help="the column to train on (default: text), which may hold text, chat messages, or "
               "token ids")
-    flag("--prompt", type=str, metavar="COLUMN",
+    flag("--prompt", metavar="COLUMN",
          help="a column of text that precedes --field and carries no loss, such as the question; a "
               "newline separates the two")
     flag("--loss", choices=("all", "assistant"), default="all",
@@ -866,7 +866,7 @@ def main():
               "default: at least twice the usual longest one")
     flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
-    flag("--out", required=True, metavar="FOLDER", help="folder of the new data set")
+    flag("--out", type=paths, required=True, metavar="FOLDER", help="folder of the new data set")
     prepare(parser.parse_args())
 
 

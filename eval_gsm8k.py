@@ -31,7 +31,7 @@ import requests
 import torch
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on,
-                    lock_file, positive, random_seed, read_json, reading, recurrences, say,
+                    lock_file, paths, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json)
 from data import as_text
 from sample import DEPTHS, Decoder, device_and_dtype, load_model
@@ -316,8 +316,8 @@ def summarize(questions, answers, steps, metrics):
 def parse_args():
     parser = Parser(__doc__, usage="eval_gsm8k.py --model MODEL [flags]")
     flag = parser.add_argument
-    flag("--model", required=True, metavar="FOLDER", help="checkpoint or run folder")
-    flag("--data", metavar="FILE",
+    flag("--model", type=paths, required=True, metavar="FOLDER", help="checkpoint or run folder")
+    flag("--data", type=paths, metavar="FILE",
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
     flag("--limit", type=positive, help="ask only this many, spread evenly over the file")
     flag("--steps", type=recurrences, default=",".join(map(str, DEPTHS)),
@@ -330,10 +330,10 @@ def parse_args():
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
-    flag("--out", metavar="FILE.json",
+    flag("--out", type=paths, metavar="FILE.json",
          help="the summary; default: eval_NAME.json in the folder of --model, with the NAME of "
               "--data, or gsm8k")
-    flag("--task", type=str, metavar="NAME",
+    flag("--task", metavar="NAME",
          help="name of the questions in tables and pictures; default: the name of the --data file")
     return parser.parse_args()
 

@@ -30,7 +30,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
-                    non_negative, positive, random_seed, recurrences, say)
+                    non_negative, paths, positive, random_seed, recurrences, say)
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend, or_eager
 
@@ -579,9 +579,10 @@ def converse(decoder, tokenizer, args, parser):
 def make_parser():
     parser = Parser(__doc__, usage="sample.py [flags]")
     flag = parser.add_argument
-    flag("--model", metavar="FOLDER", default=os.path.relpath(f"{__file__}/../assets/tiny"),
+    flag("--model", type=paths, metavar="FOLDER",
+         default=os.path.relpath(f"{__file__}/../assets/tiny"),
          help="checkpoint or run folder; default: %(default)s, which counts modulo 10")
-    flag("--prompt", type=str, metavar="TEXT", help="default: read prompts from the terminal")
+    flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--steps", type=recurrences,
@@ -597,7 +598,7 @@ def make_parser():
          help="seed of the initial state and of sampling (0)")
     flag("--trace", action="store_true",
          help="instead of a text, show what each r would say after each token of the prompt")
-    flag("--only", type=str, metavar="WORD", help="like --trace, but only for this token")
+    flag("--only", metavar="WORD", help="like --trace, but only for this token")
     return parser
 
 

@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common import (Parser, check_settings, cli, natural, positive, read_json, write_atomically,
-                    write_json)
+from common import (Parser, check_settings, cli, natural, paths, positive, read_json,
+                    write_atomically, write_json)
 from data import write_shard
 from model import IGNORE
 
@@ -273,7 +273,7 @@ def tiny(out, task="stories", seed=0, rows=50_000):
 def main():
     parser = Parser(__doc__)
     flag = parser.add_argument
-    flag("--out", required=True, help="folder of the corpus")
+    flag("--out", type=paths, required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="stories",
          help="a running count (stories), or products in the group S5")
     flag("--seed", type=natural, default=0, help="decides all stories, training and test (0)")

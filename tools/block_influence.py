@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import surgery
-from common import Parser, UserError, cli, new_folder
+from common import Parser, UserError, cli, new_folder, paths
 from data import Tokenizer
 
 TOKENS = 16_384  # at most this many tokens of the text are read
@@ -65,7 +65,7 @@ def main():
     flag("out", metavar="OUT", type=new_folder, help="a new folder")
     flag("--shape", type=surgery.shape, required=True,
          help="sizes of prelude, core and coda, such as 4,8,4; or 8,0,0 with --feed_forward")
-    flag("--text", required=True, metavar="FILE",
+    flag("--text", type=paths, required=True, metavar="FILE",
          help=f"a text file; at most its first {TOKENS:,} tokens are read")
     args, flags = parser.parse_known_args()
     model = surgery.open_source(args.src)

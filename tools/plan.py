@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, cli, positive, read_json, read_toml
+from common import Parser, UserError, cli, paths, positive, read_json, read_toml
 from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
@@ -46,8 +46,9 @@ def main():
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
     flag("--memory", type=positive, nargs="?", const=0, metavar="GB",
          help="print what fits GPUs with this many GB; without a number, this machine's GPU")
-    flag("--flops_of", metavar="RUN", help="make as many updates as it takes to spend the FLOPs "
-         "that RUN, and the runs before it, have spent since the parent")
+    flag("--flops_of", type=paths, metavar="RUN",
+         help="make as many updates as it takes to spend the FLOPs that RUN, and the runs before "
+              "it, have spent since the parent")
     flag("--quiet", action="store_true", help="print the number of updates alone")
     args, settings = parser.parse_known_args()
     if args.preset:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Parser, UserError, cli, read_json, reading
+from common import Parser, UserError, cli, paths, read_json, reading
 from model import Config, RecurrentLM
 
 AXES = {
@@ -39,21 +39,22 @@ def main():
     flag = parser.add_argument
     flag("results", nargs="+", metavar="FILE", help="result files, or folders of runs")
     flag("--x", choices=AXES, help="x axis; default: steps for results, update for runs")
-    flag("--labels", type=str, metavar="NAME,NAME",
+    flag("--labels", metavar="NAME,NAME",
          help="comma-separated names, one per file; files with the same name share a curve")
-    flag("--out", metavar="FILE", help=".png, .svg or .pdf; default: named after the first input")
+    flag("--out", type=paths, metavar="FILE",
+         help=".png, .svg or .pdf; default: named after the first input")
     args = parser.parse_args()
     # A pattern such as out/fig3* also matches a picture that was drawn before.
-    paths = [path for path in args.results if not path.endswith(PICTURES)] or args.results
-    labels = args.labels.split(",") if args.labels else paths
-    if len(labels) != len(paths):
-        raise UserError(f"--labels: {len(labels)} labels for {len(paths)} files")
-    out = args.out or paths[0].rstrip("/").removesuffix(".json") + ".png"
+    files = [path for path in args.results if not path.endswith(PICTURES)] or args.results
+    labels = args.labels.split(",") if args.labels else files
+    if len(labels) != len(files):
+        raise UserError(f"--labels: {len(labels)} labels for {len(files)} files")
+    out = args.out or files[0].rstrip("/").removesuffix(".json") + ".png"
     if not out.endswith(PICTURES):
         raise UserError(f"--out {out}: must end in {', '.join(PICTURES)}")
-    axis = args.x or ("update" if Path(paths[0]).is_dir() else "steps")
+    axis = args.x or ("update" if Path(files[0]).is_dir() else "steps")
     curves_of = {}  # {(title, y): {label: [(x, y, error), ...]}}
-    for label, path in zip(labels, paths):
+    for label, path in zip(labels, files):
         read = losses if Path(path).is_dir() else scores
         with reading(path):
             found = [*read(label, path, axis)]
@@ -62,7 +63,7 @@ def main():
                 curves = curves_of.setdefault((title, y), {})
                 curves.setdefault(curve, []).append(point)
     if not curves_of:
-        raise UserError(f"{paths[0]} holds nothing to draw")
+        raise UserError(f"{files[0]} holds nothing to draw")
     panels = []
     for (title, y), curves in curves_of.items():
         panels.append({

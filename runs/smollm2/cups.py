@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Parser, UserError, cli, positive, reading, write_atomically, write_json
+from common import Parser, UserError, cli, paths, positive, reading, write_atomically, write_json
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE
 
@@ -98,9 +98,10 @@ def read_stories(path):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--tokenizer", required=True, metavar="FOLDER")
-    parser.add_argument("--out", required=True, metavar="FOLDER")
-    parser.add_argument("--stories", metavar="FILE", help="your own; default: the shell game")
+    parser.add_argument("--tokenizer", type=paths, required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
+    parser.add_argument("--stories", type=paths, metavar="FILE",
+                        help="your own; default: the shell game")
     parser.add_argument("--row", type=positive, default=66,
                         help="tokens in a row: those of its stories, and an EOS for each (66, for "
                              "three stories of the shell game)")

@@ -16,7 +16,7 @@ import json
 
 import numpy as np
 
-from common import Parser, cli, write_atomically
+from common import Parser, cli, paths, write_atomically
 from runs.smollm2.cups import tell
 
 LENGTHS = 3, 4, 5, 6, 7, 8, 10, 12, 16
@@ -38,7 +38,7 @@ def count(rng, length):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--out", required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--game", choices=["cups", "counts"], default="cups")
     parser.add_argument("--worked", action="store_true", help="answers with their steps (cups)")
     args = parser.parse_args()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, cli, recurrences, write_json
+from common import Parser, cli, paths, recurrences, write_json
 from model import IGNORE
 from runs.smollm2.cups import encode_story
 from sample import load_model
@@ -37,9 +37,9 @@ def right_answers(model, stories, steps):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--model", required=True, metavar="FOLDER")
-    parser.add_argument("--data", required=True, metavar="FOLDER")
-    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--model", type=paths, required=True, metavar="FOLDER")
+    parser.add_argument("--data", type=paths, required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=paths, required=True, metavar="FILE")
     parser.add_argument("--steps", type=recurrences, default="1,2,4,8,16,32,64")
     args = parser.parse_args()
     model, tokenizer = load_model(args.model)
