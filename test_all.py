@@ -1678,7 +1678,7 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
 
     def skip(settings, model, val_sets, progress, signals):  # fewer graphs to compile
-        progress["validated"] = progress["update"]
+        progress.validated = progress.update
 
     monkeypatch.setattr(train, "validate", skip)
     base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--updates=6"]
@@ -2029,6 +2029,22 @@ def test_updates_that_are_not_finite(base, monkeypatch):
     said = error_line("train", *base, "--out_dir=bad")
     assert "the last 3 updates had no finite gradient" in said
     assert checkpoints("bad") == ["step_000003", "step_000006"]
+
+
+def test_wandb_goes_on_in_its_run(base, monkeypatch):
+    """A resumed run goes on in the Weights & Biases run that it began."""
+    def init(id, **_):
+        wandb.run = SimpleNamespace(id=id or "new")
+
+    wandb = mock.Mock(run=None, init=mock.Mock(side_effect=init))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    flags = [*base, "--wandb", "--updates=6", "--out_dir=run"]
+    train_until(3, *flags)
+    wandb.run = None
+    run_script("train", *flags)
+    assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "new"]
+    steps = [call.kwargs["step"] for call in wandb.log.call_args_list]
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 6], "updates, and validations at 0 and 6"
 
 
 @pytest.mark.parametrize("n_core", [0, 1])

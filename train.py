@@ -12,7 +12,8 @@ that was stopped, repeat its command.
 
 What is unusual here: each update draws its number of recurrences, r = n + k, from a heavy-tailed
 distribution whose mean follows a curriculum, and only the last k carry gradient. `update` counts
-the optimizer's steps; `steps` are always recurrences, r or (n, k).
+the optimizer's steps, also in the names of checkpoints, step_*; elsewhere, `steps` are recurrences,
+r or (n, k).
 
 All randomness (rows, recurrences, initial states) is a function of (seed, update). So on a CPU,
 with the same numbers of processes and threads, the result of a run that was killed and resumed is
@@ -284,55 +285,57 @@ def lr_scale(settings, update):
 
 # ------------------------------------------------------------------------------------- the training
 
+@dataclass
+class Progress:
+    """
+    What a run has done so far and where it comes from, as stored in a checkpoint's train.json. A
+    sequence names the order of a source's rows: see Dataset.sequences().
+    """
+    recipe: dict         # its Recipe, and digests of its data and of what it started from
+    config: dict         # all of its Settings
+    tokens: int          # trained on, by the runs before it, too, except for pretraining
+    flops: int           # likewise
+    used: dict           # {sequence: (rows, draws)} that the runs before it have used
+    rows: dict = field(default_factory=dict)  # {sequence: rows} that it has used itself
+    update: int = 0      # complete updates
+    skipped: int = 0     # those without a finite gradient
+    validated: int = -1  # the update after which it was last validated
+    log_bytes: int = 0   # the length of log.jsonl
+    wandb_id: str | None = None
+
+
 def train_model(settings, device):
     """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
-    # ---- Start, from the run's newest checkpoint if there is one. No files are written yet.
     train_set = Dataset(settings.data, "train", settings.context)
     val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
     model, exact, optimizer, progress = open_run(settings, device, train_set)
-    text_folder = model.folder or train_set.folders[0]
-    tokenizer = load_tokenizer(text_folder, model.config)
-    for folder in train_set.folders:
-        check_same_tokenizer(tokenizer, folder)
-    # Read now, because the folder may be deleted before the first checkpoint is written.
-    tokenizer_files = read_tokenizer_files(text_folder)
-    progress["config"] = vars(settings)
-    start = progress["update"]
+    tokenizer_files = check_tokenizers(model, train_set)
+    start = progress.update
     sequences = train_set.sequences(settings.seed)
-    used = [progress["used"].get(key, (0, 0)) for key in sequences]  # of each source, before
+    used = [progress.used.get(key, (0, 0)) for key in sequences]  # by earlier runs
     first_rows = [rows for rows, _ in used]
     first_draw = max(draws for _, draws in used)
+    max_k = largest_k(settings, first_draw)
     check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start,
                                   "first rows": first_rows})
-    epochs = settings.updates * settings.batch_size / train_set.num_rows
-    say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
-        f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
-    max_k = largest_k(settings, first_draw)
+    describe_start(settings, model, device, train_set, first_rows)
     describe_run(settings, model, max_k)
-    if any(first_rows):
-        say(f"rows and draws of r begin after the {sum(first_rows):,} rows of earlier runs")
-    if train_set.longest > settings.context:
-        say(f"warning: --context={settings.context} separates some answers from their questions. "
-            f"The longest question with its answer has {train_set.longest:,} tokens")
 
-    # ---- The loop.
-    with lock_folder(settings.out_dir, "step_*") if RANK == 0 else contextlib.nullcontext():
-        if RANK == 0:
-            saved = checkpoints(settings.out_dir)
-            if saved and saved[-1].name != f"step_{start:06d}":
-                raise UserError(f"{saved[-1]}: another process has just written this. Run this "
-                                "command again")
-            # Cut off the log of the updates after the checkpoint, which are redone.
-            with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-                f.truncate(min(f.tell(), progress["log_bytes"]))
+    def save():
+        save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
+
+    def due(every):
+        """Whether it is time for what happens every so many updates, and after the last one."""
+        return progress.update == settings.updates or progress.update % every == 0
+
+    with own_folder(settings, progress) if RANK == 0 else contextlib.nullcontext():
         if start < settings.updates:
             if settings.compile:
                 functorch_config.activation_memory_budget = settings.activation_budget
                 model.compile_parts()
             or_eager(warm_up)(settings, model, train_set, max_k)  # with its backward pass
         signals = catch_signals()
-        due = start == settings.updates or start % settings.eval_every == 0
-        if due and progress["validated"] != start:
+        if due(settings.eval_every) and progress.validated != start:
             validate(settings, model, val_sets, progress, signals)
         skips = 0  # updates in a row without a finite gradient
         B = settings.micro_batch
@@ -341,8 +344,6 @@ def train_model(settings, device):
         run_began = time.monotonic()
         for update in range(start, settings.updates):
             began = time.monotonic()
-
-            # ---- Gradients: each micro-batch runs n recurrences without gradient, then k with it.
             draws = draws_of(settings, update, first_draw) if model.config.n_core else [(0, 0)]
             # num_stops: the ranks that a signal stops. It is among the sums over all ranks, so that
             # they stop after the same update, without another all-reduce or wait for the device.
@@ -355,8 +356,8 @@ def train_model(settings, device):
                 index = update * num_micro_batches + i
                 batch = train_set.batch(settings.seed, index, RANK, WORLD, B, first_rows)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
-                n, k = draws[i * len(draws) // num_micro_batches]
-                _, token_losses = model(idx, targets, (n, k), state, settings.recompute)
+                steps = draws[i * len(draws) // num_micro_batches]  # (n, k)
+                _, token_losses = model(idx, targets, steps, state, settings.recompute)
                 loss = token_losses.sum()
                 loss.backward()
                 optimizer.accumulate()
@@ -368,48 +369,33 @@ def train_model(settings, device):
             # The update's only wait for the device.
             losses, labels, stops, sum_norm = torch.stack((*sums, sum_norm)).tolist()
             if stops:  # at least one rank left this update early, so discard it
-                if update > start and update % settings.save_every:  # if not saved yet
-                    save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
+                if update > start and not due(settings.save_every):  # if not saved yet
+                    save()
                 say(f"stopped by a signal after update {update}. Run the same command to resume")
                 return 128 + signal.SIGTERM
-
-            # ---- The step.
             lr_factor = lr_scale(settings, update)
             norm = optimizer.step(sum_norm, max(labels, 1), lr_factor)
+
             skips = 0 if math.isfinite(norm) else skips + 1
             if skips > MAX_SKIPS:
                 raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "
                                 f"{settings.lr}), or check the data")
-            done = update + 1
-            progress["update"] = done
-            progress["rows"] = dict(zip(sequences, train_set.count(done * settings.batch_size)))
-            progress["skipped"] += skips > 0
-            progress["tokens"] += tokens
-            progress["flops"] += update_flops(settings, model, optimizer, draws, labels / tokens)
-
-            # ---- The log, checkpoints and validation.
-            last = done == settings.updates
-            if last or skips or done % settings.log_every == 0:
-                pace = (time.monotonic() - run_began) / (done - start)  # seconds per update
-                entry = {
-                    "loss": losses / labels if labels else math.nan,
-                    "norm": norm,
-                    "n": mean(n for n, _ in draws),
-                    "k": mean(k for _, k in draws),
-                    "lr": settings.lr * lr_factor,
-                    "tokens_per_s": round(tokens / (time.monotonic() - began)),
-                    "minutes_left": pace * (settings.updates - done) / 60,
-                }
-                say(f"update {done:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
-                    f"n {entry['n']:g} k {entry['k']:g}  norm {norm:.2f}  "
-                    f"{entry['tokens_per_s']:,} tokens/s  "
-                    f"{entry['minutes_left']:.1f} min left at this pace")
-                log(settings, progress, entry)
-            if last or done % settings.save_every == 0:
-                save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
-            if last or done % settings.eval_every == 0:
+            done = progress.update = update + 1
+            progress.rows = dict(zip(sequences, train_set.count(done * settings.batch_size)))
+            progress.skipped += skips > 0
+            progress.tokens += tokens
+            progress.flops += update_flops(settings, model, optimizer, draws, labels / tokens)
+            if due(settings.log_every) or skips:
+                entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
+                         "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
+                         "lr": settings.lr * lr_factor}
+                now = time.monotonic()
+                report(settings, progress, entry, now - began, (now - run_began) / (done - start))
+            if due(settings.save_every):
+                save()
+            if due(settings.eval_every):
                 validate(settings, model, val_sets, progress, signals)
-    if progress["validated"] < settings.updates:
+    if progress.validated < settings.updates:
         say("stopped by a signal in the last validation. Run the same command to repeat it")
         return 128 + signal.SIGTERM
     say(f"done: {settings.out_dir}")
@@ -441,7 +427,7 @@ def validate(settings, model, val_sets, progress, signals):
     """
     Validate on the same --eval_rows random rows of each data set every time, or on all if it has
     fewer. Unless a signal ends it, prints and logs the mean loss per label at each r, and sets
-    progress["validated"].
+    progress.validated.
     """
     steps = settings.eval_recurrences if model.config.n_core else [0]
     B = settings.micro_batch
@@ -467,25 +453,41 @@ def validate(settings, model, val_sets, progress, signals):
     say(f"validation on {labels[0].long().item():,} labels: loss "
         + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
     log(settings, progress, {"val": val})
-    progress["validated"] = progress["update"]
-    saved = f"{settings.out_dir}/step_{progress['update']:06d}"
+    progress.validated = progress.update
+    saved = f"{settings.out_dir}/step_{progress.update:06d}"
     if RANK == 0 and os.path.exists(saved):
-        write_json(f"{saved}/train.json", progress)
+        write_json(f"{saved}/train.json", vars(progress))
+
+
+def report(settings, progress, entry, seconds, pace):
+    """
+    Print and log an update. entry: its loss, gradient norm, mean n and k, and learning rate.
+    seconds: how long it took. pace: the mean of that in this process.
+    """
+    entry["tokens_per_s"] = round(settings.batch_size * settings.context / seconds)
+    entry["minutes_left"] = pace * (settings.updates - progress.update) / 60
+    say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
+        f"n {entry['n']:g} k {entry['k']:g}  norm {entry['norm']:.2f}  "
+        f"{entry['tokens_per_s']:,} tokens/s  {entry['minutes_left']:.1f} min left at this pace")
+    log(settings, progress, entry)
 
 
 def log(settings, progress, entry):
     """Append an entry to log.jsonl. NaN becomes null."""
     if RANK > 0:
         return
-    entry = nan_to_null(entry | {key: progress[key] for key in ("update", "tokens", "flops")})
+    spent = {"update": progress.update, "tokens": progress.tokens, "flops": progress.flops}
+    entry = nan_to_null(entry | spent)
     with open(f"{settings.out_dir}/log.jsonl", "a") as f:
         f.write(json.dumps(entry) + "\n")
-        progress["log_bytes"] = f.tell()
+        progress.log_bytes = f.tell()
     if settings.wandb:
         import wandb
-        if not wandb.run:
-            wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings))
-        wandb.log(entry, step=entry["update"])
+        if not wandb.run:  # a resumed run goes on in the wandb run that it began
+            wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings),
+                       id=progress.wandb_id, resume="allow")
+            progress.wandb_id = wandb.run.id
+        wandb.log(entry, step=progress.update)
 
 
 def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress):
@@ -499,12 +501,12 @@ def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress
     if RANK > 0:
         return
     moments = {key: t for key, t in kept.items() if key not in optimizer.params}
-    with write_atomically(f"{settings.out_dir}/step_{progress['update']:06d}") as folder:
+    with write_atomically(f"{settings.out_dir}/step_{progress.update:06d}") as folder:
         model.save(folder, exact | kept)
         for name, content in tokenizer_files.items():
             (folder / name).write_bytes(content)
         save_file(moments, folder / "optimizer.safetensors")
-        write_json(folder / "train.json", progress)
+        write_json(folder / "train.json", vars(progress))
     saved = checkpoints(settings.out_dir)
     ours = {*os.listdir(saved[-1])}
     for path in saved[:-settings.keep]:
@@ -559,27 +561,19 @@ def open_run(settings, device, train_set):
     Resolves --dtype=auto. Raises UserError if the run was started with a different Recipe or data.
 
     Returns the model, on the device; its exact weights, before rounding to --dtype, {name: tensor}
-    on the CPU, memory-mapped if they come from a file; the optimizer; and the content of
-    train.json.
+    on the CPU, memory-mapped if they come from a file; the optimizer; and the Progress.
     """
     saved = checkpoints(settings.out_dir)
     resumed = saved[-1] if saved else None
     progress = read_progress(resumed) if resumed else None
     if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
-        settings.dtype = progress["recipe"]["dtype"]
+        settings.dtype = progress.recipe["dtype"]
     settings.dtype = choose_dtype(settings.dtype, device)
     recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)
               if getattr(settings, item.name) is not None}
     recipe["digest of the data"] = train_set.fingerprint()
     if resumed:
-        earlier = progress["recipe"]
-        ours, theirs = recipe["init_from"], earlier["init_from"]
-        if ours and theirs and ours != theirs:  # the parent may have moved, or be gone
-            if parent_digest(recipe) in (None, earlier.get("digest of init_from")):
-                del recipe["init_from"]
-        check_settings(settings.out_dir, earlier, recipe,
-                       "To continue with other settings, on the rows that follow, use "
-                       "--init_from=OLD --out_dir=NEW")
+        check_recipe(settings.out_dir, progress.recipe, recipe)
 
     source = resumed or settings.init_from
     folder = find_checkpoint(source) if source else None
@@ -597,14 +591,52 @@ def open_run(settings, device, train_set):
     if not resumed:
         if folder:
             recipe["digest of init_from"] = parent_digest(recipe)
-        progress = {"update": 0, "skipped": 0, "validated": -1, "log_bytes": 0, "recipe": recipe}
-        return model, exact, optimizer, progress | spent_before(model.folder)
+        progress = Progress(recipe, vars(settings), **spent_before(model.folder))
+        return model, exact, optimizer, progress
     if not (resumed / "optimizer.safetensors").exists():
         raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
                         f"on from them, use --init_from={resumed} --out_dir=NEW")
     with reading(resumed / "optimizer.safetensors") as path:  # memory-mapped
-        optimizer.load(load_file(path), progress["update"] - progress["skipped"])
+        optimizer.load(load_file(path), progress.update - progress.skipped)
+    progress.config = vars(settings)
     return model, exact, optimizer, progress
+
+
+def check_recipe(out_dir, earlier, recipe):
+    """Raise UserError unless a run was started with this recipe. Its parent may have moved."""
+    ours, theirs = recipe["init_from"], earlier["init_from"]
+    if ours and theirs and ours != theirs:
+        if parent_digest(recipe) in (None, earlier.get("digest of init_from")):
+            earlier = earlier | {"init_from": ours}
+    check_settings(out_dir, earlier, recipe, "To continue with other settings, on the rows that "
+                                             "follow, use --init_from=OLD --out_dir=NEW")
+
+
+def check_tokenizers(model, train_set):
+    """
+    Raise UserError unless the data was prepared with the model's tokenizer. Returns its files,
+    {name: bytes}: its folder may be deleted before the first checkpoint is written.
+    """
+    folder = model.folder or train_set.folders[0]
+    tokenizer = load_tokenizer(folder, model.config)
+    for data_folder in train_set.folders:
+        check_same_tokenizer(tokenizer, data_folder)
+    return read_tokenizer_files(folder)
+
+
+def own_folder(settings, progress):
+    """
+    Lock the run's folder. Cuts off the log of updates after the checkpoint, which are redone.
+    Returns a file whose closing releases the lock. Raises UserError if there is a new checkpoint.
+    """
+    lock = lock_folder(settings.out_dir, "step_*")
+    saved = checkpoints(settings.out_dir)
+    if saved and saved[-1].name != f"step_{progress.update:06d}":
+        raise UserError(f"{saved[-1]}: another process has just written this. Run this command "
+                        "again")
+    with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
+        f.truncate(min(f.tell(), progress.log_bytes))
+    return lock
 
 
 def choose_trained(settings, model):
@@ -646,16 +678,21 @@ def parent_digest(recipe):
 
 
 def read_progress(folder):
-    """Read a checkpoint's train.json. Older versions did not count the "rows" of each source."""
-    progress = read_json(f"{folder}/train.json")
-    if "rows" not in progress:
-        recipe, update = progress["recipe"], progress["update"]
-        if set(progress["config"]["data"]) & set(",:"):
+    """
+    Read the Progress in a checkpoint's train.json. Older versions did not count the rows of each
+    source.
+    """
+    with reading(f"{folder}/train.json") as path:
+        progress = Progress(**read_json(path))
+    if not progress.rows:
+        recipe, update = progress.recipe, progress.update
+        if set(progress.config["data"]) & set(",:"):
             raise UserError(f"{folder}: an older version, which did not count the rows of each "
                             "data set, trained this on a mixture. Go on with that version")
         key = (f"seed {recipe['seed']}, rows of {recipe['context']} tokens of "
                f"{recipe['digest of the data']}")
-        progress |= {"rows": {key: update * recipe["batch_size"]}, "validated": update}
+        progress.rows = {key: update * recipe["batch_size"]}
+        progress.validated = update
     return progress
 
 
@@ -668,14 +705,14 @@ def spent_before(folder):
     if not (folder and Path(folder, "train.json").exists()):  # not made by train.py
         return {"tokens": 0, "flops": 0, "used": {}}
     last = read_progress(folder)
-    recipe, used = last["recipe"], last["used"]
-    before = [used.get(key, (0, 0)) for key in last["rows"]]
-    draws = max(draws for _, draws in before) + last["update"] * recipe["draws"]
-    for (key, rows), (earlier, _) in zip(last["rows"].items(), before):
+    used = last.used
+    before = [used.get(key, (0, 0)) for key in last.rows]
+    draws = max(draws for _, draws in before) + last.update * last.recipe["draws"]
+    for (key, rows), (earlier, _) in zip(last.rows.items(), before):
         used[key] = earlier + rows, draws
-    if not recipe["init_from"]:  # one with --reinit counts: it is compared with one without
-        last["tokens"] = last["flops"] = 0
-    return {"tokens": last["tokens"], "flops": last["flops"], "used": used}
+    if not last.recipe["init_from"]:  # one with --reinit counts: it is compared with one without
+        last.tokens = last.flops = 0
+    return {"tokens": last.tokens, "flops": last.flops, "used": used}
 
 
 def check_ranks(mine):
@@ -686,6 +723,18 @@ def check_ranks(mine):
     for key, value in first[0].items():
         if mine[key] != value:
             raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}")
+
+
+def describe_start(settings, model, device, train_set, first_rows):
+    """Print the data and the weights that a run starts from. first_rows: see Dataset.batch()."""
+    epochs = settings.updates * settings.batch_size / train_set.num_rows
+    say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
+        f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
+    if any(first_rows):
+        say(f"rows and draws of r begin after the {sum(first_rows):,} rows of earlier runs")
+    if train_set.longest > settings.context:
+        say(f"warning: --context={settings.context} separates some answers from their questions. "
+            f"The longest question with its answer has {train_set.longest:,} tokens")
 
 
 def describe_run(settings, model, max_k):

@@ -176,7 +176,7 @@ def train_until(update, *flags):
     def save_and_stop(*args):
         save_checkpoint(*args)
         *_, progress = args
-        if progress["update"] == update:
+        if progress.update == update:
             raise KeyboardInterrupt
 
     with mock.patch.object(train, "save_checkpoint", save_and_stop):
