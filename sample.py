@@ -17,13 +17,11 @@ What is unusual here:
 """
 import copy
 import gc
-import itertools
 import math
 import os
 import sys
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -48,17 +46,6 @@ GPU_OPTIONS = {"coordinate_descent_tuning": True, "realize_reads_threshold": 2}
 
 # ----------------------------------------------------------------------------------------- decoding
 
-@dataclass
-class Batch:
-    """A batch that is being decoded. In the examples it has three texts; the second is finished."""
-    rows: list[int]      # the index of the text in each row of the cache, [0, 1, 2]
-    live: set[int]       # the indices of unfinished texts, {0, 2}
-    r: int
-    temperature: float
-    top_k: int
-    rng: torch.Generator
-
-
 class Decoder:
     """
     Decodes texts with a model, one batch at a time. The cache stays for the next batch.
@@ -75,7 +62,7 @@ class Decoder:
         self.recording = compile and self.on_gpu
         self.chunk = 256 if self.on_gpu else 64  # a pass reads the cache in multiples of this
         self.cache = None
-        self.batch = None
+        self.rng = None  # of the current generate()
         self.look_up = look_up
         self.choose_likeliest = choose
         if compile:
@@ -128,20 +115,37 @@ class Decoder:
         self.make_room(self.size(len(prompts)), self.visible(total), r)
         self.cache.start(self.model, prompts, seed)
         self.prefill(prompts, r)
-        rows = list(range(len(prompts)))
-        rng = torch.Generator(self.cache.index.device).manual_seed(seed)
-        self.batch = batch = Batch(rows, set(rows), r, temperature, top_k, rng)
-        for new in self.rounds(batch, range(T, total)):
-            for row, token in new:
-                if row not in batch.live:
+        self.rng = rng = torch.Generator(self.cache.index.device).manual_seed(seed)
+        rows = list(range(len(prompts)))  # the prompt of each row in the cache, such as [0, 1, 2]
+        live = set(rows)                  # the prompts whose texts are unfinished, such as {0, 2}
+        pending = None                    # the step that was launched last, on a GPU
+        for end in (*range(T, total), None):  # an exclusive upper bound on the tokens' positions
+            assert self.rng is rng, "another generate() of this Decoder has begun"
+            launched = None
+            if end:
+                if 2 * len(live) <= self.size(len(rows)):
+                    kept = [i for i, row in enumerate(rows) if row in live]
+                    rows = [rows[i] for i in kept]
+                    self.cache.keep(kept)
+                kind = self.size(len(rows)), self.visible(end), r, temperature, top_k
+                launched = rows, *self.launch(kind)
+            # On a GPU, wait for a step only after the next one has been launched.
+            ready, pending = (pending, launched) if self.on_gpu else (launched, None)
+            if not ready:
+                continue
+            continued, tokens, event = ready
+            if event:
+                event.synchronize()
+            for row, token in zip(continued, tokens.flatten().tolist()):
+                if row not in live:
                     continue
                 if token == NO_TOKEN:
                     self.cache = None  # it may hold NaN
                     raise UserError(NOT_FINITE)
                 yield row, token
                 if is_last and is_last(row, token):
-                    batch.live.remove(row)
-            if not batch.live:
+                    live.remove(row)
+            if not live:
                 return
 
     def size(self, rows):
@@ -194,36 +198,18 @@ class Decoder:
         s = self.model.recur(s, e, rope, len(core), core)
         return self.model.run_coda(s, rope, coda)
 
-    def rounds(self, batch, ends):
-        """Run a step of a Batch for each of `ends`: see launch(). Yields the new (row, token)s."""
-        launched = (self.launch(batch, end) for end in ends)
-        if self.on_gpu:  # launch one more step before waiting for each
-            launched = (step for step, _ in itertools.pairwise(itertools.chain(launched, [None])))
-        for rows, tokens, event in launched:
-            if event:
-                event.synchronize()
-            yield zip(rows, tokens.flatten().tolist())
-
-    def launch(self, batch, end):
+    def launch(self, kind):
         """
-        Run the last token of each row, but do not wait for the GPU. end: an exclusive upper bound
-        on their positions. Returns the rows' texts, their new tokens, and on a GPU an event after
-        which the tokens can be read.
+        Run a step, which continues each row by a token, without waiting for the GPU. kind: what
+        Step() takes. Returns the new tokens, and on a GPU an event after which they can be read.
         """
-        assert self.batch is batch, "another generate() of this Decoder has begun"
-        cache = self.cache
-        if 2 * len(batch.live) <= self.size(len(batch.rows)):
-            kept = [i for i, row in enumerate(batch.rows) if row in batch.live]
-            batch.rows = [batch.rows[i] for i in kept]
-            cache.keep(kept)
-        key = self.size(len(batch.rows)), self.visible(end), batch.r, batch.temperature, batch.top_k
-        step = cache.steps.get(key)
+        step = self.cache.kinds.get(kind)
         if not step:  # not recorded yet, since its first run compiles and tunes
-            step = cache.steps[key] = Step(cache, *key)
+            step = self.cache.kinds[kind] = Step(self.cache, *kind)
         elif self.recording and not step.graph:
             self.record(step)
         if step.temperature:
-            step.draws.exponential_(generator=batch.rng)
+            step.draws.exponential_(generator=self.rng)
         if step.graph:
             step.graph.replay()
         else:
@@ -233,7 +219,7 @@ class Decoder:
         if self.on_gpu:
             event = torch.cuda.Event()
             event.record()
-        return batch.rows, new, event
+        return new, event
 
     def record(self, step):
         """Record a Step as a CUDA graph."""
@@ -322,7 +308,7 @@ class KVCache:
         self.tokens = self.index.new_zeros(rows, 1)     # the last token of each row
         self.positions = self.index.new_zeros(rows, 1)  # and its position
         self.draws = self.noise.new_empty(rows, 1, c.vocab_size)  # for sampling
-        self.steps = {}   # a Step of each kind
+        self.kinds = {}   # {what Step() takes: Step}
         self.pool = None  # the memory of their CUDA graphs
 
     def start(self, model, prompts, seed):
@@ -454,21 +440,21 @@ def token_text(tokenizer, token):
 
 
 @torch.inference_mode()
-def trace(model, tokenizer, args, ids, steps):
+def trace(model, tokenizer, ids, steps, seed=0, only=None):
     """
-    Print one line per prompt token, or only for the tokens that match --only: the most likely next
-    token at each r, with a star if it differs from that of the largest r. ids: the prompt.
+    Print one line per token of a prompt, ids, or only for the tokens whose text is `only`: the most
+    likely next token at each r, with a star if it differs from that of the largest r.
     """
     names = [token_text(tokenizer, token) for token in ids]
-    shown = [t for t, name in enumerate(names) if args.only in (None, name.strip())]
+    shown = [t for t, name in enumerate(names) if only in (None, name.strip())]
     names = [names[t] for t in shown]
     if not shown:
-        raise UserError(f"--only {args.only}: no token of the prompt is this word")
+        raise UserError(f"--only {only}: no token of the prompt is this word")
     context = model.config.context
     if len(ids) > context:
         raise UserError(f"a prompt of {len(ids)} tokens is longer than the context of {context}")
 
-    noise = model.initial_state(1, len(ids), args.seed)  # as in decoding
+    noise = model.initial_state(1, len(ids), seed)  # as in decoding
     idx = torch.tensor([ids], device=noise.device)
     found = []  # for each r, the likeliest tokens' probabilities and ids, both (len(shown),)
     for _, x in model.trajectory(idx, steps, noise):
@@ -519,7 +505,7 @@ def respond(decoder, tokenizer, args, prompt):
     if not c.n_core:
         steps = [0]
     if tracing:
-        trace(decoder.model, tokenizer, args, ids, steps)
+        trace(decoder.model, tokenizer, ids, steps, args.seed, args.only)
         return
     if args.top_k and not args.temperature:
         raise UserError("--top_k needs a --temperature above 0: greedy decoding ignores it")

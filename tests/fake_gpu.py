@@ -67,8 +67,8 @@ def build_driver(folder):
 # {what is done once: {the function in which the host waits for the GPU: how often}}
 WAITS = {
     "update": {"train.train_model": 1},
-    "greedy": {"sample.rounds": 1},
-    "sampled": {"sample.rounds": 1},
+    "greedy": {"sample.generate": 1},
+    "sampled": {"sample.generate": 1},
 }
 
 
