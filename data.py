@@ -675,14 +675,14 @@ def pack(args, tokenizer, meta):
             elif outcome != "dropped":
                 meta["left_out"] = result
             if size >= args.shard_tokens:
-                write_train_and_val(args, meta, documents)
+                write_train_and_val(args.out, meta, documents, args.val)
                 documents, size = [], 0
         total = sum(counts.values())
         if counts["bad"] > MAX_BAD * total:
             raise UserError(f"{args.out}: {counts['bad']} of {total} records so far are bad. Check "
                             f"the flags that name columns. One of them: {meta['left_out']}")
     if documents:
-        write_train_and_val(args, meta, documents)
+        write_train_and_val(args.out, meta, documents, args.val)
     if not meta["shards"]["train"]:
         raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
                         "--field and --drop")
@@ -744,20 +744,23 @@ def write_shard(folder, name, tokens):
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
-def write_train_and_val(args, meta, documents):
-    """Write the next shard for training and the next one for validation, and list them in meta."""
+def write_train_and_val(out, meta, documents, share):
+    """
+    Write the next shard for training and the next one for validation, which gets this share of the
+    documents, and list them in meta.
+    """
     number = len(meta["shards"]["train"])
     T = meta["row_length"]
-    for split, part in zip(("train", "val"), hold_out(documents, args.val, T)):
+    for split, part in zip(("train", "val"), hold_out(documents, share, T)):
         tokens = fill_rows(part, T, meta["eos_id"]) if T else np.concatenate(part, axis=1)
         if len(tokens) == 1:  # ids alone
             dtype = np.uint16 if meta["vocab_size"] <= 65536 else np.uint32
             tokens = tokens[0].astype(dtype)
         if tokens.size:
             name = f"{split}_{number:06d}.npy"
-            meta["shards"][split].append(write_shard(args.out, name, tokens))
-            say(f"{args.out}: {name}, {tokens.shape[-1]:,} tokens")
-    write_json(f"{args.out}/progress.json", meta)
+            meta["shards"][split].append(write_shard(out, name, tokens))
+            say(f"{out}: {name}, {tokens.shape[-1]:,} tokens")
+    write_json(f"{out}/progress.json", meta)
 
 
 def new_meta(args, tokenizer):

@@ -101,20 +101,19 @@ def make_prompt(question, template="cot"):
     return f"{EXAMPLE}Q: {question}\nA: Let's think step by step."
 
 
-def encode_prompts(questions, tokenizer, context, args):
+def encode_prompts(questions, tokenizer, template, room):
     """
-    Add to each question the "ids" of its prompt. One that does not leave room for an answer in the
-    model's context loses its beginning, as in the harness.
+    Add to each question the "ids" of its prompt. One that is longer than `room` loses its
+    beginning, as in the harness.
     """
-    room = max(1, context - args.max_new_tokens)
     count_cut = 0
     for question in questions:
-        ids = tokenizer.encode(make_prompt(question["question"], args.template), bos=True)
+        ids = tokenizer.encode(make_prompt(question["question"], template), bos=True)
         question["ids"] = ids[-room:]
         count_cut += len(ids) > room
     if count_cut:
-        say(f"{count_cut} prompts lose their beginning, because --max_new_tokens "
-            f"{args.max_new_tokens} leaves too little of the model's context", sys.stderr)
+        say(f"{count_cut} prompts lose their beginning, because --max_new_tokens leaves only "
+            f"{room} tokens of the model's context", sys.stderr)
 
 
 # ------------------------------------------------------------------------------ scores of an answer
@@ -360,7 +359,8 @@ def main():
     args.max_new_tokens = args.max_new_tokens or 256
     kept = min(args.limit or len(questions), len(questions))  # spread, since files are often sorted
     questions = [questions[i * len(questions) // kept] for i in range(kept)]
-    encode_prompts(questions, tokenizer, model.config.context, args)
+    room = max(1, model.config.context - args.max_new_tokens)
+    encode_prompts(questions, tokenizer, args.template, room)
     # Record the training cost, too, so that plotting a summary does not need the model. Read now,
     # because a run that goes on may delete this checkpoint.
     train_json = Path(model.folder, "train.json")

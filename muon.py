@@ -123,7 +123,7 @@ class Piece:
     name: str                           # of the parameter, e.g. "embed.weight" (32000, 2048)
     rule: str                           # "muon", "adamw" or "adamw*"
     rows: slice                         # of the parameter, e.g. slice(16000, 24000)
-    splits: list[int]                   # rows of each matrix updated separately, e.g. [8000]
+    splits: list[int]                   # rows of each part updated separately, e.g. [8000]
     weight: torch.Tensor                # those rows, in the model's dtype, (8000, 2048)
     grad: torch.Tensor | None = None    # the sum of their gradients, float32, (8000, 2048)
     master: torch.Tensor | None = None  # the exact weights, float32, (8000, 2048)
@@ -134,8 +134,8 @@ class Piece:
         """The names of its master and its moments in a checkpoint: name, name.exp_avg, ..."""
         return [self.name, *(f"{self.name}.{moment}" for moment in MOMENTS[self.rule])]
 
-    def matrices(self):
-        """Yield (weights, gradient, *moments) of each matrix that is updated separately."""
+    def parts(self):
+        """Yield (weights, gradient, *moments) of each part that is updated separately."""
         tensors = self.master, self.grad, *self.moments
         return zip(*(t.split(self.splits) for t in tensors))
 
@@ -282,7 +282,7 @@ class Optimizer:
         lr, adam_lr = self.lr * lr_factor, self.adam_lr * lr_factor
         of_shape = {}  # the matrices that Muon updates
         for piece in self.own:
-            for tensors in piece.matrices():
+            for tensors in piece.parts():
                 if piece.rule == "muon":
                     shape = tensors[0].shape
                     of_shape.setdefault(shape, []).append(tensors)
