@@ -139,10 +139,7 @@ def yes_or_no(text):
 
 
 def paths(text):
-    """
-    The type of a flag that names a file or folder, or several, as in ~/A:1,~/B:2. Expands ~, which
-    shells leave in --flag=~/A.
-    """
+    """The type of a flag that names files or folders, as in ~/A:1,~/B:2. Expands ~."""
     return ",".join(map(os.path.expanduser, text.split(",")))
 
 

@@ -234,10 +234,7 @@ class Optimizer:
 
     @torch.no_grad()
     def accumulate(self):
-        """
-        Add the parameters' gradients to their float32 sums, and free them. Call it after each
-        backward().
-        """
+        """Add all gradients to their float32 sums, and free them. Call it after each backward()."""
         for piece in self.pieces:
             grad = self.params[piece.name].grad
             if grad is not None:

@@ -112,23 +112,20 @@ class Decoder:
         if total > c.context:
             raise UserError(f"a prompt of {T} tokens leaves no room for {max_new_tokens} more in "
                             f"the context of {c.context}")
-        self.make_room(self.size(len(prompts)), self.visible(total), r)
-        self.cache.start(self.model, prompts, seed)
-        self.prefill(prompts, r)
+        self.begin(prompts, total, r, seed)
         self.rng = rng = torch.Generator(self.cache.index.device).manual_seed(seed)
         rows = list(range(len(prompts)))  # the prompt of each row in the cache, such as [0, 1, 2]
         live = set(rows)                  # the prompts whose texts are unfinished, such as {0, 2}
         pending = None                    # the step that was launched last, on a GPU
         for end in (*range(T, total), None):  # an exclusive upper bound on the tokens' positions
             assert self.rng is rng, "another generate() of this Decoder has begun"
+            if 2 * len(live) <= self.size(len(rows)):
+                kept = [i for i, row in enumerate(rows) if row in live]
+                rows = [rows[i] for i in kept]
+                self.cache.keep(kept)
             launched = None
             if end:
-                if 2 * len(live) <= self.size(len(rows)):
-                    kept = [i for i, row in enumerate(rows) if row in live]
-                    rows = [rows[i] for i in kept]
-                    self.cache.keep(kept)
-                kind = self.size(len(rows)), self.visible(end), r, temperature, top_k
-                launched = rows, *self.launch(kind)
+                launched = rows, *self.launch(len(rows), end, r, temperature, top_k)
             # On a GPU, wait for a step only after the next one has been launched.
             ready, pending = (pending, launched) if self.on_gpu else (launched, None)
             if not ready:
@@ -156,20 +153,21 @@ class Decoder:
         """How many positions of the cache a pass reads, if those of its tokens are below `end`."""
         return self.chunk * math.ceil(end / self.chunk)
 
-    def make_room(self, rows, visible, r):
-        """Keep the cache if it is large enough; otherwise replace it."""
+    def begin(self, prompts, end, r, seed):
+        """Fill the cache with prompts, after replacing it if it is too small for `end` tokens."""
+        rows = self.size(len(prompts))
+        visible = self.visible(end)
         cache = self.cache
         if not cache or rows > cache.rows or visible >= cache.capacity or r > cache.r:
             self.cache = cache = None  # frees its memory and its graphs first
             # One position more, so that no pass reads the whole cache, which is contiguous:
             # torch.compile would compile again for that.
             self.cache = KVCache(self.model, rows, visible + 1, r)
+        self.cache.start(self.model, prompts, seed)
+        self.prefill(prompts, r)
 
     def prefill(self, prompts, r):
-        """
-        Fill the cache with all tokens of the prompts except the last of each, which the first step
-        reads.
-        """
+        """Fill the cache with the prompts, except for their last tokens, which a step will read."""
         cache = self.cache
         T = max(map(len, prompts)) - 1
         if not T:
@@ -198,11 +196,13 @@ class Decoder:
         s = self.model.recur(s, e, rope, len(core), core)
         return self.model.run_coda(s, rope, coda)
 
-    def launch(self, kind):
+    def launch(self, rows, end, r, temperature, top_k):
         """
-        Run a step, which continues each row by a token, without waiting for the GPU. kind: what
-        Step() takes. Returns the new tokens, and on a GPU an event after which they can be read.
+        Run a step, which continues each row by a token, without waiting for the GPU. end: an
+        exclusive upper bound on their positions. Returns the new tokens, and on a GPU an event
+        after which they can be read.
         """
+        kind = self.size(rows), self.visible(end), r, temperature, top_k
         step = self.cache.kinds.get(kind)
         if not step:  # not recorded yet, since its first run compiles and tunes
             step = self.cache.kinds[kind] = Step(self.cache, *kind)
@@ -485,10 +485,7 @@ def device_and_dtype(model):
 
 
 def load_model(folder, dtype="auto"):
-    """
-    Load the model and the Tokenizer of a checkpoint or a run, on the GPU if there is one. dtype:
-    one of DTYPES.
-    """
+    """Load the model and Tokenizer of a checkpoint or run, on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = RecurrentLM.load(folder, device, getattr(torch, choose_dtype(dtype, device)))
     return model, load_tokenizer(model.folder, model.config)

@@ -678,10 +678,7 @@ def parent_digest(recipe):
 
 
 def read_progress(folder):
-    """
-    Read the Progress in a checkpoint's train.json. Older versions did not count the rows of each
-    source.
-    """
+    """Read a train.json. Older versions did not count the "rows" of each source."""
     with reading(f"{folder}/train.json") as path:
         progress = Progress(**read_json(path))
     if not progress.rows:
