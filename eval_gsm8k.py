@@ -315,7 +315,8 @@ def summarize(questions, answers, steps, metrics):
 def parse_args():
     parser = Parser(__doc__, usage="eval_gsm8k.py --model MODEL [flags]")
     flag = parser.add_argument
-    flag("--model", type=paths, required=True, metavar="FOLDER", help="checkpoint or run folder")
+    flag("--model", type=paths, required=True, metavar="FOLDER",
+         help="checkpoint or run folder")
     flag("--data", type=paths, metavar="FILE",
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
     flag("--limit", type=positive, help="ask only this many, spread evenly over the file")
