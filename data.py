@@ -615,7 +615,8 @@ def say_what_was_found(args, tokenizer, meta):
     rule = "its post_processor"
     if path.suffix == ".model":
         rule = "tokenizer_config.json's add_bos_token, by default true"
-    names = {None: "no BOS"} | {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
+    names = {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
+    names[None] = "no BOS"
     bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
     say(f"{path}: documents begin with {bos}, by {rule}, and end with {names[tokenizer.eos_id]}")
     digests = [key for _, key in meta["arguments"]["input"]]

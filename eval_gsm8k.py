@@ -326,7 +326,8 @@ def parse_args():
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
     flag("--max_new_tokens", type=positive,
          help="longest answer; default: 256, with --template plain the longest reference + 8")
-    flag("--batch_size", type=positive, default=32, help="questions at once (32)")
+    flag("--batch_size", type=positive, default=32,
+         help="questions at once (32)")
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
