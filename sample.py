@@ -118,13 +118,13 @@ class Decoder:
         live = set(rows)                  # the prompts whose texts are unfinished, such as {0, 2}
         pending = None                    # the step that was launched last, on a GPU
         for end in (*range(T, total), None):  # an exclusive upper bound on the tokens' positions
-            assert self.rng is rng, "another generate() of this Decoder has begun"
-            if 2 * len(live) <= self.size(len(rows)):
-                kept = [i for i, row in enumerate(rows) if row in live]
-                rows = [rows[i] for i in kept]
-                self.cache.keep(kept)
             launched = None
             if end:
+                assert self.rng is rng, "another generate() of this Decoder has begun"
+                if 2 * len(live) <= self.size(len(rows)):
+                    kept = [i for i, row in enumerate(rows) if row in live]
+                    rows = [rows[i] for i in kept]
+                    self.cache.keep(kept)
                 launched = rows, *self.launch(len(rows), end, r, temperature, top_k)
             # On a GPU, wait for a step only after the next one has been launched.
             ready, pending = (pending, launched) if self.on_gpu else (launched, None)

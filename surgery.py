@@ -515,7 +515,7 @@ def refuse_idle_flags(args, recurrent):
     """Raise UserError if a flag would be ignored. recurrent: whether SRC is."""
     choices = "shape", *PARTS, "feed_forward", "untie", "adapter", "adapter_init"
     for applies, names, reason in (
-        (recurrent, choices, "SRC is already recurrent, so its layers and adapter are not chosen"),
+        (recurrent, choices, "SRC is already recurrent, so its layers and adapter are fixed"),
         (args.feed_forward, ("adapter", "adapter_init", "mean_recurrence"),
          "--feed_forward makes a model without a loop"),
         (not args.feed_forward, ["untie"], "only with --feed_forward, since a loop always unties"),
