@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Parser, UserError, cli, new_folder, reading, write_atomically, write_json
+from common import (Parser, UserError, cli, new_folder, paths, reading, write_atomically,
+                    write_json)
 from data import Tokenizer, copy_tokenizer, fill_rows, hold_out, write_shard
 from model import IGNORE
 from runs.bbh.swaps import ASKED, SWAP
@@ -60,8 +61,8 @@ def document(tokenizer, messages):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--stories", required=True, metavar="FILE")
-    parser.add_argument("--tokenizer", required=True, metavar="FOLDER")
+    parser.add_argument("--stories", type=paths, required=True, metavar="FILE")
+    parser.add_argument("--tokenizer", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--out", required=True, metavar="FOLDER", type=new_folder)
     args = parser.parse_args()
     tokenizer = Tokenizer.load(args.tokenizer)
