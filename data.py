@@ -745,10 +745,7 @@ def write_shard(folder, name, tokens):
 
 
 def write_train_and_val(out, meta, documents, share):
-    """
-    Write the next shard for training and the next one for validation, which gets this share of the
-    documents, and list them in meta.
-    """
+    """Write the next shards and list them in meta. share: of the documents, for validation."""
     number = len(meta["shards"]["train"])
     T = meta["row_length"]
     for split, part in zip(("train", "val"), hold_out(documents, share, T)):

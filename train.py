@@ -460,10 +460,7 @@ def validate(settings, model, val_sets, progress, signals):
 
 
 def report(settings, progress, entry, seconds, pace):
-    """
-    Print and log an update. entry: its loss, gradient norm, mean n and k, and learning rate.
-    seconds: how long it took. pace: the mean of that in this process.
-    """
+    """Print and log an update, which took `seconds`. pace: the mean of that in this process."""
     entry["tokens_per_s"] = round(settings.batch_size * settings.context / seconds)
     entry["minutes_left"] = pace * (settings.updates - progress.update) / 60
     say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
@@ -625,10 +622,7 @@ def check_tokenizers(model, train_set):
 
 
 def own_folder(settings, progress):
-    """
-    Lock the run's folder. Cuts off the log of updates after the checkpoint, which are redone.
-    Returns a file whose closing releases the lock. Raises UserError if there is a new checkpoint.
-    """
+    """Lock the run's folder, and cut off the log of updates to be redone. Returns the lock."""
     lock = lock_folder(settings.out_dir, "step_*")
     saved = checkpoints(settings.out_dir)
     if saved and saved[-1].name != f"step_{progress.update:06d}":
