@@ -273,31 +273,28 @@ def test_surgery_keeps_the_layers_in_a_row():
 
 
 def test_weights_are_never_rounded():
-    """surgery.py and load() use the dtype asked for, else the smallest that holds every weight."""
+    """
+    surgery.py and load() use the dtype asked for, else the smallest that holds every weight; what
+    save() writes can be read by whoever can read a file that was created by open().
+    """
     shutil.copytree(ORACLE / "hf_llama", "hf")
     run_script("surgery", "hf", "coarse", "--shape", "1,2,1")
-    assert {t.dtype for t in weights("coarse").values()} == {torch.bfloat16}
-
     fine = torch.randn(32)
     save_file(weights("hf", "model") | {"model.norm.weight": fine}, "hf/model.safetensors")
     run_script("surgery", "hf", "fine", "--shape", "1,2,1")
     assert weights("fine")["norm_f.weight"].equal(fine)
     small().half().save("half")
-    for folder, asked, wanted in (
-        ("coarse", None, torch.bfloat16),
-        ("coarse", torch.float32, torch.float32),
-        ("fine", None, torch.float32),
-        ("half", None, torch.float32),  # since activations may exceed float16's range
+    for folder, stored, asked, wanted in (
+        ("coarse", torch.bfloat16, None, torch.bfloat16),
+        ("coarse", torch.bfloat16, torch.float32, torch.float32),
+        ("fine", torch.float32, None, torch.float32),
+        ("half", torch.float16, None, torch.float32),  # activations may exceed float16's range
     ):
+        assert {t.dtype for t in weights(folder).values()} == {stored}
         model = RecurrentLM.load(folder, dtype=asked)
         assert {p.dtype for p in model.parameters()} == {wanted}
-
-
-def test_saved_files_have_the_usual_permissions():
-    """What save() writes can be read by whoever can read a file that was created by open()."""
-    small().save("m")
-    Path("m/notes").touch()
-    assert len({path.stat().st_mode for path in Path("m").iterdir()}) == 1
+    Path("half/notes").touch()
+    assert len({path.stat().st_mode for path in Path("half").iterdir()}) == 1
 
 
 def test_weights_are_those_that_the_folder_declares():
@@ -370,43 +367,49 @@ def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_that_differ_by_a_prefix(tied):
-    """Names with a prefix by torch.compile, DDP, PEFT or a base model are read, others refused."""
+def test_names_under_which_weights_are_found(tied):
+    """
+    Names with a prefix by torch.compile, DDP, PEFT or a base model are read, as is a copy of a tied
+    head, beside the embeddings or instead of them; others are refused.
+    """
     model = small(n_core=0, n_coda=0, tie_embeddings=tied)
     model.save("m")
     run_script("tools/export", "m", "hf")
     tensors = weights("hf")
-    for before in ("_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "ema."):
-        save_file({before + name: t for name, t in tensors.items()}, "hf/model.safetensors")
-        assert identical(surgery.open_source("hf").state_dict(), model.state_dict()), before
-
     bare = {name.removeprefix("model."): t for name, t in tensors.items()}
-    save_file(bare, "hf/model.safetensors")
-    if tied:  # without a head
-        assert identical(surgery.open_source("hf").state_dict(), model.state_dict())
-        bare |= {"score.weight": torch.ones(2, 32)}
-    twice = {before + name: t.clone() for name, t in tensors.items() for before in ("", "ema.")}
-    for names, words in (
-        (bare, "unknown ['"),
-        (twice, "missing [], unknown ['ema."),
-    ):
-        save_file(names, "hf/model.safetensors")
+    ema = {f"ema.{name}": t for name, t in tensors.items()}
+    prefixes = "_orig_mod.", "module.", "base_model.model.", "module._orig_mod."
+    read = [ema, *({before + name: t for name, t in tensors.items()} for before in prefixes)]
+    refused = [(bare, "unknown ['"), (ema | tensors, "missing [], unknown ['ema.")]
+    if tied:
+        refused[0] = bare | {"score.weight": torch.ones(2, 32)}, "unknown ['"
+        others = tensors.copy()
+        embed = others.pop("model.embed_tokens.weight")
+        read += bare, others | {"lm_head.weight": embed}, tensors | {"lm_head.weight": embed}
+        refused.append((tensors | {"lm_head.weight": 2 * embed}, "lm_head.weight differs"))
+    for names in read:
+        write("hf", names)
+        assert identical(convert("hf", "out", "--feed_forward").state_dict(), model.state_dict())
+        shutil.rmtree("out")
+    for names, words in refused:
+        write("hf", names)
         assert words in error_line("surgery", "hf", "out", "--feed_forward")
 
 
-def change(folder, changed):
-    """Replace tensors in a folder's model.safetensors; None removes one."""
-    tensors = weights(folder) | changed
+def write(folder, tensors):
+    """Write a folder's model.safetensors, without what is None; some tensors may share memory."""
     kept = {name: t.clone() for name, t in tensors.items() if t is not None}
-    save_file(kept, folder / "model.safetensors")
+    save_file(kept, f"{folder}/model.safetensors")
 
 
 def test_weights_that_are_not_those_of_the_config(llama):
     """Quantized, infinite, unknown and misshapen tensors are refused; known leftovers are not."""
     name = "model.layers.0.self_attn.q_proj.weight"
-    q = weights(llama)[name]
+    good = weights(llama)
+    q = good[name]
     wrapped = name.replace("weight", "base_layer.weight")
-    for i, (changed, words) in enumerate((
+    shutil.copytree(llama, "hf")
+    for changed, words in (
         ({name: q.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "quantized"),
         ({name: q.to(torch.int8)}, "quantized"),
         ({f"{name}_scale": torch.ones(1)}, f"missing [], unknown ['{name}_scale']"),
@@ -418,27 +421,12 @@ def test_weights_that_are_not_those_of_the_config(llama):
          "missing ['lm_head.weight'], unknown ['score.weight']"),
         ({name: None, wrapped: q, f"{wrapped}.lora_A": q[:4]},
          f"missing ['{name}'], unknown ['{wrapped}', '{wrapped}.lora_A']. Merge the adapter first"),
-    )):
-        shutil.copytree(llama, str(i))
-        change(Path(str(i)), changed)
-        assert words in error_line("surgery", i, "out", "--feed_forward")
+    ):
+        write("hf", good | changed)
+        assert words in error_line("surgery", "hf", "out", "--feed_forward")
 
-    change(Path("0"), {name: q, f"{name}_scale": None, "rotary_emb.inv_freq": torch.ones(4)})
-    assert "inv_freq" in run_script("surgery", "0", "out", "--feed_forward")
-
-
-def test_a_stored_copy_of_a_tied_head():
-    """A head beside tied embeddings, or instead of them, is read, and refused if it differs."""
-    model = small(n_core=0, n_coda=0, tie_embeddings=True)
-    model.save("m")
-    run_script("tools/export", "m", "hf")
-    embed = model.embed.weight.data
-    for i, lone in enumerate(({}, {"model.embed_tokens.weight": None})):
-        change(Path("hf"), {"lm_head.weight": embed} | lone)
-        found = convert("hf", f"tied{i}", "--feed_forward")
-        assert identical(found.state_dict(), model.state_dict())
-    change(Path("hf"), {"lm_head.weight": 2 * embed, "model.embed_tokens.weight": embed})
-    assert "lm_head.weight differs" in error_line("surgery", "hf", "out", "--feed_forward")
+    write("hf", good | {"rotary_emb.inv_freq": torch.ones(4)})
+    assert "inv_freq" in run_script("surgery", "hf", "out", "--feed_forward")
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -461,8 +449,11 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
     assert contents(".") == before
 
 
-def test_flags_of_the_loop(llama):
-    """--adapter_init, --adapter and --mean_recurrence change OUT as they say."""
+def test_flags_of_surgery(llama):
+    """
+    --adapter_init, --adapter and --mean_recurrence change OUT as they say; --untie gives a tied
+    head its own, equal copy, also in an export.
+    """
     eye = torch.eye(32)
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 32, bias=False)
@@ -480,9 +471,6 @@ def test_flags_of_the_loop(llama):
     assert not [name for name in add.state_dict() if "adapter" in name]
     assert convert("add", "again", "--mean_recurrence", 3).config.mean_recurrence == 3
 
-
-def test_untie():
-    """--untie gives a tied head its own, equal copy, also in an export."""
     tied = small(n_core=0, n_coda=0, tie_embeddings=True)
     tied.save("tied")
     for untie in ([], ["--untie"]):
