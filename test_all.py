@@ -1713,52 +1713,41 @@ def test_a_checkpoint_from_another_process(base, unbroken, monkeypatch):
 
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """A signal, unless ignored, drops the unfinished update; the resumed run ends as without it."""
+    """
+    A signal, unless ignored, ends an update or a validation, after what was due before it has been
+    saved; the same command goes on there, and ends as without it.
+    """
     to_inputs = train.to_inputs
     trained = []
+    signals = {"row 20": signal.SIGHUP, "row 36": signal.SIGINT,  # in the second and third update
+               "row 52": signal.SIGHUP,  # ignored by then
+               "validation 6": signal.SIGUSR1, "validation 12": signal.SIGUSR1}
 
     def signalled(model, batch, seed):
         _, _, rows = batch
-        if torch.is_grad_enabled():  # not in validation
+        if torch.is_grad_enabled():
             trained.append(rows[0])
-            if row in rows:
-                os.kill(os.getpid(), number)
-        return to_inputs(model, batch, seed)
-
-    monkeypatch.setattr(train, "to_inputs", signalled)
-    flags = [*base, "--out_dir=run"]
-    # Rows of the second and third update, of 4 micro-batches each.
-    for number, row, saved in ((signal.SIGHUP, 20, 1), (signal.SIGINT, 36, 2)):
-        code, _ = outcome("train", *flags)
-        assert code == 128 + signal.SIGTERM
-        assert trained[-1] == row
-        assert checkpoints("run") == [f"step_00000{saved}"]
-
-    number, row = signal.SIGHUP, 52
-    signal.signal(number, signal.SIG_IGN)  # as nohup does
-    run_script("train", *flags)
-    assert same_end("run", unbroken)
-
-
-def test_a_signal_ends_a_validation(base, unbroken, monkeypatch):
-    """What is due is saved before its validation, which the same command makes after a signal."""
-    to_inputs = train.to_inputs
-    at = None
-
-    def signalled(model, batch, seed):
-        if not torch.is_grad_enabled() and at in read_log("run", "loss"):
-            os.kill(os.getpid(), signal.SIGUSR1)
+            places = {f"row {row}" for row in rows}
+        else:
+            places = {f"validation {max(read_log('run', 'loss'), default=0)}"}
+        for place in places & signals.keys():
+            os.kill(os.getpid(), signals.pop(place))
         return to_inputs(model, batch, seed)
 
     monkeypatch.setattr(train, "to_inputs", signalled)
     flags = [*base, "--out_dir=run"]
     wanted = read_log(unbroken, "val")
-    for at, validated in ((6, [0]), (12, [0, 6]), (None, [0, 6, 12])):
+    for last_rows, saved, validated in ((20, 1, [0]), (36, 2, [0]), (92, 6, [0]), (188, 12, [0, 6])):
+        if saved == 6:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         code, _ = outcome("train", *flags)
-        assert code == (128 + signal.SIGTERM if at else 0)
-        assert checkpoints("run") == [f"step_{at or 12:06d}"]
+        assert code == 128 + signal.SIGTERM
+        assert trained[-1] == last_rows
+        assert checkpoints("run") == [f"step_{saved:06d}"]
         assert read_log("run", "val") == {update: wanted[update] for update in validated}
-    assert same_end("run", unbroken)
+    assert not signals
+    run_script("train", *flags)
+    assert read_log("run", "val") == wanted and same_end("run", unbroken)
     assert "validation" not in run_script("train", *flags)
 
 
@@ -1862,58 +1851,17 @@ def test_changed_settings_or_data(base, unbroken):
     assert "digest of the data" in error_line("train", *base)
 
 
-def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monkeypatch):
-    """Rows and draws go on where a run on the same data and seed ended, and train.py says so."""
-    numbers = []
-    to_inputs = train.to_inputs
-
-    def spy(model, batch, seed):
-        if torch.is_grad_enabled():
-            numbers.extend(batch[2].tolist())
-        return to_inputs(model, batch, seed)
-
-    monkeypatch.setattr(train, "to_inputs", spy)
-    base = [*base, "--updates=6", "--save_every=2", "--curriculum=none"]
-
-    def first_row(init_from, out, *flags):
-        """The first row of a run, after the one that its warm-up reads."""
-        numbers.clear()
-        said = run_script("train", *base, f"--init_from={init_from}", f"--out_dir={out}", *flags)
-        first = numbers[4]
-        assert numbers[4:] == [*range(first, first + 6 * 16)]
-        assert (f"begin after the {first} rows" in said) == (first > 0)
-        return first
-
-    assert first_row(unbroken, "more") == 12 * 16
-    s = train.read_settings([*base, "--data=x", "--out_dir=x"])
-    wanted = [train.draw_steps(s, update, 12 + update + 1) for update in range(6)]
-    assert [*zip(read_log("more", "n").values(), read_log("more", "k").values())] == wanted
-    assert first_row("more", "other", "--seed=1") == 0
-    assert first_row("other", "third") == (12 + 6) * 16
-    assert first_row("third", "new", "--reinit") == 0
-
-    again = [*base, f"--init_from={unbroken}", "--out_dir=again"]
-    train_until(4, *again)
-    run_script("train", *again)
-    assert same_end("again", "more")
-
-    # An older version counted the rows of all sources together.
-    path = f"{find_checkpoint('more')}/train.json"
-    older = {key: value for key, value in read_json(path).items() if key != "rows"}
-    common.write_json(path, older)
-    assert first_row("more", "after_older") == (12 + 6) * 16
-    older["config"]["data"] = "a:1,b:1"
-    common.write_json(path, older)
-    assert "an older version" in error_line("train", *base, "--init_from=more", "--out_dir=x")
-
-
-def test_another_mixture_sees_new_rows(base, monkeypatch):
-    """Rows of each source, and draws, go on where earlier runs ended, in whatever mixture."""
+def test_a_run_that_starts_from_a_run_sees_new_rows(base, monkeypatch):
+    """
+    Rows of each source, and draws, go on where earlier runs with the same seed ended, in whatever
+    mixture, and train.py says so; with --reinit they begin again.
+    """
     sample_row, draw_steps = data.Shards.sample, train.draw_steps
-    rows, draws = [], []
+    rows, draws, sources = [], [], {}
 
     def spy(shards, seed, number):
-        rows.append((seed, shards.meta["shards"]["train"][0][2], number))
+        if seed:  # not in validation
+            rows.append((sources[shards.meta["shards"]["train"][0][2]], number))
         return sample_row(shards, seed, number)
 
     def counted(settings, update, number):
@@ -1924,18 +1872,45 @@ def test_another_mixture_sees_new_rows(base, monkeypatch):
     monkeypatch.setattr(train, "draw_steps", counted)
     for name in "ab":
         tiny(name, seed=ord(name), rows=64)
-    last, used = "", {}
-    for mixture in ("{a}", "{a}:50,{b}:50", "{b}:2,{a}:1", "{b}"):
-        name = f"run{len(os.listdir())}"
-        flags = f"--data={mixture.format(a='a/pretrain', b='b/pretrain')}", f"--init_from={last}"
+        sources[read_json(f"{name}/pretrain/meta.json")["shards"]["train"][0][2]] = name
+
+    def flags(out, parent, mixture, *more):
+        data_flag = "--data=" + re.sub("([ab])", r"\1/pretrain", mixture)
+        start = f"--init_from={parent}", f"--out_dir={out}"
+        return *base, data_flag, *start, "--seed=3", "--updates=3", "--save_every=1", *more
+
+    def check(*command, first_draw, **numbers):
         rows.clear()
-        run_script("train", *base, *flags, "--seed=3", "--updates=3", f"--out_dir={name}")
-        last = name
-        trained = [(source, number) for seed, source, number in rows if seed == 3]
-        for source, number in trained[4:]:  # after those of the warm-up
-            used.setdefault(source, []).append(number)
-    assert [*used.values()] == [[*range(48 + 24 + 16)], [*range(24 + 32 + 48)]]
-    assert draws == [*range(1, 13)]
+        draws.clear()
+        said = run_script("train", *flags(*command))
+        assert draws == [first_draw, first_draw + 1, first_draw + 2]
+        for source, (first, end) in numbers.items():
+            trained = [number for name, number in rows[4:] if name == source]  # after the warm-up
+            assert trained == [*range(first, end)]
+        before = sum(first for first, _ in numbers.values())
+        assert (f"begin after the {before} rows" in said) == (before > 0)
+
+    check("one", "", "a", first_draw=1, a=(0, 48))
+    check("two", "one", "a:50,b:50", first_draw=4, a=(48, 72), b=(0, 24))
+    check("three", "two", "b:2,a:1", first_draw=7, b=(24, 56), a=(72, 88))
+    check("four", "three", "b", first_draw=10, b=(56, 104))
+    check("other", "four", "b", "--seed=4", first_draw=1, b=(0, 48))
+    check("five", "other", "b", first_draw=13, b=(104, 152))
+    check("new", "five", "b", "--reinit", first_draw=1, b=(0, 48))
+
+    again = flags("again", "other", "b")
+    train_until(2, *again)
+    run_script("train", *again)
+    assert same_end("again", "five")
+
+    # An older version counted the rows of all sources together.
+    path = f"{find_checkpoint('five')}/train.json"
+    older = {key: value for key, value in read_json(path).items() if key != "rows"}
+    common.write_json(path, older)
+    check("after_older", "five", "b", first_draw=16, b=(152, 200))
+    older["config"]["data"] = "a:1,b:1"
+    common.write_json(path, older)
+    assert "an older version" in error_line("train", *flags("x", "five", "b"))
 
 
 def test_rows_of_questions(base, corpus):
@@ -2267,7 +2242,8 @@ def test_answers_to_plain_questions(output, reference, right):
 def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     """
     --template plain scores equal text as right, and has room for the longest reference of the file;
-    the summary lists difficulties in order, and counts the answers that were cut off.
+    the summary lists difficulties in order, counts the answers that were cut off, and has the
+    training cost, even if the run has deleted the checkpoint by then.
     """
     rows = [
         {"question": "has", "answer": "so gets", "difficulty": "easy"},
@@ -2276,15 +2252,17 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
         {"question": "so", "answer": "gets", "difficulty": "10"},
     ]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    shutil.copytree(checkpoint, "m")
-    common.write_json("m/train.json", {"update": 9, "flops": 10**9, "config": {}})
+    folder = "run/step_000009"
+    shutil.copytree(checkpoint, folder)
+    common.write_json(f"{folder}/train.json", {"update": 9, "flops": 10**9, "config": {}})
     answers = [("so gets", False), ("7", True), ("gets", False), ("gets", False)]
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
-    asked = "--model=m", "--data=asked.jsonl", "--steps=1", "--template=plain"
+    asked = "--model=run", "--data=asked.jsonl", "--steps=1", "--template=plain"
     run_script("eval_gsm8k", *asked, "--limit=2")
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: shutil.rmtree(folder) or answers)
     assert "     4     1 " in run_script("eval_gsm8k", *asked)  # n and cut
 
-    summary = read_json("m/eval_asked.json")
+    summary = read_json("run/eval_asked.json")
     assert summary["settings"]["max_new_tokens"] == 2 + 8
     assert summary["results"][0]["cut"] == 1
     assert summary["training"] == {"update": 9, "flops": 10**9}
@@ -2442,21 +2420,6 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
     save(small(context=40, seed=1), "moved", corpus)
     assert "weights = " in error_line("eval_gsm8k", *there)
-
-
-def test_a_checkpoint_that_its_run_deletes(unbroken, corpus, monkeypatch):
-    """A summary has the training cost, even if the run has deleted the checkpoint by then."""
-    shutil.copytree(unbroken, "run")
-    answer_batch = eval_gsm8k.answer_batch
-
-    def answer_late(*args):
-        shutil.rmtree("run/step_000012")
-        return answer_batch(*args)
-
-    monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_late)
-    asked = f"--data={corpus}/test.jsonl", "--limit=2", "--max_new_tokens=1", "--steps=1"
-    run_script("eval_gsm8k", "--model=run", *asked)
-    assert read_json("run/eval_test.json")["training"]["update"] == 12
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
