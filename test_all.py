@@ -10,6 +10,7 @@ large or not free to add: those of Llama 3, OLMo 2 and TinyLlama. A test that la
 skipped, and `-rs` prints the command that installs it.
 """
 import functools
+import io
 import itertools
 import json
 import math
@@ -34,7 +35,7 @@ from helpers import (ASKED, FEED_FORWARD, GPU, HARD, MATRICES, ORACLE, QKV, RECU
                      expected, first_rows, generate_rows, identical, kill, launch, max_difference,
                      mean_loss, need, needs_compiler, noise, optimizer_rank, outcome, parameters,
                      random_prompts, read_log, relative_error, run_dying, run_on_ranks, run_script,
-                     same_end, save, slow_attention, small, step_with, train_until, typed,
+                     same_end, save, slow_attention, small, step_with, train_until,
                      wait_until, weights)
 
 import numpy as np
@@ -975,24 +976,21 @@ def test_texts_in_other_encodings(corpus):
         assert f"{path}: damaged" in error_line("data", *prepare(corpus, path, "out"))
 
 
-@pytest.mark.parametrize("n, flags, count_val", [
-    (4000, [], 40),
-    (1000, [], 32),
-    (300, [], 30),
-    (300, ["--val=0.2"], 60),
-])
-def test_validation_has_whole_documents(corpus, n, flags, count_val):
-    """prepare keeps evenly spaced documents for validation, and loses none."""
-    documents(n)
-    run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
-    val = documents_in("out", "val")
-    assert len(val) == count_val and sorted(documents_in("out", "train") + val) == [*range(n)]
-    gaps = np.diff([-val[0], *val, 2 * n - val[-1]])  # as if the file went on in mirrors
-    assert max(gaps) <= n / count_val + 1 and min(gaps) >= n / count_val - 2
+def test_validation_has_whole_documents(corpus):
+    """
+    prepare keeps evenly spaced documents for validation, and loses none; a single document is split
+    by tokens, of which the last 1% are for validation.
+    """
+    for out, n, flags, count_val in (
+        ("a", 4000, [], 40), ("b", 1000, [], 32), ("c", 300, [], 30), ("d", 300, ["--val=0.2"], 60),
+    ):
+        documents(n)
+        run_script("data", *prepare(corpus, "a.jsonl", out, *flags))
+        val = documents_in(out, "val")
+        assert len(val) == count_val and sorted(documents_in(out, "train") + val) == [*range(n)]
+        gaps = np.diff([-val[0], *val, 2 * n - val[-1]])  # as if the file went on in mirrors
+        assert max(gaps) <= n / count_val + 1 and min(gaps) >= n / count_val - 2
 
-
-def test_validation_of_one_long_text(corpus):
-    """A single document is split by tokens: its last 1% is for validation."""
     Path("a.txt").write_text("\ufeffhas 1 " + "has 1 " * 499)
     run_script("data", *prepare(corpus, "a.txt", "out"))
     rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
@@ -1088,17 +1086,6 @@ def test_prepare_says_what_it_found(corpus, speaker):
     assert "repeat" not in said
 
 
-def test_large_ids(corpus):
-    """Ids above 65,535 are stored without overflow."""
-    spec = read_json(corpus / "task" / "tokenizer.json")
-    spec["model"]["vocab"] |= {f"w{i}": i for i in range(20, 70_000)}
-    os.mkdir("large")
-    common.write_json("large/tokenizer.json", spec)
-    Path("a.txt").write_text("w20 w65535 w65536 w69999")
-    run_script("data", "prepare", "--input", "a.txt", "--tokenizer", "large", "--out", "out")
-    assert np.load("out/train_000000.npy").tolist() == [20, 65535, 65536, 69999, 1]
-
-
 # --------------------------------------------------------------------------------------- the loader
 def test_loader_is_a_pure_function(corpus):
     """Two ranks with B rows read what one reads with 2B; each epoch and seed has its own order."""
@@ -1119,18 +1106,23 @@ def test_loader_is_a_pure_function(corpus):
 
 
 def test_every_token_of_a_row_has_a_target(corpus):
-    """The target of a token is the next one; the last token of a shard is only a target."""
-    Path("a.txt").write_text("has 1 " * 49)
-    run_script("data", *prepare(corpus, "a.txt", "out", "--val=0"))  # 98 words and EOS
-    ids = np.load("out/train_000000.npy").tolist()
-    (idx,), (targets,) = first_rows(Dataset("out", "train", 98), 1)
-    assert (idx.tolist(), targets.tolist()) == (ids[:-1], ids[1:])
-    with pytest.raises(UserError, match="too few train tokens for one row of 99"):
-        Dataset("out", "train", 99)
+    """
+    The target of a token is the next one, whatever its id; the last token of a shard is only a
+    target. Fewer tokens than meta.json lists, whole or cut off, are reported in one line.
+    """
+    spec = read_json(corpus / "task" / "tokenizer.json")
+    spec["model"]["vocab"] |= {f"w{i}": i for i in range(20, 70_000)}  # some above 65,535
+    common.write_json("large/tokenizer.json", spec)
+    ids = [20, 65535, 65536, 69999]
+    Path("a.txt").write_text(" ".join(f"w{i}" for i in ids))
+    flags = "--tokenizer=large", "--val=0"
+    run_script("data", *prepare(corpus, "a.txt", "out", *flags))
+    assert np.load("out/train_000000.npy").tolist() == [*ids, 1]
+    (idx,), (targets,) = first_rows(Dataset("out", "train", 4), 1)
+    assert (idx.tolist(), targets.tolist()) == (ids, [*ids[1:], 1])
+    with pytest.raises(UserError, match="too few train tokens for one row of 5"):
+        Dataset("out", "train", 5)
 
-
-def test_a_shard_that_is_too_short(corpus):
-    """A shard with fewer tokens than meta.json lists, whole or cut off, is reported in one line."""
     shutil.copytree(corpus / "task", "task")
     path = Path("task", read_json("task/meta.json")["shards"]["val"][0][0])
     np.save(path, np.load(path)[..., :-40])
@@ -1407,7 +1399,10 @@ def test_a_gpu_compiles_whole_recurrences(monkeypatch):
 
 
 def test_sampling_follows_its_settings():
-    """Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k."""
+    """
+    Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k. A row
+    that has one infinite or undefined logit gets NO_TOKEN, others a token.
+    """
     p = torch.tensor([0.15, 0.5, 0.05, 0.3])
     logits = p.log().expand(20000, 1, 4)
     for temperature, top_k, wanted in (
@@ -1424,9 +1419,6 @@ def test_sampling_follows_its_settings():
         share = tokens.flatten().bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
 
-
-def test_logits_that_are_not_finite():
-    """A row that has one infinite or undefined logit gets NO_TOKEN, others a token."""
     logits = torch.tensor([[1.0, 2.0], [math.inf, 0], [0, -math.inf], [math.nan, 0], [3, 2]])
     _, checked = choose(logits[:, None])
     assert checked.flatten().tolist() == [1, *[NO_TOKEN] * 3, 0]
@@ -1496,7 +1488,10 @@ def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
 
 # ----------------------------------------------------------------------------------------- training
 def test_schedules_are_the_papers():
-    """Mean recurrence, backprop depth and learning rate are those of the paper's code."""
+    """
+    Mean recurrence, backprop depth and learning rate are those of the paper's code; with seed 0, so
+    are the draws of (n, k), however many an update makes.
+    """
 
     def expand(runs):
         """[[value, number of updates], ...] -> the value at each update."""
@@ -1523,21 +1518,17 @@ def test_schedules_are_the_papers():
         for update, factor in x["points"]:
             assert train.lr_scale(s, update) == pytest.approx(factor, rel=0, abs=1e-9), update
 
-    s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
-    scales = [train.lr_scale(s, update) for update in range(4)]
-    assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
-    assert train.updates_in(Settings(updates=100), 0.07) == 7, "though 0.07 * 100 > 7"
-
-
-def test_draws_are_the_papers():
-    """With seed 0, draws of (n, k) are those of the paper's code, however many an update makes."""
-    cases = read_json(ORACLE / "curriculum.json")["sampler"]["cases"]
-    for x, draws, seed in itertools.product(cases, (1, 4), (0, 1)):
+    for x, draws, seed in itertools.product(oracle["sampler"]["cases"], (1, 4), (0, 1)):
         s = Settings(mean_recurrence=x["mean_recurrence"], backprop_depth=x["backprop_depth"],
                      curriculum="none", draws=draws, seed=seed)
         pairs = [train.draws_of(s, update) for update in range(64 // draws)]
         found = [list(pair) for pair in itertools.chain(*pairs)]
         assert (found == x["exact_data_step_1_to_64"]) == (seed == 0)
+
+    s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
+    scales = [train.lr_scale(s, update) for update in range(4)]
+    assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
+    assert train.updates_in(Settings(updates=100), 0.07) == 7, "though 0.07 * 100 > 7"
 
 
 CAUSAL = {  # FLOPs of attention for FlopCounterMode: a causal kernel computes half of each product
@@ -2286,8 +2277,11 @@ def scripted(model, ids):
     return SimpleNamespace(model=model, generate=generate)
 
 
-def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
-    """Each id of config.ends ends a text; an answer has no control tokens, as in HFLM."""
+def test_a_text_ends_at_any_end(checkpoint, speaker, monkeypatch):
+    """
+    Each id of config.ends ends a text, as does a stop string, however many tokens it takes; an
+    answer has neither that nor control tokens, as in HFLM.
+    """
     model, tokenizer = sample.load_model(checkpoint)
     *words, _ = tokenizer.encode("has 1 so gets")
     control, end, after = tokenizer.encode("4 5 6")
@@ -2299,8 +2293,16 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
         assert run_script("sample", "--model", checkpoint, "--prompt=has") == " has 1 so\n"
 
     tokenizer.special["a control token"] = control
-    decoder = scripted(model, [*words, control, end, after])
-    assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3) == [("has 1 so", False)]
+    spoken = Tokenizer.load(speaker)
+    *chinese, _ = spoken.encode("A 漢字 B")
+    for coder, ids, stop, answer in (
+        (tokenizer, [*words, control, end, after], "x", "has 1 so"),
+        (tokenizer, [*words, *tokenizer.encode("gets 2")], "so gets", "has 1 "),
+        (spoken, chinese, "漢字", "A "),
+    ):
+        decoder = scripted(model, ids)
+        found = eval_gsm8k.answer_batch(decoder, coder, [[5]], 30, [stop], 3)
+        assert found == [(answer, False)]
     decoder.generate = lambda *_, **__: iter([(0, words[0])])  # up to max_new_tokens
     assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 1, [], 3) == [("has", True)]
 
@@ -2326,18 +2328,6 @@ def test_one_place_decides_what_ends_a_text(corpus):
         for config in (load_config(f"{i}/loop"), model.config):
             assert config.eos_token_id == wanted
         assert read_json(f"{i}/hf/config.json")["eos_token_id"] == wanted
-
-
-def test_a_stop_may_span_several_tokens(speaker, corpus):
-    """A stop string ends an answer and is cut off, however many tokens it takes."""
-    for folder, text, stop, answer in (
-        (corpus / "task", "has 1 so gets 2", "so gets", "has 1 "),
-        (speaker, "A 漢字 B", "漢字", "A "),
-    ):
-        tokenizer = Tokenizer.load(folder)
-        *ids, _ = tokenizer.encode(text)
-        texts = eval_gsm8k.answer_batch(scripted(small(), ids), tokenizer, [[5]], 30, [stop], 1)
-        assert texts == [(answer, False)]
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
@@ -2664,7 +2654,8 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt, each line is a prompt, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
     lines += [b"caf\xe9", b"/steps 8", b"has 1"]
-    monkeypatch.setattr(sys, "stdin", typed(*lines))
+    typed = io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
     run_script("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]

@@ -216,11 +216,6 @@ def beside_the_tests(command, folder, **env):
     process.wait()
 
 
-def typed(*lines):
-    """A stdin on which these lines (bytes) have been typed."""
-    return io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
-
-
 def contents(folder):
     """{path: bytes} of all files in and below a folder, except locks and leftovers of a kill."""
     return {
