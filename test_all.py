@@ -36,7 +36,7 @@ from helpers import (ASKED, FEED_FORWARD, GPU, HARD, MATRICES, ORACLE, QKV, RECU
                      mean_loss, need, needs_compiler, noise, optimizer_rank, outcome, parameters,
                      random_prompts, read_log, relative_error, run_dying, run_on_ranks, run_script,
                      same_end, save, slow_attention, small, step_with, train_until,
-                     wait_until, weights)
+                     wait_until, weights, write_bpe)
 
 import numpy as np
 import pytest
@@ -528,46 +528,6 @@ def test_llama_3s_ids(monkeypatch):
     assert ours.eos_id == 128001
 
 
-# How Qwen's tokenizer splits text into words.
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-def write_bpe(kind):
-    """
-    Write a small tokenizer.json into the folder `kind`: one that we read with tiktoken, like
-    Qwen's, or one that we leave to the tokenizers library, such as SmolLM2's or GPT-2's.
-    """
-    tokenizers = need("tokenizers")
-    words = tokenizers.pre_tokenizers
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.normalizer = tokenizers.normalizers.NFC()
-    qwen = words.Split(tokenizers.Regex(QWEN), "isolated")
-    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=False)
-    with_regex = words.ByteLevel(add_prefix_space=False)
-    bpe.pre_tokenizer = {
-        "smollm2": words.Sequence([words.Digits(individual_digits=True), with_regex]),
-        "gpt2": with_regex,
-        "words": words.Sequence([words.Split(tokenizers.Regex(r"\w+"), "isolated"), to_bytes]),
-    }.get(kind, words.Sequence([qwen, to_bytes]))
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = [] if kind == "few_bytes" else to_bytes.alphabet()
-    names = ["<s>", "</s>", "<｜user｜>", "<think>."]
-    bpe.train([str(ROOT / "README.md")], tokenizers.trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, special_tokens=names))
-    for name in ("<thi", "<think>", ">."):  # one begins with the other; the longest match wins
-        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")])
-    bpe.enable_truncation(9)
-    spec = json.loads(bpe.to_str())
-    if kind == "unordered":
-        spec["model"]["merges"].reverse()
-    if kind == "typeless":  # as GPT-2's own file
-        del spec["model"]["type"]
-    if kind == "unreachable":
-        spec["model"]["vocab"] |= {"pretraining": 800, "Ġdepth-": 801}
-    common.write_json(f"{kind}/tokenizer.json", spec)
-
-
 IN_TIKTOKEN = ["qwen", "olmo2", "typeless"]
 NOT_IN_TIKTOKEN = ["smollm2", "gpt2", "words", "unordered", "few_bytes", "strips", "unreachable"]
 
@@ -793,7 +753,7 @@ def test_files_that_contradict_tokenizer_json(change, config, words):
     """If tokenizer_config.json gives a text other ids than tokenizer.json, we refuse them."""
     tf, tokenizers = need("transformers"), need("tokenizers")
     write_bpe("gpt2")
-    spec = read_json("gpt2/tokenizer.json") | {"normalizer": None} | change
+    spec = read_json("gpt2/tokenizer.json") | change
     spec["model"]["vocab"] |= {"<thi": 700, "<think>": 701, ">.": 702}
     common.write_json("gpt2/tokenizer.json", spec)
     common.write_json("gpt2/tokenizer_config.json",
@@ -2699,19 +2659,11 @@ def test_trace_is_what_the_model_says(speaker, corpus):
     assert "context of 40" in error_line("sample", "--trace", "--model=loud", "--prompt", long)
 
 
-def test_tokens_as_text(speaker):
-    """--trace shows tokens as text, in quotes if they are not whole printable characters."""
-    tokenizer = Tokenizer.load(speaker)
-    ids = tokenizer.encode("the\u00efve\n", bos=True)  # with the two bytes of a character
-    bos, *shown, end = [sample.token_text(tokenizer, i) for i in ids]
-    assert bos == "<s>"
-    assert end == "'\\n'"
-    assert shown.count("'\ufffd'") == 2
-    assert "".join(shown).replace("'\ufffd'", "") == "theve"
-
-
-def test_characters_stream_whole(speaker, monkeypatch):
-    """sample.py streams only whole characters, and not the prompt."""
+def test_characters_are_shown_whole(speaker, monkeypatch):
+    """
+    sample.py streams only whole characters, and not the prompt. --trace shows tokens as text, in
+    quotes if they are not whole printable characters.
+    """
     text = "naïve 漢字 👍🏽 na e\u0301"
     model, tokenizer = sample.load_model(speaker)
     decoder = scripted(model, [*tokenizer.encode(text), tokenizer.eos_id])
@@ -2722,6 +2674,13 @@ def test_characters_stream_whole(speaker, monkeypatch):
     assert "".join(shown) == f" {text}"
     assert len(shown) > 9
     assert not any("\ufffd" in part for part in shown)
+
+    ids = tokenizer.encode("the\u00efve\n", bos=True)  # with the two bytes of a character
+    bos, *shown, end = [sample.token_text(tokenizer, i) for i in ids]
+    assert bos == "<s>"
+    assert end == "'\\n'"
+    assert shown.count("'\ufffd'") == 2
+    assert "".join(shown).replace("'\ufffd'", "") == "theve"
 
 
 # ------------------------------------------------------------------------------------------ the GPU
