@@ -157,8 +157,11 @@ def test_roundings_of_a_bfloat16_model():
     assert model.recur(s, e, rope, 3).dtype == torch.float32
 
 
-def test_initial_state():
-    """s_0 is the paper's truncated normal; each value depends on its seed and position alone."""
+def test_random_numbers_are_the_papers():
+    """
+    s_0 is the paper's truncated normal; each value depends on its seed and position alone. Random
+    weights have the paper's standard deviation, scaled down in output projections.
+    """
     model = small(n_embd=64, state_std=1.0)
     s = model.initial_state(128, 128, 5)
     assert s.abs().max() < 3.00001
@@ -174,6 +177,14 @@ def test_initial_state():
     for norm, factor in (("sandwich", 6), ("pre", 1)):
         s = small(norm=norm, embed_scale=6.0, n_kv_head=4).initial_state(128, 128, 0)
         assert s.std() == pytest.approx(wanted * factor, rel=0.005)
+
+    model = small(n_embd=64, n_ffn=512, n_prelude=2, n_core=2, n_coda=1, mean_recurrence=5)
+    std = math.sqrt(2 / (5 * 64))
+    written = std / math.sqrt(2 * (2 + 5 * 2 + 1))
+    block = model.core[0]
+    for matrix, wanted in ((block.attn.qkv, std), (block.mlp.fc, std), (model.adapter, std),
+                           (block.attn.proj, written), (block.mlp.proj, written)):
+        assert matrix.weight.std().item() == pytest.approx(wanted, rel=0.05)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -210,18 +221,6 @@ def test_losses_in_chunks(compiled, monkeypatch):
         ((_, x),) = model.trajectory(idx, [1], state)
         with torch.no_grad():
             assert max_difference(model.losses(x, targets), exact) < 1e-5
-
-
-def test_random_weights_have_the_papers_sizes():
-    """Random weights have the paper's standard deviation, scaled down in output projections."""
-    model = small(n_embd=64, n_ffn=512, n_prelude=2, n_core=2, n_coda=1, mean_recurrence=5)
-    std = math.sqrt(2 / (5 * 64))
-    written = std / math.sqrt(2 * (2 + 5 * 2 + 1))
-    block = model.core[0]
-    for matrix in (block.attn.qkv, block.mlp.fc, model.adapter):
-        assert matrix.weight.std().item() == pytest.approx(std, rel=0.05)
-    for matrix in (block.attn.proj, block.mlp.proj):
-        assert matrix.weight.std().item() == pytest.approx(written, rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------ surgery
@@ -326,11 +325,6 @@ def test_weights_are_those_that_the_folder_declares():
     index.unlink()
     assert same()
 
-    os.rename("hf/model.safetensors", "hf/model.gguf")
-    for file in Path("hf").glob("*.safetensors"):
-        file.unlink()
-    assert "from_gguf hf/model.gguf" in error_line("surgery", "hf", "out", "--feed_forward")
-
 
 def test_files_that_are_missing_or_not_the_models(llama):
     """If weights are missing, the message says which; an adapter is never silently ignored."""
@@ -339,6 +333,7 @@ def test_files_that_are_missing_or_not_the_models(llama):
         ((single,), ["a.safetensors", "b.bin"], f"has no {single}, nor {single}.index.json"),
         ((), ["adapter_model.safetensors"], f"an adapter, whose weights are not in {single}"),
         (alone, ["adapter_config.json"], "adapter_config.json: an adapter"),
+        ((single,), ["model.gguf"], "from_gguf hf/model.gguf"),
         ((single,), [], "No such file or directory: hf/"),
     ):
         shutil.copytree(llama, "hf")
@@ -1290,17 +1285,6 @@ def test_decoding_is_that_of_the_model(n_core, norm, prefill, depths, monkeypatc
             assert generate_rows(decoder, prompts, limits, r) == wanted
 
 
-def test_generate_samples_at_its_temperature():
-    """RecurrentLM.generate() draws tokens from the softmax of the logits over the temperature."""
-    torch.manual_seed(0)
-    model = small()
-    drawn = torch.tensor([model.generate([3, 5], 1, temperature=0.3) for _ in range(500)])
-    logits, _ = model(torch.tensor([[3, 5]]), state=model.initial_state(1, 2, 0))
-    p = (logits[0, -1] / 0.3).softmax(-1)
-    found = drawn.flatten().bincount(minlength=17) / 500
-    assert ((found - p).abs() < 4 * (p * (1 - p) / 500).sqrt()).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_none(bad, checkpoint, corpus):
     """
@@ -1360,8 +1344,9 @@ def test_a_gpu_compiles_whole_recurrences(monkeypatch):
 
 def test_sampling_follows_its_settings():
     """
-    Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k. A row
-    that has one infinite or undefined logit gets NO_TOKEN, others a token.
+    Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k, those of
+    RecurrentLM.generate(), too. A row that has one infinite or undefined logit gets NO_TOKEN,
+    others a token.
     """
     p = torch.tensor([0.15, 0.5, 0.05, 0.3])
     logits = p.log().expand(20000, 1, 4)
@@ -1378,6 +1363,14 @@ def test_sampling_follows_its_settings():
         assert tokens.equal(checked)
         share = tokens.flatten().bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
+
+    torch.manual_seed(0)
+    model = small()
+    drawn = torch.tensor([model.generate([3, 5], 1, 1, temperature=0.3) for _ in range(500)])
+    logits, _ = model(torch.tensor([[3, 5]]), steps=1, state=model.initial_state(1, 2, 0))
+    p = (logits[0, -1] / 0.3).softmax(-1)
+    found = drawn.flatten().bincount(minlength=17) / 500
+    assert ((found - p).abs() < 4 * (p * (1 - p) / 500).sqrt()).all()
 
     logits = torch.tensor([[1.0, 2.0], [math.inf, 0], [0, -math.inf], [math.nan, 0], [3, 2]])
     _, checked = choose(logits[:, None])
@@ -1688,12 +1681,12 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     monkeypatch.setattr(train, "to_inputs", signalled)
     flags = [*base, "--out_dir=run"]
     wanted = read_log(unbroken, "val")
-    for last_rows, saved, validated in ((20, 1, [0]), (36, 2, [0]), (92, 6, [0]), (188, 12, [0, 6])):
+    for row, saved, validated in ((20, 1, [0]), (36, 2, [0]), (92, 6, [0]), (188, 12, [0, 6])):
         if saved == 6:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         code, _ = outcome("train", *flags)
         assert code == 128 + signal.SIGTERM
-        assert trained[-1] == last_rows
+        assert trained[-1] == row
         assert checkpoints("run") == [f"step_{saved:06d}"]
         assert read_log("run", "val") == {update: wanted[update] for update in validated}
     assert not signals
