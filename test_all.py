@@ -10,6 +10,7 @@ large or not free to add: those of Llama 3, OLMo 2 and TinyLlama. A test that la
 skipped, and `-rs` prints the command that installs it.
 """
 import functools
+import io
 import itertools
 import json
 import math
@@ -34,8 +35,8 @@ from helpers import (ASKED, FEED_FORWARD, GPU, HARD, MATRICES, ORACLE, QKV, RECU
                      expected, first_rows, generate_rows, identical, kill, launch, max_difference,
                      mean_loss, need, needs_compiler, noise, optimizer_rank, outcome, parameters,
                      random_prompts, read_log, relative_error, run_dying, run_on_ranks, run_script,
-                     same_end, save, slow_attention, small, step_with, train_until, typed,
-                     wait_until, weights)
+                     same_end, save, slow_attention, small, step_with, train_until,
+                     wait_until, weights, write_bpe)
 
 import numpy as np
 import pytest
@@ -156,8 +157,11 @@ def test_roundings_of_a_bfloat16_model():
     assert model.recur(s, e, rope, 3).dtype == torch.float32
 
 
-def test_initial_state():
-    """s_0 is the paper's truncated normal; each value depends on its seed and position alone."""
+def test_random_numbers_are_the_papers():
+    """
+    s_0 is the paper's truncated normal; each value depends on its seed and position alone. Random
+    weights have the paper's standard deviation, scaled down in output projections.
+    """
     model = small(n_embd=64, state_std=1.0)
     s = model.initial_state(128, 128, 5)
     assert s.abs().max() < 3.00001
@@ -173,6 +177,14 @@ def test_initial_state():
     for norm, factor in (("sandwich", 6), ("pre", 1)):
         s = small(norm=norm, embed_scale=6.0, n_kv_head=4).initial_state(128, 128, 0)
         assert s.std() == pytest.approx(wanted * factor, rel=0.005)
+
+    model = small(n_embd=64, n_ffn=512, n_prelude=2, n_core=2, n_coda=1, mean_recurrence=5)
+    std = math.sqrt(2 / (5 * 64))
+    written = std / math.sqrt(2 * (2 + 5 * 2 + 1))
+    block = model.core[0]
+    for matrix, wanted in ((block.attn.qkv, std), (block.mlp.fc, std), (model.adapter, std),
+                           (block.attn.proj, written), (block.mlp.proj, written)):
+        assert matrix.weight.std().item() == pytest.approx(wanted, rel=0.05)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -209,18 +221,6 @@ def test_losses_in_chunks(compiled, monkeypatch):
         ((_, x),) = model.trajectory(idx, [1], state)
         with torch.no_grad():
             assert max_difference(model.losses(x, targets), exact) < 1e-5
-
-
-def test_random_weights_have_the_papers_sizes():
-    """Random weights have the paper's standard deviation, scaled down in output projections."""
-    model = small(n_embd=64, n_ffn=512, n_prelude=2, n_core=2, n_coda=1, mean_recurrence=5)
-    std = math.sqrt(2 / (5 * 64))
-    written = std / math.sqrt(2 * (2 + 5 * 2 + 1))
-    block = model.core[0]
-    for matrix in (block.attn.qkv, block.mlp.fc, model.adapter):
-        assert matrix.weight.std().item() == pytest.approx(std, rel=0.05)
-    for matrix in (block.attn.proj, block.mlp.proj):
-        assert matrix.weight.std().item() == pytest.approx(written, rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------ surgery
@@ -273,31 +273,28 @@ def test_surgery_keeps_the_layers_in_a_row():
 
 
 def test_weights_are_never_rounded():
-    """surgery.py and load() use the dtype asked for, else the smallest that holds every weight."""
+    """
+    surgery.py and load() use the dtype asked for, else the smallest that holds every weight; what
+    save() writes can be read by whoever can read a file that was created by open().
+    """
     shutil.copytree(ORACLE / "hf_llama", "hf")
     run_script("surgery", "hf", "coarse", "--shape", "1,2,1")
-    assert {t.dtype for t in weights("coarse").values()} == {torch.bfloat16}
-
     fine = torch.randn(32)
     save_file(weights("hf", "model") | {"model.norm.weight": fine}, "hf/model.safetensors")
     run_script("surgery", "hf", "fine", "--shape", "1,2,1")
     assert weights("fine")["norm_f.weight"].equal(fine)
     small().half().save("half")
-    for folder, asked, wanted in (
-        ("coarse", None, torch.bfloat16),
-        ("coarse", torch.float32, torch.float32),
-        ("fine", None, torch.float32),
-        ("half", None, torch.float32),  # since activations may exceed float16's range
+    for folder, stored, asked, wanted in (
+        ("coarse", torch.bfloat16, None, torch.bfloat16),
+        ("coarse", torch.bfloat16, torch.float32, torch.float32),
+        ("fine", torch.float32, None, torch.float32),
+        ("half", torch.float16, None, torch.float32),  # activations may exceed float16's range
     ):
+        assert {t.dtype for t in weights(folder).values()} == {stored}
         model = RecurrentLM.load(folder, dtype=asked)
         assert {p.dtype for p in model.parameters()} == {wanted}
-
-
-def test_saved_files_have_the_usual_permissions():
-    """What save() writes can be read by whoever can read a file that was created by open()."""
-    small().save("m")
-    Path("m/notes").touch()
-    assert len({path.stat().st_mode for path in Path("m").iterdir()}) == 1
+    Path("half/notes").touch()
+    assert len({path.stat().st_mode for path in Path("half").iterdir()}) == 1
 
 
 def test_weights_are_those_that_the_folder_declares():
@@ -328,11 +325,6 @@ def test_weights_are_those_that_the_folder_declares():
     index.unlink()
     assert same()
 
-    os.rename("hf/model.safetensors", "hf/model.gguf")
-    for file in Path("hf").glob("*.safetensors"):
-        file.unlink()
-    assert "from_gguf hf/model.gguf" in error_line("surgery", "hf", "out", "--feed_forward")
-
 
 def test_files_that_are_missing_or_not_the_models(llama):
     """If weights are missing, the message says which; an adapter is never silently ignored."""
@@ -341,6 +333,7 @@ def test_files_that_are_missing_or_not_the_models(llama):
         ((single,), ["a.safetensors", "b.bin"], f"has no {single}, nor {single}.index.json"),
         ((), ["adapter_model.safetensors"], f"an adapter, whose weights are not in {single}"),
         (alone, ["adapter_config.json"], "adapter_config.json: an adapter"),
+        ((single,), ["model.gguf"], "from_gguf hf/model.gguf"),
         ((single,), [], "No such file or directory: hf/"),
     ):
         shutil.copytree(llama, "hf")
@@ -370,43 +363,49 @@ def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_that_differ_by_a_prefix(tied):
-    """Names with a prefix by torch.compile, DDP, PEFT or a base model are read, others refused."""
+def test_names_under_which_weights_are_found(tied):
+    """
+    Names with a prefix by torch.compile, DDP, PEFT or a base model are read, as is a copy of a tied
+    head, beside the embeddings or instead of them; others are refused.
+    """
     model = small(n_core=0, n_coda=0, tie_embeddings=tied)
     model.save("m")
     run_script("tools/export", "m", "hf")
     tensors = weights("hf")
-    for before in ("_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "ema."):
-        save_file({before + name: t for name, t in tensors.items()}, "hf/model.safetensors")
-        assert identical(surgery.open_source("hf").state_dict(), model.state_dict()), before
-
     bare = {name.removeprefix("model."): t for name, t in tensors.items()}
-    save_file(bare, "hf/model.safetensors")
-    if tied:  # without a head
-        assert identical(surgery.open_source("hf").state_dict(), model.state_dict())
-        bare |= {"score.weight": torch.ones(2, 32)}
-    twice = {before + name: t.clone() for name, t in tensors.items() for before in ("", "ema.")}
-    for names, words in (
-        (bare, "unknown ['"),
-        (twice, "missing [], unknown ['ema."),
-    ):
-        save_file(names, "hf/model.safetensors")
+    ema = {f"ema.{name}": t for name, t in tensors.items()}
+    prefixes = "_orig_mod.", "module.", "base_model.model.", "module._orig_mod."
+    read = [ema, *({before + name: t for name, t in tensors.items()} for before in prefixes)]
+    refused = [(bare, "unknown ['"), (ema | tensors, "missing [], unknown ['ema.")]
+    if tied:
+        refused[0] = bare | {"score.weight": torch.ones(2, 32)}, "unknown ['"
+        others = tensors.copy()
+        embed = others.pop("model.embed_tokens.weight")
+        read += bare, others | {"lm_head.weight": embed}, tensors | {"lm_head.weight": embed}
+        refused.append((tensors | {"lm_head.weight": 2 * embed}, "lm_head.weight differs"))
+    for names in read:
+        write("hf", names)
+        assert identical(convert("hf", "out", "--feed_forward").state_dict(), model.state_dict())
+        shutil.rmtree("out")
+    for names, words in refused:
+        write("hf", names)
         assert words in error_line("surgery", "hf", "out", "--feed_forward")
 
 
-def change(folder, changed):
-    """Replace tensors in a folder's model.safetensors; None removes one."""
-    tensors = weights(folder) | changed
+def write(folder, tensors):
+    """Write a folder's model.safetensors, without what is None; some tensors may share memory."""
     kept = {name: t.clone() for name, t in tensors.items() if t is not None}
-    save_file(kept, folder / "model.safetensors")
+    save_file(kept, f"{folder}/model.safetensors")
 
 
 def test_weights_that_are_not_those_of_the_config(llama):
     """Quantized, infinite, unknown and misshapen tensors are refused; known leftovers are not."""
     name = "model.layers.0.self_attn.q_proj.weight"
-    q = weights(llama)[name]
+    good = weights(llama)
+    q = good[name]
     wrapped = name.replace("weight", "base_layer.weight")
-    for i, (changed, words) in enumerate((
+    shutil.copytree(llama, "hf")
+    for changed, words in (
         ({name: q.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "quantized"),
         ({name: q.to(torch.int8)}, "quantized"),
         ({f"{name}_scale": torch.ones(1)}, f"missing [], unknown ['{name}_scale']"),
@@ -418,27 +417,12 @@ def test_weights_that_are_not_those_of_the_config(llama):
          "missing ['lm_head.weight'], unknown ['score.weight']"),
         ({name: None, wrapped: q, f"{wrapped}.lora_A": q[:4]},
          f"missing ['{name}'], unknown ['{wrapped}', '{wrapped}.lora_A']. Merge the adapter first"),
-    )):
-        shutil.copytree(llama, str(i))
-        change(Path(str(i)), changed)
-        assert words in error_line("surgery", i, "out", "--feed_forward")
+    ):
+        write("hf", good | changed)
+        assert words in error_line("surgery", "hf", "out", "--feed_forward")
 
-    change(Path("0"), {name: q, f"{name}_scale": None, "rotary_emb.inv_freq": torch.ones(4)})
-    assert "inv_freq" in run_script("surgery", "0", "out", "--feed_forward")
-
-
-def test_a_stored_copy_of_a_tied_head():
-    """A head beside tied embeddings, or instead of them, is read, and refused if it differs."""
-    model = small(n_core=0, n_coda=0, tie_embeddings=True)
-    model.save("m")
-    run_script("tools/export", "m", "hf")
-    embed = model.embed.weight.data
-    for i, lone in enumerate(({}, {"model.embed_tokens.weight": None})):
-        change(Path("hf"), {"lm_head.weight": embed} | lone)
-        found = convert("hf", f"tied{i}", "--feed_forward")
-        assert identical(found.state_dict(), model.state_dict())
-    change(Path("hf"), {"lm_head.weight": 2 * embed, "model.embed_tokens.weight": embed})
-    assert "lm_head.weight differs" in error_line("surgery", "hf", "out", "--feed_forward")
+    write("hf", good | {"rotary_emb.inv_freq": torch.ones(4)})
+    assert "inv_freq" in run_script("surgery", "hf", "out", "--feed_forward")
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -461,8 +445,11 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
     assert contents(".") == before
 
 
-def test_flags_of_the_loop(llama):
-    """--adapter_init, --adapter and --mean_recurrence change OUT as they say."""
+def test_flags_of_surgery(llama):
+    """
+    --adapter_init, --adapter and --mean_recurrence change OUT as they say; --untie gives a tied
+    head its own, equal copy, also in an export.
+    """
     eye = torch.eye(32)
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 32, bias=False)
@@ -480,9 +467,6 @@ def test_flags_of_the_loop(llama):
     assert not [name for name in add.state_dict() if "adapter" in name]
     assert convert("add", "again", "--mean_recurrence", 3).config.mean_recurrence == 3
 
-
-def test_untie():
-    """--untie gives a tied head its own, equal copy, also in an export."""
     tied = small(n_core=0, n_coda=0, tie_embeddings=True)
     tied.save("tied")
     for untie in ([], ["--untie"]):
@@ -537,46 +521,6 @@ def test_llama_3s_ids(monkeypatch):
         assert ours.decode(ids) == text
     assert ours.encode("Hello world") == [9906, 1917]  # as published
     assert ours.eos_id == 128001
-
-
-# How Qwen's tokenizer splits text into words.
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-def write_bpe(kind):
-    """
-    Write a small tokenizer.json into the folder `kind`: one that we read with tiktoken, like
-    Qwen's, or one that we leave to the tokenizers library, such as SmolLM2's or GPT-2's.
-    """
-    tokenizers = need("tokenizers")
-    words = tokenizers.pre_tokenizers
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.normalizer = tokenizers.normalizers.NFC()
-    qwen = words.Split(tokenizers.Regex(QWEN), "isolated")
-    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=False)
-    with_regex = words.ByteLevel(add_prefix_space=False)
-    bpe.pre_tokenizer = {
-        "smollm2": words.Sequence([words.Digits(individual_digits=True), with_regex]),
-        "gpt2": with_regex,
-        "words": words.Sequence([words.Split(tokenizers.Regex(r"\w+"), "isolated"), to_bytes]),
-    }.get(kind, words.Sequence([qwen, to_bytes]))
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = [] if kind == "few_bytes" else to_bytes.alphabet()
-    names = ["<s>", "</s>", "<｜user｜>", "<think>."]
-    bpe.train([str(ROOT / "README.md")], tokenizers.trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, special_tokens=names))
-    for name in ("<thi", "<think>", ">."):  # one begins with the other; the longest match wins
-        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")])
-    bpe.enable_truncation(9)
-    spec = json.loads(bpe.to_str())
-    if kind == "unordered":
-        spec["model"]["merges"].reverse()
-    if kind == "typeless":  # as GPT-2's own file
-        del spec["model"]["type"]
-    if kind == "unreachable":
-        spec["model"]["vocab"] |= {"pretraining": 800, "Ġdepth-": 801}
-    common.write_json(f"{kind}/tokenizer.json", spec)
 
 
 IN_TIKTOKEN = ["qwen", "olmo2", "typeless"]
@@ -804,7 +748,7 @@ def test_files_that_contradict_tokenizer_json(change, config, words):
     """If tokenizer_config.json gives a text other ids than tokenizer.json, we refuse them."""
     tf, tokenizers = need("transformers"), need("tokenizers")
     write_bpe("gpt2")
-    spec = read_json("gpt2/tokenizer.json") | {"normalizer": None} | change
+    spec = read_json("gpt2/tokenizer.json") | change
     spec["model"]["vocab"] |= {"<thi": 700, "<think>": 701, ">.": 702}
     common.write_json("gpt2/tokenizer.json", spec)
     common.write_json("gpt2/tokenizer_config.json",
@@ -987,24 +931,21 @@ def test_texts_in_other_encodings(corpus):
         assert f"{path}: damaged" in error_line("data", *prepare(corpus, path, "out"))
 
 
-@pytest.mark.parametrize("n, flags, count_val", [
-    (4000, [], 40),
-    (1000, [], 32),
-    (300, [], 30),
-    (300, ["--val=0.2"], 60),
-])
-def test_validation_has_whole_documents(corpus, n, flags, count_val):
-    """prepare keeps evenly spaced documents for validation, and loses none."""
-    documents(n)
-    run_script("data", *prepare(corpus, "a.jsonl", "out", *flags))
-    val = documents_in("out", "val")
-    assert len(val) == count_val and sorted(documents_in("out", "train") + val) == [*range(n)]
-    gaps = np.diff([-val[0], *val, 2 * n - val[-1]])  # as if the file went on in mirrors
-    assert max(gaps) <= n / count_val + 1 and min(gaps) >= n / count_val - 2
+def test_validation_has_whole_documents(corpus):
+    """
+    prepare keeps evenly spaced documents for validation, and loses none; a single document is split
+    by tokens, of which the last 1% are for validation.
+    """
+    for out, n, flags, count_val in (
+        ("a", 4000, [], 40), ("b", 1000, [], 32), ("c", 300, [], 30), ("d", 300, ["--val=0.2"], 60),
+    ):
+        documents(n)
+        run_script("data", *prepare(corpus, "a.jsonl", out, *flags))
+        val = documents_in(out, "val")
+        assert len(val) == count_val and sorted(documents_in(out, "train") + val) == [*range(n)]
+        gaps = np.diff([-val[0], *val, 2 * n - val[-1]])  # as if the file went on in mirrors
+        assert max(gaps) <= n / count_val + 1 and min(gaps) >= n / count_val - 2
 
-
-def test_validation_of_one_long_text(corpus):
-    """A single document is split by tokens: its last 1% is for validation."""
     Path("a.txt").write_text("\ufeffhas 1 " + "has 1 " * 499)
     run_script("data", *prepare(corpus, "a.txt", "out"))
     rest, val = (np.load(f"out/{split}_000000.npy") for split in ("train", "val"))
@@ -1100,17 +1041,6 @@ def test_prepare_says_what_it_found(corpus, speaker):
     assert "repeat" not in said
 
 
-def test_large_ids(corpus):
-    """Ids above 65,535 are stored without overflow."""
-    spec = read_json(corpus / "task" / "tokenizer.json")
-    spec["model"]["vocab"] |= {f"w{i}": i for i in range(20, 70_000)}
-    os.mkdir("large")
-    common.write_json("large/tokenizer.json", spec)
-    Path("a.txt").write_text("w20 w65535 w65536 w69999")
-    run_script("data", "prepare", "--input", "a.txt", "--tokenizer", "large", "--out", "out")
-    assert np.load("out/train_000000.npy").tolist() == [20, 65535, 65536, 69999, 1]
-
-
 # --------------------------------------------------------------------------------------- the loader
 def test_loader_is_a_pure_function(corpus):
     """Two ranks with B rows read what one reads with 2B; each epoch and seed has its own order."""
@@ -1131,18 +1061,23 @@ def test_loader_is_a_pure_function(corpus):
 
 
 def test_every_token_of_a_row_has_a_target(corpus):
-    """The target of a token is the next one; the last token of a shard is only a target."""
-    Path("a.txt").write_text("has 1 " * 49)
-    run_script("data", *prepare(corpus, "a.txt", "out", "--val=0"))  # 98 words and EOS
-    ids = np.load("out/train_000000.npy").tolist()
-    (idx,), (targets,) = first_rows(Dataset("out", "train", 98), 1)
-    assert (idx.tolist(), targets.tolist()) == (ids[:-1], ids[1:])
-    with pytest.raises(UserError, match="too few train tokens for one row of 99"):
-        Dataset("out", "train", 99)
+    """
+    The target of a token is the next one, whatever its id; the last token of a shard is only a
+    target. Fewer tokens than meta.json lists, whole or cut off, are reported in one line.
+    """
+    spec = read_json(corpus / "task" / "tokenizer.json")
+    spec["model"]["vocab"] |= {f"w{i}": i for i in range(20, 70_000)}  # some above 65,535
+    common.write_json("large/tokenizer.json", spec)
+    ids = [20, 65535, 65536, 69999]
+    Path("a.txt").write_text(" ".join(f"w{i}" for i in ids))
+    flags = "--tokenizer=large", "--val=0"
+    run_script("data", *prepare(corpus, "a.txt", "out", *flags))
+    assert np.load("out/train_000000.npy").tolist() == [*ids, 1]
+    (idx,), (targets,) = first_rows(Dataset("out", "train", 4), 1)
+    assert (idx.tolist(), targets.tolist()) == (ids, [*ids[1:], 1])
+    with pytest.raises(UserError, match="too few train tokens for one row of 5"):
+        Dataset("out", "train", 5)
 
-
-def test_a_shard_that_is_too_short(corpus):
-    """A shard with fewer tokens than meta.json lists, whole or cut off, is reported in one line."""
     shutil.copytree(corpus / "task", "task")
     path = Path("task", read_json("task/meta.json")["shards"]["val"][0][0])
     np.save(path, np.load(path)[..., :-40])
@@ -1350,17 +1285,6 @@ def test_decoding_is_that_of_the_model(n_core, norm, prefill, depths, monkeypatc
             assert generate_rows(decoder, prompts, limits, r) == wanted
 
 
-def test_generate_samples_at_its_temperature():
-    """RecurrentLM.generate() draws tokens from the softmax of the logits over the temperature."""
-    torch.manual_seed(0)
-    model = small()
-    drawn = torch.tensor([model.generate([3, 5], 1, temperature=0.3) for _ in range(500)])
-    logits, _ = model(torch.tensor([[3, 5]]), state=model.initial_state(1, 2, 0))
-    p = (logits[0, -1] / 0.3).softmax(-1)
-    found = drawn.flatten().bincount(minlength=17) / 500
-    assert ((found - p).abs() < 4 * (p * (1 - p) / 500).sqrt()).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_none(bad, checkpoint, corpus):
     """
@@ -1419,7 +1343,11 @@ def test_a_gpu_compiles_whole_recurrences(monkeypatch):
 
 
 def test_sampling_follows_its_settings():
-    """Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k."""
+    """
+    Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k, those of
+    RecurrentLM.generate(), too. A row that has one infinite or undefined logit gets NO_TOKEN,
+    others a token.
+    """
     p = torch.tensor([0.15, 0.5, 0.05, 0.3])
     logits = p.log().expand(20000, 1, 4)
     for temperature, top_k, wanted in (
@@ -1436,9 +1364,14 @@ def test_sampling_follows_its_settings():
         share = tokens.flatten().bincount(minlength=4) / 20000
         assert share.tolist() == pytest.approx(wanted, abs=0.015)
 
+    torch.manual_seed(0)
+    model = small()
+    drawn = torch.tensor([model.generate([3, 5], 1, 1, temperature=0.3) for _ in range(500)])
+    logits, _ = model(torch.tensor([[3, 5]]), steps=1, state=model.initial_state(1, 2, 0))
+    p = (logits[0, -1] / 0.3).softmax(-1)
+    found = drawn.flatten().bincount(minlength=17) / 500
+    assert ((found - p).abs() < 4 * (p * (1 - p) / 500).sqrt()).all()
 
-def test_logits_that_are_not_finite():
-    """A row that has one infinite or undefined logit gets NO_TOKEN, others a token."""
     logits = torch.tensor([[1.0, 2.0], [math.inf, 0], [0, -math.inf], [math.nan, 0], [3, 2]])
     _, checked = choose(logits[:, None])
     assert checked.flatten().tolist() == [1, *[NO_TOKEN] * 3, 0]
@@ -1508,7 +1441,10 @@ def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
 
 # ----------------------------------------------------------------------------------------- training
 def test_schedules_are_the_papers():
-    """Mean recurrence, backprop depth and learning rate are those of the paper's code."""
+    """
+    Mean recurrence, backprop depth and learning rate are those of the paper's code; with seed 0, so
+    are the draws of (n, k), however many an update makes.
+    """
 
     def expand(runs):
         """[[value, number of updates], ...] -> the value at each update."""
@@ -1535,21 +1471,17 @@ def test_schedules_are_the_papers():
         for update, factor in x["points"]:
             assert train.lr_scale(s, update) == pytest.approx(factor, rel=0, abs=1e-9), update
 
-    s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
-    scales = [train.lr_scale(s, update) for update in range(4)]
-    assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
-    assert train.updates_in(Settings(updates=100), 0.07) == 7, "though 0.07 * 100 > 7"
-
-
-def test_draws_are_the_papers():
-    """With seed 0, draws of (n, k) are those of the paper's code, however many an update makes."""
-    cases = read_json(ORACLE / "curriculum.json")["sampler"]["cases"]
-    for x, draws, seed in itertools.product(cases, (1, 4), (0, 1)):
+    for x, draws, seed in itertools.product(oracle["sampler"]["cases"], (1, 4), (0, 1)):
         s = Settings(mean_recurrence=x["mean_recurrence"], backprop_depth=x["backprop_depth"],
                      curriculum="none", draws=draws, seed=seed)
         pairs = [train.draws_of(s, update) for update in range(64 // draws)]
         found = [list(pair) for pair in itertools.chain(*pairs)]
         assert (found == x["exact_data_step_1_to_64"]) == (seed == 0)
+
+    s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
+    scales = [train.lr_scale(s, update) for update in range(4)]
+    assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
+    assert train.updates_in(Settings(updates=100), 0.07) == 7, "though 0.07 * 100 > 7"
 
 
 CAUSAL = {  # FLOPs of attention for FlopCounterMode: a causal kernel computes half of each product
@@ -1725,52 +1657,41 @@ def test_a_checkpoint_from_another_process(base, unbroken, monkeypatch):
 
 
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
-    """A signal, unless ignored, drops the unfinished update; the resumed run ends as without it."""
+    """
+    A signal, unless ignored, ends an update or a validation, after what was due before it has been
+    saved; the same command goes on there, and ends as without it.
+    """
     to_inputs = train.to_inputs
     trained = []
+    signals = {"row 20": signal.SIGHUP, "row 36": signal.SIGINT,  # in the second and third update
+               "row 52": signal.SIGHUP,  # ignored by then
+               "validation 6": signal.SIGUSR1, "validation 12": signal.SIGUSR1}
 
     def signalled(model, batch, seed):
         _, _, rows = batch
-        if torch.is_grad_enabled():  # not in validation
+        if torch.is_grad_enabled():
             trained.append(rows[0])
-            if row in rows:
-                os.kill(os.getpid(), number)
-        return to_inputs(model, batch, seed)
-
-    monkeypatch.setattr(train, "to_inputs", signalled)
-    flags = [*base, "--out_dir=run"]
-    # Rows of the second and third update, of 4 micro-batches each.
-    for number, row, saved in ((signal.SIGHUP, 20, 1), (signal.SIGINT, 36, 2)):
-        code, _ = outcome("train", *flags)
-        assert code == 128 + signal.SIGTERM
-        assert trained[-1] == row
-        assert checkpoints("run") == [f"step_00000{saved}"]
-
-    number, row = signal.SIGHUP, 52
-    signal.signal(number, signal.SIG_IGN)  # as nohup does
-    run_script("train", *flags)
-    assert same_end("run", unbroken)
-
-
-def test_a_signal_ends_a_validation(base, unbroken, monkeypatch):
-    """What is due is saved before its validation, which the same command makes after a signal."""
-    to_inputs = train.to_inputs
-    at = None
-
-    def signalled(model, batch, seed):
-        if not torch.is_grad_enabled() and at in read_log("run", "loss"):
-            os.kill(os.getpid(), signal.SIGUSR1)
+            places = {f"row {row}" for row in rows}
+        else:
+            places = {f"validation {max(read_log('run', 'loss'), default=0)}"}
+        for place in places & signals.keys():
+            os.kill(os.getpid(), signals.pop(place))
         return to_inputs(model, batch, seed)
 
     monkeypatch.setattr(train, "to_inputs", signalled)
     flags = [*base, "--out_dir=run"]
     wanted = read_log(unbroken, "val")
-    for at, validated in ((6, [0]), (12, [0, 6]), (None, [0, 6, 12])):
+    for row, saved, validated in ((20, 1, [0]), (36, 2, [0]), (92, 6, [0]), (188, 12, [0, 6])):
+        if saved == 6:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         code, _ = outcome("train", *flags)
-        assert code == (128 + signal.SIGTERM if at else 0)
-        assert checkpoints("run") == [f"step_{at or 12:06d}"]
+        assert code == 128 + signal.SIGTERM
+        assert trained[-1] == row
+        assert checkpoints("run") == [f"step_{saved:06d}"]
         assert read_log("run", "val") == {update: wanted[update] for update in validated}
-    assert same_end("run", unbroken)
+    assert not signals
+    run_script("train", *flags)
+    assert read_log("run", "val") == wanted and same_end("run", unbroken)
     assert "validation" not in run_script("train", *flags)
 
 
@@ -1874,58 +1795,17 @@ def test_changed_settings_or_data(base, unbroken):
     assert "digest of the data" in error_line("train", *base)
 
 
-def test_a_run_that_starts_from_a_run_sees_new_rows(base, unbroken, corpus, monkeypatch):
-    """Rows and draws go on where a run on the same data and seed ended, and train.py says so."""
-    numbers = []
-    to_inputs = train.to_inputs
-
-    def spy(model, batch, seed):
-        if torch.is_grad_enabled():
-            numbers.extend(batch[2].tolist())
-        return to_inputs(model, batch, seed)
-
-    monkeypatch.setattr(train, "to_inputs", spy)
-    base = [*base, "--updates=6", "--save_every=2", "--curriculum=none"]
-
-    def first_row(init_from, out, *flags):
-        """The first row of a run, after the one that its warm-up reads."""
-        numbers.clear()
-        said = run_script("train", *base, f"--init_from={init_from}", f"--out_dir={out}", *flags)
-        first = numbers[4]
-        assert numbers[4:] == [*range(first, first + 6 * 16)]
-        assert (f"begin after the {first} rows" in said) == (first > 0)
-        return first
-
-    assert first_row(unbroken, "more") == 12 * 16
-    s = train.read_settings([*base, "--data=x", "--out_dir=x"])
-    wanted = [train.draw_steps(s, update, 12 + update + 1) for update in range(6)]
-    assert [*zip(read_log("more", "n").values(), read_log("more", "k").values())] == wanted
-    assert first_row("more", "other", "--seed=1") == 0
-    assert first_row("other", "third") == (12 + 6) * 16
-    assert first_row("third", "new", "--reinit") == 0
-
-    again = [*base, f"--init_from={unbroken}", "--out_dir=again"]
-    train_until(4, *again)
-    run_script("train", *again)
-    assert same_end("again", "more")
-
-    # An older version counted the rows of all sources together.
-    path = f"{find_checkpoint('more')}/train.json"
-    older = {key: value for key, value in read_json(path).items() if key != "rows"}
-    common.write_json(path, older)
-    assert first_row("more", "after_older") == (12 + 6) * 16
-    older["config"]["data"] = "a:1,b:1"
-    common.write_json(path, older)
-    assert "an older version" in error_line("train", *base, "--init_from=more", "--out_dir=x")
-
-
-def test_another_mixture_sees_new_rows(base, monkeypatch):
-    """Rows of each source, and draws, go on where earlier runs ended, in whatever mixture."""
+def test_a_run_that_starts_from_a_run_sees_new_rows(base, monkeypatch):
+    """
+    Rows of each source, and draws, go on where earlier runs with the same seed ended, in whatever
+    mixture, and train.py says so; with --reinit they begin again.
+    """
     sample_row, draw_steps = data.Shards.sample, train.draw_steps
-    rows, draws = [], []
+    rows, draws, sources = [], [], {}
 
     def spy(shards, seed, number):
-        rows.append((seed, shards.meta["shards"]["train"][0][2], number))
+        if seed:  # not in validation
+            rows.append((sources[shards.meta["shards"]["train"][0][2]], number))
         return sample_row(shards, seed, number)
 
     def counted(settings, update, number):
@@ -1936,18 +1816,45 @@ def test_another_mixture_sees_new_rows(base, monkeypatch):
     monkeypatch.setattr(train, "draw_steps", counted)
     for name in "ab":
         tiny(name, seed=ord(name), rows=64)
-    last, used = "", {}
-    for mixture in ("{a}", "{a}:50,{b}:50", "{b}:2,{a}:1", "{b}"):
-        name = f"run{len(os.listdir())}"
-        flags = f"--data={mixture.format(a='a/pretrain', b='b/pretrain')}", f"--init_from={last}"
+        sources[read_json(f"{name}/pretrain/meta.json")["shards"]["train"][0][2]] = name
+
+    def flags(out, parent, mixture, *more):
+        data_flag = "--data=" + re.sub("([ab])", r"\1/pretrain", mixture)
+        start = f"--init_from={parent}", f"--out_dir={out}"
+        return *base, data_flag, *start, "--seed=3", "--updates=3", "--save_every=1", *more
+
+    def check(*command, first_draw, **numbers):
         rows.clear()
-        run_script("train", *base, *flags, "--seed=3", "--updates=3", f"--out_dir={name}")
-        last = name
-        trained = [(source, number) for seed, source, number in rows if seed == 3]
-        for source, number in trained[4:]:  # after those of the warm-up
-            used.setdefault(source, []).append(number)
-    assert [*used.values()] == [[*range(48 + 24 + 16)], [*range(24 + 32 + 48)]]
-    assert draws == [*range(1, 13)]
+        draws.clear()
+        said = run_script("train", *flags(*command))
+        assert draws == [first_draw, first_draw + 1, first_draw + 2]
+        for source, (first, end) in numbers.items():
+            trained = [number for name, number in rows[4:] if name == source]  # after the warm-up
+            assert trained == [*range(first, end)]
+        before = sum(first for first, _ in numbers.values())
+        assert (f"begin after the {before} rows" in said) == (before > 0)
+
+    check("one", "", "a", first_draw=1, a=(0, 48))
+    check("two", "one", "a:50,b:50", first_draw=4, a=(48, 72), b=(0, 24))
+    check("three", "two", "b:2,a:1", first_draw=7, b=(24, 56), a=(72, 88))
+    check("four", "three", "b", first_draw=10, b=(56, 104))
+    check("other", "four", "b", "--seed=4", first_draw=1, b=(0, 48))
+    check("five", "other", "b", first_draw=13, b=(104, 152))
+    check("new", "five", "b", "--reinit", first_draw=1, b=(0, 48))
+
+    again = flags("again", "other", "b")
+    train_until(2, *again)
+    run_script("train", *again)
+    assert same_end("again", "five")
+
+    # An older version counted the rows of all sources together.
+    path = f"{find_checkpoint('five')}/train.json"
+    older = {key: value for key, value in read_json(path).items() if key != "rows"}
+    common.write_json(path, older)
+    check("after_older", "five", "b", first_draw=16, b=(152, 200))
+    older["config"]["data"] = "a:1,b:1"
+    common.write_json(path, older)
+    assert "an older version" in error_line("train", *flags("x", "five", "b"))
 
 
 def test_rows_of_questions(base, corpus):
@@ -2295,7 +2202,8 @@ def test_answers_to_plain_questions(output, reference, right):
 def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     """
     --template plain scores equal text as right, and has room for the longest reference of the file;
-    the summary lists difficulties in order, and counts the answers that were cut off.
+    the summary lists difficulties in order, counts the answers that were cut off, and has the
+    training cost, even if the run has deleted the checkpoint by then.
     """
     rows = [
         {"question": "has", "answer": "so gets", "difficulty": "easy"},
@@ -2304,15 +2212,17 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
         {"question": "so", "answer": "gets", "difficulty": "10"},
     ]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    shutil.copytree(checkpoint, "m")
-    common.write_json("m/train.json", {"update": 9, "flops": 10**9, "config": {}})
+    folder = "run/step_000009"
+    shutil.copytree(checkpoint, folder)
+    common.write_json(f"{folder}/train.json", {"update": 9, "flops": 10**9, "config": {}})
     answers = [("so gets", False), ("7", True), ("gets", False), ("gets", False)]
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
-    asked = "--model=m", "--data=asked.jsonl", "--steps=1", "--template=plain"
+    asked = "--model=run", "--data=asked.jsonl", "--steps=1", "--template=plain"
     run_script("eval_gsm8k", *asked, "--limit=2")
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: shutil.rmtree(folder) or answers)
     assert "     4     1 " in run_script("eval_gsm8k", *asked)  # n and cut
 
-    summary = read_json("m/eval_asked.json")
+    summary = read_json("run/eval_asked.json")
     assert summary["settings"]["max_new_tokens"] == 2 + 8
     assert summary["results"][0]["cut"] == 1
     assert summary["training"] == {"update": 9, "flops": 10**9}
@@ -2336,8 +2246,11 @@ def scripted(model, ids):
     return SimpleNamespace(model=model, generate=generate)
 
 
-def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
-    """Each id of config.ends ends a text; an answer has no control tokens, as in HFLM."""
+def test_a_text_ends_at_any_end(checkpoint, speaker, monkeypatch):
+    """
+    Each id of config.ends ends a text, as does a stop string, however many tokens it takes; an
+    answer has neither that nor control tokens, as in HFLM.
+    """
     model, tokenizer = sample.load_model(checkpoint)
     *words, _ = tokenizer.encode("has 1 so gets")
     control, end, after = tokenizer.encode("4 5 6")
@@ -2349,8 +2262,16 @@ def test_a_text_ends_at_any_end(checkpoint, monkeypatch):
         assert run_script("sample", "--model", checkpoint, "--prompt=has") == " has 1 so\n"
 
     tokenizer.special["a control token"] = control
-    decoder = scripted(model, [*words, control, end, after])
-    assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 30, ["x"], 3) == [("has 1 so", False)]
+    spoken = Tokenizer.load(speaker)
+    *chinese, _ = spoken.encode("A 漢字 B")
+    for coder, ids, stop, answer in (
+        (tokenizer, [*words, control, end, after], "x", "has 1 so"),
+        (tokenizer, [*words, *tokenizer.encode("gets 2")], "so gets", "has 1 "),
+        (spoken, chinese, "漢字", "A "),
+    ):
+        decoder = scripted(model, ids)
+        found = eval_gsm8k.answer_batch(decoder, coder, [[5]], 30, [stop], 3)
+        assert found == [(answer, False)]
     decoder.generate = lambda *_, **__: iter([(0, words[0])])  # up to max_new_tokens
     assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 1, [], 3) == [("has", True)]
 
@@ -2376,18 +2297,6 @@ def test_one_place_decides_what_ends_a_text(corpus):
         for config in (load_config(f"{i}/loop"), model.config):
             assert config.eos_token_id == wanted
         assert read_json(f"{i}/hf/config.json")["eos_token_id"] == wanted
-
-
-def test_a_stop_may_span_several_tokens(speaker, corpus):
-    """A stop string ends an answer and is cut off, however many tokens it takes."""
-    for folder, text, stop, answer in (
-        (corpus / "task", "has 1 so gets 2", "so gets", "has 1 "),
-        (speaker, "A 漢字 B", "漢字", "A "),
-    ):
-        tokenizer = Tokenizer.load(folder)
-        *ids, _ = tokenizer.encode(text)
-        texts = eval_gsm8k.answer_batch(scripted(small(), ids), tokenizer, [[5]], 30, [stop], 1)
-        assert texts == [(answer, False)]
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
@@ -2470,21 +2379,6 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
     save(small(context=40, seed=1), "moved", corpus)
     assert "weights = " in error_line("eval_gsm8k", *there)
-
-
-def test_a_checkpoint_that_its_run_deletes(unbroken, corpus, monkeypatch):
-    """A summary has the training cost, even if the run has deleted the checkpoint by then."""
-    shutil.copytree(unbroken, "run")
-    answer_batch = eval_gsm8k.answer_batch
-
-    def answer_late(*args):
-        shutil.rmtree("run/step_000012")
-        return answer_batch(*args)
-
-    monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_late)
-    asked = f"--data={corpus}/test.jsonl", "--limit=2", "--max_new_tokens=1", "--steps=1"
-    run_script("eval_gsm8k", "--model=run", *asked)
-    assert read_json("run/eval_test.json")["training"]["update"] == 12
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
@@ -2732,7 +2626,8 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt, each line is a prompt, /NAME VALUE sets a flag, mistakes change nothing."""
     lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
     lines += [b"caf\xe9", b"/steps 8", b"has 1"]
-    monkeypatch.setattr(sys, "stdin", typed(*lines))
+    typed = io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
     run_script("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
@@ -2776,19 +2671,11 @@ def test_trace_is_what_the_model_says(speaker, corpus):
     assert "context of 40" in error_line("sample", "--trace", "--model=loud", "--prompt", long)
 
 
-def test_tokens_as_text(speaker):
-    """--trace shows tokens as text, in quotes if they are not whole printable characters."""
-    tokenizer = Tokenizer.load(speaker)
-    ids = tokenizer.encode("the\u00efve\n", bos=True)  # with the two bytes of a character
-    bos, *shown, end = [sample.token_text(tokenizer, i) for i in ids]
-    assert bos == "<s>"
-    assert end == "'\\n'"
-    assert shown.count("'\ufffd'") == 2
-    assert "".join(shown).replace("'\ufffd'", "") == "theve"
-
-
-def test_characters_stream_whole(speaker, monkeypatch):
-    """sample.py streams only whole characters, and not the prompt."""
+def test_characters_are_shown_whole(speaker, monkeypatch):
+    """
+    sample.py streams only whole characters, and not the prompt. --trace shows tokens as text, in
+    quotes if they are not whole printable characters.
+    """
     text = "naïve 漢字 👍🏽 na e\u0301"
     model, tokenizer = sample.load_model(speaker)
     decoder = scripted(model, [*tokenizer.encode(text), tokenizer.eos_id])
@@ -2799,6 +2686,13 @@ def test_characters_stream_whole(speaker, monkeypatch):
     assert "".join(shown) == f" {text}"
     assert len(shown) > 9
     assert not any("\ufffd" in part for part in shown)
+
+    ids = tokenizer.encode("the\u00efve\n", bos=True)  # with the two bytes of a character
+    bos, *shown, end = [sample.token_text(tokenizer, i) for i in ids]
+    assert bos == "<s>"
+    assert end == "'\\n'"
+    assert shown.count("'\ufffd'") == 2
+    assert "".join(shown).replace("'\ufffd'", "") == "theve"
 
 
 # ------------------------------------------------------------------------------------------ the GPU

@@ -216,11 +216,6 @@ def beside_the_tests(command, folder, **env):
     process.wait()
 
 
-def typed(*lines):
-    """A stdin on which these lines (bytes) have been typed."""
-    return io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
-
-
 def contents(folder):
     """{path: bytes} of all files in and below a folder, except locks and leftovers of a kill."""
     return {
@@ -496,6 +491,46 @@ HARD = [
     "\ufeffx",
     *(" " * n + "x" + "\n" * n for n in range(1, 101)),
 ]
+
+
+# How Qwen's tokenizer splits text into words.
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def write_bpe(kind):
+    """
+    Write a small tokenizer.json into the folder `kind`: one that we read with tiktoken, like
+    Qwen's, or one that we leave to the tokenizers library, such as SmolLM2's or GPT-2's.
+    """
+    tokenizers = need("tokenizers")
+    words = tokenizers.pre_tokenizers
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.normalizer = None if kind == "gpt2" else tokenizers.normalizers.NFC()
+    qwen = words.Split(tokenizers.Regex(QWEN), "isolated")
+    to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=False)
+    with_regex = words.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = {
+        "smollm2": words.Sequence([words.Digits(individual_digits=True), with_regex]),
+        "gpt2": with_regex,
+        "words": words.Sequence([words.Split(tokenizers.Regex(r"\w+"), "isolated"), to_bytes]),
+    }.get(kind, words.Sequence([qwen, to_bytes]))
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = [] if kind == "few_bytes" else to_bytes.alphabet()
+    names = ["<s>", "</s>", "<｜user｜>", "<think>."]
+    bpe.train([str(ROOT / "README.md")], tokenizers.trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=alphabet, special_tokens=names))
+    for name in ("<thi", "<think>", ">."):  # one begins with the other; the longest match wins
+        bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")])
+    bpe.enable_truncation(9)
+    spec = json.loads(bpe.to_str())
+    if kind == "unordered":
+        spec["model"]["merges"].reverse()
+    if kind == "typeless":  # as GPT-2's own file
+        del spec["model"]["type"]
+    if kind == "unreachable":
+        spec["model"]["vocab"] |= {"pretraining": 800, "Ġdepth-": 801}
+    common.write_json(f"{kind}/tokenizer.json", spec)
 
 
 # Flags of a run of 12 updates that takes a second.

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from helpers import (ASKED, ASSETS, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
                      answers_of, beside_the_tests, contents, convert, decode, error_line, expected,
                      identical, max_difference, need, read_log, relative_error, run_script, save,
-                     small, unwrap, weights)
+                     small, unwrap, weights, write_bpe)
 
 import numpy as np
 import pytest
@@ -190,19 +190,11 @@ def test_transformers_runs_the_export(changes):
     assert assisted[:, 12:].equal(wanted[1:])
 
 
-def test_noise_of_an_export(checkpoint):
-    """An export has our noise, the same in all rows; in training, each row and call has its own."""
-    theirs = export(checkpoint)
-    draw = functools.partial(theirs.transformer.draw_state, torch.zeros(2, 12, 32),
-                             torch.arange(12)[None])
-    assert draw().equal(RecurrentLM.load(checkpoint).initial_state(1, 12, 0).expand(2, -1, -1))
-    theirs.train()
-    first, second = draw()
-    assert not first.equal(second) and not first.equal(draw()[0])
-
-
 def test_forward_takes_what_others_give(checkpoint):
-    """An export takes the arguments of transformers' models and returns our hidden states."""
+    """
+    An export takes the arguments of transformers' models, and returns our hidden states. Its noise
+    is ours, the same in all rows; in training, each row and call has its own.
+    """
     ids = torch.arange(12)[None]
     model = export(checkpoint)
     out = model(ids, num_steps=5, use_cache=True, output_hidden_states=True)
@@ -222,6 +214,12 @@ def test_forward_takes_what_others_give(checkpoint):
     for wrong, words in ((-1, "num_steps=-1"), (4, "made for another r")):
         with pytest.raises(ValueError, match=words):
             model(ids[:, :1], num_steps=wrong, past_key_values=out.past_key_values)
+
+    draw = functools.partial(model.transformer.draw_state, torch.zeros(2, 12, 32), ids)
+    assert draw().equal(ours.initial_state(1, 12, 0).expand(2, -1, -1))
+    model.train()
+    first, second = draw()
+    assert not first.equal(second) and not first.equal(draw()[0])
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -287,28 +285,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         assert theirs("has").input_ids == ours.encode("has", bos=True)
 
 
-def bpe(folder, qwens=False):
-    """Write a byte-level tokenizer.json with the words of GPT-2, or of Qwen2."""
-    tokenizers = need("tokenizers")
-    words = tokenizers.pre_tokenizers
-    t = tokenizers.Tokenizer(tokenizers.models.BPE())
-    t.pre_tokenizer = words.ByteLevel(add_prefix_space=False)
-    if qwens:
-        t.normalizer = tokenizers.normalizers.NFC()
-        split = words.Split(tokenizers.Regex(data.PATTERNS[1]), "isolated")
-        t.pre_tokenizer = words.Sequence([split, words.ByteLevel(False, use_regex=False)])
-    t.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        show_progress=False,
-        special_tokens=["</s>"],
-        initial_alphabet=words.ByteLevel.alphabet(),
-    )
-    t.train_from_iterator(["5 + 7   + 5 cafe dogs"] * 9, trainer)
-    t.save(f"{folder}/tokenizer.json")
-
-
-@pytest.mark.parametrize("qwens", [False, True])
+@pytest.mark.parametrize("words", ["gpt2", "qwen"])
 @pytest.mark.parametrize("changes", [
     {},
     {"norm": "post"},
@@ -316,20 +293,20 @@ def bpe(folder, qwens=False):
     {"head_norm": True},
     {"qkv_bias": True, "n_core": 1},
 ])
-def test_what_transformers_assumes_of_an_architecture(changes, qwens):
+def test_what_transformers_assumes_of_an_architecture(changes, words):
     """An export of any architecture has our tokens and gradients in transformers, or is refused."""
     tf = need("transformers")
-    model = small(**{"vocab_size": 300, "n_core": 0, "n_coda": 0} | changes)
-    model.save("m")
-    bpe("m", qwens)
-    common.write_json("m/tokenizer_config.json", {"extra_special_tokens": ["</s>"]})
-    if changes == {"qkv_bias": True} and not qwens:
-        assert "Qwen's own" in error_line("tools/export", "m", "out")
+    model = small(**{"vocab_size": 703, "n_core": 0, "n_coda": 0} | changes)
+    model.save(words)
+    write_bpe(words)
+    common.write_json(f"{words}/tokenizer_config.json", {"extra_special_tokens": ["</s>"]})
+    if changes == {"qkv_bias": True} and words == "gpt2":
+        assert "Qwen's own" in error_line("tools/export", words, "out")
         return
-    theirs = export("m")
+    theirs = export(words)
     tokenizer = tf.AutoTokenizer.from_pretrained("out", trust_remote_code=True)
     for text in ("5 + 7   + 5", "cafe\u0301 dogs"):
-        assert tokenizer(text).input_ids == Tokenizer.load("m").encode(text)
+        assert tokenizer(text).input_ids == Tokenizer.load(words).encode(text)
     said = read_json("out/tokenizer_config.json")
     assert "extra_special_tokens" not in said
     assert said["additional_special_tokens"] == ["</s>"]
@@ -342,20 +319,19 @@ def test_what_transformers_assumes_of_an_architecture(changes, qwens):
         assert relative_error(grad, model.embed.weight.grad) < 1e-4
 
 
-def test_card_runs_as_pasted(checkpoint):
-    """A model card's Python code runs as pasted, and the card states the model's own r."""
+def test_an_export_says_its_depth(checkpoint, llama):
+    """
+    --mean_recurrence sets an export's default r, which is the model's own otherwise, and --dtype
+    its weights' dtype. It says so, as does its model card, whose Python code runs as pasted.
+    """
     need("transformers")
-    run_script("tools/export", checkpoint, "out")
-    card = Path("out/README.md").read_text()
+    run_script("tools/export", checkpoint, "own")
+    card = Path("own/README.md").read_text()
     assert "`num_steps` times, 4 by default" in card
     assert "(1,2,1) layers" in card
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
-    exec(code.replace("ORGANIZATION/out", "out"), {})
+    exec(code.replace("ORGANIZATION/own", "own"), {})
 
-
-def test_an_export_says_its_depth(checkpoint, llama):
-    """--mean_recurrence sets an export's default r, --dtype its weights' dtype; it says so."""
-    need("transformers")
     said = run_script("tools/export", checkpoint, "out", "--mean_recurrence=9", "--dtype=bfloat16",
                       "--verify")
     assert "runs at r = 9 by default" in said and "of 20 layers" in said  # 1 + 9 * 2 + 1
