@@ -8,7 +8,6 @@ target: the letter of what this person holds just before, A, B, A, C and B. The 
 only and not part of the text, which is that of the chats, whose answers have targets as usual.
 """
 import json
-import re
 from pathlib import Path
 
 import numpy as np
