@@ -174,7 +174,8 @@ def print_final(found, part="test", unit="events"):
     print("| --- " * (1 + len(lengths)) + "|")
     rows = [(f"loop, r = {r}", "loop", r) for r in depths]
     rows += [("loop on an H100, r = 32", "loop/H100", "32"),
-             ("random start on an H100, r = 32", "random", "32"), ("parent", "parent", "0")]
+             ("random start on an H100, r = 32", "random", "32"), ("parent", "parent", "0"),
+             ("parent that writes out its steps", "worked", "0")]
     for title, arm, r in rows:
         runs = runs_of(found, arm).values()
         if runs:
