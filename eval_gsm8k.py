@@ -144,9 +144,9 @@ def normalize(text):
 
 
 # A number in the output of --template plain, such as -3, .5, 1.5e6 or $1,234.50. A comma belongs to
-# it only before groups of three digits. A minus may be U+2212.
+# it only before groups of three digits. A minus may be U+2212, and follows no letter: not in "B-3".
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-NUMBER = re.compile(rf"(?:(?<!\d)[\u2212-])?\$?{DIGITS}(?:[eE][+-]?\d{{1,3}}(?!\d))?")
+NUMBER = re.compile(rf"(?:(?<!\w)[\u2212-])?\$?{DIGITS}(?:[eE][+-]?\d{{1,3}}(?!\d))?")
 
 
 def last_number(text):
@@ -293,7 +293,7 @@ def summarize(questions, answers, steps, metrics):
     table = [f"\nhow many of n answers are right, with the standard error{more}; cut: how many "
              "reached --max_new_tokens without ending",
              " ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'cut':>6}  ",
-                       *(f"{x:>4}" for x in levels)])]
+                       *(f"{level:>4}" for level in levels)])]
     results = []
     for r in steps:
         for metric in metrics:
@@ -306,7 +306,8 @@ def summarize(questions, answers, steps, metrics):
             results.append({"steps": r, "metric": metric, "value": p, "standard_error": error,
                             "n": n, "cut": cut, "by_difficulty": by_difficulty})
             table.append(" ".join([f"{r or '-':>6}  {metric:9}{p:6.1%}{error:6.1%}{n:7}{cut:6}  ",
-                                   *(f"{value:4.0%}" for value, *_ in by_difficulty.values())]))
+                                   *(f"{value:{max(4, len(level))}.0%}"
+                                     for level, (value, *_) in by_difficulty.items())]))
     return results, table
 
 

@@ -2191,6 +2191,7 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     ("1234", "12,34", False),
     ("58,500", "58500", True),
     ("5-3", "3", True),
+    ("room B-3", "3", True),
     ("June 5, 2024", "May 3, 2024", False),
     ("x = 5, y = 4", "x = 3, y = 4", False),
 ])
@@ -2206,7 +2207,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     training cost, even if the run has deleted the checkpoint by then.
     """
     rows = [
-        {"question": "has", "answer": "so gets", "difficulty": "easy"},
+        {"question": "has", "answer": "so gets", "difficulty": "simple"},
         {"question": "so", "answer": 7, "difficulty": 2},
         {"question": "so", "answer": "so gets", "difficulty": 10},
         {"question": "so", "answer": "gets", "difficulty": "10"},
@@ -2220,7 +2221,8 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     asked = "--model=run", "--data=asked.jsonl", "--steps=1", "--template=plain"
     run_script("eval_gsm8k", *asked, "--limit=2")
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: shutil.rmtree(folder) or answers)
-    assert "     4     1 " in run_script("eval_gsm8k", *asked)  # n and cut
+    header, row = re.findall("^     . .*", run_script("eval_gsm8k", *asked), re.M)
+    assert len(header) == len(row) and "     4     1 " in row  # n and cut
 
     summary = read_json("run/eval_asked.json")
     assert summary["settings"]["max_new_tokens"] == 2 + 8
@@ -2230,7 +2232,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     assert result["value"] == 0.75
     assert result["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
     shares = [(level, share) for level, (share, *_) in result["by_difficulty"].items()]
-    assert shares == [("2", 1.0), ("10", 0.5), ("easy", 1.0)]
+    assert shares == [("2", 1.0), ("10", 0.5), ("simple", 1.0)]
 
 
 def scripted(model, ids):
