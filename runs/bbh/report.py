@@ -69,12 +69,13 @@ def main():
     found = collect(args.runs) if args.runs else read_json(HERE / "results.json")
     for task, runs in found.items():
         for part, unit in PARTS[task].items():
-            print(f"\n{task}, {part}.jsonl, by {unit}\n")
-            print_final(runs, part, unit)
+            if part in runs["loop 0"]:
+                print(f"\n{task}, {part}.jsonl, by {unit}\n")
+                print_final(runs, part, unit)
         for name, run in runs.items():
             print(f"{task}, {name}: {run['updates']} updates, {run['flops']:.3g} FLOPs")
     print(f"one standard error of 200 questions is at most {50 / math.sqrt(200):.1f} points")
-    if not args.runs and importlib.util.find_spec("matplotlib"):
+    if "long" in found["swaps"]["loop 0"] and importlib.util.find_spec("matplotlib"):
         draw(found["swaps"])
 
 
