@@ -181,7 +181,7 @@ def print_final(found, part="test", unit="events"):
         if runs:
             cells = [mean_and_error([100 * run[part][r][n] for run in runs]) for n in lengths]
             print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
-    for n in lengths:
+    for n in lengths if runs_of(found, "parent") else ():
         ours, theirs = ([100 * run[part][r][n] for run in runs_of(found, arm).values()]
                         for arm, r in (("loop", "32"), ("parent", "0")))
         print(f"{n} {unit}: loop at r = 32 over parent: {gain_and_error(ours, theirs)} points")
