@@ -3,9 +3,9 @@ Ask for more than the last answer of a story: data for train.py from train.jsonl
 
     python -m runs.bbh.mentions --stories FILE.jsonl --tokenizer out/bbh/cut --out out/bbh/mentions
 
-In "First, Alice and Bob swap balls. Then, Bob and Claire swap balls. ... Alice has" each name has a
-target: the letter of what this person holds just before, A, B, A, C and B. The letters are targets
-only and not part of the text, which is that of the chats, whose answers have targets as usual.
+In "First, Alice and Bob swap balls. Then, Bob and Claire swap balls. ... Alice has", the target at
+each name is the letter of the ball that this person has at that point: A, B, A, C and B. The text
+is that of the chats, without these letters, and the answers are targets as usual.
 """
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ ROW = 512  # tokens
 
 def mentions(text, held):
     """
-    Return where each name of a swap, and the name that is asked about, ends in a text, with the
-    letter that its person holds: [(end, "A"), ...]. held: {person: letter}, which the swaps change.
+    Find the names in the swaps of a text and in its question: [(where it ends, letter), ...].
+    held: {person: the letter of their object}, which the swaps change.
     """
     found, start = [], 0
     for swap in SWAP.finditer(text):
@@ -36,10 +36,12 @@ def mentions(text, held):
     return [*found, (asked.end(), held[asked[0]])]
 
 
-def document(tokenizer, messages):
-    """Return the tokens of a chat as data.document() does, (2, N), with a target at each mention."""
+def document(tokenizer, letters, messages):
+    """
+    Return the tokens of a chat as data.document() does, (2, N), with a target at each mention.
+    letters: {"A": its token in an answer, ...}.
+    """
     held = {name: name[0] for name in NAMES}
-    letters = {name[0]: tokenizer.encode(f"({name[0]}")[-1] for name in NAMES}
     ids, targets = [], []
     for message in messages:
         text = "\n" * bool(ids) + message["content"]
@@ -48,12 +50,12 @@ def document(tokenizer, messages):
             part.append(tokenizer.eos_id)
             targets[-1:] = [*part, IGNORE]  # the target is the next token
         else:
-            start, new = 0, []
+            targets += [IGNORE] * len(part)
             for end, letter in mentions(text, held):
-                piece = tokenizer.encode(text[start:end])
-                new += [IGNORE] * (len(piece) - 1) + [letters[letter]]
-                start = end
-            targets += new + [IGNORE] * (len(part) - len(new))
+                before = tokenizer.encode(text[:end])
+                if part[:len(before)] != before:
+                    raise UserError("this tokenizer has tokens that go beyond the end of a name")
+                targets[len(ids) + len(before) - 1] = letters[letter]
         ids += part
     return np.array([ids, targets], np.int32)
 
@@ -65,9 +67,10 @@ def main():
     parser.add_argument("--out", required=True, metavar="FOLDER", type=new_folder)
     args = parser.parse_args()
     tokenizer = Tokenizer.load(args.tokenizer)
+    letters = {name[0]: tokenizer.encode(f"({name[0]}")[-1] for name in NAMES}
     with reading(args.stories):
         chats = [json.loads(line) for line in Path(args.stories).read_text().splitlines()]
-        documents = [document(tokenizer, chat["messages"]) for chat in chats]
+        documents = [document(tokenizer, letters, chat["messages"]) for chat in chats]
     if (longest := max(tokens.shape[1] for tokens in documents)) > ROW:
         raise UserError(f"{args.stories}: a story of {longest} tokens. A row has {ROW}")
     with write_atomically(args.out) as folder:

@@ -61,7 +61,7 @@ class Item:
         return ASKED.sub(person, self.end)
 
     def answer(self, swaps, person):
-        """Return the letter of what a person holds after the swaps, such as "(C)"."""
+        """Return the letter of a person's object after the swaps, such as "(C)"."""
         held = dict(zip(self.people, range(len(self.people))))
         for a, b in swaps:
             held[a], held[b] = held[b], held[a]
