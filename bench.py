@@ -154,8 +154,7 @@ def parse_args():
     for flag in train.add_argument, decode.add_argument:
         flag("--model", type=paths, metavar="FOLDER",
              help="a checkpoint or run; default: random weights")
-        flag("--reinit", action="store_true",
-             help="random weights in the shape of --model")
+        flag("--reinit", action="store_true", help="random weights in the shape of --model")
         flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
         flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
         flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
@@ -165,16 +164,14 @@ def parse_args():
     flag("--steps", type=n_plus_k, default="0+4,24+8",
          help="recurrences without + with gradient (%(default)s)")
     flag("--batch_size", type=positive, default=4, help="rows per micro-batch (4)")
-    flag("--micro_batches", type=positive, default=1,
-         help="micro-batches per update (1)")
+    flag("--micro_batches", type=positive, default=1, help="micro-batches per update (1)")
     flag("--activation_budget", type=between(0.3, 1, float), default=1.0,
          help="fraction of activations that a compiled model keeps (1)")
     flag("--context", type=positive, default=256, help="tokens per row (256)")
     flag("--optimizer", choices=tuple(MOMENTS), default="muon", help="(%(default)s)")
 
     flag = decode.add_argument
-    flag("--steps", type=recurrences, default="1,2,4,8,16,32",
-         help="recurrences r (%(default)s)")
+    flag("--steps", type=recurrences, default="1,2,4,8,16,32", help="recurrences r (%(default)s)")
     flag("--batch_size", type=positive, default=1, help="prompts at once (1)")
     flag("--prompt_tokens", type=positive, default=32, help="tokens per prompt (32)")
     flag("--tokens", type=positive, default=64, help="new tokens per row (64)")

@@ -866,8 +866,7 @@ def main():
               "default: at least twice the usual longest one")
     flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
-    flag("--out", type=paths, required=True, metavar="FOLDER",
-         help="folder of the new data set")
+    flag("--out", type=paths, required=True, metavar="FOLDER", help="folder of the new data set")
     prepare(parser.parse_args())
 
 

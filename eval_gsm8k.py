@@ -316,8 +316,7 @@ def summarize(questions, answers, steps, metrics):
 def parse_args():
     parser = Parser(__doc__, usage="eval_gsm8k.py --model MODEL [flags]")
     flag = parser.add_argument
-    flag("--model", type=paths, required=True, metavar="FOLDER",
-         help="checkpoint or run folder")
+    flag("--model", type=paths, required=True, metavar="FOLDER", help="checkpoint or run folder")
     flag("--data", type=paths, metavar="FILE",
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
     flag("--limit", type=positive, help="ask only this many, spread evenly over the file")
@@ -327,8 +326,7 @@ def parse_args():
          help="cot: the paper's prompt (default); plain: the question alone, and one score")
     flag("--max_new_tokens", type=positive,
          help="longest answer; default: 256, with --template plain the longest reference + 8")
-    flag("--batch_size", type=positive, default=32,
-         help="questions at once (32)")
+    flag("--batch_size", type=positive, default=32, help="questions at once (32)")
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")

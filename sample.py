@@ -571,8 +571,7 @@ def make_parser():
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
               "--trace several from 1 to 32")
-    flag("--tokens", type=positive, default=256,
-         help="generate at most this many tokens (256)")
+    flag("--tokens", type=positive, default=256, help="generate at most this many tokens (256)")
     flag("--temperature", type=non_negative, default=0.0,
          help="of sampling; 0 (default): always the likeliest token")
     flag("--top_k", type=natural, default=0,

@@ -933,8 +933,8 @@ def test_texts_in_other_encodings(corpus):
 
 def test_validation_has_whole_documents(corpus):
     """
-    prepare keeps evenly spaced documents for validation, and loses none; a single document is split
-    by tokens, of which the last 1% are for validation.
+    prepare keeps evenly spaced documents for validation, and loses none. Of a single document, it
+    keeps the last 1% of the tokens.
     """
     for out, n, flags, count_val in (
         ("a", 4000, [], 40), ("b", 1000, [], 32), ("c", 300, [], 30), ("d", 300, ["--val=0.2"], 60),

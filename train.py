@@ -291,7 +291,7 @@ class Progress:
     What a run has done so far and where it comes from, as stored in a checkpoint's train.json. A
     sequence names the order of a source's rows: see Dataset.sequences().
     """
-    recipe: dict         # its Recipe, and digests of its data and of what it started from
+    recipe: dict         # its Recipe, with digests of its data and its parent
     config: dict         # all of its Settings
     tokens: int          # trained on, by the runs before it, too, except for pretraining
     flops: int           # likewise
@@ -325,7 +325,7 @@ def train_model(settings, device):
         save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
 
     def due(every):
-        """Whether it is time for what happens every so many updates, and after the last one."""
+        """Whether to do now what is done every so many updates and after the last one."""
         return progress.update == settings.updates or progress.update % every == 0
 
     with own_folder(settings, progress) if RANK == 0 else contextlib.nullcontext():
