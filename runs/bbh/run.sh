@@ -25,7 +25,7 @@ while read -r _ name; do
 done < runs/bbh/files.sha256
 
 [[ -e out/smollm2/hf ]] || bash runs/smollm2/run.sh model
-[[ -e $out/cut ]] || python surgery.py out/smollm2/hf $out/cut --shape 2,2,2 --verify
+[[ -e $out/cut ]] || python surgery.py out/smollm2/hf $out/cut --shape 13,4,13 --verify
 [[ -e $out/parent ]] || python surgery.py out/smollm2/hf $out/parent --feed_forward
 for task in ${RUNS:-swaps stepgame}; do
     dir=$out/$task
@@ -38,14 +38,14 @@ for task in ${RUNS:-swaps stepgame}; do
     fi
     for seed in ${SEEDS:-0}; do
         flags="--config=config/task.toml --data=$dir/data --seed=$seed --save_every=25"
-        flags+=" --eval_every=120 --eval_rows=16"
+        flags+=" --eval_every=60 --eval_rows=16 --updates=180 --mean_recurrence=4"
         parent="--init_from=$out/parent --out_dir=$dir/parent-$seed --optimizer=adamw --lr=3e-4"
         for arm in ${ARMS:-loop parent}; do
             case $arm in
-            loop) python train.py $flags --init_from=$out/cut --out_dir=$dir/loop-$seed --updates=480 ;;
+            loop) python train.py $flags --init_from=$out/cut --out_dir=$dir/loop-$seed ;;
             random)
-                python train.py $flags --init_from=$out/cut --out_dir=$dir/random-$seed --updates=480 \
-                    --reinit --lr=0.01 --adam_lr=0.001 ;;
+                python train.py $flags --init_from=$out/cut --out_dir=$dir/random-$seed --reinit \
+                    --lr=0.01 --adam_lr=0.001 ;;
             parent)
                 updates=$(python -m tools.plan $flags $parent --flops_of=$dir/loop-$seed --quiet)
                 python train.py $flags $parent --updates="$updates" ;;
