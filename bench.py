@@ -6,9 +6,9 @@ with the lowest and the highest.
     python bench.py decode --steps 1,4,32        # tokens/s over r
     python bench.py decode --model out/tiny/task
 
-Without --model, train and decode run a Llama of 27.3M parameters and shape (2,4,2) with random
-weights: speed does not depend on their values. The last line of output is JSON. `bash runs/gpu.sh`
-does all that is worth measuring on a new GPU.
+All weights are random, since speed does not depend on their values. The shape is that of --model,
+or a Llama of 27.3M parameters and (2,4,2) layers. The last line of output is JSON. `bash
+runs/gpu.sh` does all that is worth measuring on a new GPU.
 
 Tokens/s mean little across different r, so `train` also reports mfu: the FLOP/s that it executes in
 matrix products and attention, as a share of those of a large matrix product. And `decode` reports
@@ -153,8 +153,7 @@ def parse_args():
     decode.set_defaults(bench=bench_decode)
     for flag in train.add_argument, decode.add_argument:
         flag("--model", type=paths, metavar="FOLDER",
-             help="a checkpoint or run; default: random weights")
-        flag("--reinit", action="store_true", help="random weights in the shape of --model")
+             help="a checkpoint or run, for its shape alone")
         flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
         flag("--repeat", type=positive, default=5, help="timed runs per measurement (5)")
         flag("--compile", type=yes_or_no, nargs="?", const=True, default=True,
@@ -185,12 +184,9 @@ def main():
                     n_prelude=2, n_core=4, n_coda=2)
     if args.model:
         config = load_config(find_checkpoint(args.model))
-    if args.model and not args.reinit:
-        model = RecurrentLM.load(args.model, DEVICE, getattr(torch, dtype))
-    else:
-        model = RecurrentLM(config).to(DEVICE)
-        model.init_weights(0)
-        model.to(getattr(torch, dtype))
+    model = RecurrentLM(config).to(DEVICE)
+    model.init_weights(0)
+    model.to(getattr(torch, dtype))
     device, _ = device_and_dtype(model)
     print(dtype_on(dtype, device))
     rows = []

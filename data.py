@@ -76,41 +76,26 @@ class Dataset:
                             for (shards, _), weight in zip(self.sources, self.weights))
         self.longest = max(shards.longest for shards, _ in self.sources)
 
-    def fingerprint(self, sources=None):
-        """A digest of the contents and the weights of sources, by default of all; not of paths."""
-        content = [(shards.meta["shards"], weight) for shards, weight in sources or self.sources]
+    def fingerprint(self):
+        """A digest of the contents and the weights of all sources, not of their paths."""
+        content = [(shards.meta["shards"], weight) for shards, weight in self.sources]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    def sequences(self, seed):
-        """Name what determines the order of the rows of each source."""
-        return [f"seed {seed}, rows of {shards.T} tokens of {self.fingerprint([(shards, 1)])}"
-                for shards, _ in self.sources]
-
-    def count(self, samples):
-        """Return how many of the first `samples` come from each source."""
-        rounds, rest = divmod(samples, len(self.round))
-        counts = [rounds * weight for weight in self.weights]
-        for k, _ in self.round[:rest]:
-            counts[k] += 1
-        return counts
-
-    def batch(self, seed, index, rank, world, B, first=None):
+    def batch(self, seed, index, rank, world, B, first=0):
         """
         Return one rank's B rows of micro-batch number `index`, from 0: idx and targets (-100: no
-        loss), both (B, T) int64, and numbers (B,) int64, the rows' global sample indices. rank:
-        from 0 to world - 1. first: how many samples of each source earlier runs have seen.
+        loss), both (B, T) int64, and numbers (B,) int64, the rows' sample numbers. rank: from 0 to
+        world - 1. first: the sample with which micro-batch 0 begins.
         """
-        first = first or [0] * len(self.sources)
-        numbers = (index * world + rank) * B + np.arange(B)
+        numbers = first + (index * world + rank) * B + np.arange(B)
         samples = []
         for number in numbers:
             rounds, place = divmod(number, len(self.round))
             k, earlier = self.round[place]
             shards, _ = self.sources[k]
-            earlier += first[k] + rounds * self.weights[k]
-            samples.append(shards.sample(seed, earlier))
+            samples.append(shards.sample(seed, earlier + rounds * self.weights[k]))
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
-        return idx, targets, sum(first) + numbers
+        return idx, targets, numbers
 
 
 class Shards:
@@ -609,8 +594,8 @@ def tokenize(tokenizer, record, path, args):
         return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 
 
-def say_what_was_found(args, tokenizer, meta):
-    """Say what begins and ends each document, by which file, and how many records repeat."""
+def say_what_was_found(tokenizer):
+    """Say what begins and ends each document, and by which file."""
     path = tokenizer_file(tokenizer.folder)
     rule = "its post_processor"
     if path.suffix == ".model":
@@ -619,12 +604,6 @@ def say_what_was_found(args, tokenizer, meta):
     names[None] = "no BOS"
     bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
     say(f"{path}: documents begin with {bos}, by {rule}, and end with {names[tokenizer.eos_id]}")
-    digests = [key for _, key in meta["arguments"]["input"]]
-    repeats = [path for i, path in enumerate(args.input) if digests[i] in digests[:i]]
-    if repeats:
-        count = sum(1 for path in repeats for _ in read_records(path, args))
-        say(f"note: {count:,} records repeat, so some may be in training and in validation: other "
-            f"files of --input have the same content as {', '.join(repeats[:5])}")
 
 
 def tokenize_all(args, tokenizer, first=0):
@@ -811,7 +790,7 @@ def prepare(args):
         if state == finished:
             say(f"{out} is already complete")
             return
-        say_what_was_found(args, tokenizer, meta)
+        say_what_was_found(tokenizer)
         if in_rows and not meta["shards"]["train"]:
             meta["row_length"] = choose_row_length(args, tokenizer)
         write_json(unfinished, meta)

@@ -1026,19 +1026,15 @@ def test_counts_and_names_of_shards(corpus):
 
 
 def test_prepare_says_what_it_found(corpus, speaker):
-    """prepare says what begins a document, which file decides that, and how many records repeat."""
+    """prepare says what begins a document, and which file decides that."""
     documents(30)
-    shutil.copy("a.jsonl", "b.jsonl")
     shutil.copy(corpus / "task" / "tokenizer.json", ".")
-    command = "prepare", "--input", "a.jsonl", "a.jsonl", "--input=b.jsonl", "--tokenizer=."
-    said = run_script("data", *command, "--out=json")
+    said = run_script("data", *prepare(corpus, "a.jsonl", "json"), "--tokenizer=.")
     assert "tokenizer.json: documents begin with no BOS" in said and "end with </s> (1)" in said
-    assert "note: 60 records repeat" in said and "a.jsonl, b.jsonl" in said
     shutil.copy(speaker / "tokenizer.model", ".")
     os.remove("tokenizer.json")
     said = run_script("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.")
     assert "tokenizer.model: documents begin with <s> (1)" in said and "add_bos_token" in said
-    assert "repeat" not in said
 
 
 # --------------------------------------------------------------------------------------- the loader
@@ -1795,66 +1791,55 @@ def test_changed_settings_or_data(base, unbroken):
     assert "digest of the data" in error_line("train", *base)
 
 
-def test_a_run_that_starts_from_a_run_sees_new_rows(base, monkeypatch):
+def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
     """
-    Rows of each source, and draws, go on where earlier runs with the same seed ended, in whatever
-    mixture, and train.py says so; with --reinit they begin again.
+    On the same data, in the same order, and train.py says so; with other data, another seed or
+    --reinit it begins with row 0. A killed and resumed run does the same.
     """
-    sample_row, draw_steps = data.Shards.sample, train.draw_steps
-    rows, draws, sources = [], [], {}
+    numbers, sample_row = [], data.Shards.sample
 
     def spy(shards, seed, number):
         if seed:  # not in validation
-            rows.append((sources[shards.meta["shards"]["train"][0][2]], number))
+            numbers.append(number)
         return sample_row(shards, seed, number)
 
-    def counted(settings, update, number):
-        draws.append(number)
-        return draw_steps(settings, update, number)
-
     monkeypatch.setattr(data.Shards, "sample", spy)
-    monkeypatch.setattr(train, "draw_steps", counted)
     for name in "ab":
         tiny(name, seed=ord(name), rows=64)
-        sources[read_json(f"{name}/pretrain/meta.json")["shards"]["train"][0][2]] = name
 
     def flags(out, parent, mixture, *more):
         data_flag = "--data=" + re.sub("([ab])", r"\1/pretrain", mixture)
         start = f"--init_from={parent}", f"--out_dir={out}"
         return *base, data_flag, *start, "--seed=3", "--updates=3", "--save_every=1", *more
 
-    def check(*command, first_draw, **numbers):
-        rows.clear()
-        draws.clear()
+    def check(*command, first):
+        numbers.clear()
         said = run_script("train", *flags(*command))
-        assert draws == [first_draw, first_draw + 1, first_draw + 2]
-        for source, (first, end) in numbers.items():
-            trained = [number for name, number in rows[4:] if name == source]  # after the warm-up
-            assert trained == [*range(first, end)]
-        before = sum(first for first, _ in numbers.values())
-        assert (f"begin after the {before} rows" in said) == (before > 0)
+        assert numbers[4:] == [*range(first, first + 48)]  # after the warm-up
+        assert (f"begin after the {first} of" in said) == (first > 0)
 
-    check("one", "", "a", first_draw=1, a=(0, 48))
-    check("two", "one", "a:50,b:50", first_draw=4, a=(48, 72), b=(0, 24))
-    check("three", "two", "b:2,a:1", first_draw=7, b=(24, 56), a=(72, 88))
-    check("four", "three", "b", first_draw=10, b=(56, 104))
-    check("other", "four", "b", "--seed=4", first_draw=1, b=(0, 48))
-    check("five", "other", "b", first_draw=13, b=(104, 152))
-    check("new", "five", "b", "--reinit", first_draw=1, b=(0, 48))
+    check("one", "", "a", first=0)
+    check("two", "one", "a", first=48)
+    check("three", "two", "a", "--updates=6", "--batch_size=8", first=96)
+    check("four", "three", "a", first=144)
+    check("other_seed", "four", "a", "--seed=4", first=0)
+    check("new", "four", "a", "--reinit", first=0)
+    check("other_data", "four", "b", first=0)
+    numbers.clear()
+    assert "begin after" not in run_script("train", *flags("mixture", "four", "a:50,b:50"))
 
-    again = flags("again", "other", "b")
+    again = flags("again", "three", "a")
     train_until(2, *again)
     run_script("train", *again)
-    assert same_end("again", "five")
+    assert same_end("again", "four")
 
-    # An older version counted the rows of all sources together.
-    path = f"{find_checkpoint('five')}/train.json"
-    older = {key: value for key, value in read_json(path).items() if key != "rows"}
+    # An older version counted the rows of each source.
+    path = f"{find_checkpoint('four')}/train.json"
+    older = read_json(path) | {"used": {"a": [48, 3]}, "rows": {"a": 48}}
     common.write_json(path, older)
-    check("after_older", "five", "b", first_draw=16, b=(152, 200))
-    older["config"]["data"] = "a:1,b:1"
-    common.write_json(path, older)
-    assert "an older version" in error_line("train", *flags("x", "five", "b"))
+    assert "an older version" in error_line("train", *flags("x", "four", "a"))
+    common.write_json(path, older | {"used": {}})
+    check("after_older", "four", "a", first=192)
 
 
 def test_rows_of_questions(base, corpus):

@@ -259,17 +259,17 @@ def draw_steps(settings, update, number):
     return r - k, k
 
 
-def draws_of(settings, update, first_draw=0):
-    """Return all draws of an update: [(n, k), ...]. first_draw: number of earlier runs' draws."""
-    first = first_draw + update * settings.draws + 1
+def draws_of(settings, update):
+    """Return all draws of an update: [(n, k), ...]."""
+    first = update * settings.draws + 1
     return [draw_steps(settings, update, first + i) for i in range(settings.draws)]
 
 
-def largest_k(settings, first_draw=0):
+def largest_k(settings):
     """Return the largest k that a run may use. With --backprop_depth=0 that is its largest r."""
     if settings.backprop_depth:
         return min(settings.backprop_depth, settings.mean_recurrence)
-    draws = (draws_of(settings, update, first_draw) for update in range(settings.updates))
+    draws = (draws_of(settings, update) for update in range(settings.updates))
     return max((k for draw in draws for _, k in draw), default=1)
 
 
@@ -287,16 +287,12 @@ def lr_scale(settings, update):
 
 @dataclass
 class Progress:
-    """
-    What a run has done so far and where it comes from, as stored in a checkpoint's train.json. A
-    sequence names the order of a source's rows: see Dataset.sequences().
-    """
+    """What a run has done so far and where it comes from, as stored in a checkpoint's train.json."""
     recipe: dict         # its Recipe, with digests of its data and its parent
     config: dict         # all of its Settings
     tokens: int          # trained on, by the runs before it, too, except for pretraining
     flops: int           # likewise
-    used: dict           # {sequence: (rows, draws)} that the runs before it have used
-    rows: dict = field(default_factory=dict)  # {sequence: rows} that it has used itself
+    first_row: int = 0   # the one after those that the runs before it read from the same data
     update: int = 0      # complete updates
     skipped: int = 0     # those without a finite gradient
     validated: int = -1  # the update after which it was last validated
@@ -311,14 +307,10 @@ def train_model(settings, device):
     model, exact, optimizer, progress = open_run(settings, device, train_set)
     tokenizer_files = check_tokenizers(model, train_set)
     start = progress.update
-    sequences = train_set.sequences(settings.seed)
-    used = [progress.used.get(key, (0, 0)) for key in sequences]  # by earlier runs
-    first_rows = [rows for rows, _ in used]
-    first_draw = max(draws for _, draws in used)
-    max_k = largest_k(settings, first_draw)
+    max_k = largest_k(settings)
     check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start,
-                                  "first rows": first_rows})
-    describe_start(settings, model, device, train_set, first_rows)
+                                  "first row": progress.first_row})
+    describe_start(settings, model, device, train_set, progress.first_row)
     describe_run(settings, model, max_k)
 
     def save():
@@ -338,36 +330,13 @@ def train_model(settings, device):
         if due(settings.eval_every) and progress.validated != start:
             validate(settings, model, val_sets, progress, signals)
         skips = 0  # updates in a row without a finite gradient
-        B = settings.micro_batch
-        num_micro_batches = settings.batch_size // (B * WORLD)  # per update, on each rank
-        tokens = settings.batch_size * settings.context         # per update, over all ranks
+        tokens = settings.batch_size * settings.context  # per update, over all ranks
         run_began = time.monotonic()
         for update in range(start, settings.updates):
             began = time.monotonic()
-            draws = draws_of(settings, update, first_draw) if model.config.n_core else [(0, 0)]
-            # num_stops: the ranks that a signal stops. It is among the sums over all ranks, so that
-            # they stop after the same update, without another all-reduce or wait for the device.
-            sums = torch.zeros(3, dtype=torch.float64, device=device)
-            loss_sum, num_labels, num_stops = sums  # views of it
-            for i in range(num_micro_batches):
-                if signals:
-                    num_stops += 1
-                    break
-                index = update * num_micro_batches + i
-                batch = train_set.batch(settings.seed, index, RANK, WORLD, B, first_rows)
-                idx, targets, state = to_inputs(model, batch, settings.seed)
-                steps = draws[i * len(draws) // num_micro_batches]  # (n, k)
-                _, token_losses = model(idx, targets, steps, state, settings.recompute)
-                loss = token_losses.sum()
-                loss.backward()
-                optimizer.accumulate()
-                loss_sum += loss.detach()
-                num_labels += (targets != IGNORE).sum().item()  # targets are on the CPU
-            if WORLD > 1:
-                dist.all_reduce(sums)
-            sum_norm = optimizer.reduce()
-            # The update's only wait for the device.
-            losses, labels, stops, sum_norm = torch.stack((*sums, sum_norm)).tolist()
+            draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
+            losses, labels, stops, sum_norm = sum_gradients(settings, model, optimizer, train_set,
+                                                            progress, draws, signals)
             if stops:  # at least one rank left this update early, so discard it
                 if update > start and not due(settings.save_every):  # if not saved yet
                     save()
@@ -380,8 +349,7 @@ def train_model(settings, device):
             if skips > MAX_SKIPS:
                 raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "
                                 f"{settings.lr}), or check the data")
-            done = progress.update = update + 1
-            progress.rows = dict(zip(sequences, train_set.count(done * settings.batch_size)))
+            progress.update += 1
             progress.skipped += skips > 0
             progress.tokens += tokens
             progress.flops += update_flops(settings, model, optimizer, draws, labels / tokens)
@@ -390,7 +358,8 @@ def train_model(settings, device):
                          "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
                          "lr": settings.lr * lr_factor}
                 now = time.monotonic()
-                report(settings, progress, entry, now - began, (now - run_began) / (done - start))
+                pace = (now - run_began) / (progress.update - start)
+                report(settings, progress, entry, now - began, pace)
             if due(settings.save_every):
                 save()
             if due(settings.eval_every):
@@ -400,6 +369,36 @@ def train_model(settings, device):
         return 128 + signal.SIGTERM
     say(f"done: {settings.out_dir}")
     return 0
+
+
+def sum_gradients(settings, model, optimizer, train_set, progress, draws, signals):
+    """
+    Run the forward and backward passes of the next update, with its draws of (n, k). Returns sums
+    over all ranks: of the losses, of the labels, of the ranks that a signal has stopped, so that
+    all stop after the same update, and the norm of the summed gradient.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=model.embed.weight.device)
+    losses, labels, stops = sums  # views of it
+    B = settings.micro_batch
+    count = settings.batch_size // (B * WORLD)  # micro-batches on each rank
+    for i in range(count):
+        if signals:
+            stops += 1
+            break
+        index = progress.update * count + i
+        batch = train_set.batch(settings.seed, index, RANK, WORLD, B, progress.first_row)
+        idx, targets, state = to_inputs(model, batch, settings.seed)
+        steps = draws[i * len(draws) // count]
+        _, token_losses = model(idx, targets, steps, state, settings.recompute)
+        loss = token_losses.sum()
+        loss.backward()
+        optimizer.accumulate()
+        losses += loss.detach()
+        labels += (targets != IGNORE).sum().item()  # targets are on the CPU
+    if WORLD > 1:
+        dist.all_reduce(sums)
+    # The update's only wait for the device.
+    return torch.stack((*sums, optimizer.reduce())).tolist()
 
 
 def to_inputs(model, batch, seed):
@@ -588,7 +587,7 @@ def open_run(settings, device, train_set):
     if not resumed:
         if folder:
             recipe["digest of init_from"] = parent_digest(recipe)
-        progress = Progress(recipe, vars(settings), **spent_before(model.folder))
+        progress = Progress(recipe, vars(settings), *spent_before(model.folder, recipe))
         return model, exact, optimizer, progress
     if not (resumed / "optimizer.safetensors").exists():
         raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
@@ -672,38 +671,30 @@ def parent_digest(recipe):
 
 
 def read_progress(folder):
-    """Read a train.json. Older versions did not count the "rows" of each source."""
+    """Read a checkpoint's train.json. Raises UserError if an older version counted its rows."""
     with reading(f"{folder}/train.json") as path:
-        progress = Progress(**read_json(path))
-    if not progress.rows:
-        recipe, update = progress.recipe, progress.update
-        if set(progress.config["data"]) & set(",:"):
-            raise UserError(f"{folder}: an older version, which did not count the rows of each "
-                            "data set, trained this on a mixture. Go on with that version")
-        key = (f"seed {recipe['seed']}, rows of {recipe['context']} tokens of "
-               f"{recipe['digest of the data']}")
-        progress.rows = {key: update * recipe["batch_size"]}
-        progress.validated = update
-    return progress
+        record = read_json(path)
+        if record.pop("used", {}).keys() & record.pop("rows", {}).keys():
+            raise UserError(f"{folder}: an older version trained this, which counted the rows of "
+                            "each data set. Go on with that version")
+        return Progress(**record)
 
 
-def spent_before(folder):
+def spent_before(folder, recipe):
     """
-    Return what the chain of runs that led to the checkpoint `folder` has spent: "tokens" and
-    "flops", without those of a first run without --init_from, which was pretraining; and "used",
-    {sequence: (rows, draws)} of each source, which the next run must not repeat.
+    Return what the chain of runs that led to the checkpoint `folder` has spent: tokens and FLOPs,
+    without those of a first run without --init_from, which was pretraining; and the rows, if a run
+    with this recipe reads the same data in the same order, so that it can go on after them.
     """
     if not (folder and Path(folder, "train.json").exists()):  # not made by train.py
-        return {"tokens": 0, "flops": 0, "used": {}}
+        return 0, 0, 0
     last = read_progress(folder)
-    used = last.used
-    before = [used.get(key, (0, 0)) for key in last.rows]
-    draws = max(draws for _, draws in before) + last.update * last.recipe["draws"]
-    for (key, rows), (earlier, _) in zip(last.rows.items(), before):
-        used[key] = earlier + rows, draws
+    order = "seed", "context", "digest of the data"
+    same = all(last.recipe[key] == recipe.get(key) for key in order)
+    rows = last.first_row + last.update * last.recipe["batch_size"] if same else 0
     if not last.recipe["init_from"]:  # one with --reinit counts: it is compared with one without
-        last.tokens = last.flops = 0
-    return {"tokens": last.tokens, "flops": last.flops, "used": used}
+        return 0, 0, rows
+    return last.tokens, last.flops, rows
 
 
 def check_ranks(mine):
@@ -716,13 +707,13 @@ def check_ranks(mine):
             raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}")
 
 
-def describe_start(settings, model, device, train_set, first_rows):
-    """Print the data and the weights that a run starts from. first_rows: see Dataset.batch()."""
+def describe_start(settings, model, device, train_set, first_row):
+    """Print the data and the weights that a run starts from. first_row: see Progress."""
     epochs = settings.updates * settings.batch_size / train_set.num_rows
     say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
-    if any(first_rows):
-        say(f"rows and draws of r begin after the {sum(first_rows):,} rows of earlier runs")
+    if first_row:
+        say(f"rows begin after the {first_row:,} of earlier runs on this data")
     if train_set.longest > settings.context:
         say(f"warning: --context={settings.context} separates some answers from their questions. "
             f"The longest question with its answer has {train_set.longest:,} tokens")

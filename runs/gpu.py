@@ -1,7 +1,7 @@
 """
 What gpu.sh needs Python for.
 
-    python -m runs.gpu shape tinyllama-4-8-4 OUT    write a shape for --reinit; print the GPU's GB
+    python -m runs.gpu shape tinyllama-4-8-4 OUT    write a shape; print the GPU's GB
     python -m runs.gpu compare                      compare a small model with the CPU's
     python -m runs.gpu report OUT SHAPE             print the results of all parts
 """

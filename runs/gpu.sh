@@ -67,13 +67,13 @@ fi
 if asked train; then
     for rows in 4-0.5 2-1 16-1; do  # of a micro-batch, and the activation budget
         [[ $rows == 16-1 && $preset == tinyllama* ]] && ((gigabytes < 66)) && continue
-        part train-$rows python bench.py train --model $shape --reinit --steps 4+4 \
+        part train-$rows python bench.py train --model $shape --steps 4+4 \
             --batch_size ${rows%-*} --activation_budget ${rows#*-} "${train[@]}"
     done
 fi
 if asked decode; then
     for rows in 1 8 64; do
-        part decode-$rows python bench.py decode --model $shape --reinit --steps 1,4,16 \
+        part decode-$rows python bench.py decode --model $shape --steps 1,4,16 \
             --batch_size $rows "${decode[@]}"
     done
 fi

@@ -386,7 +386,7 @@ def run_scripts(corpus, folder):
     os.mkdir("logs")
     assert run_script("runs/gpu", "shape", "smollm2-135m-2-2-2", "shape") == "80\n"
     parts = {
-        "train-1-0.5": "bench train --model=shape --reinit --steps=1+1 --batch_size=1 --context=8 "
+        "train-1-0.5": "bench train --model=shape --steps=1+1 --batch_size=1 --context=8 "
                        "--repeat=1 --compile=false",
         "decode-1": f"bench decode --model={folder} --tokens=4 --steps=2 --repeat=1",
         "compare": "runs/gpu compare",
