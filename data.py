@@ -196,7 +196,7 @@ def copy_tokenizer(source, target):
 class Tokenizer:
     """Turns text into ids, and ids into text."""
     folder: str            # that it was loaded from
-    encode_text: Callable  # text -> ids; the names of control tokens are encoded as ordinary text
+    encode_text: Callable  # text -> ids; the name of a control token is ordinary text
     decode_ids: Callable   # list of ids below vocab_size -> text
     vocab_size: int        # the highest id + 1; there may be gaps
     special: dict          # {name: id} of control tokens
@@ -243,7 +243,8 @@ class Tokenizer:
     def encode(self, text, bos=False):
         """
         Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
-        text is four characters, never EOS. Raises UserError if the text is not Unicode.
+        text is four characters, not EOS, unless the tokenizer has only whole words. Raises
+        UserError if the text is not Unicode.
         """
         try:
             text.encode()
@@ -620,20 +621,15 @@ def tokenize_all(args, tokenizer, first=0):
 
 def choose_row_length(args, tokenizer):
     """
-    Return --row_length, or by default the smallest power of two, from 256 on, that is at least
-    twice the length of 99% of the documents, but at most the context of the tokenizer's model.
+    Return the smallest power of two, from 256 on, that is at least twice the length of 99% of the
+    documents, but at most the context of the tokenizer's model.
     """
     sizes = [result.shape[1] for group in tokenize_all(args, tokenizer)
              for outcome, result in group if outcome == "kept"] or [0]
     config = read_optional(args.tokenizer, "config.json")  # in our layout, or Hugging Face's
     context = config.get("context") or config.get("max_position_embeddings") or math.inf
     usual = max(256, 2 * np.quantile(sizes, 0.99))
-    T = args.row_length or min(1 << math.ceil(math.log2(usual)), context)
-    too_long = sum(size > T for size in sizes)
-    if too_long > MAX_BAD * len(sizes):
-        raise UserError(f"{args.out}: {too_long} of {len(sizes)} documents do not fit in a row of "
-                        f"{T} tokens. The longest has {max(sizes):,}. Use --row_length")
-    return T
+    return min(1 << math.ceil(math.log2(usual)), context)
 
 
 def pack(args, tokenizer, meta):
@@ -657,9 +653,11 @@ def pack(args, tokenizer, meta):
                 write_train_and_val(args.out, meta, documents, args.val)
                 documents, size = [], 0
         total = sum(counts.values())
-        if counts["bad"] > MAX_BAD * total:
-            raise UserError(f"{args.out}: {counts['bad']} of {total} records so far are bad. Check "
-                            f"the flags that name columns. One of them: {meta['left_out']}")
+        for fault, advice in (("bad", "Check the flags that name columns"),
+                              ("long", f"A row has {meta['row_length']}. Use --row_length")):
+            if counts[fault] > MAX_BAD * total:
+                raise UserError(f"{args.out}: {counts[fault]} of {total} records so far are "
+                                f"{fault}. {advice}. One of them: {meta['left_out']}")
     if documents:
         write_train_and_val(args.out, meta, documents, args.val)
     if not meta["shards"]["train"]:
@@ -792,7 +790,7 @@ def prepare(args):
             return
         say_what_was_found(tokenizer)
         if in_rows and not meta["shards"]["train"]:
-            meta["row_length"] = choose_row_length(args, tokenizer)
+            meta["row_length"] = args.row_length or choose_row_length(args, tokenizer)
         write_json(unfinished, meta)
         copy_tokenizer(args.tokenizer, out)  # now, because a run may delete its checkpoint
         pack(args, tokenizer, meta)
