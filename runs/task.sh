@@ -113,6 +113,6 @@ model=$task/loop-${seeds%% *}
 cat <<END
 
 Ask it:     python sample.py --model $model --steps 1,8,32
-Export it:  python -m tools.export $model $task/export --mean_recurrence 8
+Export it:  python -m tools.export $model $task/export --mean_recurrence 32
 Serve it:   vllm serve $task/export --trust-remote-code      (pip install vllm)
 END

@@ -5,11 +5,11 @@
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# It takes 4 to 6 minutes on 2 idle cores of a recent CPU. --quick runs every stage in about a
-# minute, which is too short to learn anything. Output goes to out/tiny, to out/tiny-quick with
-# --quick, or to out/tiny-seed5 with --seed 5. The same command resumes a run that was stopped;
-# `rm -rf out/tiny` starts over. On a busy machine two threads keep waiting for each other, so a
-# single thread is many times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh
+# It takes 3 to 8 minutes on 2 idle cores. --quick runs every stage in about a minute, which is too
+# short to learn anything. Output goes to out/tiny, to out/tiny-quick with --quick, or to
+# out/tiny-seed5 with --seed 5. The same command resumes a run that was stopped; `rm -rf out/tiny`
+# starts over. On a busy machine two threads keep waiting for each other, so a single thread is many
+# times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 quick='' seed=''
@@ -48,7 +48,7 @@ score() {  # score NAME: evaluate the model in $out/NAME at r = 1, 4 and 32
 }
 
 if [[ ! $quick ]]; then
-    echo "This takes 4 to 6 minutes on 2 idle cores of a recent CPU. If they are busy, stop it and run"
+    echo "This takes 3 to 8 minutes on 2 idle cores. If they are busy, stop it and run"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('matplotlib'))" ||
