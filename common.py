@@ -243,17 +243,18 @@ def lock_file(file, path):
         return False
 
 
-def lock_folder(folder, names="*"):
+def lock_folder(folder, *names):
     """
     Create a folder if necessary, lock it, and remove what a killed write_atomically() left of files
-    with these names, which only the lock's holder writes. Closing the file that it returns releases
-    the lock. See lock_file().
+    with these names, such as "step_*", which only the lock's holder writes. Closing the file that
+    it returns releases the lock. See lock_file().
     """
     os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
     file = open(f"{folder}/.lock", "w")
     if lock_file(file, folder):
-        for path in Path(folder).glob(f"{names}.loopgraft-unfinished-????????/"):
-            shutil.rmtree(path, ignore_errors=True)
+        for name in names:
+            for path in Path(folder).glob(f"{name}.loopgraft-unfinished-????????/"):
+                shutil.rmtree(path, ignore_errors=True)
     return file
 
 

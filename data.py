@@ -74,11 +74,11 @@ class Dataset:
         self.round = [(k, i) for _, k, i in sorted(places)]
         self.num_rows = min(shards.num_rows * len(self.round) // weight
                             for (shards, _), weight in zip(self.sources, self.weights))
-        self.longest = max(shards.longest for shards, _ in self.sources)
 
     def fingerprint(self):
         """A digest of the contents and the weights of all sources, not of their paths."""
-        content = [(shards.meta["shards"], weight) for shards, weight in self.sources]
+        shards = [shards.meta["shards"] for shards, _ in self.sources]
+        content = list(zip(shards, self.weights))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def batch(self, seed, index, rank, world, B, first=0):
@@ -112,7 +112,6 @@ class Shards:
         self.shards = []  # (ids, targets) of each, memory-mapped
         self.starts = []  # the first row of each
         self.num_rows = 0
-        self.longest = 0  # tokens in the longest document, if only a part of each carries loss
         fixed = self.meta["row_length"]
         if fixed not in (None, T):
             raise UserError(f"{folder}: its rows have {fixed} tokens. Use --context={fixed}")
@@ -121,8 +120,6 @@ class Shards:
                 tokens = np.load(path, mmap_mode="r")
                 if tokens.shape[-1] != count:
                     raise ValueError(f"meta.json lists {count:,} tokens")
-            if tokens.ndim == 2:
-                self.longest = self.meta.get("longest", 0)
             ids, targets = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append((ids, targets))
             self.starts.append(self.num_rows)
@@ -187,8 +184,11 @@ def read_tokenizer_files(folder):
 
 
 def copy_tokenizer(source, target):
-    """Copy those of TOKENIZER_FILES that exist from one folder to another."""
-    for name, content in read_tokenizer_files(source).items():
+    """Copy a folder's TOKENIZER_FILES to another, in place of those there."""
+    files = read_tokenizer_files(source)
+    for name in TOKENIZER_FILES:
+        Path(target, name).unlink(missing_ok=True)
+    for name, content in files.items():
         Path(target, name).write_bytes(content)
 
 
@@ -368,8 +368,8 @@ def template_bos(path, spec):
 
 def read_tokenizer_json(path, spec, in_text):
     """
-    Return encode_text and decode_ids of a tokenizer.json, from a reader that is certain to give the
-    same ids as the tokenizers library, if there is one, since that is slower and optional.
+    Return encode_text and decode_ids of a tokenizer.json, from a reader of its kind that gives the
+    same ids as the tokenizers library, if we have one, since that is slower and optional.
     """
     merges = spec["model"].get("merges", [])  # "a b" or [a, b]
     merged = ["".join(pair).replace(" ", "") for pair in merges]
@@ -776,7 +776,7 @@ def prepare(args):
     meta = new_meta(args, tokenizer)
     out = Path(args.out)
     finished, unfinished = out / "meta.json", out / "progress.json"
-    with lock_folder(out):
+    with lock_folder(out, "*"):
         state = finished if finished.exists() else unfinished
         if state.exists():
             earlier = read_json(state)

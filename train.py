@@ -150,6 +150,8 @@ def without_effect(settings):
             yield f"--{name}", "with --init_from"
         if not settings.reinit:
             yield "--embed_scale", "with --init_from without --reinit"
+    else:
+        yield "--reinit", "without --init_from"
     if settings.optimizer != "muon":
         yield "--adam_lr", "without --optimizer=muon"
     if settings.curriculum == "none":
@@ -622,7 +624,7 @@ def check_tokenizers(model, train_set):
 
 def own_folder(settings, progress):
     """Lock the run's folder, and cut off the log of updates to be redone. Returns the lock."""
-    lock = lock_folder(settings.out_dir, "step_*")
+    lock = lock_folder(settings.out_dir, "step_*", "step_*/train.json")
     saved = checkpoints(settings.out_dir)
     if saved and saved[-1].name != f"step_{progress.update:06d}":
         raise UserError(f"{saved[-1]}: another process has just written this. Run this command "
@@ -714,9 +716,6 @@ def describe_start(settings, model, device, train_set, first_row):
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
     if first_row:
         say(f"rows begin after the {first_row:,} of earlier runs on this data")
-    if train_set.longest > settings.context:
-        say(f"warning: --context={settings.context} separates some answers from their questions. "
-            f"The longest question with its answer has {train_set.longest:,} tokens")
 
 
 def describe_run(settings, model, max_k):
