@@ -1,19 +1,24 @@
 """
-Print the tables of runs/bbh/README.md.
+Print the tables of runs/bbh/README.md, and draw its picture if matplotlib is installed.
 
     python -m runs.bbh.report                       of the published results.json
     python -m runs.bbh.report out/bbh               the tables of your own runs, made by run.sh
 """
+import importlib.util
 import math
 from pathlib import Path
 
 from common import Parser, cli, read_json
 from model import find_checkpoint
-from runs.smollm2.report import print_final
+from runs.smollm2.report import finish, print_final
 
 HERE = Path(__file__).resolve().parent
 PARTS = {"swaps": {"test": "swaps", "long": "swaps"},
+         "swaps, six layers": {"test": "swaps"},
          "stepgame": {"test": "hops", "sentences": "sentences"}}
+
+# code-davinci-002 by the number of swaps, which is that of the people: Suzgun et al., 2022.
+PUBLISHED = {"a few examples": (37.6, 20.4, 14.4), "and its steps written out": (78, 90, 86)}
 
 
 def collect(out):
@@ -31,6 +36,23 @@ def collect(out):
     return found
 
 
+def draw(found):
+    """Draw accuracy on long.jsonl by number of swaps, of the looped model at each r and others."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
+    depths, parent = found["loop 0"]["long"], found["parent 0"]["long"]["0"]
+    swaps = list(map(int, parent))
+    for i, (r, shares) in enumerate(depths.items()):
+        color = plt.cm.plasma(0.9 - 0.9 * i / len(depths))
+        panel.plot(swaps, [100 * shares[str(n)] for n in swaps], c=color, label=f"r = {r}")
+    panel.plot(swaps, [100 * parent[str(n)] for n in swaps], "--", c="black", label="its parent")
+    for marker, (kind, values) in zip("x+", PUBLISHED.items()):
+        panel.plot((3, 5, 7), values, marker, c="C2", label=f"code-davinci-002, {kind}")
+    finish(figure, panel, "bbh.png", 100 / 7, (1, 5), "swaps; seven people", ncols=2)
+
+
 def main():
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="?", metavar="FOLDER", help="print the tables of these runs")
@@ -44,6 +66,8 @@ def main():
         for name, run in runs.items():
             print(f"{task}, {name}: {run['updates']} updates, {run['flops']:.3g} FLOPs")
     print(f"one standard error of 200 questions is at most {50 / math.sqrt(200):.1f} points")
+    if importlib.util.find_spec("matplotlib") and not args.runs:
+        draw(found["swaps"])
 
 
 if __name__ == "__main__":

@@ -263,20 +263,13 @@ def draw(found):
         panel.plot(lengths, mean, style, c=color, label=label)
         panel.fill_between(lengths, mean - error, mean + error, color=color, alpha=0.15, lw=0)
 
-    def finish(figure, panel, name, columns):
-        panel.axhline(20, ls=":", c="gray", label="guessing")
-        panel.axvspan(3, 5, alpha=0.1, color="gray", label="lengths in training")
-        panel.set(xlabel="events in the story", ylabel="accuracy, %", ylim=(0, 103), xlim=(1, 24))
-        panel.legend(fontsize=8, loc="upper right", ncols=columns)
-        figure.savefig(ASSETS / name, dpi=110)
-
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
     depths = "1", "2", "4", "8", "16", "32"  # at r = 64, the curve is almost that of r = 32
     for i, r in enumerate(depths):
         color = plt.cm.plasma(0.9 - 0.9 * i / len(depths))
         curve(panel, "retrofit", "-", f"r = {r}", color, r)
     curve(panel, "parent", "--", "its parent", "black")
-    finish(figure, panel, "smollm2.png", 2)
+    finish(figure, panel, "smollm2.png", 20, (3, 5), "events in the story", ncols=2)
 
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
     for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
@@ -284,7 +277,17 @@ def draw(found):
             looped = arm in ("retrofit", "random")
             label = f"{title} (best r)" if looped else title
             curve(panel, arm, "-" if looped else "--", label, color)
-    finish(figure, panel, "smollm2_arms.png", 1)
+    finish(figure, panel, "smollm2_arms.png", 20, (3, 5), "events in the story")
+
+
+def finish(figure, panel, name, chance, trained, xlabel, **legend):
+    """Add to a picture what guessing gives and the lengths in training, and write it to assets."""
+    panel.axhline(chance, ls=":", c="gray", label="guessing")
+    panel.axvspan(*trained, alpha=0.1, color="gray", label="lengths in training")
+    panel.set(xlabel=xlabel, ylabel="accuracy, %", ylim=(0, 103))
+    panel.margins(x=0)
+    panel.legend(fontsize=8, loc="upper right", **legend)
+    figure.savefig(ASSETS / name, dpi=110)
 
 
 def main():
