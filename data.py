@@ -368,41 +368,13 @@ def template_bos(path, spec):
 
 def read_tokenizer_json(path, spec, in_text):
     """
-    Return encode_text and decode_ids of a tokenizer.json, from a reader of its kind that gives the
-    same ids as the tokenizers library, if we have one, since that is slower and optional.
+    Return encode_text and decode_ids of a tokenizer.json: from one of our readers, which give the
+    same ids, if it knows this kind, else from the tokenizers library, which is slower and optional.
     """
-    merges = spec["model"].get("merges", [])  # "a b" or [a, b]
-    merged = ["".join(pair).replace(" ", "") for pair in merges]
-    match spec:
-        case {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab},
-              "pre_tokenizer": {"type": "WhitespaceSplit"},
-              } if not (in_text or spec.get("normalizer") or spec.get("decoder")):
-            words = {i: word for word, i in all_tokens(spec).items()}
-            split = re.compile(r"[\S\x1c-\x1f]+").findall  # only Python counts these as whitespace
-            return (lambda text: [vocab.get(word, vocab["<unk>"]) for word in split(text)],
-                    lambda ids: " ".join(words[i] for i in ids if i in words))
-        case {"model": {"merges": _},
-              "normalizer": None | {"type": "NFC"},
-              "pre_tokenizer": {"pretokenizers": [
-                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
-                  | {"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
-                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
-              } if words in PATTERNS:
-            if found := byte_level(spec, words, merged, in_text):
-                return found
-        case {"model": {"byte_fallback": True},
-              "normalizer": {"normalizers": [
-                  {"prepend": "▁"},
-                  {"pattern": {"String": " "}, "content": "▁"}]},
-              "pre_tokenizer": None,
-              } if not in_text and (beside := path.with_name("tokenizer.model")).exists():
-            model, tokens = read_sentencepiece(beside)
-            scores = [model.get_score(tokens.get(token, 0)) for token in merged]
-            if (tokens == all_tokens(spec)
-                    and scores == sorted(scores, reverse=True)
-                    and model.normalize(" ﬁ  x ") == "▁▁ﬁ▁▁x▁"):
-                return model.encode, model.decode
-    import tokenizers  # reads any kind
+    for reader in whole_words, byte_level, sentencepiece_beside:
+        if found := reader(path, spec, in_text):
+            return found
+    import tokenizers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
     coder = tokenizers.Tokenizer.from_file(str(path))
     coder.no_truncation()
@@ -411,6 +383,40 @@ def read_tokenizer_json(path, spec, in_text):
     # Unlike encode(), encode_batch_fast() releases the GIL, so that threads encode in parallel.
     return (lambda text: coder.encode_batch_fast([text], add_special_tokens=False)[0].ids,
             functools.partial(coder.decode, skip_special_tokens=False))
+
+
+def whole_words(path, spec, in_text):
+    """A vocabulary of whole words between blanks, such as that of assets/tiny."""
+    match spec:
+        case {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab},
+              "pre_tokenizer": {"type": "WhitespaceSplit"},
+              } if not (in_text or spec.get("normalizer") or spec.get("decoder")):
+            words = {i: word for word, i in all_tokens(spec).items()}
+            split = re.compile(r"[\S\x1c-\x1f]+").findall  # only Python counts these as whitespace
+            return (lambda text: [vocab.get(word, vocab["<unk>"]) for word in split(text)],
+                    lambda ids: " ".join(words[i] for i in ids if i in words))
+
+
+def sentencepiece_beside(path, spec, in_text):
+    """Llama 2's BPE, with SentencePiece, if tokenizer.model beside it has the same tokens."""
+    match spec:
+        case {"model": {"byte_fallback": True},
+              "normalizer": {"normalizers": [
+                  {"prepend": "▁"},
+                  {"pattern": {"String": " "}, "content": "▁"}]},
+              "pre_tokenizer": None,
+              } if not in_text and (beside := path.with_name("tokenizer.model")).exists():
+            model, tokens = read_sentencepiece(beside)
+            scores = [model.get_score(tokens.get(token, 0)) for token in merged_tokens(spec)]
+            if (tokens == all_tokens(spec)
+                    and scores == sorted(scores, reverse=True)
+                    and model.normalize(" ﬁ  x ") == "▁▁ﬁ▁▁x▁"):
+                return model.encode, model.decode
+
+
+def merged_tokens(spec):
+    """The tokens that BPE's merges make, in their order. A merge is "a b" or [a, b]."""
+    return ["".join(pair).replace(" ", "") for pair in spec["model"]["merges"]]
 
 
 # Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
@@ -428,13 +434,24 @@ PATTERNS = WORDS, WORDS.replace("{1,3}", "")
 PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
 
 
-def byte_level(spec, words, merged, in_text):
+def byte_level(path, spec, in_text):
     """Byte-level BPE with the words of Llama 3, OLMo 2 or Qwen, with tiktoken."""
+    match spec:
+        case {"model": {"merges": _, "vocab": vocab},
+              "normalizer": None | {"type": "NFC"},
+              "pre_tokenizer": {"pretokenizers": [
+                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+                  | {"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
+              } if words in PATTERNS:
+            pass
+        case _:
+            return None
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    vocab = spec["model"]["vocab"]
     tokens = sorted(vocab.keys() - added.keys(), key=vocab.get)
     # tiktoken needs a token for each byte, then merges, in the order of their ids.
-    if set(tokens[:256]) != BYTES.keys() or tokens[256:] != list(dict.fromkeys(merged)):
+    merged = dict.fromkeys(merged_tokens(spec))
+    if set(tokens[:256]) != BYTES.keys() or tokens[256:] != list(merged):
         return None
     # Added tokens that are recognized in a text must need no preprocessing.
     if any(flag is True for token in in_text.values() for flag in token.values()):
