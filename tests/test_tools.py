@@ -1,6 +1,4 @@
-"""
-The tests of tools/, runs/ and the pages, one promise per test: `python -m pytest -q tests`.
-"""
+"""The tests of tools/, runs/ and the pages, one promise per test: `python -m pytest -q tests`."""
 import functools
 import json
 import math
@@ -15,6 +13,7 @@ from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 # First, because this hides any GPU:
 from helpers import (ASKED, ASSETS, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
@@ -191,10 +190,7 @@ def test_transformers_runs_the_export(changes):
 
 
 def test_forward_takes_what_others_give(checkpoint):
-    """
-    An export takes the arguments of transformers' models, and returns our hidden states. Its noise
-    is ours, the same in all rows; in training, each row and call has its own.
-    """
+    """An export takes transformers' arguments, and returns our states; its noise is ours."""
     ids = torch.arange(12)[None]
     model = export(checkpoint)
     out = model(ids, num_steps=5, use_cache=True, output_hidden_states=True)
@@ -217,7 +213,7 @@ def test_forward_takes_what_others_give(checkpoint):
 
     draw = functools.partial(model.transformer.draw_state, torch.zeros(2, 12, 32), ids)
     assert draw().equal(ours.initial_state(1, 12, 0).expand(2, -1, -1))
-    model.train()
+    model.train()  # then each row and call has its own
     first, second = draw()
     assert not first.equal(second) and not first.equal(draw()[0])
 
@@ -320,10 +316,7 @@ def test_what_transformers_assumes_of_an_architecture(changes, words):
 
 
 def test_an_export_says_its_depth(checkpoint, llama):
-    """
-    --mean_recurrence sets an export's default r, which is the model's own otherwise, and --dtype
-    its weights' dtype. It says so, as does its model card, whose Python code runs as pasted.
-    """
+    """Its r and dtype are the flags' or the model's own; its card says so, and its code runs."""
     need("transformers")
     run_script("tools/export", checkpoint, "own")
     card = Path("own/README.md").read_text()
@@ -447,10 +440,7 @@ def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None
 @pytest.mark.parametrize("stored, tolerance", [("F32", 1e-5), ("BF16", 1e-5), ("Q8_0", 0.1)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
-    """
-    A converted .gguf file has transformers' logits and token ids, the EOS that it names, and loses
-    no precision.
-    """
+    """A converted .gguf has transformers' logits and ids, and its own EOS, precision and dtype."""
     transformers = need("transformers")
     need("accelerate")
     parent = small(n_embd=64, n_ffn=96, vocab_size=320, n_prelude=3, n_core=0, n_coda=0,
@@ -518,41 +508,32 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
 
 
 # --------------------------------------------------------------------------------- what a run costs
+# Parameters of embeddings, a parent's body, prelude, core, coda; the layers, if Table 8 has them.
 # The paper's Table 7 has Llama-3.2-1B's numbers in TinyLlama (2,4,2)'s row, which is a misprint.
 PRESETS = """
-tinyllama-2-4-2     131,072,000 968,976,384    352,354,304  88,088,576 176,177,152  88,088,576
-tinyllama-4-8-4     131,072,000 968,976,384    704,708,608 176,177,152 352,354,304 176,177,152
-tinyllama-6-10-6    131,072,000 968,976,384    968,974,336 264,265,728 440,442,880 264,265,728
-llama-3.2-1b-2-4-2  525,336,576 973,146,112    486,572,032 121,643,008 243,286,016 121,643,008
-llama-3.2-1b-4-6-4  525,336,576 973,146,112    851,501,056 243,286,016 364,929,024 243,286,016
-olmo-2-1b-4-6-4     411,041,792 1,073,874,944  939,638,784 268,468,224 402,702,336 268,468,224
+tinyllama-2-4-2    131,072,000 968,976,384    88,088,576 176,177,152 88,088,576   0-1 16-19 20-21
+tinyllama-4-8-4    131,072,000 968,976,384   176,177,152 352,354,304 176,177,152  0-3 10-17 18-21
+tinyllama-6-10-6   131,072,000 968,976,384   264,265,728 440,442,880 264,265,728  0-5 6-15 16-21
+llama-3.2-1b-2-4-2 525,336,576 973,146,112   121,643,008 243,286,016 121,643,008
+llama-3.2-1b-4-6-4 525,336,576 973,146,112   243,286,016 364,929,024 243,286,016  0-3 6-11 12-15
+olmo-2-1b-4-6-4    411,041,792 1,073,874,944 268,468,224 402,702,336 268,468,224
 """
 
 
 @pytest.mark.parametrize("row", PRESETS.strip().splitlines())
-def test_tables_of_the_paper(row):
-    """Parameter counts of parents and presets match the paper's Tables 6 and 7."""
-    preset, *numbers = row.replace(",", "").split()
-    embeddings, body, *parts = map(int, numbers)
+def test_presets_are_those_of_the_papers_tables(row):
+    """Parameter counts of parents and presets, and --shape's layers, match Tables 6, 7 and 8."""
+    preset, embeddings, body, *cells = row.replace(",", "").split()
     parent, sizes = plan.presets()[preset]
     src = RecurrentLM.empty(replace(parent, tie_embeddings=False)).num_params()
     out = RecurrentLM.empty(retrofit_config(parent, sizes)).num_params()
-    assert src["embed"] + src["head"] == out["embed"] + out["head"] == embeddings
-    assert src["prelude"] + src["norm_f"] == body
-    body = out["prelude"] + out["core"] + out["coda"]
-    assert [body, *(out[part] for part in PARTS)] == parts
-
-
-@pytest.mark.parametrize("n, shape, layers", [
-    (22, (4, 8, 4), ("0-3", "10-17", "18-21")),
-    (22, (2, 4, 2), ("0-1", "16-19", "20-21")),
-    (22, (6, 10, 6), ("0-5", "6-15", "16-21")),
-    (16, (4, 6, 4), ("0-3", "6-11", "12-15")),
-])
-def test_layers_of_tables_of_the_paper(n, shape, layers):
-    """--shape chooses the layers of the paper's Table 8, for 22 layers and for 16."""
-    args = SimpleNamespace(prelude=[], core=[], coda=[], shape=shape, feed_forward=False)
-    assert surgery.choose_layers(args, n) == [*map(surgery.layer_list, layers)]
+    assert src["embed"] + src["head"] == out["embed"] + out["head"] == int(embeddings)
+    assert src["prelude"] + src["norm_f"] == int(body)
+    assert [out[part] for part in PARTS] == [*map(int, cells[:3])]
+    if layers := cells[3:]:
+        args = SimpleNamespace(prelude=[], core=[], coda=[], shape=sizes, feed_forward=False)
+        found = surgery.choose_layers(args, parent.n_prelude)
+        assert found == [*map(surgery.layer_list, layers)]
 
 
 def test_flops_are_the_papers():
@@ -675,19 +656,26 @@ def cells_of(text):
     return [[cell.strip() for cell in line] for line in lines]
 
 
-def test_plot_results():
-    """plot.py prints the points that it draws; an ordinary model has one value at every r."""
+def test_plot_results_from_left_to_right(monkeypatch):
+    """plot.py prints and draws its points in the order of x; a parent has one value at every r."""
     need("matplotlib")
-    for name, n_core, value, steps in (("loop", 2, 0.5, (2, 8)), ("parent", 0, 1, (0,))):
+    drawn = mock.Mock(side_effect=plot.draw)
+    monkeypatch.setattr(plot, "draw", drawn)
+    for name, n_core, value, steps in (
+        ("loop", 2, 0.5, (32, 1)), ("more", 2, 0.25, (4, 2)), ("parent", 0, 1, (0,)),
+    ):
         row = {"metric": "flexible", "value": value, "standard_error": 0.25 * value}
         result = {"config": vars(small(n_core=n_core, n_coda=n_core).config), "task": "count"}
         result["results"] = [row | {"steps": r} for r in steps]
         common.write_json(f"{name}.json", result)
 
-    said = run_script("tools/plot", "loop.json", "parent.json", "--out=a.svg", "--labels=a,b")
-    header, _, *rows = cells_of(said)
-    assert header == ["", "2", "8"]
-    assert rows == [["a", "50.0 ± 12.5", "50.0 ± 12.5"], ["b", "100.0 ± 25.0", "100.0 ± 25.0"]]
+    files = "loop.json", "more.json", "parent.json"
+    header, _, *rows = cells_of(run_script("tools/plot", *files, "--out=a.svg", "--labels=a,a,b"))
+    assert header == ["", "1", "2", "4", "32"]
+    half, quarter = "50.0 ± 12.5", "25.0 ± 6.2"
+    assert rows == [["a", half, quarter, quarter, half], ["b", *["100.0 ± 25.0"] * 4]]
+    ((panel,), _), _ = drawn.call_args
+    assert [r for r, *_ in panel["curves"]["a"]] == [1, 2, 4, 32]
     assert "recurrences r at test time" in Path("a.svg").read_text()
 
     for name, value in (("one", 0.5), ("two", 0.7)):
@@ -715,18 +703,6 @@ def test_plot_losses():
     assert rows == [["run", "2.0000", "1.5000"]]
     *_, row = cells_of(run_script("tools/plot", "run", "again", "--labels=a,a"))
     assert row == ["a", "2.5000 ± 0.5000", "1.5000 ± 0.0000"]
-
-
-def test_lines_go_from_left_to_right(monkeypatch):
-    """A picture's lines follow x, whatever the order of the files and of their rows."""
-    drawn = []
-    monkeypatch.setattr(plot, "draw", lambda panels, out: drawn.extend(panels))
-    result = {"config": vars(small().config), "task": "count"}
-    for steps in ((32, 1), (4, 2)):
-        result["results"] = [{"metric": "flexible", "value": 1 / r, "steps": r} for r in steps]
-        common.write_json(f"{steps[0]}.json", result)
-    run_script("tools/plot", "32.json", "4.json", "--labels=a,a")
-    assert drawn[0]["curves"] == {"a": [(r, 1 / r, None) for r in (1, 2, 4, 32)]}
 
 
 def test_layer_choice(llama, corpus):
@@ -757,14 +733,6 @@ def test_layer_choice(llama, corpus):
 
 
 # ------------------------------------------------------------------------------------------ corpora
-def test_corpus_follows_from_its_seed():
-    """Equal seeds make byte-identical corpora; different seeds make different ones."""
-    for name, seed in (("out", 0), ("again", 0), ("other", 1)):
-        tiny(name, rows=64, seed=seed)
-    assert contents("out") == contents("again")
-    assert contents("out") != contents("other")
-
-
 def solve_stories(story, _):
     """The answers after each sentence of a story (a list of words), computed independently."""
     answers, number = [], 0
@@ -786,21 +754,12 @@ def solve_s5(story, known):
 
 def read_stories(folder):
     """Yield (words without answers, answers) of each training story."""
-    vocab = read_json(f"{folder}/tokenizer.json")["model"]["vocab"]
-    words = {i: word for word, i in vocab.items()}
-    story, answers, answer = [], [], None
-    for i, target in np.load(f"{folder}/train_000000.npy").T.tolist():
-        word = words[i]
-        written_out = word == answer  # in the text, after "so"
-        answer = None
-        if word == "so":
-            answer = words[target]
-            answers.append(answer)
-        elif word == "</s>":
-            yield story, answers
-            story, answers = [], []
-        elif word != "<s>" and not written_out:
-            story.append(word)
+    words = [*read_json(f"{folder}/tokenizer.json")["model"]["vocab"]]
+    pairs = np.load(f"{folder}/train_000000.npy").T.tolist()
+    text = " ".join(f"so={words[target]}" if words[i] == "so" else words[i] for i, target in pairs)
+    for story in text.split("</s>")[:-1]:
+        only_words = re.sub(r"<s>|so=(\w+)( \1\b)?", "", story)  # some answers are written out
+        yield only_words.split(), re.findall(r"so=(\w+)", story)
 
 
 # words: of a sentence, before "so". longest: sentences of a training question. With these seeds a
@@ -809,11 +768,13 @@ def read_stories(folder):
     ("stories", solve_stories, 2, 5, 1000, 7),
     ("s5", solve_s5, 1, 8, 2000, 8),
 ])
-def test_corpus_tells_the_truth(task, solve, words, longest, rows, seed):
-    """All answers are right, and no training story begins with a longer test question."""
+def test_corpus_follows_from_its_seed_and_tells_the_truth(task, solve, words, longest, rows, seed):
+    """Its seed decides its bytes, answers are right, and no long test question begins a story."""
+    for name, other in (("one", 0), ("again", 0), ("other", 1)):
+        tiny(name, task, other, rows=64)
+    assert contents("one") == contents("again") != contents("other")
     tiny("out", task, seed, rows)
-    lines = Path("out/test.jsonl").read_text() + Path("out/test18.jsonl").read_text()
-    rows = [json.loads(line) for line in lines.splitlines()]
+    rows = [json.loads(line) for name in ("test", "test18") for line in open(f"out/{name}.jsonl")]
     lengths = Counter(row["difficulty"] for row in rows)
     assert lengths == dict.fromkeys(range(1, 13), 100) | {18: 300}
 
@@ -851,10 +812,7 @@ def test_recipes_are_valid():
 
 
 def test_readme_does_what_it_says(taught):
-    """
-    README.md's commands run that need only assets/ and the output of tiny.sh. Its trace, but for
-    the percentages, is what assets/tiny says.
-    """
+    """Commands run that need only assets/ and tiny.sh's output; the trace is right."""
     shutil.copytree(taught, "out")
     shutil.copytree(ROOT / "assets/tiny", "assets/tiny")
     page = unwrap(ROOT / "README.md")
@@ -913,7 +871,7 @@ def test_questions_of_the_games(flag):
     asked = {}
     for part in "train", "dev", "test":
         asked[part] = set()
-        for line in map(json.loads, Path(f"asked/{part}.jsonl").read_text().splitlines()):
+        for line in map(json.loads, open(f"asked/{part}.jsonl")):
             events = re.split(r"[.,] ?", line["question"])[:-1]
             if flag != "--game=counts":
                 said = [events[0][-1]]
@@ -934,15 +892,11 @@ def test_questions_of_the_games(flag):
 
 
 def test_public_benchmarks():
-    """
-    Stories drawn from BIG-Bench Hard have the right answers, also at each mention of a person;
-    StepGame's test has ten lengths.
-    """
+    """BIG-Bench Hard's stories get right answers at each mention; StepGame has ten lengths."""
     if not (ASSETS.parent / "bbh").exists():
         pytest.skip("needs shared/")
     run_script("runs/bbh/swaps", ASSETS.parent / "bbh", "swaps")
-    lines = [json.loads(line) for line in Path("swaps/dev.jsonl").read_text().splitlines()]
-    for line in lines[::37]:
+    for line in [*map(json.loads, open("swaps/dev.jsonl"))][::37]:
         story, options = line["question"].removesuffix("\nAnswer:").split("\nOptions:\n")
         letters = {name: letter for letter, name in re.findall(r"(\(\w\)) (.+)", options)}
         swaps = re.findall(r"(?:First|Then|Finally), (\w+) and (\w+) ", story)
@@ -975,8 +929,8 @@ def test_public_benchmarks():
             asked += 1
     assert asked > 300
     run_script("runs/bbh/stepgame", ASSETS.parent / "stepgame", "stepgame")
-    lines = [json.loads(line) for line in Path("stepgame/test.jsonl").read_text().splitlines()]
-    assert {int(line["difficulty"]) for line in lines} == {*range(1, 11)}
+    lengths = {json.loads(line)["difficulty"] for line in open("stepgame/test.jsonl")}
+    assert {*map(int, lengths)} == {*range(1, 11)}
 
 
 FIGURE = r"\d+\.\d+(?: ± \d+\.\d+)?"
@@ -1107,37 +1061,25 @@ exec {sys.executable} "$@"
     yield from beside(request, tmp_path_factory, "parts_run", line)
 
 
-def test_tiny_run_end_to_end(tiny_run):
-    """`bash runs/tiny.sh --quick --seed 5` runs every stage, in a folder of its own."""
+def test_tiny_run_and_task_run_end_to_end(tiny_run):
+    """tiny.sh with a seed, in a folder of its own, then task.sh: equal FLOPs, and tables."""
     output, folder = tiny_run
-    said = output()
+    of_tiny, _, of_task = output().partition("Ask your own")
     out = folder / "out/tiny-quick-seed5"
     assert os.listdir(folder / "out") == [out.name]
+    for place, *names in (out, "task", "parent"), (folder / "mine", "loop-1", "parent-1"):
+        loop, parent = (read_json(f"{find_checkpoint(place / name)}/train.json") for name in names)
+        # Equal to the nearest update of the parent, so off by half of one at most.
+        assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
 
-    def progress(name):
-        return read_json(f"{find_checkpoint(out / name)}/train.json")
-
-    parent = progress("parent")
-    # Equal to the nearest update of the parent, so off by half of one at most.
-    assert abs(parent["flops"] / progress("task")["flops"] - 1) < 0.6 / parent["update"]
-
-    header, _, *rows = cells_of(said.partition("Ask your own")[0])[-6:]
+    header, _, *rows = cells_of(of_tiny)[-6:]
     assert header == ["", *map(str, range(1, 13)), "18"]
     labels = ["looped, r = 1", "looped, r = 4", "looped, r = 32", "parent (equal FLOPs)"]
     assert [label for label, *_ in rows] == labels
-
-
-def test_task_run_end_to_end(tiny_run):
-    """`bash runs/task.sh FOLDER` trains both at equal FLOPs, and ends with a table and a plot."""
-    output, folder = tiny_run
-    said = output().partition("Ask your own")[2]
-    loop, parent = (read_json(f"{find_checkpoint(folder / 'mine' / name)}/train.json")
-                    for name in ("loop-1", "parent-1"))
-    assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
-    header, _, *rows = cells_of(said)
+    header, _, *rows = cells_of(of_task)
     assert header == ["", "1", "2"]
     assert [row[0] for row in rows] == [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
-    assert "python sample.py --model mine/loop-0" in said
+    assert "python sample.py --model mine/loop-0" in of_task
     for wrong, words in (("--shape 2,2,2", "was started with"), ("--arms lop", "unknown arm lop"),
                          ("--seed 0", "unknown flag --seed"), ("-- lr=1", "as --key=value")):
         end = subprocess.run(f"{TASK} {wrong}", shell=True, cwd=folder, capture_output=True,
