@@ -1,7 +1,4 @@
-"""
-Helpers of the tests: scripts that run in this process or in processes that can be killed,
-random models, and tensors for the optimizers.
-"""
+"""Helpers of the tests: scripts run here or in processes to kill, random models and tensors."""
 
 import contextlib
 import importlib
@@ -65,10 +62,7 @@ def need(package):
 
 
 def outcome(script, *args):
-    """
-    Run a script in this process, which saves seconds. Returns (its exit code, or the line of its
-    error message; what it printed to stdout).
-    """
+    """Run a script in this process, to save seconds. Returns (exit code or error line, stdout)."""
     main = importlib.import_module(script.replace("/", ".")).main
     printed = io.StringIO()
     with (mock.patch.object(sys, "argv", [script, *map(str, args)]),
@@ -113,10 +107,7 @@ def run_forked(folder, env, script, *args):
 
 
 def run_dying(*args):
-    """
-    run_forked(), except that rank 1 kills itself while update 4 is saved, unless there is a file
-    "died", which it leaves behind.
-    """
+    """run_forked(), but rank 1 kills itself while saving update 4, unless a file "died" exists."""
     gather = Optimizer.gather
 
     def gather_or_die(optimizer):
@@ -130,10 +121,7 @@ def run_dying(*args):
 
 
 def launch(*command, world=1, last=(), run=run_forked):
-    """
-    Start a script on `world` ranks that meet at a store, as under torchrun. Returns the processes.
-    last: more flags, for the last rank only. run: run_forked() or run_dying().
-    """
+    """Start a script on `world` ranks, the last with the flags `last`, too. Returns processes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
         "WORLD_SIZE": str(world),
@@ -198,10 +186,7 @@ def run_on_ranks(*command, **options):
 
 @contextlib.contextmanager
 def beside_the_tests(command, folder, **env):
-    """
-    Run a command in a folder, beside the other tests. Yields a function that waits until it has
-    succeeded, and returns what it printed.
-    """
+    """Run a command beside the tests. Yields a function that waits for its output."""
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(command, cwd=folder, env=os.environ | env, stdout=log,
                                    stderr=log)
@@ -375,10 +360,7 @@ def parameters(tensors, dtype=torch.float32):
 
 
 def step_with(opt, ps, *grads, lr_factor=1.0, labels=1):
-    """
-    Make one update from the gradients {name: tensor} of one or several micro-batches. labels: their
-    number over all of them. Returns the norm of the mean gradient per label.
-    """
+    """Update from the gradients of micro-batches of `labels` labels. Returns their mean's norm."""
     for g in grads:
         for name, p in ps.items():
             p.grad = g[name].to(p.dtype, copy=True)
@@ -417,10 +399,7 @@ def first_rows(dataset, count, seed=0):
 
 
 def slow_attention(model):
-    """
-    Train and decode on a model's GPU. Returns the kernels that attention should not choose there,
-    and does: MATH stores the scores of all pairs, and cuDNN: see model.py.
-    """
+    """Train and decode. Returns the attention kernels that were chosen and are slow on a GPU."""
     attention = F.scaled_dot_product_attention
     chosen = set()
 
@@ -434,7 +413,7 @@ def slow_attention(model):
         _, losses = model(idx, idx, (0, 1))
         losses.mean().backward()
         list(Decoder(model).generate([[1, 2, 3]], 2, 1))
-    return chosen & {"MATH", "CUDNN"}
+    return chosen & {"MATH", "CUDNN"}  # MATH stores the scores of all pairs; cuDNN: see model.py
 
 
 def random_prompts(*lengths):
@@ -442,10 +421,7 @@ def random_prompts(*lengths):
 
 
 def optimizer_rank(rank, world, folder):
-    """
-    Run 8 updates of every rule and dtype as one of `world` gloo ranks. Writes a file with the
-    weights, how many numbers the rank keeps and, on rank 0, all masters and moments.
-    """
+    """Save what one of `world` gloo ranks has after 8 updates of every rule and dtype."""
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet{world}"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
@@ -499,10 +475,7 @@ QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 
 
 def write_bpe(kind):
-    """
-    Write a small tokenizer.json into the folder `kind`: one that we read with tiktoken, like
-    Qwen's, or one that we leave to the tokenizers library, such as SmolLM2's or GPT-2's.
-    """
+    """Write a small tokenizer.json into the folder `kind`, which names what is special about it."""
     tokenizers = need("tokenizers")
     words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
