@@ -67,20 +67,17 @@ def build_driver(folder):
 class MockGPU(TorchDispatchMode):
     """
     Rejects a generator that is on another device than its tensors, a read of a copy that may not
-    have arrived yet, and a wait for the device in a step that is being recorded. Where the scripts
-    depend on it, it answers like an H100: which attention kernel is chosen.
-
-    waits: {"script.function": how often the host has waited there for the device}. recorded: how
-    many CUDA graphs were recorded. under_way: copies to the host that no event was awaited for.
+    have arrived yet, and a wait for the device in a step that is being recorded. Chooses attention
+    kernels as an H100 would.
     """
-    waits = Counter()
+    waits = Counter()  # {"script.function": how often the host has waited there for the device}
     recording = False
-    recorded = 0
+    recorded = 0  # CUDA graphs
     scripts = {path.stem for path in ROOT.glob("*.py")}
 
     def __init__(self):
         super().__init__()
-        self.under_way = []
+        self.under_way = []  # copies to the host that no event was awaited for
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -95,8 +92,8 @@ class MockGPU(TorchDispatchMode):
             out.pinned = True
             return out
         out = op(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs, out))
-        on = {t.device.type for t in leaves if isinstance(t, torch.Tensor)}
+        all_tensors = tensors((args, kwargs, out)).values()
+        on = {t.device.type for t in all_tensors}
         if generator and on != {generator.device.type}:
             raise RuntimeError(f"{name}: a generator of {generator.device} for tensors on {on}")
         if len(on) > 1:  # a copy between host and device
@@ -107,7 +104,7 @@ class MockGPU(TorchDispatchMode):
             elif not hasattr(args[0], "pinned"):
                 self.wait()
         if self.recording:
-            indices = {t.device.index for t in leaves if isinstance(t, torch.Tensor) and t.is_cuda}
+            indices = {t.device.index for t in all_tensors if t.is_cuda}
             assert indices <= {torch.cuda.current_device()}, "recorded on another device"
         return out
 
@@ -180,14 +177,11 @@ class Graph(TorchDispatchMode):
     def pool(self):
         return "shared"
 
-    def spoil(self):
-        for *_, new in self.calls:
-            for t in new.values():
-                t.untyped_storage().fill_(255)  # NaN, or -1
-
     def replay(self):
         for graph in self.graphs:
-            graph.spoil()
+            for *_, new in graph.calls:
+                for t in new.values():
+                    t.untyped_storage().fill_(255)  # NaN, or -1
         for op, args, kwargs, new in self.calls:
             out = tensors(op(*args, **kwargs))
             for i, t in new.items():

@@ -1,6 +1,4 @@
-"""
-The inputs that several tests share. Nothing changes them.
-"""
+"""The inputs that several tests share. Nothing changes them."""
 import os
 import shutil
 import signal

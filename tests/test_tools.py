@@ -345,11 +345,10 @@ def test_two_threads_of_a_server(looped):
         ids = torch.tensor([[1, 5, 9]])
         return model.generate(ids, max_new_tokens=12, num_steps=r, eos_token_id=None).tolist()
 
-    alone = {r: answer(r) for r in (2, 8)}
-    assert alone[2] != alone[8]
+    alone = [answer(2), answer(8)]
+    assert alone[0] != alone[1]
     with ThreadPoolExecutor(2) as pool:
-        for r, text in zip([2, 8] * 8, pool.map(answer, [2, 8] * 8)):
-            assert text == alone[r]
+        assert [*pool.map(answer, [2, 8] * 8)] == alone * 8
     assert model.config.mean_recurrence == default
 
 
@@ -395,16 +394,14 @@ def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None
     raw = read_json(folder / "config.json")
     kind = raw["model_type"]
     file = gguf.GGUFWriter(path, kind)
-    file.add_vocab_size(raw["vocab_size"])
-    file.add_context_length(raw["max_position_embeddings"])
-    file.add_embedding_length(raw["hidden_size"])
-    file.add_block_count(raw["num_hidden_layers"])
-    file.add_feed_forward_length(raw["intermediate_size"])
-    file.add_head_count(raw["num_attention_heads"])
-    file.add_head_count_kv(raw["num_key_value_heads"])
-    file.add_rope_dimension_count(raw["head_dim"])
-    file.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    file.add_rope_freq_base(raw["rope_theta"])
+    for name, key in {
+        "vocab_size": "vocab_size", "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
+        "head_count_kv": "num_key_value_heads", "rope_dimension_count": "head_dim",
+        "layer_norm_rms_eps": "rms_norm_eps", "rope_freq_base": "rope_theta",
+    }.items():
+        getattr(file, f"add_{name}")(raw[key])
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre(pre)
     file.add_token_list([*sorted(alphabet), "ab", "<|start|>", "<|end|>"])
@@ -420,14 +417,10 @@ def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None
         if kind == "llama" and module in heads:  # llama.cpp rotates adjacent channels
             halves = t.view(heads[module], 2, -1, t.shape[-1])
             t = halves.transpose(1, 2).reshape(t.shape)
-        array = t.float().numpy()
-        dtype = gguf.GGMLQuantizationType.F32
-        if array.ndim == 2:
-            dtype = gguf.GGMLQuantizationType[stored]
-            array = gguf.quantize(array, dtype)
+        dtype = gguf.GGMLQuantizationType[stored if t.dim() == 2 else "F32"]
         name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name != lost:
-            file.add_tensor(name, array, raw_dtype=dtype)
+            file.add_tensor(name, gguf.quantize(t.float().numpy(), dtype), raw_dtype=dtype)
     if add:
         add(file)
     file.write_header_to_file()
@@ -545,8 +538,7 @@ def test_flops_are_the_papers():
     for row in read_json(ORACLE / "flops.json")["rows"]:
         config = shapes[row["arch"]]
         if row["split"]:
-            parts = dict(zip(("n_prelude", "n_core", "n_coda"), row["split"]))
-            config = replace(config, **parts, tie_embeddings=False)
+            config = retrofit_config(config, row["split"])
         model = RecurrentLM.empty(config)
         R = row["train_rec"]
         edges = [0] * R + [row["chkpt"]]  # the update at which r rises to 1, 2, ...
@@ -719,8 +711,9 @@ def test_layer_choice(llama, corpus):
     noted = []
 
     def note(block, given, out):
-        (x,) = given[:1]
-        noted.append(1 - F.cosine_similarity(x.double(), out.double(), -1).mean().item())
+        x, *_ = given
+        cosine = F.cosine_similarity(x.double(), out.double(), -1)
+        noted.append(1 - cosine.mean().item())
 
     for block in model.prelude:
         block.register_forward_hook(note)
@@ -821,14 +814,13 @@ def test_readme_does_what_it_says(taught):
     trace, = re.findall(r"```\n( +r = 1 [^`]+)```", page)
 
     # These name models and data that are not here.
-    needs_more = r"venv|pytest|parent|fig|llama|released|my-model|evening|mine|smollm2|smcleish|\*"
-    lines = "".join(re.findall(r"```sh\n([^`]+)```", page)).splitlines()
-    lines = [line for line in lines if line.startswith("python")]
-    lines = [line for line in lines if not re.search(needs_more, line)]
-    assert lines
+    needs_more = r"pytest|parent|fig|llama|released|my-model|evening|mine|smollm2|smcleish|\*"
+    commands = re.findall("^python .*", page, re.M)
+    commands = [command for command in commands if not re.search(needs_more, command)]
+    assert commands
 
-    for line in lines:
-        _, script, *args = shlex.split(line, comments=True)
+    for command in commands:
+        _, script, *args = shlex.split(command, comments=True)
         said = run_script(script.removesuffix(".py"), *args)
         if "--trace" in args:
             assert re.sub(r"\d+%", "", said) == re.sub(r"\d+%", "", trace)
@@ -908,7 +900,8 @@ def test_public_benchmarks():
                 for person in re.findall(r"[A-Z]\w+", head.split(" are ")[0])}
         for a, b in swaps:
             held[a], held[b] = held[b], held[a]
-        assert letters[held[end.split(",")[-1].split()[0]]] == line["answer"]
+        person, *_ = end.split(",")[-1].split()
+        assert letters[held[person]] == line["answer"]
     chats = Path("swaps/train.jsonl").read_text().splitlines()
     Path("chats.jsonl").write_text("\n".join(chats[:50]))
     tokenizer = Tokenizer.load(ASSETS / "tokenizers/olmo2")
@@ -952,10 +945,8 @@ def test_figures_in_tables_come_from_results(monkeypatch):
     printed = {*re.findall(FIGURE, made + run_script("runs/smollm2/report"))}
     for name in ("README.md", "runs/smollm2/README.md"):
         tables = re.findall(r"(?:^\|.*\n)+", (ROOT / name).read_text(), re.M)
-        tables = [table for table in tables if "±" in table]
-        assert tables, name
-        for figure in re.findall(FIGURE, "".join(tables)):
-            assert figure in printed, (name, figure)
+        figures = {*re.findall(FIGURE, "".join(table for table in tables if "±" in table))}
+        assert figures and figures <= printed, (name, figures - printed)
 
 
 def test_plot_results_of_the_harness():
@@ -1079,7 +1070,8 @@ def test_tiny_run_and_task_run_end_to_end(tiny_run):
     assert [label for label, *_ in rows] == labels
     header, _, *rows = cells_of(of_task)
     assert header == ["", "1", "2"]
-    assert [row[0] for row in rows] == [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
+    labels = [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
+    assert [label for label, *_ in rows] == labels
     assert "python sample.py --model mine/loop-0" in of_task
     for wrong, words in (("--shape 2,2,2", "was started with"), ("--arms lop", "unknown arm lop"),
                          ("--seed 0", "unknown flag --seed"), ("-- lr=1", "as --key=value")):
