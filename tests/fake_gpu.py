@@ -309,7 +309,7 @@ def run_training(gpu, corpus):
     assert "broadcast" in str(first)
     assert "reduce" in str(first)
     assert received == sent > 0
-    assert waits == 3 * 2 * [{"train.train_model": 1}]
+    assert waits == 3 * 2 * [{"train.train_model": 1}], waits
     train.RANK = 0
     train.WORLD = 1
 
@@ -330,7 +330,7 @@ def run_decoding(gpu):
                     if row == 0:  # all rounds but the first have only this row
                         waits = dict(gpu.waits)
                         gpu.waits.clear()
-                assert waits == {"sample.generate": 1}
+                assert waits == {"sample.generate": 1}, waits
                 assert gpu.recorded - before == recorded, "recorded again"
 
 

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -218,9 +217,9 @@ def unwrap(path):
 # Models and tensors.
 def small(seed=0, **changes):
     """A random model that is cheap to run."""
-    c = Config(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
-               n_coda=1, mean_recurrence=4, eos_token_id=1)
-    model = RecurrentLM(replace(c, **{"head_dim": 0} | changes))
+    c = dict(vocab_size=17, n_embd=32, n_head=4, n_kv_head=2, n_ffn=64, n_prelude=1, n_core=2,
+             n_coda=1, mean_recurrence=4, eos_token_id=1)
+    model = RecurrentLM(Config(**c | changes))
     model.init_weights(seed)
     return model
 
@@ -294,7 +293,7 @@ def same_end(a, b):
 
 def answers_of(path):
     """(r, index of the question, output) of all answers in a file, sorted."""
-    _, *answers = [json.loads(line) for line in open(path)]  # the first line holds the settings
+    _, *answers = map(json.loads, open(path))  # the first line holds the settings
     return sorted((answer["steps"], answer["index"], answer["output"]) for answer in answers)
 
 
@@ -405,7 +404,7 @@ def slow_attention(model):
 
     def spy(q, k, v, mask=None, **flags):
         choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, **flags)
-        chosen.add(SDPBackend(choice).name.removesuffix("_ATTENTION"))
+        chosen.add(SDPBackend(choice))
         return attention(q, k, v, mask, **flags)
 
     idx = torch.ones(4, 128, dtype=torch.int64, device=model.head.weight.device)
@@ -413,7 +412,8 @@ def slow_attention(model):
         _, losses = model(idx, idx, (0, 1))
         losses.mean().backward()
         list(Decoder(model).generate([[1, 2, 3]], 2, 1))
-    return chosen & {"MATH", "CUDNN"}  # MATH stores the scores of all pairs; cuDNN: see model.py
+    # MATH stores the scores of all pairs; cuDNN: see model.py.
+    return chosen & {SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION}
 
 
 def random_prompts(*lengths):
