@@ -40,13 +40,15 @@ from muon import Optimizer
 from sample import Decoder
 
 ROOT = Path(__file__).resolve().parents[1]
-ORACLE = ROOT / "tests" / "oracle"
+RUN = [f"--config={ROOT}/tests/run.toml"]  # 12 updates, in a second
+ORACLE = ROOT / "tests" / "oracle"  # these models are in it
+FEED_FORWARD = "hf_llama", "hf_llama3", "hf_olmo2", "hf_qwen3", "hf_qwen2", "hf_mistral"
+RECURRENT = "raven_llama", "raven_olmo2"
 ASSETS = Path(os.environ.get("LOOPGRAFT_ASSETS", ROOT / "out"), "assets").resolve()
 TOKENIZERS = ASSETS / "tokenizers"
 EXTRAS = "pip install transformers accelerate gguf protobuf pyarrow matplotlib lm_eval==0.4.13"
-needs_compiler = pytest.mark.skipif(
-    not shutil.which("g++"), reason="no C++ compiler for torch.compile"
-)
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
+                                    reason="no C++ compiler for torch.compile")
 # Child processes import the scripts and this file.
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{os.environ.get('PYTHONPATH', '')}"
 common.CPUINFO = Path("none")  # --dtype auto is float32 in these tests, whatever the CPU
@@ -238,7 +240,7 @@ def convert(src, out, *flags):
 
 def expected(name):
     """{name: tensor} that the reference computes for a checkpoint in tests/oracle."""
-    return load_file(ROOT / "tests/oracle" / name / "expected.safetensors")
+    return load_file(ORACLE / name / "expected.safetensors")
 
 
 def max_difference(a, b):
@@ -311,10 +313,6 @@ def documents_in(folder, split):
     *texts, _ = Tokenizer.load(folder).decode(np.concatenate(ids).tolist()).split("</s>")
     return [int(text.replace(" ", "")) for text in texts]
 
-
-# Models in tests/oracle.
-FEED_FORWARD = "hf_llama", "hf_llama3", "hf_olmo2", "hf_qwen3", "hf_qwen2", "hf_mistral"
-RECURRENT = "raven_llama", "raven_olmo2"
 
 # One question, with an answer that is right, and one whose prompt of cot does not fit.
 ASKED = [
@@ -469,18 +467,15 @@ HARD = [
 ]
 
 
-# How Qwen's tokenizer splits text into words.
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
 def write_bpe(kind):
     """Write a small tokenizer.json into the folder `kind`, which names what is special about it."""
     tokenizers = need("tokenizers")
     words = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.normalizer = None if kind == "gpt2" else tokenizers.normalizers.NFC()
-    qwen = words.Split(tokenizers.Regex(QWEN), "isolated")
+    qwen = words.Split(tokenizers.Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated")
     to_bytes = words.ByteLevel(add_prefix_space=False, use_regex=False)
     with_regex = words.ByteLevel(add_prefix_space=False)
     bpe.pre_tokenizer = {
@@ -504,7 +499,3 @@ def write_bpe(kind):
     if kind == "unreachable":
         spec["model"]["vocab"] |= {"pretraining": 800, "Ġdepth-": 801}
     common.write_json(f"{kind}/tokenizer.json", spec)
-
-
-# Flags of a run of 12 updates that takes a second.
-RUN = [f"--config={ROOT}/tests/run.toml"]

@@ -265,7 +265,7 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
             continue
         ours = Tokenizer.load(folder)
         m, out = f"m/{folder.name}", f"out/{folder.name}"
-        small(vocab_size=ours.vocab_size, n_embd=8, n_head=2, n_kv_head=1).save(m)
+        small(vocab_size=ours.vocab_size).save(m)
         data.copy_tokenizer(folder, m)
         run_script("tools/export", m, out)
         theirs = tf.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
@@ -435,8 +435,7 @@ def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
     """A converted .gguf has transformers' logits and ids, and its own EOS, precision and dtype."""
     transformers = need("transformers")
     need("accelerate")
-    parent = small(n_embd=64, n_ffn=96, vocab_size=320, n_prelude=3, n_core=0, n_coda=0,
-                   qkv_bias=kind == "qwen2")
+    parent = small(vocab_size=320, n_prelude=3, n_core=0, n_coda=0, qkv_bias=kind == "qwen2")
     for name, p in parent.named_parameters():
         if name.endswith("bias"):
             p.data.normal_()
@@ -468,12 +467,12 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
     """What transformers would read differently is refused; a file's own tokenizer is used."""
     need("accelerate")
     tokenizers = need("tokenizers")
-    small(n_embd=64, n_ffn=96, vocab_size=259, n_core=0, n_coda=0).save("parent")
+    small(vocab_size=259, n_core=0, n_coda=0).save("parent")
     run_script("tools/export", "parent", "hf")
-    ones = np.ones(8, np.float32)
+    twos = np.full(4, 2, np.float32)
     for words, options in (
         ("several parts", {"add": lambda file: file.add_uint16("split.count", 2)}),
-        ("scales RoPE", {"add": lambda file: file.add_tensor("rope_freqs.weight", 2 * ones)}),
+        ("scales RoPE", {"add": lambda file: file.add_tensor("rope_freqs.weight", twos)}),
         ("scales RoPE", {"add": lambda file: file.add_string("llama.rope.scaling.type", "linear")}),
         ("scales RoPE", {"add": lambda file: file.add_float32("llama.rope.scale_linear", 4.0)}),
         ("tokenizer.ggml.pre is x", {"pre": "x"}),
@@ -927,9 +926,6 @@ def test_public_benchmarks():
     assert {*map(int, lengths)} == {*range(1, 11)}
 
 
-FIGURE = r"\d+\.\d+(?: ± \d+\.\d+)?"
-
-
 def test_figures_in_tables_come_from_results(monkeypatch):
     """The study's tables are made from its results; scripts print every figure of the others."""
     monkeypatch.setattr(study, "draw", lambda *_: None)
@@ -942,10 +938,11 @@ def test_figures_in_tables_come_from_results(monkeypatch):
 
     monkeypatch.setattr(report, "draw", lambda *_: None)
     monkeypatch.setattr(report, "without_the_start", lambda: [0.0] * 24)  # a slow simulation
-    printed = {*re.findall(FIGURE, made + run_script("runs/smollm2/report"))}
+    figure = r"\d+\.\d+(?: ± \d+\.\d+)?"
+    printed = {*re.findall(figure, made + run_script("runs/smollm2/report"))}
     for name in ("README.md", "runs/smollm2/README.md"):
         tables = re.findall(r"(?:^\|.*\n)+", (ROOT / name).read_text(), re.M)
-        figures = {*re.findall(FIGURE, "".join(table for table in tables if "±" in table))}
+        figures = {*re.findall(figure, "".join(table for table in tables if "±" in table))}
         assert figures and figures <= printed, (name, figures - printed)
 
 
