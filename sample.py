@@ -114,26 +114,23 @@ class Decoder:
                             f"the context of {c.context}")
         self.begin(prompts, total, r, seed)
         self.rng = rng = torch.Generator(self.cache.index.device).manual_seed(seed)
-        rows = list(range(len(prompts)))  # the prompt of each row in the cache, such as [0, 1, 2]
-        live = set(rows)                  # the prompts whose texts are unfinished, such as {0, 2}
-        pending = None                    # the step that was launched last, on a GPU
-        for end in (*range(T, total), None):  # an exclusive upper bound on the tokens' positions
-            launched = None
-            if end:
+        live = set(range(len(prompts)))  # those whose texts are unfinished, such as {0, 2}
+
+        def launched():
+            """Launch the steps, and yield the prompts of each one's rows, and its results."""
+            rows = sorted(live)
+            for end in range(T, total):  # an exclusive upper bound on the tokens' positions
                 assert self.rng is rng, "another generate() of this Decoder has begun"
                 if 2 * len(live) <= self.size(len(rows)):
                     kept = [i for i, row in enumerate(rows) if row in live]
                     rows = [rows[i] for i in kept]
                     self.cache.keep(kept)
-                launched = rows, *self.launch(len(rows), end, r, temperature, top_k)
-            # On a GPU, wait for a step only after the next one has been launched.
-            ready, pending = (pending, launched) if self.on_gpu else (launched, None)
-            if not ready:
-                continue
-            continued, tokens, event = ready
+                yield rows, *self.launch(len(rows), end, r, temperature, top_k)
+
+        for rows, tokens, event in one_late(launched()) if self.on_gpu else launched():
             if event:
                 event.synchronize()
-            for row, token in zip(continued, tokens.flatten().tolist()):
+            for row, token in zip(rows, tokens.flatten().tolist()):
                 if row not in live:
                     continue
                 if token == NO_TOKEN:
@@ -247,6 +244,17 @@ class Decoder:
         step.tokens.copy_(tokens)
         step.positions.add_(1)
         return new
+
+
+def one_late(items):
+    """Yield each item after the next one has been made, so that a GPU need not wait."""
+    held = None
+    for item in items:
+        if held:
+            yield held
+        held = item
+    if held:
+        yield held
 
 
 def look_up(rope, noise, positions, mask):

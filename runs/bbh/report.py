@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common import Parser, cli, read_json
 from model import find_checkpoint
-from runs.smollm2.report import finish, print_final
+from runs.smollm2.report import finish, print_final, print_notes
 
 HERE = Path(__file__).resolve().parent
 PARTS = {"swaps": {"test": "swaps", "long": "swaps"},
@@ -58,6 +58,7 @@ def main():
     parser.add_argument("runs", nargs="?", metavar="FOLDER", help="print the tables of these runs")
     args = parser.parse_args()
     found = collect(args.runs) if args.runs else read_json(HERE / "results.json")
+    notes = found.pop("notes", {})
     for task, runs in found.items():
         for part, unit in PARTS[task].items():
             if part in runs["loop 0"]:
@@ -66,6 +67,7 @@ def main():
         for name, run in runs.items():
             print(f"{task}, {name}: {run['updates']} updates, {run['flops']:.3g} FLOPs")
     print(f"one standard error of 200 questions is at most {50 / math.sqrt(200):.1f} points")
+    print_notes(notes)
     if importlib.util.find_spec("matplotlib") and not args.runs:
         draw(found["swaps"])
 
