@@ -137,8 +137,7 @@ def test_roundings_of_a_bfloat16_model():
     x = torch.randn(64, 256)
     mean_square = x.double().square().mean(-1, keepdim=True)
     normed = x.double() / (mean_square + 1e-5).sqrt()
-    wanted = normed.bfloat16() * weight
-    assert (model.norm_f(x) == wanted).float().mean() > 0.999
+    assert (model.norm_f(x) == normed.bfloat16() * weight).float().mean() > 0.999
 
     exact = x.bfloat16().double() @ model.head.weight.double().T
     logits = model.logits(x)
@@ -270,10 +269,10 @@ def test_surgery_keeps_the_layers_in_a_row():
 def test_weights_are_never_rounded():
     """Weights have the dtype asked for, or the smallest that is exact; others may read the file."""
     shutil.copytree(ORACLE / "hf_llama", "hf")
-    run_script("surgery", "hf", "coarse", "--shape", "1,2,1")
+    run_script("surgery hf coarse --shape 1,2,1")
     fine = torch.randn(32)
     save_file(weights("hf", "model") | {"model.norm.weight": fine}, "hf/model.safetensors")
-    run_script("surgery", "hf", "fine", "--shape", "1,2,1")
+    run_script("surgery hf fine --shape 1,2,1")
     assert weights("fine")["norm_f.weight"].equal(fine)
     small().half().save("half")
     for folder, stored, asked, wanted in (
@@ -283,8 +282,7 @@ def test_weights_are_never_rounded():
         ("half", torch.float16, None, torch.float32),  # activations may exceed float16's range
     ):
         assert {t.dtype for t in weights(folder).values()} == {stored}
-        model = RecurrentLM.load(folder, dtype=asked)
-        assert {p.dtype for p in model.parameters()} == {wanted}
+        assert {p.dtype for p in RecurrentLM.load(folder, dtype=asked).parameters()} == {wanted}
     Path("half/notes").touch()
     assert len({path.stat().st_mode for path in Path("half").iterdir()}) == 1
 
@@ -313,7 +311,7 @@ def test_weights_are_those_that_the_folder_declares():
     assert same()
 
     save_file(found, "hf/model.safetensors")
-    assert f"model.safetensors, and {index.name}" in error_line("surgery", "hf", "out")
+    assert f"model.safetensors, and {index.name}" in error_line("surgery hf out")
     index.unlink()
     assert same()
 
@@ -329,7 +327,7 @@ def test_files_that_are_missing_or_not_the_models(change, words, llama):
     """If weights are missing, the message says which; an adapter is never silently ignored."""
     shutil.copytree(llama, "hf")
     subprocess.run(f"M=model.safetensors; {change}", cwd="hf", shell=True, check=True)
-    assert words in error_line("surgery", "hf", "out", "--feed_forward")
+    assert words in error_line("surgery hf out --feed_forward")
 
 
 def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
@@ -339,12 +337,12 @@ def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
     for folder in ("hf", "task"):
         shutil.copytree(checkpoint, f"{folder}/step_500")
         os.remove(f"{folder}/step_500/tokenizer.json")
-        text = "data", "prepare", "--input", f"{corpus}/test.jsonl", "--field=question"
-        run_script(*text, "--tokenizer", folder, "--out", f"text/{folder}")
+        names = f"--tokenizer={folder} --out=text/{folder}"
+        run_script(f"data prepare --input={corpus}/test.jsonl --field=question {names}")
     for i, source in enumerate(("hf", llama)):
-        run_script("surgery", source, f"m{i}", "--feed_forward")
+        run_script(f"surgery {source} m{i} --feed_forward")
     assert contents("m0") == contents("m1")
-    assert "holds a model" in error_line("train", *base, "--out_dir=hf")
+    assert "holds a model" in error_line("train --out_dir=hf", *base)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -355,7 +353,7 @@ def test_names_under_which_weights_are_found(tied):
     """
     model = small(n_core=0, n_coda=0, tie_embeddings=tied)
     model.save("m")
-    run_script("tools/export", "m", "hf")
+    run_script("tools/export m hf")
     tensors = weights("hf")
     bare = {name.removeprefix("model."): t for name, t in tensors.items()}
     prefixes = "ema.", "_orig_mod.", "module.", "base_model.model.", "module._orig_mod."
@@ -372,7 +370,7 @@ def test_names_under_which_weights_are_found(tied):
         assert identical(surgery.open_source("hf").state_dict(), model.state_dict())
     for names, words in refused:
         write("hf", names)
-        assert words in error_line("surgery", "hf", "out", "--feed_forward")
+        assert words in error_line("surgery hf out --feed_forward")
 
 
 def write(folder, tensors):
@@ -402,17 +400,17 @@ def test_weights_that_are_not_those_of_the_config(llama):
          f"missing ['{name}'], unknown ['{wrapped}', '{wrapped}.lora_A']. Merge the adapter first"),
     ):
         write("hf", good | changed)
-        assert words in error_line("surgery", "hf", "out", "--feed_forward")
+        assert words in error_line("surgery hf out --feed_forward")
 
     write("hf", good | {"rotary_emb.inv_freq": torch.ones(4)})
-    assert "inv_freq" in run_script("surgery", "hf", "out", "--feed_forward")
+    assert "inv_freq" in run_script("surgery hf out --feed_forward")
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
     """--verify compares OUT with the kept layers, and leaves no OUT if a weight is wrong."""
-    flags = "--shape", "1,2,1", "--adapter", adapter, "--verify"
-    assert "logits of 64 tokens are equal" in run_script("surgery", llama, "m", *flags)
+    flags = f"--shape 1,2,1 --adapter {adapter} --verify"
+    assert "logits of 64 tokens are equal" in run_script(f"surgery {llama} m {flags}")
     save_whole = RecurrentLM.save
 
     def save_wrong(model, folder):
@@ -423,8 +421,8 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
 
     monkeypatch.setattr(RecurrentLM, "save", save_wrong)
     before = contents(".")
-    assert "differ from those of SRC" in error_line("surgery", llama, "wrong", *flags)
-    assert "differ from those of SRC" in error_line("surgery", "m", "again", "--verify")
+    assert "differ from those of SRC" in error_line(f"surgery {llama} wrong {flags}")
+    assert "differ from those of SRC" in error_line("surgery m again --verify")
     assert contents(".") == before
 
 
@@ -449,8 +447,8 @@ def test_flags_of_surgery(llama):
 
     tied = small(n_core=0, n_coda=0, tie_embeddings=True)
     tied.save("tied")
-    run_script("surgery", "tied", "untied", "--feed_forward", "--untie")
-    run_script("tools/export", "untied", "hf")
+    run_script("surgery tied untied --feed_forward --untie")
+    run_script("tools/export untied hf")
     for folder, heads in ("tied", 0), ("untied", 1), ("hf", 1):
         assert len([name for name in weights(folder) if "head" in name]) == heads
     assert identical(convert("hf", "m", "--feed_forward").state_dict(), tied.state_dict())
@@ -465,7 +463,7 @@ def test_huginn_is_its_formulas():
         torch.nn.init.normal_(p, float(p.dim() == 1), 0.2)
 
     model.save("ours")
-    run_script("tools/export", "ours", "hf")
+    run_script("tools/export ours hf")
     again = convert("hf", "m")
     assert identical(again.state_dict(), model.state_dict())
 
@@ -749,12 +747,10 @@ def test_files_that_contradict_tokenizer_json(change, config, words):
 def test_words_are_transformers(change, corpus):
     """A tokenizer of words is read without a package only if it is as simple as tiny.sh's."""
     tokenizers = need("tokenizers")
-    spec = read_json(corpus / "task" / "tokenizer.json")
-    common.write_json("tokenizer.json", spec | change)
+    common.write_json("tokenizer.json", read_json(corpus / "task/tokenizer.json") | change)
     theirs = tokenizers.Tokenizer.from_file("tokenizer.json")
     for text in ("has 7,so loses 4", "HAS 7", "has<step>7", "has\x1c7\u2028so"):
-        ids = theirs.encode(text, add_special_tokens=False).ids
-        assert Tokenizer.load(".").encode(text) == ids, text
+        assert Tokenizer.load(".").encode(text) == theirs.encode(text).ids, text
 
 
 # ------------------------------------------------------------------------------------------ prepare
@@ -805,7 +801,7 @@ def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
     shutil.copytree(corpus / "task", "run/step_000001")
     pack = data.pack
     monkeypatch.setattr(data, "pack", lambda *args: shutil.rmtree("run") or pack(*args))
-    run_script("data", "prepare", "--input=a.jsonl", "--tokenizer=run", "--out=out")
+    run_script("data prepare --input=a.jsonl --tokenizer=run --out=out")
     Tokenizer.load("out")
 
 
@@ -868,15 +864,15 @@ def test_documents_are_counted_and_bad_ones_skipped(corpus):
     Path("b.jsonl").write_text(good * 48 + "\n".join(bad), encoding="latin-1")
     said = error_line("data", *prepare(corpus, "b.jsonl", "out"))
     assert "12 of 60 records" in said and "b.jsonl: " in said
-    wrong_field = prepare(corpus, "b.jsonl", "out", "--field=txt")
-    assert "KeyError('txt')" in error_line("data", *wrong_field)
+    said = error_line("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
+    assert "KeyError('txt')" in said
     Path("b.jsonl").write_text(good * 1300 + "\n".join(bad), encoding="latin-1")
     run_script("data", *prepare(corpus, "b.jsonl", "out"))
     assert read_json("out/meta.json")["counts"]["bad"] == 12
 
     Path("c.jsonl").write_text('{"text": "has"}\n{"text": "so"}\n{"text": "so drop"}')
-    flags = "--shard_tokens=1", "--drop=text=drop", "--val=0.9"
-    run_script("data", *prepare(corpus, "c.jsonl", "c", *flags))
+    command = prepare(corpus, "c.jsonl", "c", "--shard_tokens=1", "--drop=text=drop", "--val=0.9")
+    run_script("data", *command)
     meta = read_json("c/meta.json")
     assert meta["counts"] == {"kept": 2, "dropped": 1, "bad": 0, "long": 0}
     names = [name for shards in meta["shards"].values() for name, *_ in shards]
@@ -1031,8 +1027,7 @@ def test_every_token_of_a_row_has_a_target(corpus):
     common.write_json("large/tokenizer.json", spec)
     ids = [20, 65535, 65536, 69999]
     Path("a.txt").write_text(" ".join(f"w{i}" for i in ids))
-    flags = "--tokenizer=large", "--val=0"
-    run_script("data", *prepare(corpus, "a.txt", "out", *flags))
+    run_script("data prepare --input=a.txt --tokenizer=large --val=0 --out=out")
     assert np.load("out/train_000000.npy").tolist() == [*ids, 1]
     (idx,), (targets,) = first_rows(Dataset("out", "train", 4), 1)
     assert (idx.tolist(), targets.tolist()) == (ids, [*ids[1:], 1])
@@ -1218,8 +1213,8 @@ def test_ranks_keep_even_shares(preset):
 
         for rule in ("muon", "adamw"):
             opt = train.make_optimizer(Settings(optimizer=rule), model, 0, world)
-            messages = len(opt.pieces)  # that broadcast an update
-            assert messages == len(opt.params) + 2 * (world - 1), "only two tables are split"
+            # Each piece is a message that broadcasts an update. Only two tables are split.
+            assert len(opt.pieces) == len(opt.params) + 2 * (world - 1)
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -1250,12 +1245,10 @@ def test_numbers_that_are_none(bad, checkpoint, corpus):
     model = RecurrentLM.load(checkpoint)
     model.head.weight.data[3] = bad
     save(model, "bad", corpus)
-    say = "sample", "--model=bad", "--prompt=has 1 so"
-    for flag in ("--steps=2", "--temperature=1", "--trace"):
-        assert "logits are not finite" in error_line(*say, flag), flag
     Path("q.jsonl").write_text('{"question": "has", "answer": "2"}')
-    ask = "eval_gsm8k", "--model=bad", "--data=q.jsonl", "--template=plain", "--max_new_tokens=2"
-    assert "logits are not finite" in error_line(*ask)
+    for command in ("sample --prompt=has --steps=2", "sample --prompt=has --temperature=1",
+                    "sample --prompt=has --trace", "eval_gsm8k --data=q.jsonl --template=plain"):
+        assert "logits are not finite" in error_line(command, "--model=bad"), command
 
     model = decode_model()
     model.embed.weight.data[5] = bad
@@ -1290,8 +1283,7 @@ def test_a_gpu_compiles_whole_recurrences(monkeypatch):
     monkeypatch.setattr(sample, "attend_one", sample.attend)
     model = decode_model()
     wanted = [model.generate(prompt, 9, 2) for prompt in ([5], [7])]
-    how = {"dynamic": True, "fullgraph": True, "backend": "eager"}
-    model.run_core = torch.compile(model.run_core, **how)
+    model.run_core = torch.compile(model.run_core, fullgraph=True, dynamic=True, backend="eager")
     assert generate_rows(Decoder(model), [[5], [7]], [9, 9], 2) == wanted
 
 
@@ -1329,11 +1321,11 @@ def test_sampling_follows_its_settings(corpus):
     assert checked.flatten().tolist() == [1, *[NO_TOKEN] * 3, 0]
 
     save(small(context=40, state_std=0), "m", corpus)
-    ask = "sample", "--model=m", "--prompt=has 1", "--tokens=20"
-    texts = [run_script(*ask, "--temperature=2", f"--seed={seed}") for seed in (0, 0, 1, 2)]
+    ask = "sample --model=m --prompt='has 1' --tokens=20"
+    texts = [run_script(f"{ask} --temperature=2 --seed={seed}") for seed in (0, 0, 1, 2)]
     assert texts[0] == texts[1] and len({*texts}) == 3
     for flags in ("--temperature=2 --top_k=1", "--temperature=1e-38"):
-        assert run_script(*ask, *flags.split()) == run_script(*ask)
+        assert run_script(f"{ask} {flags}") == run_script(ask)
 
 
 @pytest.mark.parametrize("cpuinfo, auto", [
@@ -1350,10 +1342,10 @@ def test_auto_dtype(cpuinfo, auto, checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo"))
     if cpuinfo:
         Path("cpuinfo").write_text(cpuinfo)
-    ask = "sample", f"--model={checkpoint}", "--prompt=x", "--tokens=1"
-    run_script(*ask)
+    ask = f"sample --model={checkpoint} --prompt=x --tokens=1"
+    run_script(ask)
     assert f"{auto} on cpu" in capsys.readouterr().err
-    run_script(*ask, "--dtype=bfloat16")
+    run_script(ask, "--dtype=bfloat16")
     said = capsys.readouterr().err
     assert "bfloat16 on cpu" in said
     assert ("float32 can be" in said) == (auto == "float32")
@@ -1372,19 +1364,19 @@ def test_auto_dtype(cpuinfo, auto, checkpoint, monkeypatch, capsys):
 
 def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
     """A run that began with --dtype auto resumes in the same dtype; an evaluation names it."""
-    run = "train", *base, "--dtype=auto", "--out_dir=run"
-    ask = "eval_gsm8k", "--data=asked.jsonl", "--out=x.json", "--max_new_tokens=2", "--steps=3"
-    ask += "--model", looped
+    run = "train --dtype=auto --out_dir=run", *base
+    flags = "--data=asked.jsonl --out=x.json --max_new_tokens=2 --steps=3"
+    ask = f"eval_gsm8k --model={looped} {flags}"
     Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
     monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo"))
     Path("cpuinfo").write_text("amx_bf16")
     run_script(*run)
-    run_script(*ask)
+    run_script(ask)
     os.remove("cpuinfo")
     assert "bfloat16 on cpu" in run_script(*run)
     assert "dtype = bfloat16" in error_line(*run, "--dtype=float32")
-    assert "x.jsonl: was created with dtype = bfloat16" in error_line(*ask)
-    run_script(*ask, "--dtype=bfloat16")
+    assert "x.jsonl: was created with dtype = bfloat16" in error_line(ask)
+    run_script(ask, "--dtype=bfloat16")
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1399,8 +1391,8 @@ def test_schedules_are_the_papers():
     for x in oracle["schedules"]:
         s = Settings(updates=x["total"], curriculum_warmup=x["warmup"],
                      mean_recurrence=x["max_mean_rec"], curriculum=x["warmup_type"])
-        found = [train.scheduled_mean(s, u) for u in range(x["total"])]
-        assert found == expand(x["mean_recurrence_runs"])
+        means = expand(x["mean_recurrence_runs"])
+        assert [train.scheduled_mean(s, u) for u in range(x["total"])] == means
         s.curriculum = "none"
         assert train.scheduled_mean(s, 0) == s.mean_recurrence
 
@@ -1423,8 +1415,7 @@ def test_schedules_are_the_papers():
         assert (found == x["exact_data_step_1_to_64"]) == (seed == 0)
 
     s = Settings(updates=10, warmup=0.25, cooldown=0)  # a warm-up of 2.5 updates takes 3
-    scales = [train.lr_scale(s, update) for update in range(4)]
-    assert scales == pytest.approx([0.001, 0.334, 0.667, 1])
+    assert [train.lr_scale(s, u) for u in range(4)] == pytest.approx([0.001, 0.334, 0.667, 1])
     assert train.updates_in(Settings(updates=100), 0.07) == 7, "though 0.07 * 100 > 7"
 
 
@@ -1490,7 +1481,7 @@ def test_flags_override_the_configs(monkeypatch):
     assert (s.lr, s.eval_recurrences, s.updates, s.draws, s.seed) == (2.0, [1, 8], 9, 2, 5)
     assert s.compile is False
     Path("my.toml").write_text('config = "more.toml"')
-    assert "--config=more.toml --config=my.toml" in error_line("train", "--config=my.toml")
+    assert "--config=more.toml --config=my.toml" in error_line("train --config=my.toml")
 
 
 def test_a_setting_does_something_or_is_refused(base):
@@ -1503,14 +1494,13 @@ def test_a_setting_does_something_or_is_refused(base):
         ("--activation_budget=0.5", "--activation_budget with --compile=false"),
         ("--reinit", "--reinit without --init_from"),
     ):
-        line = error_line("train", *base, "--out_dir=run", *flags.split())
-        assert f"without effect: {idle}" in line
+        assert f"without effect: {idle}" in error_line(f"train --out_dir=run {flags}", *base)
     flags = [*base, "--out_dir=run"]
     s = train.read_settings([*flags, "--init_from=x", "--reinit", "--embed_scale=2"])
     assert (s.n_embd, s.n_core, s.embed_scale) == (None, None, 2), "the shape of x"
     assert train.read_settings([*flags, "--n_head=4"]).n_kv_head == 4
-    line = error_line("train", "--data=x", "--out_dir=run", "--n_embd=32", "--n_ffn=64")
-    assert "give --n_head, --n_prelude, or --init_from" in line
+    said = error_line("train --data=x --out_dir=run --n_embd=32 --n_ffn=64")
+    assert "give --n_head, --n_prelude, or --init_from" in said
 
 
 def test_training_learns(taught):
@@ -1564,14 +1554,14 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
     train_until(3, *base, "--out_dir=resumed")
     for out in ("resumed", "unbroken"):
         torch.compiler.reset()
-        run_script("train", *base, f"--out_dir={out}")
+        run_script(f"train --out_dir={out}", *base)
     torch.set_num_threads(1)
     assert same_end("resumed", "unbroken")
 
 
 def test_recompute(base, unbroken):
     """--recompute gives bit-identical gradients and saves less for the backward pass."""
-    run_script("train", *base, "--recompute", "--out_dir=run")
+    run_script("train --recompute --out_dir=run", *base)
     assert same_end("run", unbroken)
 
     model, idx = small(), torch.ones(1, 20, dtype=torch.int64)
@@ -1597,7 +1587,7 @@ def test_a_checkpoint_from_another_process(base, unbroken, monkeypatch):
 
     monkeypatch.setattr(train, "lock_folder", lock_late)
     log = Path("run/log.jsonl").read_bytes()
-    assert "another process has just" in error_line("train", *base, "--out_dir=run")
+    assert "another process has just" in error_line("train --out_dir=run", *base)
     assert Path("run/log.jsonl").read_bytes() == log
 
 
@@ -1660,8 +1650,8 @@ def test_ranks_start_alike_and_stop_together(base, corpus):
     assert last_code == 1 and not checkpoints("new")
 
     Path("moved").symlink_to(corpus / "pretrain")
-    long = "--updates=900", "--save_every=900", "--out_dir=new"
-    two = launch("train.py", *base, *long, world=2, last=["--data=moved"])
+    base = [*base, "--updates=900", "--save_every=900", "--out_dir=new"]
+    two = launch("train.py", *base, world=2, last=["--data=moved"])
     wait_until(lambda: read_log("new", "loss"), two)
     os.kill(two[1].pid, signal.SIGTERM)
     assert exit_codes(two) == [128 + signal.SIGTERM] * 2
@@ -1676,8 +1666,8 @@ def test_a_run_whose_reader_is_gone_is_saved(way, base):
     if way == "tee":  # which Ctrl-C ends first, so that every later message fails
         line = f"{line} 2>&1 | tee log"
     ours, theirs = os.openpty()
-    new = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    process = subprocess.Popen(["setsid", "--ctty", "bash", "-c", line], **new)
+    command = "setsid", "--ctty", "bash", "-c", line
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
     while b"update     3/" not in seen:
@@ -1697,7 +1687,7 @@ def test_changed_settings_or_data(base, unbroken):
     shutil.copytree(unbroken, "parent")
     tiny("data", rows=64)
     run_script("train", *base)
-    assert "lr = 0.01, but this command says 0.02" in error_line("train", *base, "--lr=0.02")
+    assert "lr = 0.01, but this command says 0.02" in error_line("train --lr=0.02", *base)
 
     shutil.copytree("run", "copy")
     shutil.copytree("data", "moved")
@@ -1766,18 +1756,18 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
 
 
 def test_context_follows_the_data_and_extends_the_parents(base, corpus):
-    """--context is the data\'s, and no other is accepted; beyond the parent\'s, it extends that."""
+    """--context is the data's, and no other is accepted; beyond the parent's, it extends that."""
     write_questions([20] * 399 + [30])
     run_script("data", *prepare(corpus, "q.jsonl", "out", "--prompt=q", "--field=a"))
     run = *base, "--data=out", "--updates=0", "--eval_rows=4"
-    said = run_script("train", *run, "--context=0", "--out_dir=new")
+    said = run_script("train --context=0 --out_dir=new", *run)
     assert "0 epochs of 31 rows" in said and "rows of 256 tokens" in said
-    assert "Use --context=256" in error_line("train", *run, "--context=255", "--out_dir=x")
+    assert "Use --context=256" in error_line("train --context=255 --out_dir=x", *run)
 
     save(small(context=40), "short", corpus)
     save(small(context=60, embed_scale=2.0), "long", corpus)
     for name, context in (("short", 50), ("long", 60)):
-        run_script("train", *base, f"--init_from={name}", f"--out_dir=run-{name}", "--updates=1")
+        run_script(f"train --init_from={name} --out_dir=run-{name} --updates=1", *base)
         assert load_config(f"run-{name}/step_000001").context == context
     assert load_config("run-long/step_000001").embed_scale == 2, "--embed_scale is for new weights"
 
@@ -1786,8 +1776,8 @@ def test_train_some_parameters(base, unbroken):
     """Parameters that --train leaves out stay bit-identical and have no moments, in each stage."""
     old = unbroken / "step_000012"
     for words in ("core|adapter", "head"):
-        flags = "--dtype=bfloat16", "--updates=1", f"--init_from={old}", f"--train={words}"
-        run_script("train", *base, *flags, f"--out_dir={words}")
+        flags = f"--init_from={old} --train={words} --out_dir={words}"
+        run_script(f"train --dtype=bfloat16 --updates=1 {flags}", *base)
         new = Path(words, "step_000001")
         trained = tuple(words.split("|"))
         before, after = (load_file(folder / "model.safetensors") for folder in (old, new))
@@ -1843,17 +1833,16 @@ def test_updates_that_are_not_finite(base, monkeypatch):
     monkeypatch.setattr(train, "to_inputs", poisoned)
     monkeypatch.setattr(train, "MAX_SKIPS", 2)
     base = [*base, "--optimizer=adamw", "--keep=2"]
-    run_script("train", *base, "--out_dir=whole")
+    run_script("train --out_dir=whole", *base)
     assert read_json("whole/step_000012/train.json")["skipped"] == 2
 
     # Skipped updates do not count in AdamW's bias correction, after a restart either.
     train_until(3, *base, "--out_dir=resumed")
-    run_script("train", *base, "--out_dir=resumed")
+    run_script("train --out_dir=resumed", *base)
     assert identical(weights("resumed/step_000012"), weights("whole/step_000012"))
 
     bad |= {5, 6, 7}
-    said = error_line("train", *base, "--out_dir=bad")
-    assert "the last 3 updates had no finite gradient" in said
+    assert "last 3 updates had no finite gradient" in error_line("train --out_dir=bad", *base)
     assert checkpoints("bad") == ["step_000003", "step_000006"]
 
 
@@ -1876,9 +1865,9 @@ def test_wandb_goes_on_in_its_run(base, monkeypatch):
 @pytest.mark.parametrize("n_core", [0, 1])
 def test_muon_updates_the_papers_matrices(n_core, base):
     """Muon updates q, k, v, gate and up one by one in an ordinary model, but stacked in a loop."""
-    shape = f"--n_core={n_core}", f"--n_coda={n_core}"
-    flags = [*base, *shape, "--updates=1", "--warmup=0", "--cooldown=0", "--clip=0"]
-    run_script("train", *flags, "--out_dir=run")
+    flags = f"--n_core={n_core} --n_coda={n_core} --updates=1 --warmup=0 --cooldown=0 --clip=0"
+    flags = [*base, *flags.split()]
+    run_script("train --out_dir=run", *flags)
     s, dataset, model = start_of_run([*flags, "--out_dir=new"])
     idx, targets = first_rows(dataset, 16, s.seed)
     (steps,) = train.draws_of(s, 0)
@@ -1911,7 +1900,7 @@ def test_updates_are_torchs(clip, base):
     """Updates with two draws, each over two micro-batches, follow torch's AdamW step by step."""
     flags = "--optimizer=adamw --updates=6 --draws=2 --warmup=0.4 --seed=3 --cooldown=0.5"
     flags = [*base, *flags.split(), f"--clip={clip}"]
-    run_script("train", *flags, "--out_dir=run")
+    run_script("train --out_dir=run", *flags)
     s, dataset, model = start_of_run([*flags, "--out_dir=new"])
     peer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=s.weight_decay)
     for update in range(6):
@@ -1920,8 +1909,7 @@ def test_updates_are_torchs(clip, base):
         total = 0
         for half in (0, 1):
             rows = slice(8 * half, 8 * half + 8)
-            draw = 1 + 2 * update + half  # counted from 1 over the whole run
-            steps = train.draw_steps(s, update, draw)
+            steps = train.draw_steps(s, update, 1 + 2 * update + half)  # counted over the run
             _, losses = model(idx[rows], targets[rows], steps, state[rows])
             loss = losses.sum() / (targets != -100).sum()
             loss.backward()
@@ -1964,14 +1952,13 @@ def test_the_recipe_decides_the_result(base, unbroken):
         assert not identical(end(change, *others), end(*others)), flags
         name, _, _ = change.partition("=")
         found.add(name.strip("-"))
-    names = {item.name for item in fields(train.Recipe)}
-    assert found == names - {"context"}, "the rows of the data have one length"
+    assert found == {item.name for item in fields(train.Recipe)} - {"context"}  # it is the data's
 
 
 def test_log_and_checkpoint_agree(base, corpus):
     """train.json counts the FLOPs of the r that were drawn; logged losses are the checkpoint's."""
     run = [*base, "--draws=4", "--backprop_depth=0", "--keep=4", "--updates=6", "--eval_every=3"]
-    run_script("train", *run, "--out_dir=run")
+    run_script("train --out_dir=run", *run)
     s = train.read_settings([*run, "--out_dir=run"])
     model = RecurrentLM.load("run")
     assert (model.config.mean_recurrence, model.config.backprop_depth) == (3, 3)
@@ -1991,7 +1978,7 @@ def test_log_and_checkpoint_agree(base, corpus):
     logs = read_log("run", "val")
     assert logs[3] != logs[6]
     measure = [*base, "--updates=0", "--init_from=run/step_000003"]
-    run_script("train", *measure, "--out_dir=one")
+    run_script("train --out_dir=one", *measure)
     run_on_ranks("train.py", *measure, "--out_dir=two", world=2)
     assert read_log("one", "val")[0] == logs[3]
     assert read_log("two", "val")[0] == pytest.approx(logs[3], abs=1e-6)
@@ -2002,7 +1989,7 @@ def test_full_memory_is_met_in_the_warm_up_and_ends_in_one_line(base, monkeypatc
     The warm-up uses the run's largest k. The line names flags that save memory; other bugs keep
     their tracebacks.
     """
-    run_script("train", *base, "--backprop_depth=0", "--out_dir=all")
+    run_script("train --backprop_depth=0 --out_dir=all", *base)
     largest = max(read_log("all", "k").values())
     assert largest > 3
     forward = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
@@ -2028,7 +2015,7 @@ def test_rows_without_labels_are_reported(base, corpus):
         tokens = np.load(path)
         tokens[1] = -100
         np.save(path, tokens)
-    run_script("train", *base, "--data=data", "--updates=2", "--out_dir=run")
+    run_script("train --updates=2 --out_dir=run", *base, "--data=data")
     assert read_log("run", "loss") == {1: None, 2: None}
     assert read_log("run", "val")[2] == {"1": None, "4": None}
 
@@ -2042,7 +2029,7 @@ def test_no_updates_only_validate(corpus, base, unbroken):
     meta["shards"]["val"] = [data.write_shard("small", "val_000000.npy", shard)]
     common.write_json("small/meta.json", meta)
     base = [*base, f"--data={large}:2,small:1", "--updates=0", f"--init_from={unbroken}"]
-    assert "warm-up" not in run_script("train", *base, "--train=core", "--out_dir=run")
+    assert "warm-up" not in run_script("train --train=core --out_dir=run", *base)
     assert not checkpoints("run")
 
     model = RecurrentLM.load(unbroken).double()
@@ -2054,7 +2041,7 @@ def test_no_updates_only_validate(corpus, base, unbroken):
         labels += (targets != -100).sum()
     assert abs(read_log("run", "val")[0]["4"] - total / labels) < 1e-5
 
-    run_script("train", *base, "--seed=1", "--out_dir=seed1")
+    run_script("train --seed=1 --out_dir=seed1", *base)
     assert read_log("seed1", "val") == read_log("run", "val"), "rates are chosen by validation"
 
 
@@ -2068,8 +2055,8 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     for row in map(json.loads, open(ORACLE / "gsm8k_extract.jsonl")):
         text = cut_at_stops(row["output"], STOPS)
         assert text == row["cut"], row["why"]
-        extracted = eval_gsm8k.flexible_extract(text), eval_gsm8k.strict_extract(text)
-        assert extracted == (row["flexible"], row["strict"]), row["why"]
+        assert eval_gsm8k.flexible_extract(text) == row["flexible"], row["why"]
+        assert eval_gsm8k.strict_extract(text) == row["strict"], row["why"]
         for metric, is_right in METRICS["cot"].items():
             for answer in (row["answer"], row["gold"], f"####{row['gold']} \n"):
                 assert is_right(text, answer) == row[f"{metric}_correct"], row["why"]
@@ -2111,7 +2098,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     answers = [("so gets", False), ("7", True), ("gets", False), ("gets", False)]
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
     asked = "--model=run", "--data=asked.jsonl", "--steps=1", "--template=plain"
-    run_script("eval_gsm8k", *asked, "--limit=2")
+    run_script("eval_gsm8k --limit=2", *asked)
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: shutil.rmtree(folder) or answers)
     header, row = re.findall("^     . .*", run_script("eval_gsm8k", *asked), re.M)
     assert len(header) == len(row) and "     4     1 " in row  # n and cut
@@ -2149,7 +2136,7 @@ def test_a_text_ends_at_any_end(checkpoint, speaker, monkeypatch):
     for last in (end, tokenizer.eos_id):
         decoder = scripted(model, [*words, last, after])
         monkeypatch.setattr(sample, "Decoder", lambda *_, decoder=decoder: decoder)
-        assert run_script("sample", "--model", checkpoint, "--prompt=has") == " has 1 so\n"
+        assert run_script(f"sample --model {checkpoint} --prompt=has") == " has 1 so\n"
 
     tokenizer.special["a control token"] = control
     spoken = Tokenizer.load(speaker)
@@ -2160,8 +2147,7 @@ def test_a_text_ends_at_any_end(checkpoint, speaker, monkeypatch):
         (spoken, chinese, "漢字", "A "),
     ):
         decoder = scripted(model, ids)
-        found = eval_gsm8k.answer_batch(decoder, coder, [[5]], 30, [stop], 3)
-        assert found == [(answer, False)]
+        assert eval_gsm8k.answer_batch(decoder, coder, [[5]], 30, [stop], 3) == [(answer, False)]
     decoder.generate = lambda *_, **__: iter([(0, words[0])])  # up to max_new_tokens
     assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 1, [], 3) == [("has", True)]
 
@@ -2171,9 +2157,9 @@ def test_a_hub_id_beside_a_folder(monkeypatch):
     download = mock.Mock(side_effect=ConnectionError("offline"))
     monkeypatch.setattr(need("huggingface_hub"), "snapshot_download", download)
     shutil.copytree(ORACLE / "hf_llama", "org/here")
-    run_script("surgery", "org/here", "m", "--feed_forward")
+    run_script("surgery org/here m --feed_forward")
     download.assert_not_called()
-    line = error_line("surgery", "org/there", "out", "--feed_forward")
+    line = error_line("surgery org/there out --feed_forward")
     assert "no such folder" in line and "offline" in line
 
 
@@ -2181,8 +2167,8 @@ def test_one_place_decides_what_ends_a_text(corpus):
     """The parent's EOS and its tokenizer's end a text in a cut, in sample.py and in an export."""
     for i, (ends, wanted) in enumerate(((5, [5, 1]), ([6, 5], [5, 6, 1]), (None, 1), (1, 1))):
         save(small(eos_token_id=ends, n_prelude=4, n_core=0, n_coda=0), f"{i}/m", corpus)
-        run_script("surgery", f"{i}/m", f"{i}/loop", "--shape=1,2,1")
-        run_script("tools/export", f"{i}/m", f"{i}/hf")
+        run_script(f"surgery {i}/m {i}/loop --shape=1,2,1")
+        run_script(f"tools/export {i}/m {i}/hf")
         model, _ = sample.load_model(f"{i}/m")  # made before surgery.py decided
         for config in (load_config(f"{i}/loop"), model.config):
             assert config.eos_token_id == wanted
@@ -2198,7 +2184,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     shutil.copytree(checkpoint, "m")
     for _ in range(2):  # the second command has nothing left to ask
-        run_script("eval_gsm8k", "--model=m", "--limit=4", "--steps=1", "--max_new_tokens=30")
+        run_script("eval_gsm8k --model=m --limit=4 --steps=1 --max_new_tokens=30")
     get.assert_called_once()
     answer_batch.assert_called_once()
     rows = [json.loads(line) for line in body.splitlines()]
@@ -2207,9 +2193,8 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 
     encode = Tokenizer.load(checkpoint).encode
     room = 40 - 30  # the context without the new tokens
-    prompts = [make_prompt(rows[i]["question"]) for i in chosen]
     (_, _, asked, *_), _ = answer_batch.call_args
-    assert asked == [encode(prompt)[-room:] for prompt in prompts]
+    assert asked == [encode(make_prompt(rows[i]["question"]))[-room:] for i in chosen]
     assert "4 prompts lose their beginning" in capfd.readouterr().err
 
 
@@ -2227,7 +2212,7 @@ def test_questions_that_are_none(line, encoding, words, checkpoint):
     """Questions and answers are text or numbers in UTF-8; others are refused, and nothing asked."""
     good = '{"question": "has 1 so", "answer": 1}\n\n'
     Path("q.jsonl").write_text(good * 2 + line, encoding)
-    said = error_line("eval_gsm8k", "--model", checkpoint, "--data=q.jsonl", "--out=a.json")
+    said = error_line(f"eval_gsm8k --model {checkpoint} --data=q.jsonl --out=a.json")
     assert "q.jsonl: " in said and words in said
     assert not os.path.exists("a.jsonl")
     Path("q.jsonl").write_text(good * 2, "utf-8-sig")
@@ -2237,38 +2222,38 @@ def test_questions_that_are_none(line, encoding, words, checkpoint):
 def test_killed_evaluation_resumes(checkpoint, corpus):
     """A killed evaluation resumes as if never interrupted; others in the file are refused."""
     shutil.copy(corpus / "test.jsonl", "asked.jsonl")
-    flags = "--template=plain", "--max_new_tokens=3", "--batch_size=4", "--limit=32"
-    here = f"--model={checkpoint}", "--data=asked.jsonl", *flags
-    assert "context of 40" in error_line("eval_gsm8k", *here, "--max_new_tokens=40",
-                                         "--out=unbroken.json")  # without an answer to keep
+    flags = "--template=plain --max_new_tokens=3 --batch_size=4 --limit=32"
+    here = f"eval_gsm8k --model={checkpoint} --data=asked.jsonl {flags}"
+    said = error_line(f"{here} --max_new_tokens=40 --out=unbroken.json")
+    assert "context of 40" in said  # without an answer to keep
     for steps in ("1,32", "1"):  # r = 32 stays in the summary
-        run_script("eval_gsm8k", *here, f"--steps={steps}", "--out=unbroken.json")
+        run_script(f"{here} --steps={steps} --out=unbroken.json")
 
     path = Path("killed.jsonl")
-    processes = launch("eval_gsm8k.py", *here, "--steps=1,32", "--out=killed.json")
+    script, *asked = f"{here} --steps=1,32 --out=killed.json".split()
+    processes = launch(f"{script}.py", *asked)
     wait_until(lambda: path.exists() and path.read_bytes(), processes)
-    said = error_line("eval_gsm8k", *here, "--steps=2", "--out=killed.json")
+    said = error_line(f"{here} --steps=2 --out=killed.json")
     assert "killed.jsonl: another process" in said
     kill(processes, lambda: path.read_bytes().count(b"\n") > 38)
     os.truncate(path, path.stat().st_size - 20)  # in the middle of a line, and of a batch
 
     shutil.copytree(checkpoint, "moved")
     shutil.move("asked.jsonl", "moved.jsonl")
-    there = "--model=moved", "--data=moved.jsonl", *flags, "--steps=1,32", "--out=killed.json"
-    run_script("eval_gsm8k", *there)
+    there = f"eval_gsm8k --model=moved --data=moved.jsonl {flags} --steps=1,32 --out=killed.json"
+    run_script(there)
     answers = {*answers_of("killed.jsonl")}  # those of the cut batch are there twice
     assert answers == {*answers_of("unbroken.jsonl")} and len(answers) == 2 * 32
     assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
 
-    for flag in ("--max_new_tokens=2", "--seed=1"):
-        name = flag.strip("-").partition("=")[0]
-        assert f"{name} = " in error_line("eval_gsm8k", *there, flag)
+    for name in ("max_new_tokens", "seed"):
+        assert f"{name} = " in error_line(f"{there} --{name}=2")
 
     Path("others.jsonl").write_text('{"question": "has 1", "answer": 1}')
-    assert "questions = " in error_line("eval_gsm8k", *there, "--data=others.jsonl")
+    assert "questions = " in error_line(there, "--data=others.jsonl")
 
     save(small(context=40, seed=1), "moved", corpus)
-    assert "weights = " in error_line("eval_gsm8k", *there)
+    assert "weights = " in error_line(there)
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
@@ -2286,8 +2271,8 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
         return text if template == "plain" else re.split("ANY|mis", text)[0]
 
     def answer(out, *flags):
-        flags = "--steps=3", "--max_new_tokens=12", f"--out={out}.json", *flags
-        run_script("eval_gsm8k", "--model", looped, "--data=asked.jsonl", *flags)
+        ask = f"eval_gsm8k --model={looped} --data=asked.jsonl --out={out}.json"
+        run_script(f"{ask} --steps=3 --max_new_tokens=12", *flags)
         ((_, _, output),) = answers_of(f"{out}.jsonl")
         return output
 
@@ -2323,8 +2308,8 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
         "train --context 8 --steps 1+1 --optimizer adamw --micro_batches 2",
         "decode --prompt_tokens 4 --tokens 4 --steps 4",
     ):
-        flags = "--model", checkpoint, "--repeat", 1, "--compile=false"
-        rows += json.loads(run_script("bench", *command.split(), *flags).splitlines()[-1])["rows"]
+        said = run_script(f"bench {command} --model={checkpoint} --repeat=1 --compile=false")
+        rows += json.loads(said.splitlines()[-1])["rows"]
 
     update, plain = rows
     # 2 recurrences for each micro-batch, and the clock at the end.
@@ -2406,7 +2391,7 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
     """Each mistake is reported in one line that contains these words, and no result is written."""
     for path in mistaken_inputs.iterdir():
         Path(path.name).symlink_to(path)
-    assert words in error_line(*command.split())
+    assert words in error_line(command)
     assert not contents("out")
 
 
@@ -2414,10 +2399,8 @@ def test_mistakes_are_seen_without_asserts(mistaken_inputs):
     """`python -OO`, which drops asserts and docstrings, says the same of each mistake."""
     for path in mistaken_inputs.iterdir():
         Path(path.name).symlink_to(path)
-    code = ("import sys; from helpers import outcome\n"
-            "for line in sys.stdin: print(outcome(*line.split())[0])")
-    asked = "\n".join(command for command, _ in MISTAKES)
-    said = subprocess.check_output([sys.executable, "-OO", "-c", code], input=asked, text=True)
+    code = f"from test_all import *\nfor command, _ in MISTAKES: print(outcome(command)[0])"
+    said = subprocess.check_output([sys.executable, "-OO", "-c", code], text=True)
     for (command, words), line in zip(MISTAKES, said.splitlines(), strict=True):
         assert words in line, command
 
@@ -2466,9 +2449,9 @@ def test_closed_streams(checkpoint, corpus, monkeypatch):
 
     for name in ("stdin", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    run_script("sample", "--model", checkpoint)
-    ask = "--tokens=1", "--trace", "--prompt=has"
-    assert "has" in run_script("sample", "--model", checkpoint, *ask)
+    ask = f"sample --model {checkpoint}"
+    run_script(ask)
+    assert "has" in run_script(f"{ask} --tokens=1 --trace --prompt=has")
 
 
 SCRIPTS = [path for folder in (ROOT, ROOT / "tools") for path in sorted(folder.glob("*.py"))
@@ -2502,9 +2485,9 @@ def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
                         lambda model, **how: compile_parts(model, backend=fails))
     if compiler == "/bin/false":  # though the cache may hold what it should compile
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
-    for command in (("train", *base, "--compile=true", "--updates=1", "--out_dir=run"),
-                    ("sample", f"--model={checkpoint}", "--compile", "--prompt=has", "--tokens=2"),
-                    ("bench", "train", f"--model={checkpoint}", "--context=8", "--repeat=1")):
+    for command in (("train --compile=true --updates=1 --out_dir=run", *base),
+                    (f"sample --model={checkpoint} --compile --prompt=has --tokens=2",),
+                    (f"bench train --model={checkpoint} --context=8 --repeat=1",)):
         torch.compiler.reset()  # forgets what other tests compiled
         with torch._inductor.config.patch("cpp.cxx", (compiler,)):
             run_script(*command)
@@ -2519,7 +2502,7 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     lines += [b"caf\xe9", b"/steps 8", b"has 1"]
     typed = io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
-    run_script("sample", "--model", checkpoint, "--tokens=2", "--steps=1")
+    run_script(f"sample --model {checkpoint} --tokens=2 --steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert "argument --steps" in errors and "/model: not one of steps" in errors
@@ -2540,8 +2523,8 @@ def test_trace_is_what_the_model_says(speaker, corpus):
     ):
         model = RecurrentLM.load(folder)
         tokenizer = Tokenizer.load(folder)
-        ask = "--model", folder, "--prompt", prompt, "--seed=3"
-        header, *lines, last = run_script("sample", "--trace", *ask, *flags).splitlines()
+        ask = f"sample --trace --seed=3 --model={folder} --prompt='{prompt}'"
+        header, *lines, last = run_script(ask, *flags).splitlines()
         ids = tokenizer.encode(prompt, bos=True)
         state = model.initial_state(1, len(ids), 3)
         logits = [model(torch.tensor([ids]), steps=r, state=state)[0][0] for r in steps]
@@ -2554,12 +2537,10 @@ def test_trace_is_what_the_model_says(speaker, corpus):
                 assert text == sample.token_text(tokenizer, choice.item()) + star
                 assert abs(int(percent) - 100 * p) < 0.501
                 stars += len(star)
-        settled = (tokens == tokens[-1]).sum(1).tolist()
-        wanted = " ".join(f"{n} of {len(ids)}" for n in settled)
-        assert last.split() == f"settled {wanted}".split()
+        settled = [f"{n} of {len(ids)}" for n in (tokens == tokens[-1]).sum(1).tolist()]
+        assert last.split() == f"settled {' '.join(settled)}".split()
     assert stars > 5
-    long = "has 7 " * 21
-    assert "context of 40" in error_line("sample", "--trace", "--model=loud", "--prompt", long)
+    assert "context of 40" in error_line("sample --trace --model=loud --prompt", "has 7 " * 21)
 
 
 def test_characters_are_shown_whole(speaker, monkeypatch):
@@ -2570,7 +2551,7 @@ def test_characters_are_shown_whole(speaker, monkeypatch):
     shown = []
     monkeypatch.setattr(sample, "Decoder", lambda *_: decoder)
     monkeypatch.setattr(sample, "print", lambda part, **_: shown.append(part), raising=False)
-    run_script("sample", "--model", speaker, "--prompt=A")
+    run_script(f"sample --model {speaker} --prompt=A")
     assert "".join(shown) == f" {text}"
     assert len(shown) > 9
     assert not any("\ufffd" in part for part in shown)
@@ -2689,10 +2670,10 @@ def test_gpu_decodes_like_the_cpu(compiled):
 def test_gpu_run_resumes(base):
     """A compiled run that was killed, or uses two GPUs, ends with the loss of an unbroken run."""
     base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10"]
-    run_script("train", *base, "--out_dir=unbroken")
+    run_script("train --out_dir=unbroken", *base)
     killed = launch("train.py", *base, "--out_dir=killed")
     kill(killed, lambda: len(read_log("killed", "loss")) > 15)
-    run_script("train", *base, "--out_dir=killed")
+    run_script("train --out_dir=killed", *base)
     runs = ["unbroken", "killed"]
     if DEVICE == "cuda" and torch.cuda.device_count() > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -62,11 +63,15 @@ def need(package):
     return pytest.importorskip(package, reason=EXTRAS)
 
 
-def outcome(script, *args):
-    """Run a script in this process, to save seconds. Returns (exit code or error line, stdout)."""
+def outcome(command, *args):
+    """
+    Run a script in this process, to save seconds. command: its name and, as typed, flags, which
+    precede args. Returns (exit code or error line, stdout).
+    """
+    script, *typed = shlex.split(command)
     main = importlib.import_module(script.replace("/", ".")).main
     printed = io.StringIO()
-    with (mock.patch.object(sys, "argv", [script, *map(str, args)]),
+    with (mock.patch.object(sys, "argv", [script, *typed, *map(str, args)]),
           contextlib.redirect_stdout(printed)):
         try:
             common.cli(main)
@@ -74,16 +79,16 @@ def outcome(script, *args):
             return end.code or 0, printed.getvalue()
 
 
-def run_script(script, *args):
+def run_script(command, *args):
     """Run a script that must succeed. Returns what it printed to stdout."""
-    code, printed = outcome(script, *args)
+    code, printed = outcome(command, *args)
     assert code == 0, code
     return printed
 
 
-def error_line(script, *args):
+def error_line(command, *args):
     """Run a script that must fail. Returns its one-line error message."""
-    line, _ = outcome(script, *args)
+    line, _ = outcome(command, *args)
     assert isinstance(line, str) and "\n" not in line, line
     return line
 
