@@ -115,23 +115,11 @@ def test_recurrence_is_the_papers_code(name):
     assert torch.cat((prompt, tokens), 1).equal(x["greedy"])
 
 
-def test_gradients_of_a_bfloat16_model():
-    """At (n, k) = (24, 8), bfloat16 gradients differ from float32's by less than 0.77%."""
-    torch.manual_seed(0)
-    idx = torch.randint(17, (4, 17))
-    grads = []
-    for dtype in (torch.float32, torch.bfloat16):
-        # Large embeddings, beside which rounding the residual stream would lose much.
-        model = small(n_embd=64, n_core=4, mean_recurrence=32, embed_scale=10.0).to(dtype)
-        _, losses = model(idx[:, :-1], idx[:, 1:], (24, 8), model.initial_state(4, 16, 0))
-        losses.mean().backward()
-        grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
-    exact, found = grads
-    assert relative_error(found, exact) < 0.0077, "0.0082 with a residual stream in bfloat16"
-
-
 def test_roundings_of_a_bfloat16_model():
-    """A bfloat16 model's norms round like Llama's; its states, logits and losses are float32."""
+    """
+    A bfloat16 model's norms round like Llama's; its states, logits and losses are float32; its
+    gradients at (n, k) = (24, 8) differ from float32's by less than 0.77%.
+    """
     model = small(n_embd=256, n_kv_head=4).bfloat16()
     weight = torch.nn.init.normal_(model.norm_f.weight)
     x = torch.randn(64, 256)
@@ -154,6 +142,18 @@ def test_roundings_of_a_bfloat16_model():
     e, s = model.run_prelude(idx, s0, rope)
     assert s.equal(s0), "s_0 should not be rounded"
     assert model.recur(s, e, rope, 3).dtype == torch.float32
+
+    torch.manual_seed(0)
+    idx = torch.randint(17, (4, 17))
+    grads = []
+    for dtype in (torch.float32, torch.bfloat16):
+        # Large embeddings, beside which rounding the residual stream would lose much.
+        model = small(n_embd=64, n_core=4, mean_recurrence=32, embed_scale=10.0).to(dtype)
+        _, losses = model(idx[:, :-1], idx[:, 1:], (24, 8), model.initial_state(4, 16, 0))
+        losses.mean().backward()
+        grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+    exact, found = grads
+    assert relative_error(found, exact) < 0.0077, "0.0082 with a residual stream in bfloat16"
 
 
 def test_random_numbers_are_the_papers():
@@ -191,9 +191,7 @@ def test_losses_in_chunks(compiled, monkeypatch):
     if compiled:
         torch.compiler.reset()
         model.compile_parts(backend="aot_eager")
-    rows = []
-    chunk_losses = model.chunk_losses
-    model.chunk_losses = lambda *chunk: rows.append(len(chunk[0])) or chunk_losses(*chunk)
+    chunks = model.chunk_losses = mock.Mock(wraps=model.chunk_losses)
     state = model.initial_state(4, 11, 0)
     cases = (  # the most rows in a chunk, the targets among 44, and the chunks: quarters, or all
         (5, 36, [5] * 8), (5, 0, [5]), (5, 44, [5] * 8 + [4]), (99, 11, [11]), (99, 12, [11] * 2),
@@ -206,9 +204,9 @@ def test_losses_in_chunks(compiled, monkeypatch):
         logits, _ = plain(idx, steps=1, state=state)
         exact = F.cross_entropy(logits.mT, targets, reduction="none")
         wanted = torch.autograd.grad(mean_loss(exact, targets), list(plain.parameters()))
-        rows.clear()
+        chunks.reset_mock()
         _, losses = model(idx, targets, 1, state)
-        assert rows == sizes
+        assert [len(call.args[0]) for call in chunks.call_args_list] == sizes
         assert max_difference(losses, exact) < 1e-5
         found = torch.autograd.grad(mean_loss(losses, targets), list(model.parameters()))
         for ours, theirs in zip(found, wanted, strict=True):
@@ -292,28 +290,19 @@ def test_weights_are_those_that_the_folder_declares():
     shutil.copytree(ORACLE / "hf_llama3", "hf")
     found = weights("hf", "model-")
     wanted = surgery.open_source("hf").state_dict()
-
-    def same():
-        return identical(surgery.open_source("hf").state_dict(), wanted)
-
-    for name in ("model-00001-of-00001", "model.fp16", "amodel"):
-        save_file({name: t / 2 for name, t in found.items()}, f"hf/{name}.safetensors")
-    assert same()
-
     index = Path("hf/model.safetensors.index.json")
     files = {name: f"part-{file}" for name, file in read_json(index)["weight_map"].items()}
-    for file in {*files.values()}:
-        os.rename(f"hf/{file.removeprefix('part-')}", f"hf/{file}")
-    for name in (min(found), max(found)):  # the other file has a copy that the index ignores
-        (other,) = {*files.values()} - {files[name]}
-        save_file(load_file(f"hf/{other}") | {name: found[name] / 2}, f"hf/{other}")
     common.write_json(index, {"weight_map": files})
-    assert same()
+    others = {f"{name}.safetensors" for name in ("model-00001-of-00001", "model.fp16", "amodel")}
+    for file in others | {*files.values()}:  # with halved copies of what is not to be read there
+        tensors = {name: t if files[name] == file else t / 2 for name, t in found.items()}
+        save_file(tensors, f"hf/{file}")
+    assert identical(surgery.open_source("hf").state_dict(), wanted)
 
     save_file(found, "hf/model.safetensors")
     assert f"model.safetensors, and {index.name}" in error_line("surgery hf out")
     index.unlink()
-    assert same()
+    assert identical(surgery.open_source("hf").state_dict(), wanted)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -347,10 +336,7 @@ def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_under_which_weights_are_found(tied):
-    """
-    Names with a prefix by torch.compile, DDP, PEFT or a base model are read, as is a copy of a tied
-    head, beside the embeddings or instead of them; others are refused.
-    """
+    """Prefixes of torch.compile, DDP, PEFT and copies of a tied head are read, others refused."""
     model = small(n_core=0, n_coda=0, tie_embeddings=tied)
     model.save("m")
     run_script("tools/export m hf")
@@ -358,25 +344,19 @@ def test_names_under_which_weights_are_found(tied):
     bare = {name.removeprefix("model."): t for name, t in tensors.items()}
     prefixes = "ema.", "_orig_mod.", "module.", "base_model.model.", "module._orig_mod."
     read = [{before + name: t for name, t in tensors.items()} for before in prefixes]
-    refused = [(bare, "unknown ['"), (read[0] | tensors, "missing [], unknown ['ema.")]
+    refused = [(bare, "unknown ['"), (read[0] | weights("hf"), "missing [], unknown ['ema.")]
     if tied:
         refused[0] = bare | {"score.weight": torch.ones(2, 32)}, "unknown ['"
         others = tensors.copy()
         embed = others.pop("model.embed_tokens.weight")
-        read += bare, others | {"lm_head.weight": embed}, tensors | {"lm_head.weight": embed}
+        read += bare, *({**names, "lm_head.weight": embed.clone()} for names in (others, tensors))
         refused.append((tensors | {"lm_head.weight": 2 * embed}, "lm_head.weight differs"))
     for names in read:
-        write("hf", names)
+        save_file(names, "hf/model.safetensors")
         assert identical(surgery.open_source("hf").state_dict(), model.state_dict())
     for names, words in refused:
-        write("hf", names)
+        save_file(names, "hf/model.safetensors")
         assert words in error_line("surgery hf out --feed_forward")
-
-
-def write(folder, tensors):
-    """Write a folder's model.safetensors, without what is None; some tensors may share memory."""
-    kept = {name: t.clone() for name, t in tensors.items() if t is not None}
-    save_file(kept, f"{folder}/model.safetensors")
 
 
 def test_weights_that_are_not_those_of_the_config(llama):
@@ -399,10 +379,11 @@ def test_weights_that_are_not_those_of_the_config(llama):
         ({name: None, wrapped: q, f"{wrapped}.lora_A": q[:4]},
          f"missing ['{name}'], unknown ['{wrapped}', '{wrapped}.lora_A']. Merge the adapter first"),
     ):
-        write("hf", good | changed)
+        tensors = {name: t.clone() for name, t in (good | changed).items() if t is not None}
+        save_file(tensors, "hf/model.safetensors")
         assert words in error_line("surgery hf out --feed_forward")
 
-    write("hf", good | {"rotary_emb.inv_freq": torch.ones(4)})
+    save_file(good | {"rotary_emb.inv_freq": torch.ones(4)}, "hf/model.safetensors")
     assert "inv_freq" in run_script("surgery hf out --feed_forward")
 
 
@@ -499,17 +480,26 @@ def test_llama_3s_ids(monkeypatch):
     assert ours.eos_id == 128001
 
 
-IN_TIKTOKEN = ["qwen", "olmo2", "typeless"]
-NOT_IN_TIKTOKEN = ["smollm2", "gpt2", "words", "unordered", "few_bytes", "strips", "unreachable"]
+WORDS = {  # changes to the tokenizer of tiny.sh
+    "tiny": {},
+    "whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
+    "lowercase": {"normalizer": {"type": "Lowercase"}},
+    "step": {"added_tokens": [{"content": "<step>", "special": False, "id": 21, "lstrip": False,
+                               "rstrip": False, "single_word": False, "normalized": False}]},
+}
+ALONE = ["qwen", "olmo2", "typeless", "tiny"]  # read without the tokenizers library
+OTHERS = ["smollm2", "gpt2", "words", "unordered", "few_bytes", "strips", "unreachable"]
 
 
-@pytest.mark.parametrize("kind", IN_TIKTOKEN + NOT_IN_TIKTOKEN)
-def test_ids_of_transformers(kind, monkeypatch):
+@pytest.mark.parametrize("kind", [*ALONE, *OTHERS, "whitespace", "lowercase", "step"])
+def test_ids_of_transformers(kind, corpus, monkeypatch):
     """A tokenizer.json gives transformers' ids and text, with control tokens read as text."""
     tf = need("transformers")
-    folder = TOKENIZERS / "olmo2"
-    if kind != "olmo2":
-        folder = Path(kind)
+    folder = TOKENIZERS / "olmo2" if kind == "olmo2" else Path(kind)
+    if kind in WORDS:
+        spec = read_json(corpus / "task/tokenizer.json")
+        common.write_json(folder / "tokenizer.json", spec | WORDS[kind])
+    elif kind != "olmo2":
         write_bpe(kind)
     if not (folder / "tokenizer.json").exists():
         pytest.skip(f"hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir {folder}")
@@ -517,8 +507,9 @@ def test_ids_of_transformers(kind, monkeypatch):
     theirs = tf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     readme = (ROOT / "README.md").read_text()
     texts = [*HARD, *readme.splitlines(), "<think>\u0338 <think> a</think> <think>. 1>."]
-    texts.append("10  20 a  3\n4 ²½ 1²  ½ pretraining depth-first")
-    if kind in IN_TIKTOKEN:
+    texts += "10  20 a  3\n4 ²½ 1²  ½ pretraining depth-first", "has 7,so 4", "HAS 7", "has<step>7"
+    texts.append("has\x1c7\u2028so")
+    if kind in ALONE:
         texts += [readme * 40, " " * 10**6]  # more than tiktoken gets at a time
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(folder)
@@ -541,8 +532,7 @@ def test_texts_begin_as_in_transformers():
         coder.post_processor = tokenizers.processors.TemplateProcessing(single, None, names)
         return json.loads(coder.to_str())["post_processor"]
 
-    bos, eos = template("<s> $A"), template("</s> $A")
-    at_the_end = template("$A </s>")
+    bos, eos, at_the_end = map(template, ("<s> $A", "</s> $A", "$A </s>"))
     no_tokens = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
     both = {"type": "Sequence", "processors": [no_tokens, bos]}
     first_tokens = set()
@@ -738,21 +728,6 @@ def test_files_that_contradict_tokenizer_json(change, config, words):
         assert Tokenizer.load("gpt2").encode(text) == theirs == alone
 
 
-@pytest.mark.parametrize("change", [
-    {"pre_tokenizer": {"type": "Whitespace"}},
-    {"normalizer": {"type": "Lowercase"}},
-    {"added_tokens": [{"content": "<step>", "special": False, "id": 21, "single_word": False,
-                       "lstrip": False, "rstrip": False, "normalized": False}]},
-])
-def test_words_are_transformers(change, corpus):
-    """A tokenizer of words is read without a package only if it is as simple as tiny.sh's."""
-    tokenizers = need("tokenizers")
-    common.write_json("tokenizer.json", read_json(corpus / "task/tokenizer.json") | change)
-    theirs = tokenizers.Tokenizer.from_file("tokenizer.json")
-    for text in ("has 7,so loses 4", "HAS 7", "has<step>7", "has\x1c7\u2028so"):
-        assert Tokenizer.load(".").encode(text) == theirs.encode(text).ids, text
-
-
 # ------------------------------------------------------------------------------------------ prepare
 def prepare(corpus, source, out, *flags):
     """The arguments of data.py prepare."""
@@ -773,7 +748,7 @@ def test_prepare_resumes_byte_identical(source, corpus):
     assert "created with drop = " in error_line("data", *prepare(corpus, source, "unbroken"))
 
     command = prepare(corpus, source, "killed", *flags)
-    processes = launch("data.py", *command)
+    processes = launch("data", *command)
     wait_until(lambda: os.path.exists("killed/train_000000.npy"), processes)
     assert "another process" in error_line("data", *command)
     kill(processes, lambda: os.path.exists("killed/train_000001.npy"))
@@ -850,10 +825,7 @@ def test_prepare_reads_fields_and_chats(row, flags, text):
 
 
 def test_documents_are_counted_and_bad_ones_skipped(corpus):
-    """
-    More than 1% of bad documents are an error. Counts include what follows the last shard, and no
-    shard overwrites an earlier one.
-    """
+    """Over 1% of bad ones are an error; counts have all documents, no shard overwrites another."""
     good = '{"text": "has 1"}\n'
     bad = [
         '{"text": ', "[]", '{"q": "a"}', '{"text": null}', '{"text": NaN}',
@@ -962,26 +934,23 @@ def test_rows_hold_whole_questions(corpus, monkeypatch):
 
 def test_row_length_fits_the_questions(corpus):
     """Rows hold two of the usual questions if the context allows; too long ones are reported."""
-    flags = corpus, "q.jsonl", "out", "--prompt=q", "--field=a"
-    for lengths, more, T, long in [
-        ([130] * 100, [], 512, 0),
-        ([100] * 100, [], 256, 0),
-        ([100] * 199 + [700], [], 256, 1),
-        ([100] * 100, ["--row_length=120"], 120, 0),
+    command = f"data prepare --input=q.jsonl --tokenizer={corpus}/task --prompt=q --field=a"
+    for lengths, flags, T, long in [
+        ([130] * 100, "--out=a", 512, 0),
+        ([100] * 199 + [700], "--out=b", 256, 1),
+        ([100] * 100, "--out=c", 256, 0),
+        ([100] * 100, "--out=d --row_length=120", 120, 0),
     ]:
-        shutil.rmtree("out", ignore_errors=True)
         write_questions(lengths)
-        said = run_script("data", *prepare(*flags, *more))
+        said = run_script(f"{command} {flags}")
         assert ("700 tokens that begin with 'has has" in said) == long
-        meta = read_json("out/meta.json")
+        meta = read_json(f"{flags[6]}/meta.json")
         assert (meta["row_length"], meta["counts"]["long"]) == (T, long)
     shutil.copytree(corpus / "task", "model")
     common.write_json("model/config.json", {"max_position_embeddings": 90})
-    for more in ["--row_length=90"], ["--tokenizer=model"]:
-        said = error_line("data", *prepare(*flags[:2], "new", *flags[3:], *more))
+    for flag in ("--row_length=90", "--tokenizer=model"):
+        said = error_line(f"{command} --out=new {flag}")
         assert "100 of 100 records so far are long. A row has 90" in said and "100 tokens" in said
-    said = error_line("data", *prepare(corpus, "q.jsonl", "new", "--field=q", "--row_length=90"))
-    assert "--row_length: only for --prompt" in said
 
 
 def test_prepare_says_what_it_found(corpus, speaker):
@@ -1203,12 +1172,10 @@ def test_ranks_keep_even_shares(preset):
     model = RecurrentLM.empty(retrofit_config(parent, sizes))
     for world in (2, 4, 8):
         optimizers = [train.make_optimizer(Settings(), model, rank, world) for rank in range(world)]
-        kept, work = [], []
-        for opt in optimizers:
-            kept.append(sum(t.numel() for t in opt.masters_and_moments().values()))
-            matrices = [piece.master for piece in opt.own if piece.rule == "muon"]
-            work.append(sum(t.numel() for t in matrices))
-        for shares in (kept, work):
+        kept = [opt.masters_and_moments().values() for opt in optimizers]
+        work = [[piece.master for piece in opt.own if piece.rule == "muon"] for opt in optimizers]
+        for tensors in (kept, work):
+            shares = [sum(t.numel() for t in share) for share in tensors]
             assert max(shares) < 1.15 * sum(shares) / world, (world, shares)
 
         for rule in ("muon", "adamw"):
@@ -1381,7 +1348,7 @@ def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
 
 # ----------------------------------------------------------------------------------------- training
 def test_schedules_are_the_papers():
-    """Schedules of r, k and the learning rate are the paper's, as are the draws with seed 0."""
+    """Schedules of r, k and lr are the paper's, as are seed 0's draws, however many per update."""
     def expand(runs):
         """[[value, number of updates], ...] -> the value at each update."""
         values, counts = zip(*runs)
@@ -1419,13 +1386,11 @@ def test_schedules_are_the_papers():
     assert train.updates_in(Settings(updates=100), 0.07) == 7, "though 0.07 * 100 > 7"
 
 
+ATEN = torch.ops.aten
 CAUSAL = {  # FLOPs of attention for FlopCounterMode: a causal kernel computes half of each product
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, *args, **kwargs: 2 * math.prod(q) * q[2]
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, *args, **kwargs: 5 * math.prod(q) * q[2]
-    ),
+    ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, *_, **__: 2 * math.prod(q) * q[2],
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
+        lambda grad, q, *_, **__: 5 * math.prod(q) * q[2],
 }
 
 
@@ -1469,8 +1434,8 @@ def test_executed_flops_are_torchs():
         assert optimizer.flops() == counter.get_total_flops(), flags
 
 
-def test_flags_override_the_configs(monkeypatch):
-    """TOML files give settings of each type, later ones and flags override them, ~ is expanded."""
+def test_flags_override_the_configs(base, monkeypatch):
+    """TOML files give settings, later ones and flags override them, --init_from has its shape."""
     values = 'data = ["a=b:1", "~/c"]', 'out_dir = "run"', "lr = 1", "compile = false", "seed = 5"
     Path("my.toml").write_text("\n".join([*values, "eval_recurrences = [8, 1]"]), "utf-8-sig")
     Path("more.toml").write_text("lr = 2\nupdates = 7")
@@ -1483,24 +1448,10 @@ def test_flags_override_the_configs(monkeypatch):
     Path("my.toml").write_text('config = "more.toml"')
     assert "--config=more.toml --config=my.toml" in error_line("train --config=my.toml")
 
-
-def test_a_setting_does_something_or_is_refused(base):
-    """Flags without effect are refused by name, and shapes have no defaults."""
-    for flags, idle in (
-        ("--init_from=x --n_core=2 --embed_scale=50", "--n_core with --init_from, --embed_scale"),
-        ("--adam_lr=0.3 --optimizer=adamw", "--adam_lr without --optimizer=muon"),
-        ("--curriculum=none --curriculum_warmup 0.5", "--curriculum_warmup with"),
-        ("--backprop_depth=0 --backprop_warmup=1", "--backprop_warmup with"),
-        ("--activation_budget=0.5", "--activation_budget with --compile=false"),
-        ("--reinit", "--reinit without --init_from"),
-    ):
-        assert f"without effect: {idle}" in error_line(f"train --out_dir=run {flags}", *base)
-    flags = [*base, "--out_dir=run"]
-    s = train.read_settings([*flags, "--init_from=x", "--reinit", "--embed_scale=2"])
+    run = [*base, "--out_dir=run"]
+    s = train.read_settings([*run, "--init_from=x", "--reinit", "--embed_scale=2"])
     assert (s.n_embd, s.n_core, s.embed_scale) == (None, None, 2), "the shape of x"
-    assert train.read_settings([*flags, "--n_head=4"]).n_kv_head == 4
-    said = error_line("train --data=x --out_dir=run --n_embd=32 --n_ffn=64")
-    assert "give --n_head, --n_prelude, or --init_from" in said
+    assert train.read_settings([*run, "--n_head=4"]).n_kv_head == 4
 
 
 def test_training_learns(taught):
@@ -1515,17 +1466,17 @@ def test_killed_ranks_end_alike(base, unbroken):
     base = [*base, "--dtype=bfloat16", "--draws=2", f"--init_from={unbroken}", "--reinit"]
     base += ["--train=core|adapter|embed|head|norm"]  # not the matrices of the other layers
     base += "--updates=6 --save_every=2 --eval_every=6 --batch_size=8 --micro_batch=2".split()
-    two = launch("train.py", *base, "--out_dir=two", world=2, run=run_dying)
+    two = launch("train --out_dir=two", *base, world=2, run=run_dying)
     assert exit_codes(two) == [1, -signal.SIGKILL]
     assert checkpoints("two") == ["step_000002"]
 
     for world in (1, 4):
         shutil.copytree("two", str(world))
-        run_on_ranks("train.py", *base, "--micro_batch=1", f"--out_dir={world}", world=world)
+        run_on_ranks(f"train --out_dir={world}", *base, "--micro_batch=1", world=world)
 
-    two = launch("train.py", *base, "--out_dir=two", world=2)
+    two = launch("train --out_dir=two", *base, world=2)
     kill(two, lambda: len(read_log("two", "loss")) >= 5)
-    run_on_ranks("train.py", *base, "--out_dir=two", world=2)
+    run_on_ranks("train --out_dir=two", *base, world=2)
     wanted = weights("two/step_000006", "model")
     for world in ("1", "4"):
         assert read_log(world, "loss") == pytest.approx(read_log("two", "loss"), abs=1e-2)
@@ -1536,7 +1487,7 @@ def test_killed_ranks_end_alike(base, unbroken):
     torchrun = elastic_launch(LaunchConfig(  # torchrun --standalone --max-restarts=1, but forked
         min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", start_method="forkserver"), run_dying)
-    torchrun(os.getcwd(), {}, "train.py", *base, "--out_dir=restarted")
+    torchrun(os.getcwd(), {}, "train", *base, "--out_dir=restarted")
     assert same_end("two", "restarted")
 
 
@@ -1627,31 +1578,16 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     assert "validation" not in run_script("train", *flags)
 
 
-def test_full_disk(base, unbroken):
-    """A checkpoint that does not fit on the disk is named, and the one before it is kept."""
-    flags = [*base, "--out_dir=run"]
-    train_until(3, *flags)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
-    try:
-        assert "step_000006" in error_line("train", *flags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoints("run") == ["step_000003"]
-    run_script("train", *flags)
-    assert same_end("run", unbroken)
-
-
 def test_ranks_start_alike_and_stop_together(base, corpus):
     """A rank whose settings differ, but for data paths, says which; a signal to one stops all."""
-    two = launch("train.py", *base, "--out_dir=new", world=2, last=["--lr=0.02"])
+    two = launch("train --out_dir=new", *base, world=2, last=["--lr=0.02"])
     _, last_code = exit_codes(two)
     assert "rank 1 has lr = 0.02, but rank 0 has 0.01" in Path("log").read_text()
     assert last_code == 1 and not checkpoints("new")
 
     Path("moved").symlink_to(corpus / "pretrain")
-    base = [*base, "--updates=900", "--save_every=900", "--out_dir=new"]
-    two = launch("train.py", *base, world=2, last=["--data=moved"])
+    long = "train --updates=900 --save_every=900 --out_dir=new"
+    two = launch(long, *base, world=2, last=["--data=moved"])
     wait_until(lambda: read_log("new", "loss"), two)
     os.kill(two[1].pid, signal.SIGTERM)
     assert exit_codes(two) == [128 + signal.SIGTERM] * 2
@@ -1787,10 +1723,11 @@ def test_train_some_parameters(base, unbroken):
         old = new
 
 
-def test_a_run_deletes_only_its_own(base, monkeypatch):
+def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
     """
     A run deletes what a killed run left and its old checkpoints, unless somebody has added a file,
-    but nothing of others. It resumes only from its newest checkpoint. chmod is not needed.
+    but nothing of others, and none before the next is saved: a full disk loses nothing. It resumes
+    only from its newest checkpoint. chmod is not needed.
     """
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
         common.write_json(f"run/{path}", {})
@@ -1798,16 +1735,23 @@ def test_a_run_deletes_only_its_own(base, monkeypatch):
     names = {*os.listdir("run"), "eval.json", "log.jsonl", ".lock"}
     names |= {f"step_{n:06d}" for n in (3, 9, 12)}
     monkeypatch.setattr(os, "chmod", mock.Mock(side_effect=PermissionError))
-    flags = [*base, "--keep=2", "--updates=12", "--out_dir=run"]
+    flags = [*base, "--keep=2", "--out_dir=run"]
     with common.write_atomically("run/eval.json") as new:  # by an evaluation, at the same time
         left = new.parent.with_name(new.parent.name.replace("eval.json", "step_000003"))
         left.mkdir()
         train_until(6, *flags)
         new.write_text("{}")
     common.write_json("run/step_000003/eval_test.json", {})  # by somebody who does not wait
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        assert "step_000009" in error_line("train", *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert find_checkpoint("run") == "run/step_000006"
     os.mkdir("run/step_000006/train.json.loopgraft-unfinished-12345678")  # as a kill may leave it
     run_script("train", *flags)
-    assert {*os.listdir("run")} == names
+    assert {*os.listdir("run")} == names and same_end("run", unbroken)
     for newer in ("run/step_999999", "run/step_1000000"):
         common.write_json(f"{newer}/config.json", {})
         assert find_checkpoint("run") == newer
@@ -1979,16 +1923,13 @@ def test_log_and_checkpoint_agree(base, corpus):
     assert logs[3] != logs[6]
     measure = [*base, "--updates=0", "--init_from=run/step_000003"]
     run_script("train --out_dir=one", *measure)
-    run_on_ranks("train.py", *measure, "--out_dir=two", world=2)
+    run_on_ranks("train --out_dir=two", *measure, world=2)
     assert read_log("one", "val")[0] == logs[3]
     assert read_log("two", "val")[0] == pytest.approx(logs[3], abs=1e-6)
 
 
 def test_full_memory_is_met_in_the_warm_up_and_ends_in_one_line(base, monkeypatch):
-    """
-    The warm-up uses the run's largest k. The line names flags that save memory; other bugs keep
-    their tracebacks.
-    """
+    """The warm-up has the largest k; the line names flags that help; other bugs keep tracebacks."""
     run_script("train --backprop_depth=0 --out_dir=all", *base)
     largest = max(read_log("all", "k").values())
     assert largest > 3
@@ -2230,8 +2171,7 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
         run_script(f"{here} --steps={steps} --out=unbroken.json")
 
     path = Path("killed.jsonl")
-    script, *asked = f"{here} --steps=1,32 --out=killed.json".split()
-    processes = launch(f"{script}.py", *asked)
+    processes = launch(f"{here} --steps=1,32 --out=killed.json")
     wait_until(lambda: path.exists() and path.read_bytes(), processes)
     said = error_line(f"{here} --steps=2 --out=killed.json")
     assert "killed.jsonl: another process" in said
@@ -2276,13 +2216,10 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
         ((_, _, output),) = answers_of(f"{out}.jsonl")
         return output
 
-    answers = {wanted()}
     changes = {"steps": 1, "seed": 5, "max_new_tokens": 9, "template": "plain"}
-    for key, value in changes.items():
-        text = wanted(**{key: value})
-        assert answer(key, f"--{key}={value}") == text
-        answers.add(text)
-    assert len(answers) == 5, "a flag changes nothing"
+    answers = {key: wanted(**{key: value}) for key, value in changes.items()}
+    assert answers == {key: answer(key, f"--{key}={value}") for key, value in changes.items()}
+    assert len({wanted(), *answers.values()}) == 5, "a flag changes nothing"
     assert answer("compiled", "--compile", "--dtype=bfloat16") == wanted(dtype="bfloat16")
     compile_parts.assert_called_once()
     assert read_json("compiled.json")["dtype"] == "bfloat16"
@@ -2361,8 +2298,18 @@ MISTAKES = [
     ("train --config=tiny.toml --data=task --out_dir=out --n_core=0", "n_coda"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_kv_head=4", "n_kv_head = 4"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_embd=30", "head_dim = 15"),
+    ("train --data=x --out_dir=out --n_embd=32 --n_ffn=64", "give --n_head, --n_prelude, or --in"),
+    ("train --config=tiny.toml --init_from=x --n_core=2 --embed_scale=50",
+     "without effect: --n_core with --init_from, --embed_scale with"),
+    ("train --config=tiny.toml --adam_lr=0.3 --optimizer=adamw", "effect: --adam_lr without --op"),
+    ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "effect: --curriculum_w"),
+    ("train --config=tiny.toml --backprop_depth=0 --backprop_warmup=1", "effect: --backprop_warm"),
+    ("train --config=tiny.toml --compile=false --activation_budget=1", "effect: --activation_bud"),
+    ("train --config=tiny.toml --reinit", "without effect: --reinit without --init_from"),
     ("train --config=tiny.toml --data=half --out_dir=out", "meta.json lists"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
+    ("data prepare --input test.jsonl --tokenizer m --out out --field question --row_length 90",
+     "--row_length: only for --prompt"),
     ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
     ("train --config=tiny.toml --data=task:0.5 --out_dir=out", "whole numbers above 0"),
     ("train --config=tiny.toml --data=task:999983,task:999979 --out_dir=out", "names task twice"),
@@ -2407,11 +2354,8 @@ def test_mistakes_are_seen_without_asserts(mistaken_inputs):
 
 # ------------------------------------------------------------------------------------- the terminal
 def test_ranks_that_nobody_started_or_needs(checkpoint, monkeypatch, capsys):
-    """
-    An incomplete torchrun environment is ignored with a warning: the script is rank 0 of 1. On
-    several ranks, sample.py runs on the first, and says so.
-    """
-    run_on_ranks("sample.py", f"--model={checkpoint}", "--prompt=has", "--tokens=1", world=2)
+    """Incomplete variables of torchrun are ignored with a warning; sample.py runs on one rank."""
+    run_on_ranks(f"sample --model={checkpoint} --prompt=has --tokens=1", world=2)
     said = Path("log").read_text()
     assert said.count("only rank 0 of 2") == said.count("--- 1 tokens") == 1
 
@@ -2430,10 +2374,7 @@ def test_ranks_that_nobody_started_or_needs(checkpoint, monkeypatch, capsys):
 
 
 def test_closed_streams(checkpoint, corpus, monkeypatch):
-    """
-    If stdout is closed and cannot encode "±", results are written, and a text ends quietly; scripts
-    work whose stdin and stderr are closed.
-    """
+    """Results are written and texts end quietly if streams are closed or cannot encode "±"."""
     env = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
     read, write = os.pipe()
     os.close(read)
@@ -2591,10 +2532,7 @@ def bfloat16_limit(cpu_error):
 
 @needs_gpu
 def test_gpu_updates_like_the_cpu():
-    """
-    Logits and an update match the CPU's, in bfloat16 about as well as the CPU's own. Training and
-    decoding avoid the slow attention kernels.
-    """
+    """Logits and an update match the CPU's, with its precision, and without slow attention."""
     def update(device, dtype):
         """The logits before an update, at r = 1, 4 and 32, and the change of all weights by it."""
         model, idx, targets, state = gpu_model(device, torch.float32)
@@ -2671,7 +2609,7 @@ def test_gpu_run_resumes(base):
     """A compiled run that was killed, or uses two GPUs, ends with the loss of an unbroken run."""
     base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10"]
     run_script("train --out_dir=unbroken", *base)
-    killed = launch("train.py", *base, "--out_dir=killed")
+    killed = launch("train --out_dir=killed", *base)
     kill(killed, lambda: len(read_log("killed", "loss")) > 15)
     run_script("train --out_dir=killed", *base)
     runs = ["unbroken", "killed"]

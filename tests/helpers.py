@@ -36,7 +36,7 @@ import data
 import eval_gsm8k  # and train: before forking, which saves their import in each process
 import train
 from data import Tokenizer
-from model import Config, RecurrentLM
+from model import Config, RecurrentLM, find_checkpoint
 from muon import Optimizer
 from sample import Decoder
 
@@ -109,7 +109,7 @@ def run_forked(folder, env, script, *args):
     common.RANK = int(os.environ["RANK"])
     common.WORLD = int(os.environ["WORLD_SIZE"])
     sys.argv = [script, *map(str, args)]
-    runpy.run_path(str(ROOT / script), run_name="__main__")
+    runpy.run_path(f"{ROOT / script}.py", run_name="__main__")
 
 
 def run_dying(*args):
@@ -126,7 +126,7 @@ def run_dying(*args):
     run_forked(*args)
 
 
-def launch(*command, world=1, last=(), run=run_forked):
+def launch(command, *args, world=1, last=(), run=run_forked):
     """Start a script on `world` ranks, the last with the flags `last`, too. Returns processes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
@@ -138,9 +138,9 @@ def launch(*command, world=1, last=(), run=run_forked):
     Path("log").write_text("")
     processes = []
     for rank in range(world):
-        args = os.getcwd(), env | {"RANK": str(rank)}, *command
-        args += tuple(last) if rank == world - 1 else ()
-        process = FORKS.Process(target=run, args=args)
+        env["RANK"] = str(rank)
+        flags = [*args, *last] if rank == world - 1 else args
+        process = FORKS.Process(target=run, args=(os.getcwd(), env, *command.split(), *flags))
         process.start()
         process.store = store  # lives as long as they do
         processes.append(process)
@@ -294,7 +294,7 @@ def same_end(a, b):
         lines = map(json.loads, open(f"{folder}/log.jsonl"))
         return [(line["update"], line["loss"]) for line in lines if "loss" in line]
 
-    ends = [weights(Path(folder, checkpoints(folder)[-1])) for folder in (a, b)]
+    ends = [weights(find_checkpoint(folder)) for folder in (a, b)]
     return logged(a) == logged(b) and identical(*ends)
 
 
