@@ -781,15 +781,13 @@ def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
 
 
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
-TURNS = [
-    {"role": "user", "content": "has 1"},
-    {"role": "tool", "content": None},
-    {"role": "Assistant", "content": "2"},
-    {"role": "user", "content": "so"},
-    {"role": "assistant", "content": "3"},
-]
-SHAREGPT = [{"from": "human", "value": "has 1"}, {"from": "GPT", "value": "2"},
-            {"from": None, "value": None, "role": "user", "content": "so"}]  # as in parquet
+TURNS = json.loads("""[
+    {"role": "user", "content": "has 1"}, {"role": "tool", "content": null},
+    {"role": "Assistant", "content": "2"}, {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "3"}]""")
+SHAREGPT = json.loads("""[
+    {"from": "human", "value": "has 1"}, {"from": "GPT", "value": "2"},
+    {"from": null, "value": null, "role": "user", "content": "so"}]""")  # as in parquet
 STYLED = [{"content": "<|im_start|>user\nhas"}, {"content": "<|System|> 2"}]
 MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
 
@@ -1021,10 +1019,9 @@ def test_mixture_follows_its_weights(corpus):
     for k, (shards, _) in enumerate(mixture.sources):  # the set is the ids, the sample the targets
         shards.sample = lambda seed, number, k=k: np.array([[k], [number]])
     chosen, numbers = first_rows(mixture, 800, seed=3)
-    rows_so_far = torch.arange(1, 801)
     for k, weight in enumerate((5, 1, 2)):
         mine = chosen == k
-        assert max_difference(mine.cumsum(0)[:, 0], rows_so_far * weight / 8) < 1
+        assert max_difference(mine.cumsum(0)[:, 0], torch.arange(1, 801) * weight / 8) < 1
         assert numbers[mine].tolist() == list(range(100 * weight))
     assert mixture.num_rows == 1024 * 8 // 5  # an epoch of the first set
 
@@ -1083,10 +1080,8 @@ from muon import Optimizer
 torch.manual_seed(0)
 model = nn.ModuleDict({{"wte": nn.Embedding(9, 16), "blocks": nn.Linear(16, 16, bias=False),
                        "lm_head": nn.Linear(16, 9)}})
-batch = torch.arange(9)
-labels = len(batch)
+batch, labels = torch.arange(9), 9
 losses = []
-
 def loss(model, batch):
     logits = model.lm_head(model.blocks(model.wte(batch)).tanh())
     losses.append(F.cross_entropy(logits, batch.roll(1), reduction="sum"))
@@ -1151,9 +1146,8 @@ def test_adamw_star_is_the_papers():
 def test_optimizer_on_any_number_of_ranks(tmp_path):
     """1, 2 and 4 ranks agree up to rounding, and together hold one copy of the optimizer."""
     for world in (1, 2, 4):
-        torch.multiprocessing.start_processes(
-            optimizer_rank, (world, str(tmp_path)), world, start_method="forkserver"
-        )
+        torch.multiprocessing.start_processes(optimizer_rank, (world, str(tmp_path)), world,
+                                              start_method="forkserver")
         ranks = [load_file(f"{world}_{rank}") for rank in range(world)]
         first = ranks[0]
         for key, t in load_file("1_0").items():
@@ -1397,20 +1391,20 @@ CAUSAL = {  # FLOPs of attention for FlopCounterMode: a causal kernel computes h
 def test_executed_flops_are_torchs():
     """FLOPs per token (forward and backward) and of Newton-Schulz match torch's count."""
     for shape, steps, flags in (
-        ({}, (3, 2), []),
-        ({"tie_embeddings": True, "adapter": "add"}, (3, 2), []),
-        ({}, (0, 4), ["--recompute"]),
-        ({}, (3, 2), ["--train=core|adapter"]),
-        ({}, (3, 2), ["--train=coda|head"]),
-        ({}, (3, 2), ["--train=prelude", "--recompute"]),
-        ({}, (3, 2), ["--train=norm_1"]),
-        ({}, (3, 2), ["--train=norm_f"]),
-        ({"n_core": 0, "n_coda": 0}, (0, 0), []),
-        ({"n_core": 0, "n_coda": 0, "qkv_bias": True}, (0, 0), ["--train=head"]),
+        ({}, (3, 2), ""),
+        ({"tie_embeddings": True, "adapter": "add"}, (3, 2), ""),
+        ({}, (0, 4), "--recompute"),
+        ({}, (3, 2), "--train=core|adapter"),
+        ({}, (3, 2), "--train=coda|head"),
+        ({}, (3, 2), "--train=prelude --recompute"),
+        ({}, (3, 2), "--train=norm_1"),
+        ({}, (3, 2), "--train=norm_f"),
+        ({"n_core": 0, "n_coda": 0}, (0, 0), ""),
+        ({"n_core": 0, "n_coda": 0, "qkv_bias": True}, (0, 0), "--train=head"),
     ):
         model = small(vocab_size=300, n_embd=64, n_ffn=160, **shape)
-        s = train.read_settings(["--data=x", "--out_dir=run", "--init_from=x", "--context=200",
-                                 *flags])
+        run = f"--data=x --out_dir=run --init_from=x --context=200 {flags}"
+        s = train.read_settings(run.split())
         train.choose_trained(s, model)
         idx = torch.ones(2, 200, dtype=torch.int64)
         for training in (False, True):
@@ -1435,13 +1429,13 @@ def test_executed_flops_are_torchs():
 
 
 def test_flags_override_the_configs(base, monkeypatch):
-    """TOML files give settings, later ones and flags override them, --init_from has its shape."""
-    values = 'data = ["a=b:1", "~/c"]', 'out_dir = "run"', "lr = 1", "compile = false", "seed = 5"
-    Path("my.toml").write_text("\n".join([*values, "eval_recurrences = [8, 1]"]), "utf-8-sig")
+    """Flags override TOML files, later ones earlier ones; ~ is expanded; a parent has its shape."""
+    text = 'data = ["a=b:1", "~/c"]\nout_dir = "run"\nlr = 1\ncompile = false\nseed = 5\n'
+    Path("my.toml").write_text(text + "eval_recurrences = [8, 1]", "utf-8-sig")
     Path("more.toml").write_text("lr = 2\nupdates = 7")
     monkeypatch.setenv("HOME", "/h")
-    s = train.read_settings(["--updates=9", "--config=my.toml", "--draws=2", "--init_from=~/m",
-                             "--config=more.toml"])
+    flags = "--updates=9 --config=my.toml --draws=2 --init_from=~/m --config=more.toml"
+    s = train.read_settings(flags.split())
     assert (s.data, s.init_from, s.out_dir) == ("a=b:1,/h/c", "/h/m", "run")
     assert (s.lr, s.eval_recurrences, s.updates, s.draws, s.seed) == (2.0, [1, 8], 9, 2, 5)
     assert s.compile is False
@@ -1474,8 +1468,7 @@ def test_killed_ranks_end_alike(base, unbroken):
         shutil.copytree("two", str(world))
         run_on_ranks(f"train --out_dir={world}", *base, "--micro_batch=1", world=world)
 
-    two = launch("train --out_dir=two", *base, world=2)
-    kill(two, lambda: len(read_log("two", "loss")) >= 5)
+    kill(launch("train --out_dir=two", *base, world=2), lambda: len(read_log("two", "loss")) >= 5)
     run_on_ranks("train --out_dir=two", *base, world=2)
     wanted = weights("two/step_000006", "model")
     for world in ("1", "4"):
@@ -1820,8 +1813,7 @@ def test_muon_updates_the_papers_matrices(n_core, base):
     mean_loss(losses, targets).backward()
     block = model.prelude[0]
     after = load_file("run/step_000001/model.safetensors")
-    stacked = {"attn.qkv.weight": block.attn.split, "mlp.fc.weight": [64, 64]}
-    for name, rows in stacked.items():
+    for name, rows in {"attn.qkv.weight": block.attn.split, "mlp.fc.weight": [64, 64]}.items():
         w = block.get_parameter(name)
         rows = [len(w)] if n_core else rows
         parts = [torch.nn.Parameter(part.detach()) for part in w.split(rows)]
@@ -2026,22 +2018,19 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     the summary lists difficulties in order, counts the answers that were cut off, and has the
     training cost, even if the run has deleted the checkpoint by then.
     """
-    rows = [
-        {"question": "has", "answer": "so gets", "difficulty": "simple"},
-        {"question": "so", "answer": 7, "difficulty": 2},
-        {"question": "so", "answer": "so gets", "difficulty": 10},
-        {"question": "so", "answer": "gets", "difficulty": "10"},
-    ]
-    Path("asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("asked.jsonl").write_text("""{"question": "has", "answer": "so gets", "difficulty": "easy"}
+        {"question": "so", "answer": 7, "difficulty": 2}
+        {"question": "so", "answer": "so gets", "difficulty": 10}
+        {"question": "so", "answer": "gets", "difficulty": "10"}""")
     folder = "run/step_000009"
     shutil.copytree(checkpoint, folder)
     common.write_json(f"{folder}/train.json", {"update": 9, "flops": 10**9, "config": {}})
     answers = [("so gets", False), ("7", True), ("gets", False), ("gets", False)]
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
-    asked = "--model=run", "--data=asked.jsonl", "--steps=1", "--template=plain"
-    run_script("eval_gsm8k --limit=2", *asked)
+    ask = "eval_gsm8k --model=run --data=asked.jsonl --steps=1 --template=plain"
+    run_script(ask, "--limit=2")
     monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: shutil.rmtree(folder) or answers)
-    header, row = re.findall("^     . .*", run_script("eval_gsm8k", *asked), re.M)
+    header, row = re.findall("^     . .*", run_script(ask), re.M)
     assert len(header) == len(row) and "     4     1 " in row  # n and cut
 
     summary = read_json("run/eval_asked.json")
@@ -2051,7 +2040,7 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     assert (result["value"], result["cut"]) == (0.75, 1)
     assert result["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
     shares = [(level, share) for level, (share, *_) in result["by_difficulty"].items()]
-    assert shares == [("2", 1.0), ("10", 0.5), ("simple", 1.0)]
+    assert shares == [("2", 1.0), ("10", 0.5), ("easy", 1.0)]
 
 
 def scripted(model, ids):
@@ -2241,10 +2230,8 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
     monkeypatch.setattr(Optimizer, "step", slow_first_step)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     rows = []
-    for command in (
-        "train --context 8 --steps 1+1 --optimizer adamw --micro_batches 2",
-        "decode --prompt_tokens 4 --tokens 4 --steps 4",
-    ):
+    for command in ("train --context 8 --steps 1+1 --optimizer adamw --micro_batches 2",
+                    "decode --prompt_tokens 4 --tokens 4 --steps 4"):
         said = run_script(f"bench {command} --model={checkpoint} --repeat=1 --compile=false")
         rows += json.loads(said.splitlines()[-1])["rows"]
 
@@ -2298,13 +2285,13 @@ MISTAKES = [
     ("train --config=tiny.toml --data=task --out_dir=out --n_core=0", "n_coda"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_kv_head=4", "n_kv_head = 4"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_embd=30", "head_dim = 15"),
-    ("train --data=x --out_dir=out --n_embd=32 --n_ffn=64", "give --n_head, --n_prelude, or --in"),
+    ("train --data=x --out_dir=out --n_embd=32 --n_ffn=64", "give --n_head, --n_prelude, or"),
     ("train --config=tiny.toml --init_from=x --n_core=2 --embed_scale=50",
      "without effect: --n_core with --init_from, --embed_scale with"),
-    ("train --config=tiny.toml --adam_lr=0.3 --optimizer=adamw", "effect: --adam_lr without --op"),
-    ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "effect: --curriculum_w"),
-    ("train --config=tiny.toml --backprop_depth=0 --backprop_warmup=1", "effect: --backprop_warm"),
-    ("train --config=tiny.toml --compile=false --activation_budget=1", "effect: --activation_bud"),
+    ("train --config=tiny.toml --adam_lr=0.3 --optimizer=adamw", "without effect: --adam_lr"),
+    ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "--curriculum=none"),
+    ("train --config=tiny.toml --backprop_depth=0 --backprop_warmup=1", "--backprop_depth=0"),
+    ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
     ("train --config=tiny.toml --reinit", "without effect: --reinit without --init_from"),
     ("train --config=tiny.toml --data=half --out_dir=out", "meta.json lists"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
@@ -2439,10 +2426,8 @@ def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt, each line is a prompt, /NAME VALUE sets a flag, mistakes change nothing."""
-    lines = [b"has 1", b"/steps 2,4", b"/steps x", b"/model m", b"has 1"]
-    lines += [b"caf\xe9", b"/steps 8", b"has 1"]
-    typed = io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8")
-    monkeypatch.setattr(sys, "stdin", typed)
+    typed = b"has 1\n/steps 2,4\n/steps x\n/model m\nhas 1\ncaf\xe9\n/steps 8\nhas 1"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
     run_script(f"sample --model {checkpoint} --tokens=2 --steps=1")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
@@ -2508,9 +2493,7 @@ def test_characters_are_shown_whole(speaker, monkeypatch):
 # Compare a GPU with the CPU: LOOPGRAFT_GPU=1 python -m pytest -q -k gpu
 # To torch, AMD's GPUs are "cuda", too. LOOPGRAFT_GPU=cpu runs these tests on a CPU, to test them.
 DEVICE = "cpu" if GPU == "cpu" else "cuda"
-needs_gpu = pytest.mark.skipif(
-    not GPU, reason="needs a GPU: LOOPGRAFT_GPU=1 python -m pytest -q -k gpu"
-)
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: LOOPGRAFT_GPU=1 python -m pytest")
 
 
 def gpu_model(device, dtype, width=128, T=128):
@@ -2523,11 +2506,6 @@ def gpu_model(device, dtype, width=128, T=128):
     model.to(device, dtype)
     idx = idx.to(device)
     return model, idx[:, :-1], idx[:, 1:], state.to(device)
-
-
-def bfloat16_limit(cpu_error):
-    """The largest error in bfloat16 on a GPU, given that of the CPU in bfloat16."""
-    return 1.5 * cpu_error + 0.005
 
 
 @needs_gpu
@@ -2560,7 +2538,7 @@ def test_gpu_updates_like_the_cpu():
     assert logits_error < 1e-4 and angle < 0.02
     on_cpu = errors("cpu", torch.bfloat16)
     for error, cpu_error in zip(errors(DEVICE, torch.bfloat16), on_cpu):
-        assert error < bfloat16_limit(cpu_error)
+        assert error < 1.5 * cpu_error + 0.005
     for dtype in (torch.bfloat16, torch.float32):
         model, *_ = gpu_model(DEVICE, dtype)
         assert not slow_attention(model), dtype
@@ -2585,7 +2563,7 @@ def test_gpu_makes_a_compiled_update(recompute):
     exact, on_cpu = gradient("cpu", torch.float32), gradient("cpu", torch.bfloat16)
     found = gradient(DEVICE, torch.bfloat16, compiled=True)
     for ours, theirs, wanted in zip(found, on_cpu, exact):
-        assert relative_error(ours, wanted) < bfloat16_limit(relative_error(theirs, wanted))
+        assert relative_error(ours, wanted) < 1.5 * relative_error(theirs, wanted) + 0.005
 
 
 @needs_gpu
@@ -2609,8 +2587,7 @@ def test_gpu_run_resumes(base):
     """A compiled run that was killed, or uses two GPUs, ends with the loss of an unbroken run."""
     base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10"]
     run_script("train --out_dir=unbroken", *base)
-    killed = launch("train --out_dir=killed", *base)
-    kill(killed, lambda: len(read_log("killed", "loss")) > 15)
+    kill(launch("train --out_dir=killed", *base), lambda: len(read_log("killed", "loss")) > 15)
     run_script("train --out_dir=killed", *base)
     runs = ["unbroken", "killed"]
     if DEVICE == "cuda" and torch.cuda.device_count() > 1:
