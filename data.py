@@ -607,7 +607,8 @@ def tokenize(tokenizer, record, path, args):
             value = column_value(record, column)
             if value is not None and text.lower() in str(value).lower():
                 return "dropped", None
-        return "kept", document(tokenizer, record, args)
+        tokens = document(tokenizer, record, args)
+        return ("kept", tokens) if tokens.size else ("dropped", None)
     except Exception as e:  # not JSON, or a column is missing or has the wrong type
         return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 

@@ -204,21 +204,18 @@ def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
     such as [(" It is 18.", False), ("", False)].
     """
     new = [[] for _ in prompts]
-    unfinished = {*range(len(prompts))}
     ends = decoder.model.config.ends
 
     def is_last(row, token):
         text = tokenizer.decode(new[row][-WINDOW:])  # generate() has already yielded `token`
-        ended = token in ends or any(stop in text for stop in stops)
-        if ended:
-            unfinished.discard(row)
-        return ended
+        return token in ends or any(stop in text for stop in stops)
 
     for row, token in decoder.generate(prompts, max_new_tokens, r, is_last, seed=seed):
         new[row].append(token)
+    cut = [not is_last(row, ids[-1]) for row, ids in enumerate(new)]
     control = {*tokenizer.special.values(), *ends}  # not part of a text, as in the harness
     texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]
-    return [(cut_at_stops(text, stops), row in unfinished) for row, text in enumerate(texts)]
+    return [(cut_at_stops(text, stops), is_cut) for text, is_cut in zip(texts, cut)]
 
 
 def cut_at_stops(text, stops):
@@ -264,6 +261,9 @@ def read_answers(file, settings):
     with reading(file.name):
         file.seek(0)
         text = file.read()
+        begins = json.dumps(settings)[:12]  # '{"template":'
+        if not begins.startswith(text[:12]):
+            raise UserError(f"{file.name}: holds something else. Name another file with --out")
         if text.count("\n") < 2:  # no answers yet, so nothing to keep
             file.truncate(0)
             file.write(json.dumps(settings) + "\n")

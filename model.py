@@ -83,7 +83,7 @@ class Config:
         for value, choices in (self.norm, NORMS), (self.adapter, ADAPTERS):
             if value not in choices:
                 raise ValueError(f"{value}: not one of {', '.join(choices)}")
-        if self.n_head % self.n_kv_head or self.head_dim % 2:
+        if self.n_head % self.n_kv_head or not self.head_dim or self.head_dim % 2:
             raise UserError(f"n_head = {self.n_head} must be a multiple of n_kv_head = "
                             f"{self.n_kv_head}, and head_dim = {self.head_dim} an even number")
         if self.n_coda and not self.n_core:

@@ -37,48 +37,37 @@ MOMENTS = {  # what each rule keeps besides the master weights
     "adamw*": ["exp_avg", "exp_avg_sq"],
 }
 
-# Muon orthogonalizes small matrices of equal shape together, up to this many numbers. On one core
-# of an AMD EPYC, 24 of (96, 96) take half the time; larger ones gain nothing.
-TOGETHER = 1 << 19
-
 
 def newton_schulz(G, dtype=torch.bfloat16):
     """
-    Push all singular values of G, (rows, cols) or a batch of them (B, rows, cols), toward 1. The
-    coefficients of the quintic maximize its slope at zero. Singular values end up between about 0.7
-    and 1.2, which is close enough. Every product is rounded to bfloat16 and stored in dtype.
+    Push all singular values of G (rows, cols) toward 1. The coefficients of the quintic maximize
+    its slope at zero. Singular values end up between about 0.7 and 1.2, which is close enough.
+    Every product is rounded to bfloat16 and stored in dtype.
     """
     def rounded(x):
         return x.bfloat16().to(dtype)
 
     a, b, c = 3.4445, -4.7750, 2.0315
-    add_product = torch.addmm if G.dim() == 2 else torch.baddbmm
-    tall = G.size(-2) > G.size(-1)
-    X = (G.mT if tall else G).bfloat16()  # so that the Gram matrix X X^T is the small one
-    norm = X.norm(dim=(-2, -1), keepdim=True)
-    X = rounded(X / (norm + 1e-7))
+    rows, cols = G.shape
+    X = (G.T if rows > cols else G).bfloat16()  # so that the Gram matrix X X^T is the small one
+    X = rounded(X / (X.norm() + 1e-7))
     for _ in range(5):
-        A = rounded(X @ X.mT)
-        B = rounded(add_product(A, A, A, beta=b, alpha=c))
-        X = rounded(add_product(X, B, X, beta=a))  # aX + (bA + cAA)X
-    return X.mT if tall else X
+        A = rounded(X @ X.T)
+        B = rounded(torch.addmm(A, A, A, beta=b, alpha=c))
+        X = rounded(torch.addmm(X, B, X, beta=a))  # aX + (bA + cAA)X
+    return X.T if rows > cols else X
 
 
-def muon_(matrices, lr, weight_decay, product_dtype):
+def muon_(w, g, m, lr, weight_decay, product_dtype):
     """
-    Apply one update of the official Muon, in place, to matrices of one shape. matrices: a list of
-    (w, g, m), float32 weights, gradient and momentum (rows, cols). g is overwritten.
+    Apply one update of the official Muon, in place, to a float32 matrix w (rows, cols) with
+    gradient g, which is overwritten, and momentum m.
     """
-    for w, g, m in matrices:
-        w.mul_(1 - lr * weight_decay)
-        m.lerp_(g, 1 - MOMENTUM)
-        g.lerp_(m, MOMENTUM)  # Nesterov
-    weights, gradients, _ = zip(*matrices)
-    G = torch.stack(gradients)
-    _, rows, cols = G.shape
-    updates = newton_schulz(G.squeeze(0), product_dtype)
-    for w, update in zip(weights, updates.view(G.shape)):
-        w.add_(update, alpha=-lr * max(1, rows / cols) ** 0.5)
+    w.mul_(1 - lr * weight_decay)
+    m.lerp_(g, 1 - MOMENTUM)
+    update = newton_schulz(g.lerp_(m, MOMENTUM), product_dtype)  # Nesterov
+    rows, cols = w.shape
+    w.add_(update, alpha=-lr * max(1, rows / cols) ** 0.5)
 
 
 def adamw_(w, g, m, v, t, lr, weight_decay, eps):
@@ -277,21 +266,14 @@ class Optimizer:
         clipping = min(1.0, self.clip / (norm + 1e-6))  # as in torch's clip_grad_norm_
         self.slices[self.rank].mul_(clipping / labels)
         lr, adam_lr = self.lr * lr_factor, self.adam_lr * lr_factor
-        of_shape = {}  # the matrices that Muon updates
         for piece in self.own:
             for tensors in piece.parts():
                 if piece.rule == "muon":
-                    shape = tensors[0].shape
-                    of_shape.setdefault(shape, []).append(tensors)
+                    muon_(*tensors, lr, self.weight_decay, self.product_dtype)
                 elif piece.rule == "adamw*":
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
                 else:
                     adamw_(*tensors, self.updates, adam_lr, self.weight_decay, self.eps)
-        for shape, matrices in of_shape.items():
-            count = max(1, TOGETHER // shape.numel())
-            for i in range(0, len(matrices), count):
-                batch = matrices[i:i + count]
-                muon_(batch, lr, self.weight_decay, self.product_dtype)
         for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:

@@ -227,7 +227,8 @@ def to_ours(folder, layout, config, tensors):
     names = tensor_names(config, layout)
     described = {name: size for pieces in names.values() for name, size in pieces.items()}
     # All names may have another prefix, such as torch.compile's, or lack theirs, as a base model's.
-    found, wanted = map(os.path.commonprefix, ([*tensors], [*described]))
+    head = [name[-14:] for name in tensors if name.endswith("lm_head.weight")]  # perhaps tied
+    found, wanted = map(os.path.commonprefix, ([*tensors], [*described, *head]))
     renamed = {wanted + name.removeprefix(found): t for name, t in tensors.items()}
     if described.keys() <= renamed.keys():
         tensors = renamed

@@ -350,6 +350,7 @@ def test_names_under_which_weights_are_found(tied):
         others = tensors.copy()
         embed = others.pop("model.embed_tokens.weight")
         read += bare, *({**names, "lm_head.weight": embed.clone()} for names in (others, tensors))
+        read.append({f"_orig_mod.{name}": t for name, t in read[-1].items()})
         refused.append((tensors | {"lm_head.weight": 2 * embed}, "lm_head.weight differs"))
     for names in read:
         save_file(names, "hf/model.safetensors")
@@ -840,11 +841,12 @@ def test_documents_are_counted_and_bad_ones_skipped(corpus):
     run_script("data", *prepare(corpus, "b.jsonl", "out"))
     assert read_json("out/meta.json")["counts"]["bad"] == 12
 
-    Path("c.jsonl").write_text('{"text": "has"}\n{"text": "so"}\n{"text": "so drop"}')
+    texts = "has", "so", "so drop", " "
+    Path("c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = prepare(corpus, "c.jsonl", "c", "--shard_tokens=1", "--drop=text=drop", "--val=0.9")
     run_script("data", *command)
     meta = read_json("c/meta.json")
-    assert meta["counts"] == {"kept": 2, "dropped": 1, "bad": 0, "long": 0}
+    assert meta["counts"] == {"kept": 2, "dropped": 2, "bad": 0, "long": 0}  # one is empty
     names = [name for shards in meta["shards"].values() for name, *_ in shards]
     assert len({*names}) == len(names) == len([*Path("c").glob("*.npy")])
     assert sum(len(np.load(f"c/{name}")) for name in names) == 4  # two words, each with EOS
@@ -1033,10 +1035,8 @@ def test_mixture_follows_its_weights(corpus):
 
 # ------------------------------------------------------------------------------------ the optimizer
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("together", [1, 1000])  # 320 numbers a matrix: one by one, or in batches
-def test_muon_beside_adamw_is_torchs(together, products, monkeypatch):
+def test_muon_beside_adamw_is_torchs(products):
     """Matrices follow torch's Muon to the last bit, other parameters torch's AdamW."""
-    monkeypatch.setattr(muon, "TOGETHER", together)
     ours, theirs = parameters(noise()), parameters(noise())
     sizes = [16, 8]
     opt = Optimizer(ours.items(), MATRICES, lr=0.02, adam_lr=0.003, weight_decay=0.1,
@@ -2180,6 +2180,10 @@ def test_killed_evaluation_resumes(checkpoint, corpus):
 
     save(small(context=40, seed=1), "moved", corpus)
     assert "weights = " in error_line(there)
+
+    Path("notes.jsonl").write_text("mine")
+    assert "holds something else" in error_line(f"{here} --out=notes.json", "--data=moved.jsonl")
+    assert Path("notes.jsonl").read_text() == "mine"
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):

@@ -289,7 +289,7 @@ def lr_scale(settings, update):
 
 @dataclass
 class Progress:
-    """What a run has done so far and where it comes from, as stored in a checkpoint's train.json."""
+    """What a run has done and where it comes from, as stored in a checkpoint's train.json."""
     recipe: dict         # its Recipe, with digests of its data and its parent
     config: dict         # all of its Settings
     tokens: int          # trained on, by the runs before it, too, except for pretraining
