@@ -156,6 +156,17 @@ def recurrences(text):
     return sorted({positive(part) for part in text.split(",")})
 
 
+def refuse_idle(given, rules):
+    """
+    Raise UserError if a flag that was given would be ignored. rules: (whether this one applies, the
+    flags that it is about, the reason to give), ...
+    """
+    for applies, flags, reason in rules:
+        idle = [f"--{flag}" for flag in flags if flag in given]
+        if applies and idle:
+            raise UserError(f"{', '.join(idle)}: {reason}")
+
+
 # --------------------------------------------------------------------------------------- dtypes
 
 DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading, say,
-                    write_atomically)
+from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading,
+                    refuse_idle, say, write_atomically)
 from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer, tokenizer_file
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 
@@ -512,21 +512,6 @@ def rotary_order(c, name, t, back=False):
 
 # -------------------------------------------------------------------------------------- the command
 
-def refuse_idle_flags(args, recurrent):
-    """Raise UserError if a flag would be ignored. recurrent: whether SRC is."""
-    choices = "shape", *PARTS, "feed_forward", "untie", "adapter", "adapter_init"
-    for applies, names, reason in (
-        (recurrent, choices, "SRC is already recurrent, so its layers and adapter are fixed"),
-        (args.feed_forward, ("adapter", "adapter_init", "mean_recurrence"),
-         "--feed_forward makes a model without a loop"),
-        (not args.feed_forward, ["untie"], "only with --feed_forward, since a loop always unties"),
-        (args.adapter == "add", ["adapter_init"], "--adapter add has no weights"),
-    ):
-        given = [f"--{name}" for name in names if getattr(args, name)]
-        if applies and given:
-            raise UserError(f"{', '.join(given)}: {reason}")
-
-
 def parse_args():
     parser = Parser(__doc__, usage="surgery.py SRC OUT [flags]")
     flag = parser.add_argument
@@ -559,7 +544,14 @@ def parse_args():
 def main():
     args = parse_args()
     source = model = open_source(args.src)
-    refuse_idle_flags(args, source.config.n_core > 0)
+    refuse_idle([name for name, value in vars(args).items() if value], (
+        (source.config.n_core,
+         ("shape", *PARTS, "feed_forward", "untie", "adapter", "adapter_init"),
+         "SRC is already recurrent, so its layers and adapter are fixed"),
+        (args.feed_forward, ("adapter", "adapter_init", "mean_recurrence"),
+         "--feed_forward makes a model without a loop"),
+        (not args.feed_forward, ["untie"], "only with --feed_forward, since a loop always unties"),
+        (args.adapter == "add", ["adapter_init"], "--adapter add has no weights")))
     layers = None
     if not source.config.n_core:
         layers = choose_layers(args, source.config.n_prelude)

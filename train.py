@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
                     choose_dtype, cli, digest, dtype_on, fraction, lock_folder, nan_to_null,
                     natural, non_negative, paths, positive, random_seed, read_json, read_toml,
-                    reading, recurrences, say, write_atomically, write_json, yes_or_no)
+                    reading, recurrences, refuse_idle, say, write_atomically, write_json, yes_or_no)
 from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files, row_length
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
                    or_eager, to_device)
@@ -143,25 +143,6 @@ class Settings(Recipe):
 SHAPE = "n_embd", "n_head", "n_kv_head", "n_ffn", "n_prelude", "n_core", "n_coda"
 
 
-def without_effect(settings):
-    """Yield (flag, case) of each setting that has no effect beside the others."""
-    if settings.init_from:
-        for name in SHAPE:
-            yield f"--{name}", "with --init_from"
-        if not settings.reinit:
-            yield "--embed_scale", "with --init_from without --reinit"
-    else:
-        yield "--reinit", "without --init_from"
-    if settings.optimizer != "muon":
-        yield "--adam_lr", "without --optimizer=muon"
-    if settings.curriculum == "none":
-        yield "--curriculum_warmup", "with --curriculum=none"
-    if not settings.backprop_depth:
-        yield "--backprop_warmup", "with --backprop_depth=0"
-    if not settings.compile:
-        yield "--activation_budget", "with --compile=false"
-
-
 def read_settings(argv, world=1):
     """
     Read the Settings from flags, one for each of their fields, and from --config=FILE.toml (flat
@@ -194,10 +175,16 @@ def read_settings(argv, world=1):
         parser.error("give --data and --out_dir, or --config=FILE")
     if Path(settings.out_dir, "config.json").exists():
         parser.error(f"--out_dir={settings.out_dir}: this folder holds a model. Choose a new one")
-    typed = [flag.partition("=")[0] for flag in argv]  # several runs may share a TOML file
-    idle = [f"{flag} {case}" for flag, case in without_effect(settings) if flag in typed]
-    if idle:
-        raise UserError(f"without effect: {', '.join(idle)}")
+    s = settings
+    typed = [flag[2:].partition("=")[0] for flag in argv]  # several runs may share a TOML file
+    refuse_idle(typed, (
+        (s.init_from, SHAPE, "no effect with --init_from, which has a shape"),
+        (s.init_from and not s.reinit, ["embed_scale"], "no effect without random weights"),
+        (not s.init_from, ["reinit"], "no effect without --init_from"),
+        (s.optimizer != "muon", ["adam_lr"], "no effect without --optimizer=muon"),
+        (s.curriculum == "none", ["curriculum_warmup"], "no effect with --curriculum=none"),
+        (not s.backprop_depth, ["backprop_warmup"], "no effect with --backprop_depth=0"),
+        (not s.compile, ["activation_budget"], "no effect with --compile=false")))
     missing = [f"--{name}" for name in SHAPE if getattr(settings, name) is None]
     if settings.init_from:
         vars(settings).update(dict.fromkeys(SHAPE))
