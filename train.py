@@ -576,7 +576,7 @@ def open_run(settings, device, train_set):
     if not resumed:
         if folder:
             recipe["digest of init_from"] = parent_digest(recipe)
-        progress = Progress(recipe, vars(settings), *spent_before(model.folder, recipe))
+        progress = Progress(recipe, vars(settings), **spent_before(model.folder, recipe))
         return model, exact, optimizer, progress
     if not (resumed / "optimizer.safetensors").exists():
         raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
@@ -671,19 +671,19 @@ def read_progress(folder):
 
 def spent_before(folder, recipe):
     """
-    Return what the chain of runs that led to the checkpoint `folder` has spent: tokens and FLOPs,
-    without those of a first run without --init_from, which was pretraining; and the rows, if a run
-    with this recipe reads the same data in the same order, so that it can go on after them.
+    Return what the chain of runs that led to the checkpoint `folder` has spent: "tokens" and
+    "flops", without those of a first run without --init_from, which was pretraining; and the
+    "first_row" of a run with this recipe, after theirs if it reads the same data in the same order.
     """
     if not (folder and Path(folder, "train.json").exists()):  # not made by train.py
-        return 0, 0, 0
+        return {"tokens": 0, "flops": 0, "first_row": 0}
     last = read_progress(folder)
     order = "seed", "context", "digest of the data"
     same = all(last.recipe[key] == recipe.get(key) for key in order)
     rows = last.first_row + last.update * last.recipe["batch_size"] if same else 0
     if not last.recipe["init_from"]:  # one with --reinit counts: it is compared with one without
-        return 0, 0, rows
-    return last.tokens, last.flops, rows
+        last.tokens = last.flops = 0
+    return {"tokens": last.tokens, "flops": last.flops, "first_row": rows}
 
 
 def check_ranks(mine):

@@ -95,7 +95,7 @@ def plan(args, settings):
     if args.flops_of:
         budget = read_json(f"{find_checkpoint(args.flops_of)}/train.json")["flops"]
         if not settings.reinit:
-            budget -= spent_before(folder, {})[1]
+            budget -= spent_before(folder, {})["flops"]
         settings.updates = affordable_updates(settings, model, labelled, budget)
         if not settings.updates:
             raise UserError(f"--flops_of={args.flops_of}: {settings.init_from or 'nothing'} has "
