@@ -574,7 +574,7 @@ def test_plan_of_a_retrofit(corpus):
     flags = *RUN, f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
     assert "0.14 epochs" in run_script("tools/plan", *flags), "8,000 rows in batches of 16"
     line = error_line("tools/plan", *flags, "--preset=tinyllama-4-8-4", "--n_core=2")
-    assert "--n_core with --init_from" in line
+    assert "--n_core: no effect with --init_from" in line
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
