@@ -169,7 +169,7 @@ def print_cups(found):
 def print_final(found, part="test", unit="events"):
     """Print accuracy by difficulty, such as the number of events, of questions with one answer."""
     depths = found["loop 0"][part]
-    lengths = list(depths["1"])
+    lengths, deepest = list(depths["1"]), list(depths)[-1]
     print("| (runs) | " + " | ".join(lengths) + " |")
     print("| --- " * (1 + len(lengths)) + "|")
     rows = [(f"loop, r = {r}", "loop", r) for r in depths]
@@ -183,8 +183,9 @@ def print_final(found, part="test", unit="events"):
             print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
     for n in lengths if runs_of(found, "parent") else ():
         ours, theirs = ([100 * run[part][r][n] for run in runs_of(found, arm).values()]
-                        for arm, r in (("loop", "32"), ("parent", "0")))
-        print(f"{n} {unit}: loop at r = 32 over parent: {gain_and_error(ours, theirs)} points")
+                        for arm, r in (("loop", deepest), ("parent", "0")))
+        gain = gain_and_error(ours, theirs)
+        print(f"{n} {unit}: loop at r = {deepest} over parent: {gain} points")
 
 
 def print_trials(found):
