@@ -50,7 +50,7 @@ def draw(found):
     panel.plot(swaps, [100 * parent[str(n)] for n in swaps], "--", c="black", label="its parent")
     for marker, (kind, values) in zip("x+", PUBLISHED.items()):
         panel.plot((3, 5, 7), values, marker, c="C2", label=f"code-davinci-002, {kind}")
-    finish(figure, panel, "bbh.png", 100 / 7, (1, 5), "swaps; seven people", ncols=2)
+    finish(figure, panel, "bbh.png", 100 / 7, (1, 5), "swaps; seven people")
 
 
 def main():
