@@ -309,7 +309,7 @@ def run_training(gpu, corpus):
     assert "reduce" in str(first)
     assert received == sent > 0
     train_as(0, 1, "adamw*")  # last, since run_scripts() goes on as the only rank
-    assert waits == 6 * [{"train.train_model": 1}], waits
+    assert waits == 6 * [{"train.sum_gradients": 1}], waits
 
 
 def run_decoding(gpu):
