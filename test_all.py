@@ -2295,6 +2295,8 @@ MISTAKES = [
     ("train --config=tiny.toml --backprop_depth=0 --backprop_warmup=1", "--backprop_depth=0"),
     ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
     ("train --config=tiny.toml --reinit", "--reinit: no effect without --init_from"),
+    ("train --config=tiny.toml --data=task --n_embd=8 --n_head=16 --context=39",
+     "head_dim = 0 an even"),
     ("train --config=tiny.toml --data=half --out_dir=out", "meta.json lists"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
     ("data prepare --input test.jsonl --tokenizer m --out out --field question --row_length 90",
