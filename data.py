@@ -386,7 +386,7 @@ def read_tokenizer_json(path, spec, in_text):
 
 
 def whole_words(path, spec, in_text):
-    """A vocabulary of whole words between blanks, such as that of assets/tiny."""
+    """Read a vocabulary of whole words between blanks, such as that of assets/tiny."""
     match spec:
         case {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab},
               "pre_tokenizer": {"type": "WhitespaceSplit"},
@@ -398,7 +398,7 @@ def whole_words(path, spec, in_text):
 
 
 def sentencepiece_beside(path, spec, in_text):
-    """Llama 2's BPE, with SentencePiece, if tokenizer.model beside it has the same tokens."""
+    """Read Llama 2's BPE, with SentencePiece, if tokenizer.model beside it has the same tokens."""
     match spec:
         case {"model": {"byte_fallback": True},
               "normalizer": {"normalizers": [

@@ -294,7 +294,7 @@ def test_weights_are_those_that_the_folder_declares():
     files = {name: f"part-{file}" for name, file in read_json(index)["weight_map"].items()}
     common.write_json(index, {"weight_map": files})
     others = {f"{name}.safetensors" for name in ("model-00001-of-00001", "model.fp16", "amodel")}
-    for file in others | {*files.values()}:  # with halved copies of what is not to be read there
+    for file in others | {*files.values()}:  # tensors that belong elsewhere are halved in it
         tensors = {name: t if files[name] == file else t / 2 for name, t in found.items()}
         save_file(tensors, f"hf/{file}")
     assert identical(surgery.open_source("hf").state_dict(), wanted)
@@ -1676,7 +1676,7 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
     path = f"{find_checkpoint('four')}/train.json"
     older = read_json(path) | {"used": {"a": [48, 3]}, "rows": {"a": 48}}
     common.write_json(path, older)
-    assert "an older version" in error_line("train", *flags("x", "four", "a"))
+    assert "by an older version" in error_line("train", *flags("x", "four", "a"))
     common.write_json(path, older | {"used": {}})
     check("after_older", "four", "a", first=192)
 
@@ -1715,9 +1715,9 @@ def test_train_some_parameters(base, unbroken):
 
 def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
     """
-    A run deletes what a killed run left and its old checkpoints, unless somebody has added a file,
-    but nothing of others, and none before the next is saved: a full disk loses nothing. It resumes
-    only from its newest checkpoint. chmod is not needed.
+    A run deletes its old checkpoints and what a kill left behind. It keeps checkpoints to which
+    somebody has added a file, folders of others, and all checkpoints while the next is not saved,
+    so that a full disk loses nothing. It resumes only from its newest. chmod is not needed.
     """
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
         common.write_json(f"run/{path}", {})

@@ -281,7 +281,7 @@ class Progress:
     config: dict         # all of its Settings
     tokens: int          # trained on, by the runs before it, too, except for pretraining
     flops: int           # likewise
-    first_row: int = 0   # the one after those that the runs before it read from the same data
+    first_row: int = 0   # its first row; those before were read by the runs that it starts from
     update: int = 0      # complete updates
     skipped: int = 0     # those without a finite gradient
     validated: int = -1  # the update after which it was last validated
@@ -306,7 +306,7 @@ def train_model(settings, device):
         save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
 
     def due(every):
-        """Whether to do now what is done every so many updates and after the last one."""
+        """Whether this update is a multiple of `every`, or the last."""
         return progress.update == settings.updates or progress.update % every == 0
 
     with own_folder(settings, progress) if RANK == 0 else contextlib.nullcontext():
@@ -660,12 +660,12 @@ def parent_digest(recipe):
 
 
 def read_progress(folder):
-    """Read a checkpoint's train.json. Raises UserError if an older version counted its rows."""
+    """Read a checkpoint's train.json. Raises UserError if its rows cannot be told."""
     with reading(f"{folder}/train.json") as path:
         record = read_json(path)
         if record.pop("used", {}).keys() & record.pop("rows", {}).keys():
-            raise UserError(f"{folder}: an older version trained this, which counted the rows of "
-                            "each data set. Go on with that version")
+            raise UserError(f"{folder}: trained by an older version, which counted rows in another "
+                            "way. Go on with that version")
         return Progress(**record)
 
 
