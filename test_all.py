@@ -46,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import bench
 import common
@@ -1426,6 +1426,13 @@ def test_executed_flops_are_torchs():
         with FlopCounterMode(display=False) as counter:
             optimizer.step(1.0)
         assert optimizer.flops() == counter.get_total_flops(), flags
+
+
+def test_activation_budgets_take_few_kv_heads():
+    """torch counts attention with fewer kv heads than heads, else such a model is not compiled."""
+    q, k = (torch.empty(2, heads, 16, 64, device="meta") for heads in (8, 2))
+    count = flop_registry[ATEN._scaled_dot_product_flash_attention]
+    assert count(q, k, k, out_val=q) == 4 * q.numel() * 16
 
 
 def test_flags_override_the_configs(base, monkeypatch):

@@ -9,7 +9,7 @@
 #   --train      speed and memory of training TinyLlama's (4,8,4), random, in bfloat16
 #   --decode     speed of decoding with it at r = 1, 4 and 16, for 1, 8 and 64 rows
 #   --hunt       nine small runs at once, which have crashed on an H200: two minutes, only if asked
-#                for. With CUDNN=1 in the environment, they use cuDNN's attention
+#                for
 #
 # The first four take up to 8 minutes, beside what compiles in them (the table says how long), and
 # 24 GB of GPU memory. --small: SmolLM2's size, for less memory. --cpu: toy sizes, on a CPU.
@@ -87,16 +87,12 @@ if asked hunt; then
         small=$out/hunt/shape
         python -m runs.gpu shape smollm2-135m-2-2-2 $small > $out/hunt/shape.txt || failed=1
     fi
-    cudnn=${CUDNN:+True}
-    launch="import runpy, torch, model
-torch.backends.cuda.enable_cudnn_sdp(${cudnn:-False})
-runpy.run_path('train.py', run_name='__main__')"
     # After a crash, the driver writes a small core file, which names the kernel.
     export CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_COREDUMP_FILE=$PWD/$out/hunt/core.%p
     export CUDA_COREDUMP_GENERATION_FLAGS=skip_global_memory,skip_shared_memory,skip_local_memory
     pids=() crashed=0
     for i in $(seq $runs); do
-        timeout -k 30 100 python -c "$launch" --config=config/smollm2.toml --init_from=$small \
+        timeout -k 30 100 python train.py --config=config/smollm2.toml --init_from=$small \
             --reinit --seed=$i --data=$out/corpus/task --context=39 --save_every=500 \
             --out_dir=$out/hunt/$i "${hunt[@]}" > $out/hunt/$i.txt 2>&1 &
         pids+=($!)
@@ -112,9 +108,7 @@ runpy.run_path('train.py', run_name='__main__')"
         cuda-gdb -batch -ex "target cudacore $core" || true
     done
     rm -rf $out/hunt/*/step_*
-    with=${CUDNN:+cuDNN\'s attention}
-    echo "$((runs - crashed)) of $runs runs did not crash, with ${with:-cuDNN off}" |
-        tee $out/hunt.log
+    echo "$((runs - crashed)) of $runs runs did not crash" | tee $out/hunt.log
 fi
 
 commit=$(git rev-parse --short HEAD 2>/dev/null) || commit=unknown

@@ -7,18 +7,20 @@ Print the tables of runs/bbh/README.md, and draw its picture if matplotlib is in
 import importlib.util
 import math
 from pathlib import Path
+from statistics import mean
 
 from common import Parser, cli, read_json
 from model import find_checkpoint
-from runs.smollm2.report import finish, print_final, print_notes
+from runs.smollm2.report import finish, print_final, print_notes, runs_of
 
 HERE = Path(__file__).resolve().parent
 PARTS = {"swaps": {"test": "swaps", "long": "swaps"},
-         "swaps, six layers": {"test": "swaps"},
-         "stepgame": {"test": "hops", "sentences": "sentences"}}
+         "stepgame": {"test": "hops", "sentences": "sentences"},
+         "swaps, 30 layers": {"test": "swaps", "long": "swaps"},
+         "swaps, six layers": {"test": "swaps"}}
 
 # code-davinci-002 by the number of swaps, which is that of the people: Suzgun et al., 2022.
-PUBLISHED = {"a few examples": (37.6, 20.4, 14.4), "and its steps written out": (78, 90, 86)}
+PUBLISHED = {"few examples": (37.6, 20.4, 14.4), "steps written out": (78, 90, 86)}
 
 
 def collect(out):
@@ -37,20 +39,26 @@ def collect(out):
 
 
 def draw(found):
-    """Draw accuracy on long.jsonl by number of swaps, of the looped model at each r and others."""
+    """Draw accuracy on long.jsonl by number of swaps, of looped models at each r and of parents."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
-    depths, parent = found["loop 0"]["long"], found["parent 0"]["long"]["0"]
-    swaps = list(map(int, parent))
-    for i, (r, shares) in enumerate(depths.items()):
-        color = plt.cm.plasma(0.9 - 0.9 * i / len(depths))
-        panel.plot(swaps, [100 * shares[str(n)] for n in swaps], c=color, label=f"r = {r}")
-    panel.plot(swaps, [100 * parent[str(n)] for n in swaps], "--", c="black", label="its parent")
+    figure, panel = plt.subplots(figsize=(9.5, 3.6), constrained_layout=True)
+    depths = found["loop 0"]["long"]
+    swaps = list(map(int, depths["1"]))
+
+    def plot(arm, r, *style, **how):
+        runs = [run["long"][r] for run in runs_of(found, arm).values()]
+        means = [100 * mean(run[str(n)] for run in runs) for n in swaps]
+        panel.plot(swaps, means, *style, **how)
+
+    for i, r in enumerate(depths):
+        plot("loop", r, c=plt.cm.plasma(0.9 - 0.9 * i / len(depths)), label=f"r = {r}")
+    plot("parent", "0", "--", c="black", label="its parent")
     for marker, (kind, values) in zip("x+", PUBLISHED.items()):
-        panel.plot((3, 5, 7), values, marker, c="C2", label=f"code-davinci-002, {kind}")
-    finish(figure, panel, "bbh.png", 100 / 7, (1, 5), "swaps; seven people")
+        panel.plot((3, 5, 7), values, marker, c="C2", label=f"code-davinci, {kind}")
+    finish(figure, panel, "bbh.png", 100 / 7, (1, 5), "swaps; seven people",
+           bbox_to_anchor=(1.325, 1))
 
 
 def main():
@@ -59,7 +67,8 @@ def main():
     args = parser.parse_args()
     found = collect(args.runs) if args.runs else read_json(HERE / "results.json")
     notes = found.pop("notes", {})
-    for task, runs in found.items():
+    for task in filter(found.get, PARTS):
+        runs = found[task]
         for part, unit in PARTS[task].items():
             if part in runs["loop 0"]:
                 print(f"\n{task}, {part}.jsonl, by {unit}\n")

@@ -25,20 +25,21 @@ while read -r _ name; do
 done < runs/bbh/files.sha256
 
 [[ -e out/smollm2/hf ]] || bash runs/smollm2/run.sh model
-[[ -e $out/cut ]] || python surgery.py out/smollm2/hf $out/cut --shape 13,4,13 --verify
+[[ -e $out/cut ]] || python surgery.py out/smollm2/hf $out/cut --shape 8,4,6 --verify
 [[ -e $out/parent ]] || python surgery.py out/smollm2/hf $out/parent --feed_forward
 for task in ${RUNS:-swaps stepgame}; do
-    dir=$out/$task
+    dir=$out/$task updates=1000
     [[ -e $dir ]] || python -m runs.bbh.$task "$files" $dir
     if [[ $task == stepgame ]]; then
+        updates=400
         python data.py prepare --input $dir/train.jsonl --prompt question --field answer \
             --tokenizer $out/cut --out $dir/data --row_length 512
     elif [[ ! -e $dir/data ]]; then
         python -m runs.bbh.mentions --stories $dir/train.jsonl --tokenizer $out/cut --out $dir/data
     fi
     for seed in ${SEEDS:-0}; do
-        flags="--config=config/task.toml --data=$dir/data --seed=$seed --save_every=25"
-        flags+=" --eval_every=60 --eval_rows=16 --updates=180 --mean_recurrence=4"
+        flags="--config=config/task.toml --data=$dir/data --seed=$seed --updates=$updates"
+        flags+=" --eval_rows=32"
         parent="--init_from=$out/parent --out_dir=$dir/parent-$seed --optimizer=adamw --lr=3e-4"
         for arm in ${ARMS:-loop parent}; do
             case $arm in
@@ -47,8 +48,8 @@ for task in ${RUNS:-swaps stepgame}; do
                 python train.py $flags --init_from=$out/cut --out_dir=$dir/random-$seed --reinit \
                     --lr=0.01 --adam_lr=0.001 ;;
             parent)
-                updates=$(python -m tools.plan $flags $parent --flops_of=$dir/loop-$seed --quiet)
-                python train.py $flags $parent --updates="$updates" ;;
+                equal=$(python -m tools.plan $flags $parent --flops_of=$dir/loop-$seed --quiet)
+                python train.py $flags $parent --updates="$equal" ;;
             esac
             for name in test $([[ $task == swaps ]] && echo long || echo sentences); do
                 python eval_gsm8k.py --model $dir/$arm-$seed --data $dir/$name.jsonl \
