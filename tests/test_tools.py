@@ -37,6 +37,7 @@ from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
 from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
 from runs import gpu, task
+from runs.bbh import report as bbh_report
 from runs.smollm2 import report
 from runs.study import run as study
 from runs.tiny_corpus import tiny
@@ -932,11 +933,13 @@ def test_figures_in_tables_come_from_results(monkeypatch):
     assert page.read_text() == made
     assert made.count("<!-- table: ") == 3
 
-    monkeypatch.setattr(report, "draw", lambda *_: None)
+    for script in report, bbh_report:
+        monkeypatch.setattr(script, "draw", lambda *_: None)
     monkeypatch.setattr(report, "without_the_start", lambda: [0.0] * 24)  # a slow simulation
     figure = r"\d+\.\d+(?: ± \d+\.\d+)?"
-    printed = {*re.findall(figure, made + run_script("runs/smollm2/report"))}
-    for name in ("README.md", "runs/smollm2/README.md"):
+    printed = run_script("runs/smollm2/report") + run_script("runs/bbh/report")
+    printed = {*re.findall(figure, made + printed)}
+    for name in ("README.md", "runs/smollm2/README.md", "runs/bbh/README.md"):
         tables = re.findall(r"(?:^\|.*\n)+", (ROOT / name).read_text(), re.M)
         figures = {*re.findall(figure, "".join(table for table in tables if "±" in table))}
         assert figures and figures <= printed, (name, figures - printed)
