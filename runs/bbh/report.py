@@ -74,7 +74,9 @@ def main():
                 print(f"\n{task}, {part}.jsonl, by {unit}\n")
                 print_final(runs, part, unit)
         for name, run in runs.items():
-            print(f"{task}, {name}: {run['updates']} updates, {run['flops']:.3g} FLOPs")
+            print(f"{task}, {name}: {run['updates']} updates, {run['flops']:.2g} FLOPs")
+    for kind, values in PUBLISHED.items():
+        print(f"code-davinci-002, {kind}: {values}")
     print(f"one standard error of 200 questions is at most {50 / math.sqrt(200):.1f} points")
     print_notes(notes)
     if importlib.util.find_spec("matplotlib") and not args.runs:
