@@ -15,12 +15,16 @@ from common import UserError, choose_dtype, cli, reading, say
 from data import as_text
 from eval_gsm8k import read_questions
 from model import RecurrentLM, find_checkpoint, load_config
+from runs.smollm2.cups import read_stories
 from tools.plan import memory
 from train import read_settings, run_config
 
 
 def check(folder):
-    """Return how `data.py prepare` reads FOLDER/train.jsonl. Raises UserError if it cannot."""
+    """
+    Return how `data.py prepare` reads FOLDER/train.jsonl, or "stories", which cups.py reads. Raises
+    UserError if neither can.
+    """
     train, test = (Path(folder, f"{name}.jsonl") for name in ("train", "test"))
     for path in train, test:
         if not path.exists():
@@ -33,12 +37,16 @@ def check(folder):
         with reading(train), open(train, encoding="utf-8-sig") as file:
             rows = [json.loads(line)[chat] for line in file if line.strip()]
             known = [as_text(row[:1]) for row in rows]
+    elif "events" in first:
+        known = ["".join(events).strip() for events, _ in read_stories(train)]
     else:
         known = [question["question"] for question in read_questions(train)]
     both = len(asked.intersection(known))
     if both:
         say(f"warning: {both} of the {len(asked)} questions of {test} are also in {train}",
             sys.stderr)
+    if "events" in first:
+        return "stories"
     return f"--field {chat} --loss assistant" if chat else "--prompt question --field answer"
 
 

@@ -10,7 +10,11 @@
 #
 # An answer may be a text, a number, or a solution that ends with "#### 18"; the difficulty is
 # optional. train.jsonl may have chats instead, {"messages": [{"role": "user", "content": ...}]},
-# in which each turn of the assistant is an answer.
+# in which each turn of the assistant is an answer; or stories, with an answer after each step:
+#
+#   {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}
+#
+# Such an answer must be one token, here with its leading space. The model never reads it.
 #
 #   --parent SRC      whatever surgery.py reads: a folder, or the name of a model on the hub;
 #                     default: SmolLM2-135M, downloaded with pip
@@ -20,7 +24,8 @@
 #                     default: loop,parent
 #   --seeds "0 1"     train each of them with each of these seeds (0)
 #   --parent_lr LR    the parent's learning rate, with AdamW (3e-4)
-#   --row_length T    tokens in a row of training data; default: at least two questions
+#   --row_length T    tokens in a row of training data; default: at least two questions, or 512
+#                     for stories
 #   --key=value       after --, flags of train.py for the looped model; config/task.toml has the
 #                     defaults. The parent takes the batch size and the like from them.
 #
@@ -51,7 +56,7 @@ for flag; do
     esac
 done
 
-fields=$(python -m runs.task check "$task")  # how prepare reads these questions
+fields=$(python -m runs.task check "$task")  # how prepare reads these questions, or "stories"
 settings="--parent '$parent' --shape $shape --loop '$loop' --row_length '$row_length'"
 [[ -e $task/settings ]] || echo "$settings" > "$task"/settings
 [[ $(<"$task"/settings) == "$settings" ]] ||
@@ -69,8 +74,15 @@ fi
 if [[ $arms == *parent* && ! -e $task/parent ]]; then
     python surgery.py "$parent" "$task"/parent --feed_forward
 fi
-python data.py prepare --input "$task"/train.jsonl $fields --tokenizer "$loop" \
-    --out "$task"/data ${row_length:+--row_length="$row_length"}
+longest=()  # answer
+if [[ $fields == stories ]]; then
+    longest=(--max_new_tokens 1)
+    [[ -e $task/data ]] || python -m runs.smollm2.cups --stories "$task"/train.jsonl \
+        --tokenizer "$loop" --out "$task"/data --row_length "${row_length:-512}"
+else
+    python data.py prepare --input "$task"/train.jsonl $fields --tokenizer "$loop" \
+        --out "$task"/data ${row_length:+--row_length="$row_length"}
+fi
 
 ordered=()
 for arm in loop random parent; do  # the parent trains for as many FLOPs as the loop did
@@ -100,7 +112,7 @@ for seed in $seeds; do
         fi
         python train.py "${flags[@]}"
         python eval_gsm8k.py --model "$task/$arm-$seed" --data "$task"/test.jsonl --template plain \
-            --steps 1,4,8,16,32
+            --steps 1,4,8,16,32 "${longest[@]}"
         summaries+=("$task/$arm-$seed"/eval_test.json) names+=("$arm")
     done
 done

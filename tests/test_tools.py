@@ -829,7 +829,7 @@ def test_own_stories(corpus):
     lines = [{"events": [f"has {x} so" for x in story], "answers": [f" {x}" for x in story]}
              for story in stories]
     Path("s.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = f"--tokenizer={corpus}/task", "--stories=s.jsonl", "--row=14"  # the longest takes 13
+    flags = f"--tokenizer={corpus}/task", "--stories=s.jsonl", "--row_length=14"  # the longest takes 13
     run_script("runs/smollm2/cups", *flags, "--out=mine")
 
     tokenizer = Tokenizer.load("mine")
@@ -848,7 +848,8 @@ def test_own_stories(corpus):
         found.append([story for story in told if story])
     assert found == [[s for i, s in enumerate(stories) if i % 20], stories[::20]]
 
-    assert "larger --row" in error_line("runs/smollm2/cups", *flags, "--row=12", "--out=no")
+    said = error_line("runs/smollm2/cups", *flags, "--row_length=12", "--out=no")
+    assert "larger --row_length" in said
     Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '"7 so"'))
     assert "has 2 tokens, not 1" in error_line("runs/smollm2/cups", *flags, "--out=no")
 

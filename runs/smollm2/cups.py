@@ -72,7 +72,7 @@ def pack(tokenizer, stories, length):
         ids, targets = encode_story(tokenizer, events, answers)
         if len(ids) >= length:
             raise UserError(f"the story {events[0]!r} ... has {len(ids)} tokens and an EOS. Give a "
-                            "larger --row")
+                            "larger --row_length")
         if not rows or len(rows[-1][0]) + len(ids) + 1 > length:
             rows.append(([], []))
         row, row_targets = rows[-1]
@@ -102,7 +102,7 @@ def main():
     parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--stories", type=paths, metavar="FILE",
                         help="your own; default: the shell game")
-    parser.add_argument("--row", type=positive, default=66,
+    parser.add_argument("--row_length", type=positive, default=66,
                         help="tokens in a row: those of its stories, and an EOS for each (66, for "
                              "three stories of the shell game)")
     args = parser.parse_args()
@@ -119,13 +119,13 @@ def main():
         folder.mkdir()
         shards = {}
         for split, stories in ("train", train), ("val", val):
-            tokens = pack(tokenizer, stories, args.row)
+            tokens = pack(tokenizer, stories, args.row_length)
             shards[split] = [write_shard(folder, f"{split}_000000.npy", tokens)]
         copy_tokenizer(args.tokenizer, folder)
         write_json(folder / "meta.json", {
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
-            "row_length": args.row,
+            "row_length": args.row_length,
             "shards": shards,
         })
         parts = ("dev", 200, 0.6), ("test", 400, 0.6), ("fair", 400, 0.4)

@@ -1,7 +1,9 @@
 """
-Make a game a task of your own: questions with their final answers alone.
+Make a game a task of your own, for runs/task.sh: questions with their final answers, or stories
+with an answer after each event.
 
     python -m runs.smollm2.questions --out out/mine
+    python -m runs.smollm2.questions --out out/steps --steps
     python -m runs.smollm2.questions --out out/counts --game counts
     python -m runs.smollm2.questions --out out/worked --worked
 
@@ -9,8 +11,10 @@ A line of the shell game is {"question": "The ball is under B. B and D swap. A a
 "answer": "D", "difficulty": "3"}: the difficulty is the number of events. Every two cups are as
 likely to swap. Counts, such as "Tom has 7, loses 4, gets 2,", stay between 0 and 9. train.jsonl
 has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100 and 200
-others of each of the LENGTHS. With --worked, an answer is a chain of thought, which repeats each
-event and says what follows from it: "The ball is under B: B. B and D swap: D. ... #### D".
+others of each of the LENGTHS. With --steps, the lines of train.jsonl are the same stories as
+{"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}. With --worked, an
+answer is a chain of thought, which repeats each event and says what follows from it: "The ball is
+under B: B. B and D swap: D. ... #### D".
 """
 import json
 
@@ -40,6 +44,7 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--game", choices=["cups", "counts"], default="cups")
+    parser.add_argument("--steps", action="store_true", help="an answer after each event")
     parser.add_argument("--worked", action="store_true", help="answers with their steps (cups)")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
@@ -55,14 +60,17 @@ def main():
                     events, answers = tell(rng, length, share=0.4)
                 else:
                     events, answers = count(rng, length)
-                question = "".join(events).strip()
+                events[0] = events[0].strip()
+                question = "".join(events)
                 if question not in asked:
                     answer = answers[-1].strip()
                     if args.worked:
                         steps = (f"{event[:-1]}:{said}." for event, said in zip(events, answers))
                         answer = f"{''.join(steps).strip()} #### {answer}"
-                    questions.append({"question": question, "answer": answer,
-                                      "difficulty": str(length)})
+                    line = {"question": question, "answer": answer, "difficulty": str(length)}
+                    if args.steps and name == "train":
+                        line = {"events": events, "answers": answers}
+                    questions.append(line)
             asked |= {line["question"] for line in questions if name != "train"}
             with open(folder / f"{name}.jsonl", "w") as file:
                 for line in questions:
