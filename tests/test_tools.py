@@ -829,7 +829,8 @@ def test_own_stories(corpus):
     lines = [{"events": [f"has {x} so" for x in story], "answers": [f" {x}" for x in story]}
              for story in stories]
     Path("s.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = f"--tokenizer={corpus}/task", "--stories=s.jsonl", "--row_length=14"  # the longest takes 13
+    # The longest takes 13 tokens and an EOS.
+    flags = f"--tokenizer={corpus}/task", "--stories=s.jsonl", "--row_length=14"
     run_script("runs/smollm2/cups", *flags, "--out=mine")
 
     tokenizer = Tokenizer.load("mine")
@@ -1027,6 +1028,9 @@ def beside(request, tmp_path_factory, name, line):
     for script in ROOT.glob("*.py"):
         shutil.copy(script, folder)
     write_task(folder / "mine", [f"has {i % 10} gets {i // 10}" for i in range(100)], ["so 7", "7"])
+    write_task(folder / "steps", [f"has {i} so" for i in range(10)], ["7"])
+    stories = [{"events": [f"has {i} so", " gets 0 so"], "answers": [f" {i}"] * 2} for i in range(9)]
+    Path(folder, "steps/train.jsonl").write_text("\n".join(map(json.dumps, stories)))
     with beside_the_tests(["bash", "-c", line], folder, PATH=f"{folder}:{PATH}") as output:
         yield output, folder
 
@@ -1034,7 +1038,8 @@ def beside(request, tmp_path_factory, name, line):
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(request, tmp_path_factory):
     flags = "-- --updates=2 --compile=false --eval_rows=4"
-    line = f"bash runs/tiny.sh --quick --seed 5 && {TASK} {flags}"
+    of_stories = TASK.replace("mine", "steps --arms loop").replace("0 1", "0")
+    line = f"bash runs/tiny.sh --quick --seed 5 && {TASK} {flags} && {of_stories} {flags}"
     yield from beside(request, tmp_path_factory, "tiny_run", line)
 
 
@@ -1054,6 +1059,7 @@ def test_tiny_run_and_task_run_end_to_end(tiny_run):
     """tiny.sh with a seed, in a folder of its own, then task.sh: equal FLOPs, and tables."""
     output, folder = tiny_run
     of_tiny, _, of_task = output().partition("Ask your own")
+    of_task, _, of_stories = of_task.partition("Serve it")
     out = folder / "out/tiny-quick-seed5"
     assert os.listdir(folder / "out") == [out.name]
     for place, *names in (out, "task", "parent"), (folder / "mine", "loop-1", "parent-1"):
@@ -1070,6 +1076,13 @@ def test_tiny_run_and_task_run_end_to_end(tiny_run):
     labels = [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
     assert [label for label, *_ in rows] == labels
     assert "python sample.py --model mine/loop-0" in of_task
+
+    header, *_ = cells_of(of_stories)
+    assert header == ["", "1"]
+    assert read_json(folder / "steps/loop-0/eval_test.json")["settings"]["max_new_tokens"] == 1
+    targets = np.load(folder / "steps/data/train_000000.npy")[1]
+    assert (targets >= 0).sum() == 16, "one of the nine stories is for validation"
+
     for wrong, words in (("--shape 2,2,2", "was started with"), ("--arms lop", "unknown arm lop"),
                          ("--seed 0", "unknown flag --seed"), ("-- lr=1", "as --key=value")):
         end = subprocess.run(f"{TASK} {wrong}", shell=True, cwd=folder, capture_output=True,
