@@ -474,6 +474,8 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
         ("scales RoPE", {"add": lambda file: file.add_float32("llama.rope.scale_linear", 4.0)}),
         ("tokenizer.ggml.pre is x", {"pre": "x"}),
         ("missing keys: model.norm.weight", {"lost": "output_norm.weight"}),
+        ("only 12 of its 13 tensors",
+         {"add": lambda file: file.add_tensor("blk.0.attn_v.bias", twos)}),
     ):
         write_gguf("m.gguf", Path("hf"), **options)
         assert words in error_line("tools/from_gguf", "m.gguf", "out"), words

@@ -64,6 +64,10 @@ def convert(path, out):
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
                 raise UserError(f"{path}: {kind.replace('_', ' ')}: {sorted(report[kind])[0]}")
+        read = len([*model.parameters()])
+        if read < len(file.tensors):  # such as biases of a Llama, which the report leaves out
+            raise UserError(f"{path}: transformers reads only {read} of its {len(file.tensors)} "
+                            "tensors. Use the model's safetensors")
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     for name in "bos", "eos":  # transformers 5.17.0 takes SmolLM2's BOS for its EOS
         if field := file.fields.get(f"tokenizer.ggml.{name}_token_id"):
