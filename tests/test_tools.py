@@ -496,6 +496,14 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
     text = "ab  1\n\n23 ab"
     assert Tokenizer.load("converted").encode(text) == coder.encode(text).ids
 
+    for add, bos in (
+        (None, 257),
+        (lambda file: file.add_add_bos_token(False), None),
+    ):
+        write_gguf(f"{bos}.gguf", Path("hf"), pre="llama-bpe", add=add)
+        run_script("tools/from_gguf", f"{bos}.gguf", f"{bos}")
+        assert Tokenizer.load(f"{bos}").bos_id == bos
+
 
 # --------------------------------------------------------------------------------- what a run costs
 # Parameters of embeddings, a parent's body, prelude, core, coda; the layers, if Table 8 has them.

@@ -18,9 +18,9 @@ from common import Parser, UserError, cli, new_folder, reading, write_atomically
 
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
-# for "smollm", convert() sees to it.
-KNOWN = ("gpt-2", "olmo", "smollm", "llama-bpe", "llama3", "llama-v3", "dbrx", "qwen2",
-         "deepseek-r1-qwen")
+# for "smollm", convert() sees to it. With Llama 3's, BOS comes first unless the file says otherwise.
+LLAMA_3 = "llama-bpe", "llama3", "llama-v3"
+KNOWN = "gpt-2", "olmo", "smollm", *LLAMA_3, "dbrx", "qwen2", "deepseek-r1-qwen"
 
 
 def check_file(path, file):
@@ -73,6 +73,8 @@ def convert(path, out):
         if field := file.fields.get(f"tokenizer.ggml.{name}_token_id"):
             token = tokenizer.convert_ids_to_tokens(field.contents())
             setattr(tokenizer, f"{name}_token", token)
+    if pre in LLAMA_3 and "tokenizer.ggml.add_bos_token" not in file.fields:
+        tokenizer.add_bos_token = True
     if pre == "smollm":
         words = tokenizer.backend_tokenizer.pre_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
