@@ -503,6 +503,7 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
         write_gguf(f"{bos}.gguf", Path("hf"), pre="llama-bpe", add=add)
         run_script("tools/from_gguf", f"{bos}.gguf", f"{bos}")
         assert Tokenizer.load(f"{bos}").bos_id == bos
+        run_script("surgery", f"{bos}", f"m{bos}", "--feed_forward")  # no more ids than the model
 
 
 # --------------------------------------------------------------------------------- what a run costs

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common import Parser, UserError, cli, new_folder, reading, write_atomically, write_json
+from common import (Parser, UserError, cli, new_folder, read_json, reading, write_atomically,
+                    write_json)
 
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
@@ -91,6 +92,10 @@ def convert(path, out):
         config.pop(key, None)
     with write_atomically(out) as folder:
         tokenizer.save_pretrained(folder)
+        spec = read_json(folder / "tokenizer.json")  # also has GPT-2's <|endoftext|>, perhaps new
+        size = len(file.fields["tokenizer.ggml.tokens"].data)
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < size]
+        write_json(folder / "tokenizer.json", spec)
         write_json(folder / "config.json", config)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     print(f"wrote {out}")
