@@ -23,6 +23,7 @@ from helpers import (ASKED, ASSETS, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT,
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -504,6 +505,31 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
         run_script("tools/from_gguf", f"{bos}.gguf", f"{bos}")
         assert Tokenizer.load(f"{bos}").bos_id == bos
         run_script("surgery", f"{bos}", f"m{bos}", "--feed_forward")  # no more ids than the model
+
+
+def test_gguf_has_the_blanks_of_its_sentencepiece_model(speaker):
+    """A .gguf file gives the ids and texts of the SentencePiece model that it was made from."""
+    need("accelerate")
+    run_script("tools/export", speaker, "hf")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(speaker / "tokenizer.model"))
+    ids = range(512)
+
+    def add(file):
+        file.kv_data[0].pop("tokenizer.ggml.merges")
+        file.add_tokenizer_model("llama")
+        file.add_token_list([*map(model.id_to_piece, ids)])
+        file.add_token_scores([*map(model.get_score, ids)])
+        file.add_token_types([3 if i < 3 else 6 if model.is_byte(i) else 1 for i in ids])
+        file.add_bos_token_id(1)
+        file.add_eos_token_id(2)
+
+    write_gguf("m.gguf", Path("hf"), pre="default", add=add)
+    run_script("tools/from_gguf", "m.gguf", "converted")
+    ours, theirs = Tokenizer.load("converted"), Tokenizer.load(speaker)
+    for text in (*HARD, "has 12", " has", "  has", " ", "\n has </s>"):
+        found = ours.encode(text, bos=True)
+        assert found == theirs.encode(text, bos=True), text
+        assert ours.decode(found[1:]) == theirs.decode(found[1:])
 
 
 # --------------------------------------------------------------------------------- what a run costs

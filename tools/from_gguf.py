@@ -52,7 +52,7 @@ def convert(path, out):
     """Convert a .gguf file to a new folder. Raises UserError if it is corrupt or not supported."""
     import gguf
     import transformers
-    from tokenizers import pre_tokenizers
+    from tokenizers import normalizers, pre_tokenizers
     transformers.logging.set_verbosity_error()
     with reading(path), tempfile.TemporaryDirectory() as alone:
         file = gguf.GGUFReader(path)
@@ -76,10 +76,14 @@ def convert(path, out):
             setattr(tokenizer, f"{name}_token", token)
     if pre in LLAMA_3 and "tokenizer.ggml.add_bos_token" not in file.fields:
         tokenizer.add_bos_token = True
+    coder = tokenizer.backend_tokenizer
     if pre == "smollm":
-        words = tokenizer.backend_tokenizer.pre_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+        coder.pre_tokenizer = pre_tokenizers.Sequence([digits, coder.pre_tokenizer])
+    elif pre not in KNOWN:  # SentencePiece, which puts a blank even before a blank
+        blanks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        coder.normalizer = normalizers.Sequence(blanks)
+        coder.pre_tokenizer = None
     stored = {tensor.tensor_type.name for tensor in file.tensors}
     quantized = stored - {"F32", "F16", "BF16"}
     if quantized:
@@ -92,10 +96,12 @@ def convert(path, out):
         config.pop(key, None)
     with write_atomically(out) as folder:
         tokenizer.save_pretrained(folder)
-        spec = read_json(folder / "tokenizer.json")  # also has GPT-2's <|endoftext|>, perhaps new
+        path = folder / "tokenizer.json"
+        spec = read_json(path)
+        # transformers has added GPT-2's <|endoftext|>, as a new token if the file lacks it.
         size = len(file.fields["tokenizer.ggml.tokens"].data)
         spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < size]
-        write_json(folder / "tokenizer.json", spec)
+        write_json(path, spec)
         write_json(folder / "config.json", config)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     print(f"wrote {out}")
