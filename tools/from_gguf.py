@@ -19,7 +19,7 @@ from common import (Parser, UserError, cli, new_folder, read_json, reading, writ
 
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
-# for "smollm", convert() sees to it. With Llama 3's, BOS comes first unless the file says otherwise.
+# for "smollm", convert() sees to it. With Llama 3's, BOS comes first unless a file says otherwise.
 LLAMA_3 = "llama-bpe", "llama3", "llama-v3"
 KNOWN = "gpt-2", "olmo", "smollm", *LLAMA_3, "dbrx", "qwen2", "deepseek-r1-qwen"
 
@@ -41,8 +41,11 @@ def check_file(path, file):
     if scaled:
         raise UserError(f"{path}: {scaled[0]} scales RoPE, which transformers does not read from "
                         ".gguf files. Use the model's safetensors")
-    pre = said("tokenizer.ggml.pre")
-    if said("tokenizer.ggml.model") == "gpt2" and pre not in KNOWN:
+    kind, pre = said("tokenizer.ggml.model"), said("tokenizer.ggml.pre")
+    if kind == "llama" and not said("tokenizer.ggml.add_space_prefix", True):
+        raise UserError(f"{path}: has no blank before a text, which transformers does not read. "
+                        "Use the model's safetensors")
+    if kind == "gpt2" and pre not in KNOWN:
         raise UserError(f"{path}: text would be split otherwise than in llama.cpp, because its "
                         f"tokenizer.ggml.pre is {pre}. Use the model's safetensors")
     return pre
