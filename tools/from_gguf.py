@@ -21,7 +21,7 @@ from common import (Parser, UserError, cli, new_folder, read_json, reading, writ
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
 # for "smollm", convert() sees to it. With Llama 3's, BOS comes first unless a file says otherwise.
 LLAMA_3 = "llama-bpe", "llama3", "llama-v3"
-KNOWN = "gpt-2", "olmo", "smollm", *LLAMA_3, "dbrx", "qwen2", "deepseek-r1-qwen"
+KNOWN = "gpt-2", "olmo", "smollm", *LLAMA_3, "dbrx", "qwen2"
 
 
 def check_file(path, file):
