@@ -528,8 +528,8 @@ def column_value(record, column):
 def read_message(message):
     """Return (role, text) of a message, also in ShareGPT's form. A tool's call has no text."""
     role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
-    text = message[text] or ""  # a TypeError if the message is only a text
-    return message.get(role), text
+    text = message[text]  # a TypeError if the message is only a text
+    return message.get(role), "" if text is None else text
 
 
 def parse_chat(value):

@@ -784,7 +784,7 @@ def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
 TURNS = json.loads("""[
     {"role": "user", "content": "has 1"}, {"role": "tool", "content": null},
-    {"role": "Assistant", "content": "2"}, {"role": "user", "content": "so"},
+    {"role": "Assistant", "content": 0}, {"role": "user", "content": "so"},
     {"role": "assistant", "content": "3"}]""")
 SHAREGPT = json.loads("""[
     {"from": "human", "value": "has 1"}, {"from": "GPT", "value": "2"},
@@ -798,11 +798,11 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
     ({"a": MARKED}, {}, "[|so\nit\nthe user: is$]"),
     ({"a": CHAT}, {}, "[|has\nUser's$]"),
     ({"a": STYLED}, {}, "[|has\n2$]"),
-    ({"a": TURNS}, {}, "[|has 1\n\n2\nso\n3$]"),
-    ({"a": TURNS}, {"loss": "assistant"}, "|has 1[\n2$]\nso[\n3$]"),
+    ({"a": TURNS}, {}, "[|has 1\n\n0\nso\n3$]"),
+    ({"a": TURNS}, {"loss": "assistant"}, "|has 1[\n0$]\nso[\n3$]"),
     ({"a": SHAREGPT}, {}, "[|has 1\n2\nso$]"),
     ({"a": SHAREGPT}, {"loss": "assistant"}, "|has 1[\n2$]\nso"),
-    ({"a": json.dumps(TURNS)}, {"loss": "assistant"}, "|has 1[\n2$]\nso[\n3$]"),
+    ({"a": json.dumps(TURNS)}, {"loss": "assistant"}, "|has 1[\n0$]\nso[\n3$]"),
     ({"a": json.dumps(SHAREGPT).encode()}, {}, "[|has 1\n2\nso$]"),
     ({"a": '{"value": 1}'}, {}, '[|{"value": 1}$]'),
     ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has [\n1$]"),
