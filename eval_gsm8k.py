@@ -166,7 +166,7 @@ def reference_number(answer):
     Return the number that a reference answer is, or that follows its only equals sign, else None. A
     number beside other words does not count: it may be part of a date or of a room's name.
     """
-    text = reference_text(answer).split("=", 1)[-1].strip()
+    text = re.sub(r"^([^=]*[^=<>!])?=", "", reference_text(answer)).strip()
     return last_number(text) if NUMBER.fullmatch(text) else None
 
 
