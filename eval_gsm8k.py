@@ -81,7 +81,7 @@ def read_questions(path):
         try:
             row = json.loads(line)
             question = {key: as_text(row[key]) for key in ("question", "answer")}
-            if not all(map(str.strip, question.values())):
+            if not (question["question"].strip() and reference_text(question["answer"])):
                 raise ValueError("one of them is empty")
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{path}: line {number} is not a JSON object with "question" and '

@@ -2139,6 +2139,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "", "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "has 1 so", "answer": " "}', "utf-8", "line 5 is not"),
+    ('{"question": "has 1 so", "answer": "so 7 #### "}', "utf-8", "line 5 is not"),
     ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16-le", "line 1 is not"),
