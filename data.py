@@ -551,7 +551,7 @@ def as_text(value):
     if isinstance(value, bytes):  # from parquet files that do not say that a column is text
         return value.decode()
     if isinstance(value, (bool, int, float)):
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False).removesuffix(".0")  # pandas makes 7 a 7.0
     str.encode(value)
     return value
 

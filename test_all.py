@@ -806,7 +806,7 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
     ({"a": json.dumps(SHAREGPT).encode()}, {}, "[|has 1\n2\nso$]"),
     ({"a": '{"value": 1}'}, {}, '[|{"value": 1}$]'),
     ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has [\n1$]"),
-    ({"a": 7, "q": True}, {"prompt": "q"}, "|true[\n7$]"),
+    ({"a": 7.0, "q": True}, {"prompt": "q"}, "|true[\n7$]"),
     ({"a": [65, 66, 67]}, {}, "[ABC]"),
     ({"a": [65]}, {}, "[A]"),
 ])
