@@ -83,11 +83,11 @@ def read_questions(path):
             question = {key: as_text(row[key]) for key in ("question", "answer")}
             if not (question["question"].strip() and reference_text(question["answer"])):
                 raise ValueError("one of them is empty")
+            level = row.get("difficulty")
+            question["difficulty"] = None if level is None else as_text(level).strip() or None
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{path}: line {number} is not a JSON object with "question" and '
                             f'"answer" ({e!r})')
-        difficulty = row.get("difficulty")
-        question["difficulty"] = None if difficulty is None else str(difficulty)
         questions.append(question | {"index": len(questions)})
     if not questions:
         raise UserError(f"{path} has no questions")

@@ -2024,9 +2024,9 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     training cost, even if the run has deleted the checkpoint by then.
     """
     Path("asked.jsonl").write_text("""{"question": "has", "answer": "so gets", "difficulty": "easy"}
-        {"question": "so", "answer": 7, "difficulty": 2}
+        {"question": "so", "answer": 7, "difficulty": 2.0}
         {"question": "so", "answer": "so gets", "difficulty": 10}
-        {"question": "so", "answer": "gets", "difficulty": "10"}""")
+        {"question": "so", "answer": "gets", "difficulty": "10 "}""")
     folder = "run/step_000009"
     shutil.copytree(checkpoint, folder)
     common.write_json(f"{folder}/train.json", {"update": 9, "flops": 10**9, "config": {}})
@@ -2139,6 +2139,7 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
     ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "", "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "has 1 so", "answer": " "}', "utf-8", "line 5 is not"),
+    ('{"question": "has 1 so", "answer": "1", "difficulty": NaN}', "utf-8", "line 5 is not"),
     ('{"question": "has 1 so", "answer": "so 7 #### "}', "utf-8", "line 5 is not"),
     ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
@@ -2146,13 +2147,13 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 ])
 def test_questions_that_are_none(line, encoding, words, checkpoint):
     """Questions and answers are text or numbers in UTF-8; others are refused, and nothing asked."""
-    good = '{"question": "has 1 so", "answer": 1}\n\n'
+    good = '{"question": "has 1 so", "answer": 1, "difficulty": " "}\n\n'
     Path("q.jsonl").write_text(good * 2 + line, encoding)
     said = error_line(f"eval_gsm8k --model {checkpoint} --data=q.jsonl --out=a.json")
     assert "q.jsonl: " in said and words in said
     assert not os.path.exists("a.jsonl")
     Path("q.jsonl").write_text(good * 2, "utf-8-sig")
-    assert len(eval_gsm8k.read_questions("q.jsonl")) == 2
+    assert [row["difficulty"] for row in eval_gsm8k.read_questions("q.jsonl")] == [None] * 2
 
 
 def test_killed_evaluation_resumes(checkpoint, corpus):
