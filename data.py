@@ -500,6 +500,9 @@ def read_records(path, args):
     """
     suffix = Path(path).suffix
     with reading(path):
+        with open(path, "rb") as file:
+            if file.read(20) == b"version https://git-":  # text, but not the user's
+                raise ValueError
         if suffix in (".txt", ".md", ".rst"):
             text = Path(path).read_text("utf-8-sig")
             if "\0" in text:

@@ -876,6 +876,9 @@ def test_texts_in_other_encodings(corpus):
     Path("x.parquet").write_bytes(b"PAR1")
     for path in ("x.txt", "x.parquet"):
         assert f"{path}: damaged" in error_line("data", *prepare(corpus, path, "out"))
+    for path in ("x.txt", "x.jsonl", "x.parquet"):
+        Path(path).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
+        assert f"{path}: only a pointer" in error_line("data", *prepare(corpus, path, "out"))
 
 
 def test_validation_has_whole_documents(corpus):
