@@ -161,7 +161,7 @@ def read_mixture(data):
                             "`python -m runs.tiny_corpus --out out/tiny/data`")
         if not re.fullmatch("[1-9][0-9]*|", weight):
             raise UserError(f"--data={data}: weights must be whole numbers above 0")
-        if folder in dict(mixture):
+        if any(os.path.samefile(folder, other) for other, _ in mixture):
             raise UserError(f"--data={data}: names {folder} twice. Add up its weights")
         mixture.append((folder, int(weight or 1)))
     return mixture

@@ -2316,7 +2316,7 @@ MISTAKES = [
      "--row_length: only for --prompt"),
     ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
     ("train --config=tiny.toml --data=task:0.5 --out_dir=out", "whole numbers above 0"),
-    ("train --config=tiny.toml --data=task:999983,task:999979 --out_dir=out", "names task twice"),
+    ("train --config=tiny.toml --data=task:999983,./task:999979 --out_dir=out", "task twice"),
     ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model llama", "surgery.py llama OUT"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
