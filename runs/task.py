@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common import UserError, choose_dtype, cli, reading, say
-from data import as_text
+from data import as_text, parse_chat
 from eval_gsm8k import read_questions
 from model import RecurrentLM, find_checkpoint, load_config
 from runs.smollm2.cups import read_stories
@@ -35,8 +35,8 @@ def check(folder):
     chat = next((name for name in ("messages", "conversations") if name in first), None)
     if chat:
         with reading(train), open(train, encoding="utf-8-sig") as file:
-            rows = [json.loads(line)[chat] for line in file if line.strip()]
-            known = [as_text(row[:1]) for row in rows]
+            rows = [parse_chat(json.loads(line)[chat]) for line in file if line.strip()]
+            known = [as_text([message]) for row in rows for message in row]
     elif "events" in first:
         known = ["".join(events).strip() for events, _ in read_stories(train)]
     else:

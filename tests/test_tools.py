@@ -1033,11 +1033,12 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
     write_task("mine", ["has 1", "so 2"], ["has 1", "gets 3", "so 2"])
     assert run_script("runs/task", "check", "mine") == "--prompt question --field answer\n"
     assert "2 of the 3 questions of mine/test.jsonl are also in" in capfd.readouterr().err
-    chat = {"messages": [{"role": "user", "content": "gets 3"},
-                         {"role": "assistant", "content": "3"}]}
-    Path("mine/train.jsonl").write_text(json.dumps(chat))
-    assert "--field messages --loss assistant" in run_script("runs/task", "check", "mine")
-    assert "1 of the 3 questions" in capfd.readouterr().err
+    chat = [{"role": "system", "content": "so"}, {"role": "user", "content": "gets 3"},
+            {"role": "assistant", "content": "3"}]
+    for chat in chat, json.dumps(chat):
+        Path("mine/train.jsonl").write_text(json.dumps({"messages": chat}))
+        assert "--field messages --loss assistant" in run_script("runs/task", "check", "mine")
+        assert "1 of the 3 questions" in capfd.readouterr().err
     for line in '{"question": "so 2", "answer": " "}', '{"text": "so"}', "[]":
         Path("mine/train.jsonl").write_text(line)
         assert "mine/train.jsonl" in error_line("runs/task", "check", "mine")
