@@ -39,7 +39,7 @@ from eval_gsm8k import STOPS, make_prompt
 from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
 from runs import gpu, task
 from runs.bbh import report as bbh_report
-from runs.smollm2 import report
+from runs.smollm2 import cups, report
 from runs.study import run as study
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
@@ -893,6 +893,13 @@ def test_own_stories(corpus):
     assert "larger --row_length" in said
     Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '"7 so"'))
     assert "has 2 tokens, not 1" in error_line("runs/smollm2/cups", *flags, "--out=no")
+    for events, answers, words in (([" "], ["7"], "no tokens"), (["so"], [7], "story 2"),
+                                   ([None], ["7"], "story 2")):
+        story = {"events": events, "answers": answers}
+        Path("s.jsonl").write_text("\n".join(map(json.dumps, [lines[0], story])))
+        assert words in error_line("runs/smollm2/cups", *flags, "--out=no")
+    Path("s.jsonl").write_text((json.dumps(lines[0]) + "\n").replace("has", "has\u2028") * 2)
+    assert len(cups.read_stories("s.jsonl")) == 2
 
 
 @pytest.mark.parametrize("flag", ["--game=cups", "--game=counts", "--worked"])

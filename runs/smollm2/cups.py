@@ -58,6 +58,8 @@ def encode_story(tokenizer, events, answers):
     for event, answer in zip(events, answers, strict=True):
         tokens = tokenizer.encode(event)
         target = tokenizer.encode(answer)
+        if not tokens:
+            raise UserError(f"the event {event!r} has no tokens")
         if len(target) != 1:
             raise UserError(f"the answer {answer!r} has {len(target)} tokens, not 1")
         ids += tokens
@@ -88,10 +90,11 @@ def pack(tokenizer, stories, length):
 def read_stories(path):
     """Return the stories of a .jsonl file, [(events, answers), ...]: see the top."""
     with reading(path):
-        lines = Path(path).read_text("utf-8-sig").splitlines()
+        lines = Path(path).read_text("utf-8-sig").split("\n")
         stories = [json.loads(line) for line in lines if line.strip()]
         for number, story in enumerate(stories, 1):
             assert len(story["events"]) == len(story["answers"]) > 0, f"story {number}"
+            assert {*map(type, story["events"] + story["answers"])} == {str}, f"story {number}"
         assert len(stories) > 1, "too few stories"
         return [(story["events"], story["answers"]) for story in stories]
 
