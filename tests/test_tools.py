@@ -862,7 +862,7 @@ def test_readme_does_what_it_says(taught):
             assert re.sub(r"\d+%", "", said) == re.sub(r"\d+%", "", trace)
 
 
-def test_own_stories(corpus):
+def test_own_stories(corpus, speaker):
     """cups.py packs whole stories of one's own, whose events ask for their answers at their end."""
     rng = np.random.default_rng(0)
     stories = [rng.integers(10, size=n).astype(str).tolist() for n in rng.integers(1, 5, size=60)]
@@ -900,6 +900,9 @@ def test_own_stories(corpus):
         assert words in error_line("runs/smollm2/cups", *flags, "--out=no")
     Path("s.jsonl").write_text((json.dumps(lines[0]) + "\n").replace("has", "has\u2028") * 2)
     assert len(cups.read_stories("s.jsonl")) == 2
+    tokenizer = Tokenizer.load(speaker)
+    ids, targets = cups.encode_story(tokenizer, ["A"], ["B"])
+    assert ids == tokenizer.encode("A", bos=True) and targets[:-1] == [-100] * (len(ids) - 1)
 
 
 @pytest.mark.parametrize("flag", ["--game=cups", "--game=counts", "--worked"])

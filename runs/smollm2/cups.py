@@ -53,8 +53,8 @@ def tell(rng, length, share=0.6):
 
 def encode_story(tokenizer, events, answers):
     """Return ids and targets, two lists: the answer is the target of an event's last token."""
-    ids = []
-    targets = []
+    ids = tokenizer.encode("", bos=True)
+    targets = [IGNORE] * len(ids)
     for event, answer in zip(events, answers, strict=True):
         tokens = tokenizer.encode(event)
         target = tokenizer.encode(answer)
@@ -106,7 +106,7 @@ def main():
     parser.add_argument("--stories", type=paths, metavar="FILE",
                         help="your own; default: the shell game")
     parser.add_argument("--row_length", type=positive, default=66,
-                        help="tokens in a row: those of its stories, and an EOS for each (66, for "
+                        help="tokens in a row: those of its stories, with BOS and EOS (66, for "
                              "three stories of the shell game)")
     args = parser.parse_args()
     tokenizer = Tokenizer.load(args.tokenizer)
