@@ -553,7 +553,7 @@ def converse(decoder, tokenizer, args, parser):
     while True:
         say("> ", sys.stderr, end="")
         try:
-            line = input()
+            line = input().removeprefix("\ufeff")  # of a file from Windows
             if line.startswith("/"):
                 name, _, value = line[1:].partition(" ")
                 if name not in CHANGEABLE:

@@ -2443,9 +2443,10 @@ def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     """Without --prompt, each line is a prompt, /NAME VALUE sets a flag, mistakes change nothing."""
-    typed = b"has 1\n/steps 2,4\n/steps x\n/model m\nhas 1\ncaf\xe9\n/steps 8\nhas 1"
+    typed = b"\xef\xbb\xbf/steps 1\nhas 1\n/steps 2,4\n/steps x\n/model m\nhas 1\ncaf\xe9\n"
+    typed += b"/steps 8\nhas 1"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
-    run_script(f"sample --model {checkpoint} --tokens=2 --steps=1")
+    run_script(f"sample --model {checkpoint} --tokens=2 --steps=9")
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["1", "2", "4", "8"]
     assert "argument --steps" in errors and "/model: not one of steps" in errors
