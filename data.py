@@ -608,6 +608,7 @@ def tokenize(tokenizer, record, path, args):
         for rule in args.drop:
             column, _, text = rule.partition("=")
             value = column_value(record, column)
+            value = value.decode() if isinstance(value, bytes) else value
             if value is not None and text.lower() in str(value).lower():
                 return "dropped", None
         tokens = document(tokenizer, record, args)

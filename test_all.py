@@ -879,6 +879,8 @@ def test_texts_in_other_encodings(corpus):
     for path in ("x.txt", "x.jsonl", "x.parquet"):
         Path(path).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
         assert f"{path}: only a pointer" in error_line("data", *prepare(corpus, path, "out"))
+    args = SimpleNamespace(drop=["text=CAF\xc9"])
+    assert data.tokenize(None, {"text": "caf\xe9".encode()}, "x", args) == ("dropped", None)
 
 
 def test_validation_has_whole_documents(corpus):
