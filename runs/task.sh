@@ -77,6 +77,8 @@ fi
 longest=()  # answer
 if [[ $fields == stories ]]; then
     longest=(--max_new_tokens 1)
+    [[ ! -e $task/data || $task/data -nt $task/train.jsonl ]] ||
+        die "$task/train.jsonl is newer than $task/data. Choose another folder"
     [[ -e $task/data ]] || python -m runs.smollm2.cups --stories "$task"/train.jsonl \
         --tokenizer "$loop" --out "$task"/data --row_length "${row_length:-512}"
 else
@@ -118,7 +120,7 @@ for seed in $seeds; do
 done
 
 x=difficulty
-grep -q '"difficulty"' "$task"/test.jsonl || x=steps
+! grep -q '"by_difficulty": {}' "${summaries[0]}" || x=steps
 python -m tools.plot "${summaries[@]}" --labels "$(IFS=,; echo "${names[*]}")" --x $x \
     --out "$task"/accuracy.png
 model=$task/loop-${seeds%% *}
