@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ASSETS = HERE.parents[1] / "assets"
 CUPS = {"3 to 5": (3, 5), "6 to 8": (6, 8), "9 to 12": (9, 12), "13 to 24": (13, 24)}
 ARMS = {
-    "retrofit": "retrofit, 6 of 30 layers, 2 in a loop",
+    "retrofit": "looped, 6 of 30 layers, 2 in a loop",
     "random": "a random start of the same shape",
     "parent": "its full parent, 30 layers",
     "no-loop": "the same 6 layers without a loop",
@@ -124,8 +124,8 @@ def print_table(found, rows, groups, part="right"):
 
 def print_cups(found):
     """
-    Print the shell game's outcome: accuracy at each r and of each arm, what the retrofit gains over
-    the others, and how far each r gets.
+    Print the shell game's outcome: accuracy at each r and of each arm, what the looped model gains
+    over the others, and how far each r gets.
     """
     arms = {arm: title for arm, title in ARMS.items() if runs_of(found, arm)}
     depths = next(iter(runs_of(found, "retrofit").values()))["test"]
@@ -133,7 +133,7 @@ def print_cups(found):
         if part not in next(iter(found.values())):
             continue
         print(f"\n{kind}\n")
-        rows = [(f"retrofit, r = {r}", "retrofit", r) for r in depths]
+        rows = [(f"looped, r = {r}", "retrofit", r) for r in depths]
         if "random" in arms:
             rows.append(("random start, r = 32", "random", 32))
         print_table(found, rows, CUPS, part)
@@ -144,7 +144,7 @@ def print_cups(found):
             r, ours = at_best(found, "retrofit", part, lengths)
             for arm, title in list(arms.items())[1:]:
                 _, theirs = at_best(found, arm, part, lengths)
-                print(f"{name} events: retrofit at r = {r} over {title}: "
+                print(f"{name} events: looped at r = {r} over {title}: "
                       f"{gain_and_error(ours, theirs)} points")
         for r in [*depths, "0"]:
             runs = runs_of(found, "parent" if r == "0" else "retrofit").values()
@@ -172,8 +172,8 @@ def print_final(found, part="test", unit="events"):
     lengths, deepest = list(depths["1"]), list(depths)[-1]
     print("| (runs) | " + " | ".join(lengths) + " |")
     print("| --- " * (1 + len(lengths)) + "|")
-    rows = [(f"loop, r = {r}", "loop", r) for r in depths]
-    rows += [("loop on an H100, r = 32", "loop/H100", "32"),
+    rows = [(f"looped, r = {r}", "loop", r) for r in depths]
+    rows += [("looped on an H100, r = 32", "loop/H100", "32"),
              ("random start on an H100, r = 32", "random", "32"), ("parent", "parent", "0"),
              ("parent that writes out its steps", "worked", "0")]
     for title, arm, r in rows:
@@ -185,7 +185,7 @@ def print_final(found, part="test", unit="events"):
         ours, theirs = ([100 * run[part][r][n] for run in runs_of(found, arm).values()]
                         for arm, r in (("loop", deepest), ("parent", "0")))
         gain = gain_and_error(ours, theirs)
-        print(f"{n} {unit}: loop at r = {deepest} over parent: {gain} points")
+        print(f"{n} {unit}: looped at r = {deepest} over parent: {gain} points")
 
 
 def print_trials(found):
@@ -198,7 +198,7 @@ def print_trials(found):
 
 def print_counts(found):
     """Print the counts: accuracy by number of events, and what r = 8 gains over other models."""
-    rows = [(f"loop, r = {r}", "loop", r) for r in DEPTHS]
+    rows = [(f"looped, r = {r}", "loop", r) for r in DEPTHS]
     print_table(found, [*rows, ("parent, equal FLOPs", "parent", 0)], COUNTS)
     others = ("its r = 1", "loop", "1"), ("its r = 4", "loop", "4"), ("parent", "parent", "0")
     for title, arm, r in others:
@@ -206,7 +206,7 @@ def print_counts(found):
             ours, theirs = runs_of(found, "loop"), runs_of(found, arm)
             gains = [accuracy(ours[seed]["right"]["8"], *lengths)
                      - accuracy(theirs[seed]["right"][r], *lengths) for seed in ours]
-            print(f"loop, r = 8, over {title}, {name} events: {mean_and_error(gains)}")
+            print(f"looped, r = 8, over {title}, {name} events: {mean_and_error(gains)}")
 
 
 def difference(run, r, other, other_r):
@@ -247,7 +247,7 @@ def print_notes(notes):
 
 def draw(found):
     """
-    Draw accuracy on fair stories by number of events: the retrofit at each r, and all arms at their
+    Draw accuracy on fair stories by number of events: looped models at each r, and all arms at their
     best r.
     """
     import matplotlib
