@@ -5,7 +5,7 @@ Ask a model the questions of GSM8K, or your own, at several numbers of recurrenc
     python eval_gsm8k.py --model out/tiny/task --data out/tiny/data/test.jsonl \\
         --template plain --max_new_tokens 1
 
-With --dtype float32, all else follows the paper, which used the task gsm8k_cot_zeroshot of
+With --dtype float32, this follows the paper, which used the task gsm8k_cot_zeroshot of
 lm-evaluation-harness 0.4.13 with --num_fewshot 1: greedy, at most 256 new tokens. "flexible" scores
 the last number of the output, "strict" the one after "The answer is". For other tasks, run the
 harness itself on an export (runs/README.md has the commands).

@@ -1458,6 +1458,7 @@ def test_flags_override_the_configs(base, monkeypatch):
     s = train.read_settings([*run, "--init_from=x", "--reinit", "--embed_scale=2"])
     assert (s.n_embd, s.n_core, s.embed_scale) == (None, None, 2), "the shape of x"
     assert train.read_settings([*run, "--n_head=4"]).n_kv_head == 4
+    train.read_settings([*base, "--optimizer=adamw", "--out_dir", "./adam_lr"])  # no flag
 
 
 def test_training_learns(taught):

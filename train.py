@@ -176,7 +176,8 @@ def read_settings(argv, world=1):
     if Path(settings.out_dir, "config.json").exists():
         parser.error(f"--out_dir={settings.out_dir}: this folder holds a model. Choose a new one")
     s = settings
-    typed = [flag[2:].partition("=")[0] for flag in argv]  # several runs may share a TOML file
+    # Several runs may share a TOML file.
+    typed = [flag[2:].partition("=")[0] for flag in argv if flag.startswith("--")]
     refuse_idle(typed, (
         (s.init_from, SHAPE, "no effect with --init_from, which has a shape"),
         (s.init_from and not s.reinit, ["embed_scale"], "no effect without random weights"),

@@ -93,6 +93,11 @@ def test_text_files_follow_the_model(llama, corpus):
         Path("parent", name).write_text("<|user|>")
 
     run_script("surgery", "parent", "m", "--shape", "1,2,1")
+    shutil.copytree(llama, "silent")
+    two_ends = read_json("parent/config.json") | {"eos_token_id": [1, 3]}
+    common.write_json("silent/config.json", two_ends)
+    common.write_json("silent/generation_config.json", {"eos_token_id": None})
+    assert convert("silent", "s", "--feed_forward").config.eos_token_id == [1, 3]
     flags = f"--data={corpus}/task", "--context=39", "--updates=1", "--init_from=m"
     run_script("train", *RUN, *flags, "--out_dir=run")
     run_script("surgery", "run", "again", "--mean_recurrence=2")
@@ -1080,7 +1085,8 @@ def beside(request, tmp_path_factory, name, line):
         shutil.copy(script, folder)
     write_task(folder / "mine", [f"has {i % 10} gets {i // 10}" for i in range(100)], ["so 7", "7"])
     write_task(folder / "steps", [f"has {i} so" for i in range(10)], ["7"])
-    stories = [{"events": [f"has {i} so", " gets 0 so"], "answers": [f" {i}"] * 2} for i in range(9)]
+    stories = [{"events": [f"has {i} so", " gets 0 so"], "answers": [f" {i}"] * 2}
+               for i in range(9)]
     Path(folder, "steps/train.jsonl").write_text("\n".join(map(json.dumps, stories)))
     with beside_the_tests(["bash", "-c", line], folder, PATH=f"{folder}:{PATH}") as output:
         yield output, folder

@@ -23,7 +23,7 @@ from train import (choose_trained, describe_run, draws_of, largest_k, make_optim
                    run_config, spent_before, update_flops)
 
 # The bfloat16 FLOP/s that we expect from each GPU: 61, 61 and 43% of its peak. Only the H100 was
-# measured (runs/NOTES.md).
+# measured; with rows enough, an H200 reached 50% (runs/NOTES.md).
 GPUS = {
     "RTX 4090 (24 GB)": 1.0e14,
     "A100 (80 GB)": 1.9e14,
