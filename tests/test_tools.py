@@ -1095,7 +1095,7 @@ def beside(request, tmp_path_factory, name, line):
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(request, tmp_path_factory):
     flags = "-- --updates=2 --compile=false --eval_rows=4"
-    of_stories = TASK.replace("mine", "steps --arms loop").replace("0 1", "0")
+    of_stories = TASK.replace("mine", "steps --loop mine/cut --arms loop").replace("0 1", "0")
     line = f"bash runs/tiny.sh --quick --seed 5 && {TASK} {flags} && {of_stories} {flags}"
     yield from beside(request, tmp_path_factory, "tiny_run", line)
 
