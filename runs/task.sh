@@ -77,10 +77,8 @@ fi
 longest=()  # answer
 if [[ $fields == stories ]]; then
     longest=(--max_new_tokens 1)
-    [[ ! -e $task/data || $task/data -nt $task/train.jsonl ]] ||
-        die "$task/train.jsonl is newer than $task/data. Choose another folder"
-    [[ -e $task/data ]] || python -m runs.smollm2.cups --stories "$task"/train.jsonl \
-        --tokenizer "$loop" --out "$task"/data --row_length "${row_length:-512}"
+    python -m runs.smollm2.cups --stories "$task"/train.jsonl --tokenizer "$loop" \
+        --out "$task"/data --row_length "${row_length:-512}"
 else
     python data.py prepare --input "$task"/train.jsonl $fields --tokenizer "$loop" \
         --out "$task"/data ${row_length:+--row_length="$row_length"}

@@ -896,7 +896,11 @@ def test_own_stories(corpus, speaker):
 
     said = error_line("runs/smollm2/cups", *flags, "--row_length=12", "--out=no")
     assert "larger --row_length" in said
+    before = contents("mine")
+    run_script("runs/smollm2/cups", *flags, "--out=mine")
     Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '"7 so"'))
+    assert "created with stories" in error_line("runs/smollm2/cups", *flags, "--out=mine")
+    assert contents("mine") == before
     assert "has 2 tokens, not 1" in error_line("runs/smollm2/cups", *flags, "--out=no")
     for events, answers, words in (([" "], ["7"], "no tokens"), (["so"], [7], "story 2"),
                                    ([None], ["7"], "story 2")):

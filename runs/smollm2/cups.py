@@ -25,7 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Parser, UserError, cli, paths, positive, reading, write_atomically, write_json
+from common import (Parser, UserError, check_settings, cli, digest, paths, positive, read_json,
+                    reading, write_atomically, write_json)
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE
 
@@ -109,6 +110,11 @@ def main():
                         help="tokens in a row: those of its stories, with BOS and EOS (66, for "
                              "three stories of the shell game)")
     args = parser.parse_args()
+    made_from = {"stories": args.stories and digest(args.stories), "row_length": args.row_length}
+    if Path(args.out).exists():
+        earlier = read_json(f"{args.out}/meta.json")
+        check_settings(args.out, earlier, made_from, "Choose another folder")
+        return
     tokenizer = Tokenizer.load(args.tokenizer)
     rng = np.random.default_rng(0)
     if args.stories:
@@ -128,9 +134,8 @@ def main():
         write_json(folder / "meta.json", {
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
-            "row_length": args.row_length,
             "shards": shards,
-        })
+        } | made_from)
         parts = ("dev", 200, 0.6), ("test", 400, 0.6), ("fair", 400, 0.4)
         for name, count, share in () if args.stories else parts:
             with open(folder / f"{name}.jsonl", "w") as file:

@@ -247,8 +247,8 @@ def print_notes(notes):
 
 def draw(found):
     """
-    Draw accuracy on fair stories by number of events: looped models at each r, and all arms at their
-    best r.
+    Draw accuracy on fair stories by number of events: the looped model at each r, and all arms at
+    their best r.
     """
     import matplotlib
     matplotlib.use("Agg")

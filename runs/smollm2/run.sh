@@ -31,7 +31,7 @@ as_many_flops() {  # as_many_flops RUN FLAGS: how many updates cost as much as R
 
 shift
 [[ -e $out/no-loop ]] || python surgery.py $out/hf $out/no-loop --shape 2,2,2 --feed_forward
-[[ -e $out/cups ]] || python -m runs.smollm2.cups --tokenizer $out/cut --out $out/cups
+python -m runs.smollm2.cups --tokenizer $out/cut --out $out/cups
 for seed in "${@:-0}"; do
     for arm in retrofit random parent no-loop; do
         run=$out/cups-$arm-$seed
