@@ -117,7 +117,7 @@ class Decoder:
         live = set(range(len(prompts)))  # those whose texts are unfinished, such as {0, 2}
 
         def launched():
-            """Launch one step after another. Yields each one's prompts, and what launch() returned."""
+            """Launch step after step. Yields each one's prompts, and what launch() returned."""
             rows = sorted(live)
             for end in range(T, total):  # an exclusive upper bound on the tokens' positions
                 assert self.rng is rng, "another generate() of this Decoder has begun"
