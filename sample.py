@@ -1,11 +1,11 @@
 """
 Generate text with a model, at one or more numbers of recurrences r. With --trace, show instead what
-the model would say at each r after every token of the prompt.
+the model would say at each r after each sentence of the prompt, or after each token.
 
     python sample.py --steps 1,4,32                # reads prompts from the terminal
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
     python sample.py --model out/tinyllama --steps 32 --compile
-    python sample.py --trace --only so --prompt "has 7 so loses 4 so"   # what each r would say
+    python sample.py --trace . --prompt "The ball is under B. B and D swap."
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r: it
@@ -448,16 +448,18 @@ def token_text(tokenizer, token):
 
 
 @torch.inference_mode()
-def trace(model, tokenizer, ids, steps, seed=0, only=None):
+def trace(model, tokenizer, ids, steps, seed=0, end=""):
     """
-    Print one line per token of a prompt, ids, or only for the tokens whose text is `only`: the most
-    likely next token at each r, with a star if it differs from that of the largest r.
+    Print the most likely next token at each r, with a star if it differs from that of the largest
+    r: one line for each piece of a prompt, ids, that ends with a token that ends with `end`.
     """
     names = [token_text(tokenizer, token) for token in ids]
-    shown = [t for t, name in enumerate(names) if only in (None, name.strip())]
-    names = [names[t] for t in shown]
+    shown = [t for t, name in enumerate(names) if name.strip().endswith(end)]
     if not shown:
-        raise UserError(f"--only {only}: no token of the prompt is this word")
+        raise UserError(f"--trace {end}: no token of the prompt ends with this")
+    if end:
+        pieces = zip([-1, *shown], shown)
+        names = [" ".join(tokenizer.decode(ids[a + 1:b + 1]).split()) for a, b in pieces]
     context = model.config.context
     if len(ids) > context:
         raise UserError(f"a prompt of {len(ids)} tokens is longer than the context of {context}")
@@ -505,12 +507,12 @@ def respond(decoder, tokenizer, args, prompt):
     ids = tokenizer.encode(prompt, bos=True)
     if not ids:
         raise UserError("the prompt has no tokens")
-    tracing = args.trace or args.only
+    tracing = args.trace is not None
     steps = args.steps or (DEPTHS if tracing else [c.mean_recurrence])
     if not c.n_core:
         steps = [0]
     if tracing:
-        trace(decoder.model, tokenizer, ids, steps, args.seed, args.only)
+        trace(decoder.model, tokenizer, ids, steps, args.seed, args.trace)
         return
     if args.top_k and not args.temperature:
         raise UserError("--top_k needs a --temperature above 0: greedy decoding ignores it")
@@ -572,7 +574,7 @@ def make_parser():
     flag = parser.add_argument
     flag("--model", type=paths, metavar="FOLDER",
          default=os.path.relpath(f"{__file__}/../assets/tiny"),
-         help="checkpoint or run folder; default: %(default)s, which counts modulo 10")
+         help="checkpoint or run folder; default: %(default)s, which plays the shell game")
     flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
@@ -586,9 +588,9 @@ def make_parser():
          help="sample from this many of the likeliest tokens only; 0 (default): from all")
     flag("--seed", type=random_seed, default=0,
          help="seed of the initial state and of sampling (0)")
-    flag("--trace", action="store_true",
-         help="instead of a text, show what each r would say after each token of the prompt")
-    flag("--only", metavar="WORD", help="like --trace, but only for this token")
+    flag("--trace", nargs="?", const="", metavar="END",
+         help="instead of a text, show what each r would say after each token of the prompt, or "
+              "only after those that end with END, such as a full stop")
     return parser
 
 

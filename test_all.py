@@ -1624,7 +1624,7 @@ def test_changed_settings_or_data(base, unbroken):
     """A run resumes if it, its data or its parent moves, but not with others or other settings."""
     base = [*base, "--data=data/pretrain", "--updates=1", "--init_from=parent", "--out_dir=run"]
     shutil.copytree(unbroken, "parent")
-    tiny("data", rows=64)
+    tiny("data", "counts", rows=64)
     run_script("train", *base)
     assert "lr = 0.01, but this command says 0.02" in error_line("train --lr=0.02", *base)
 
@@ -1639,7 +1639,7 @@ def test_changed_settings_or_data(base, unbroken):
         assert "init_from = parent" in error_line("train", *base, f"--init_from={parent}")
 
     shutil.rmtree("data")
-    tiny("data", seed=1, rows=64)
+    tiny("data", "counts", seed=1, rows=64)
     assert "digest of the data" in error_line("train", *base)
 
 
@@ -1657,7 +1657,7 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
 
     monkeypatch.setattr(data.Shards, "sample", spy)
     for name in "ab":
-        tiny(name, seed=ord(name), rows=64)
+        tiny(name, "counts", seed=ord(name), rows=64)
 
     def flags(out, parent, mixture, *more):
         data_flag = "--data=" + re.sub("([ab])", r"\1/pretrain", mixture)
@@ -2487,6 +2487,14 @@ def test_trace_is_what_the_model_says(speaker, corpus):
         settled = [f"{n} of {len(ids)}" for n in (tokens == tokens[-1]).sum(1).tolist()]
         assert last.split() == f"settled {' '.join(settled)}".split()
     assert stars > 5
+
+    ask = "sample --trace{} --steps=1,4 --model=loud --prompt='has 7 loses 4 times 3'"
+    _, *lines, _ = run_script(ask.format("")).splitlines()
+    _, *pieces, _ = run_script(ask.format("=s")).splitlines()
+    for name, piece, line in zip(("has", "7 loses", "4 times"), pieces, lines[::2], strict=True):
+        assert piece.startswith(f"{name}  ")
+        assert piece.split()[len(name.split()):] == line.split()[1:]
+    assert "no token" in error_line(ask.format("=x"))
     assert "context of 40" in error_line("sample --trace --model=loud --prompt", "has 7 " * 21)
 
 

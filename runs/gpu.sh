@@ -93,7 +93,7 @@ if asked hunt; then
     pids=() crashed=0
     for i in $(seq $runs); do
         timeout -k 30 100 python train.py --config=config/smollm2.toml --init_from=$small \
-            --reinit --seed=$i --data=$out/corpus/task --context=39 --save_every=500 \
+            --reinit --seed=$i --data=$out/corpus/task --context=54 --save_every=500 \
             --out_dir=$out/hunt/$i "${hunt[@]}" > $out/hunt/$i.txt 2>&1 &
         pids+=($!)
     done

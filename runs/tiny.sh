@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The paper's pipeline on a procedural corpus, on a CPU, with nothing to download: pretrain an
+# The paper's pipeline on the shell game, on a CPU, with nothing to download: pretrain an
 # ordinary Llama, cut it into prelude, recurrent block and coda, heal it, teach it a task, and
 # compare it with its parent at equal training FLOPs.
 #
 #   bash runs/tiny.sh [--quick] [--seed N]
 #
-# It takes 3 to 8 minutes on 2 idle cores. --quick runs every stage in about a minute, which is too
+# It takes about 4 minutes on 2 idle cores. --quick runs every stage in about a minute, which is too
 # short to learn anything. Output goes to out/tiny, to out/tiny-quick with --quick, or to
 # out/tiny-seed5 with --seed 5. The same command resumes a run that was stopped; `rm -rf out/tiny`
 # starts over. On a busy machine two threads keep waiting for each other, so a single thread is many
@@ -24,8 +24,8 @@ done
 [[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
 out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
-# The configs are the study's. This trains for a fifth less: a larger mean of r makes up for it.
-pretrain=300 heal=60 task=240 mean=16  # updates, and the mean of r
+# The configs are the study's. This trains for less: a larger mean of r makes up for it.
+pretrain=150 heal=30 task=120 mean=16  # updates, and the mean of r
 if [[ $quick ]]; then pretrain=8 heal=4 task=6 mean=8; fi
 
 stage() {  # stage TITLE TIME PURPOSE
@@ -42,28 +42,28 @@ train() {  # train CONFIG NAME [--key=value ...]: config/tiny_CONFIG.toml into $
 }
 score() {  # score NAME: evaluate the model in $out/NAME at r = 1, 4 and 32
     python eval_gsm8k.py --model $out/"$1" --data $out/questions.jsonl \
-        --out $out/eval_"$1".json --task "a running count, answered in one token" \
+        --out $out/eval_"$1".json --task "the shell game, answered in one token" \
         --template plain --max_new_tokens 1 --batch_size 200 --steps 1,4,32 \
         ${quick:+--limit 100}
 }
 
 if [[ ! $quick ]]; then
-    echo "This takes 3 to 8 minutes on 2 idle cores. If they are busy, stop it and run"
+    echo "This takes about 4 minutes on 2 idle cores. If they are busy, stop it and run"
     echo "    OMP_NUM_THREADS=1 bash runs/tiny.sh${seed:+ --seed $seed}"
 fi
 python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('matplotlib'))" ||
     echo "For a plot at the end: pip install matplotlib. Without it, you get only the numbers."
 
 stage "1. Make the corpus" "10 s" \
-"Stories such as 'has 7 so loses 4 so times 3 so', in which a count goes up and down. Each 'so' asks
-for the last digit of the count, so each answer depends on the one before. No training question has
-more than 5 sentences."
+"Stories such as 'The ball is under B. B and D swap. A and D swap.' Each full stop asks where the
+ball is now, so each answer depends on the one before. No training question has more than 5
+sentences."
 python -m runs.tiny_corpus --out $out/data ${quick:+--rows 8000}
 
-stage "2. Pretrain an ordinary Llama of 6 layers" "1 minute" \
+stage "2. Pretrain an ordinary Llama of 6 layers" "40 s" \
 "The parent, which stands in for a model that you would download. It is trained on worked stories of
-up to 11 sentences, with the answer written out after each sentence, and on stories of 3 sentences
-whose answers it has to predict."
+up to 11 sentences, with the answer written out after each sentence, and on stories of 3 or 4
+sentences whose answers it has to predict."
 train pretrain pretrain --data=$out/data/pretrain --updates=$pretrain
 
 stage "3. Surgery" "5 s" \
@@ -71,13 +71,13 @@ stage "3. Surgery" "5 s" \
 [[ -e $out/tiny-1-2-1 ]] ||
     python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 
-stage "4. Heal, then teach the task" "1 to 2 minutes" \
+stage "4. Heal, then teach the task" "1 minute" \
 "A little more pretraining makes up for the lost layers. Then the model learns to answer stories of
 3, 4 and 5 sentences, while the mean number of recurrences, r, rises."
 train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
 train task task --data=$out/data/task --init_from=$out/heal --updates=$task --mean_recurrence=$mean
 
-stage "5. Teach the same task to the unmodified parent" "1 to 2 minutes" \
+stage "5. Teach the same task to the unmodified parent" "1 minute" \
 "A baseline of fixed depth. It trains for as many FLOPs as the looped model has since its surgery."
 updates=$(python -m tools.plan --config=config/tiny_parent.toml --data=$out/data/task \
     --init_from=$out/pretrain --flops_of=$out/task --quiet)
@@ -99,7 +99,7 @@ stage "Results" "5 s" "$outcome"
 python -m tools.plot $out/eval_{task,parent}.json --x difficulty --out $out/lengths.png \
     --labels "looped,parent (equal FLOPs)"
 echo
-echo "What the looped model takes the count to be after each sentence, at four r. The last is 9:"
-python sample.py --model $out/task --trace --steps 1,4,8,32 --only so --prompt \
-    "has 7 so gets 2 so times 2 so gets 1 so gets 3 so loses 4 so times 3 so loses 2 so loses 3 so"
+echo "Where the looped model takes the ball to be after each sentence, at four r. It ends under C:"
+python sample.py --model $out/task --trace . --steps 1,4,8,32 --prompt \
+    "The ball is under B. B and D swap. A and C swap. D and E swap. E and A swap. B and C swap. A and C swap. C and D swap. E and B swap. D and A swap. A and E swap. C and E swap."
 echo "Ask your own questions: python sample.py --model $out/task --tokens 1"

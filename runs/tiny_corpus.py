@@ -1,20 +1,25 @@
 """
-Make the corpus of tiny.sh and of the study, in a few seconds and without a download. It has two
-tasks that need depth: stories, which are running counts, and products in the group S5.
+Make the corpus of tiny.sh and those of the study, in a few seconds and without a download. All have
+tasks that need depth: the shell game, a running count, and products in the group S5.
 
     python -m runs.tiny_corpus --out out/tiny/data
+    python -m runs.tiny_corpus --out out/counts/data --task counts
     python -m runs.tiny_corpus --out out/s5/data --task s5
 
 Each answer of a story depends on the one before it, so a model that works out one sentence per
-layer needs a layer for each sentence, or has to reuse layers. The word `so` asks for the result so
-far. In "stories", that is the last digit of a count: the answers to
-`has 7 so loses 4 so times 3 so` are 7, 3 and 9. In "s5", it is a product of permutations: the
-answers to `a so d so c so` are 23514, 12534 and 42315. OUT gets two data sets, with several stories
-in each row, and two files of questions:
+layer needs a layer for each sentence, or has to reuse layers. The last word of a sentence asks for
+the answer so far:
+
+    cups        The ball is under B. B and D swap. A and D swap.   B, D and A: where the ball is
+    counts      has 7 so loses 4 so times 3 so                     7, 3 and 9: a count's last digit
+    s5          a so d so c so          23514, 12534 and 42315: a product of permutations
+
+OUT gets two data sets, with several stories in each row, and two files of questions:
 
     pretrain        Every other row holds two worked stories of 12 sentences in total, with the
-                    answer written out after each sentence. The rows in between hold five stories of
-                    3 sentences, in which the answers are not part of the text but are the targets.
+                    answer written out after each sentence. The rows in between hold short stories,
+                    of 3 or 4 sentences, in which the answers are not part of the text but are the
+                    targets.
     task            Each row holds three stories, of 3, 4 and 5 sentences in random order (s5: 3, 5
                     and 8 letters), again with the answers as targets only. A validation row holds a
                     story of 8 sentences (s5: 11 letters) of which only the last 3 answers count,
@@ -48,15 +53,29 @@ class Task(NamedTuple):
     words: list     # the vocabulary; if it has "<s>", every story begins with that
     step: Callable  # (state, number below 60) -> words of a sentence, state after it: the answer
     lengths: tuple  # sentences of each story in a training row, the longest first
+    short: tuple    # sentences of each short story in a pretraining row
 
 
-# ----------------------------------------------------------------------------------- two tasks
+# --------------------------------------------------------------------------------- three tasks
+
+CUPS = "ABCDE"
+PAIRS = [*itertools.permutations(CUPS, 2)]
+
+
+def swap(ball, draw):
+    """The shell game, in which every two cups are as likely to swap: where is the ball?"""
+    if ball is None:
+        ball = CUPS[draw % 5]
+        return ["The", "ball", "is", "under", f"{ball}."], ball
+    a, b = PAIRS[draw % 20]
+    return [a, "and", b, "swap."], {a: b, b: a}.get(ball, ball)
+
 
 def count(total, draw):
     """A running count of which only the last digit matters: has 7 loses 4 times 3 gets 2 -> 1."""
     if total is None:
         digit = draw % 10
-        return ["has", str(digit)], digit
+        return ["has", str(digit), "so"], digit
     verb = ("gets", "loses", "times")[draw % 12 // 4]
     x = 1 + draw % 4
     if verb == "gets":
@@ -66,7 +85,7 @@ def count(total, draw):
     else:
         x = 2 + draw % 2
         total *= x
-    return [verb, str(x)], total % 10
+    return [verb, str(x), "so"], total % 10
 
 
 # Four random elements of S5, the group of permutations of five things.
@@ -82,20 +101,28 @@ def multiply(product, draw):
     letter = "abcd"[draw % 4]
     product = product or "12345"
     places = [int(digit) - 1 for digit in FACTORS[letter]]
-    return [letter], "".join(product[place] for place in places)
+    return [letter, "so"], "".join(product[place] for place in places)
 
 
 PRODUCTS = ["".join(digits) for digits in itertools.permutations("12345")]
 TASKS = {
-    "stories": Task(
+    "cups": Task(
+        words="The ball is under and swap. A B C D E A. B. C. D. E.".split(),
+        step=swap,
+        lengths=(5, 4, 3),
+        short=(4, 4, 3, 3),  # as many tokens as 12 worked sentences
+    ),
+    "counts": Task(
         words="has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(),
         step=count,
         lengths=(5, 4, 3),
+        short=(3,) * 5,
     ),
     "s5": Task(
         words=["<s>", "so", *FACTORS, *PRODUCTS],
         step=multiply,
         lengths=(8, 5, 3),
+        short=(3,) * 5,
     ),
 }
 
@@ -108,7 +135,7 @@ def make_story(step, rng, length):
     story = []
     for draw in rng.integers(60, size=length):
         words, state = step(state, draw)
-        story.append((*words, "so", str(state)))
+        story.append((*words, str(state)))
     return story
 
 
@@ -121,9 +148,9 @@ def worked(story):
 def direct(story, first=1):
     """`has 3 so loses 4 so </s>`; the answers from sentence number `first` on are targets only."""
     document = []
-    for number, (*words, so, answer) in enumerate(story, 1):
+    for number, (*words, last, answer) in enumerate(story, 1):
         document += [(word, None) for word in words]
-        document.append((so, answer if number >= first else None))
+        document.append((last, answer if number >= first else None))
     return [*document, ("</s>", None)]
 
 
@@ -135,11 +162,11 @@ def story_pair(step, rng):
     return [make_story(step, rng, n), make_story(step, rng, SENTENCES - n)]
 
 
-def pretrain_rows(pairs, step, rng):
-    """Yield two rows per pair: its stories, worked, then five stories of 3 sentences, direct."""
+def pretrain_rows(pairs, step, rng, short):
+    """Yield two rows per pair: its stories, worked, then stories of the `short` lengths, direct."""
     for pair in pairs:
         yield [worked(story) for story in pair]
-        yield [direct(make_story(step, rng, 3)) for _ in range(5)]
+        yield [direct(make_story(step, rng, length)) for length in short]
 
 
 def task_row(step, rng, lengths):
@@ -225,7 +252,7 @@ def write_questions(path, stories, seed):
             print(json.dumps(row), file=file)
 
 
-def tiny(out, task="stories", seed=0, rows=50_000):
+def tiny(out, task="cups", seed=0, rows=50_000):
     """Write the corpus of a task, which depends only on the seed. rows: per training set."""
     arguments = {"task": task, "seed": seed, "rows": rows}
     if os.path.exists(out):
@@ -233,7 +260,7 @@ def tiny(out, task="stories", seed=0, rows=50_000):
         check_settings(out, earlier, arguments, "choose another --out")
         print(f"{out} is already complete")
         return
-    words, step, lengths = TASKS[task]
+    words, step, lengths, short = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     rng = np.random.default_rng(seed)
     train_pairs = [story_pair(step, rng) for _ in range(rows // 2)]
@@ -254,8 +281,8 @@ def tiny(out, task="stories", seed=0, rows=50_000):
         # The rows of both sets are generators: they are made as they are written, to save memory.
         write_set(
             new / "pretrain", ids, arguments,
-            train_rows=pretrain_rows(train_pairs, step, rng),
-            val_rows=pretrain_rows(val_pairs, step, rng),
+            train_rows=pretrain_rows(train_pairs, step, rng, short),
+            val_rows=pretrain_rows(val_pairs, step, rng, short),
         )
         write_set(
             new / "task", ids, arguments,
@@ -274,8 +301,8 @@ def main():
     parser = Parser(__doc__)
     flag = parser.add_argument
     flag("--out", type=paths, required=True, help="folder of the corpus")
-    flag("--task", choices=TASKS, default="stories",
-         help="a running count (stories), or products in the group S5")
+    flag("--task", choices=TASKS, default="cups",
+         help="the shell game (cups), a running count, or products in the group S5")
     flag("--seed", type=natural, default=0, help="decides all stories, training and test (0)")
     flag("--rows", type=positive, default=50_000, help="training rows in each data set (50,000)")
     args = parser.parse_args()

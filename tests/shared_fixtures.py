@@ -27,9 +27,9 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """The corpus of tiny.sh, with 8,000 training rows instead of 50,000."""
+    """The running counts of the study, with 8,000 training rows instead of 50,000."""
     folder = tmp_path_factory.mktemp("corpus") / "tiny"
-    tiny(str(folder), rows=8000)
+    tiny(str(folder), "counts", rows=8000)
     return folder
 
 
@@ -135,7 +135,8 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     os.mkdir(folder / "meta")
     Path(folder, "meta", "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     Path(folder, "latin.toml").write_text("# caf\xe9", "latin-1")
-    (folder / "tiny.toml").symlink_to(ROOT / "config/tiny.toml")
+    settings = (ROOT / "config/tiny.toml").read_text()
+    (folder / "tiny.toml").write_text(settings.replace("context = 54", "context = 39"))
     shutil.copytree(corpus / "task", folder / "half")
     shard = np.load(folder / "half/train_000000.npy")
     np.save(folder / "half/train_000000.npy", shard[:, :shard.shape[1] // 2])

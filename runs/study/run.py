@@ -31,9 +31,9 @@ SEEDS = 20, 21, 22, 23, 24
 RESULTS = HERE / "results.jsonl"
 PAGES = HERE / "README.md", ROOT / "README.md"
 STEPS = "1,2,4,8,16,32,64,128,256"  # r at which a model is evaluated
-ASKED = {"stories": range(6, 13), "s5": range(9, 13)}  # lengths of the outcome, at r = 32
-UNIT = {"stories": "sentences", "s5": "letters"}
-TITLE = {"stories": "running counts", "s5": "products of permutations (S5)"}
+ASKED = {"counts": range(6, 13), "s5": range(9, 13)}  # lengths of the outcome, at r = 32
+UNIT = {"counts": "sentences", "s5": "letters"}
+TITLE = {"counts": "running counts", "s5": "products of permutations (S5)"}
 
 
 # ---------------------------------------------------------------------------- what is compared
@@ -47,7 +47,7 @@ class Arm(NamedTuple):
 
 
 TASKS = {  # {task: (flags of pretraining, flags of training on the task)}
-    "stories": ("--updates=350 --context=50", "--batch_size=64 --micro_batch=64 --context=39"),
+    "counts": ("--updates=350 --context=50", "--batch_size=64 --micro_batch=64 --context=39"),
     "s5": ("--updates=700 --context=40", "--batch_size=32 --micro_batch=32 --context=38"),
 }
 STARTS = {  # {model: (the model before it, what is done, flags)}
@@ -63,7 +63,7 @@ EQUAL_TOKENS = "parent, equal tokens"
 EQUAL_FLOPS = "parent, equal FLOPs"
 DEEP = "untied parent of 18 layers, equal FLOPs"
 EXPERIMENTS = {  # {name: {label: Arm}}; the others are compared with the first
-    "stories": {
+    "counts": {
         LOOP: Arm(0.01, updates=400),
         EQUAL_TOKENS: Arm(0.01, "pretrain", updates=528),
         EQUAL_FLOPS: Arm(0.005, "pretrain"),
@@ -179,7 +179,7 @@ def execute(*command):
 
 def measure(name, label, seed):
     """Train the model of an arm and a seed, and append its accuracy to results.jsonl."""
-    task = name if name in TASKS else "stories"
+    task = name if name in TASKS else "counts"
     training = Training(task, seed)
     execute("-m", "runs.tiny_corpus", f"--out={training.corpus}", f"--task={task}")
     run = training.arm(name, label)
@@ -270,7 +270,7 @@ def compare(arms, asked):
 def main_table(arms, task):
     """The table of the loop, at three r, and its parents. Returns Markdown."""
     asked = ASKED[task]
-    lengths = {"stories": [5, 6, 8, 10, 12, 18], "s5": [8, 9, 10, 12, 18]}[task]
+    lengths = {"counts": [5, 6, 8, 10, 12, 18], "s5": [8, 9, 10, 12, 18]}[task]
     outcome = f"{asked[0]} to {asked[-1]} {UNIT[task]}"
     rows = [["", "updates", "TFLOPs", *map(str, lengths), outcome, "p"]]
     compared = compare(arms, asked)
@@ -293,7 +293,7 @@ def varied_table(results):
     rows = [["experiment", "arm", "learning rate", "updates", "6 to 12 sentences", "18 sentences",
              "beside the first arm", "difference"]]
     for name in list(EXPERIMENTS)[len(TASKS):]:
-        compared = compare(results[name], ASKED["stories"])
+        compared = compare(results[name], ASKED["counts"])
         for label, entries in results[name].items():
             difference, p = compared.get(label, ("", None))
             verdict = "measurable" if p is not None and p < 0.05 else "not measurable"
@@ -302,7 +302,7 @@ def varied_table(results):
                 label,
                 f"{entries[0]['lr']:g}",
                 f"{statistics.fmean(entry['updates'] for entry in entries):,.0f}",
-                percent([right(entry, ASKED["stories"]) for entry in entries]),
+                percent([right(entry, ASKED["counts"]) for entry in entries]),
                 percent([right(entry, [18]) for entry in entries]),
                 difference,
                 "" if p is None else f"{verdict} (p = {p:.2f})",
