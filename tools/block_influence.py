@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import surgery
-from common import Parser, UserError, cli, new_folder, paths
+from common import Parser, UserError, cli, new_folder, paths, reading
 from data import Tokenizer
 
 TOKENS = 16_384  # at most this many tokens of the text are read
@@ -45,7 +45,8 @@ def most_influential(model, path, count):
     Print the influence of each layer of an ordinary model on the text of the file `path`. Returns
     the numbers of the `count` layers that have the most, in the order of the model.
     """
-    text = Path(path).read_text("utf-8-sig")[:1_000_000]  # more than the tokens that are used
+    with reading(path):
+        text = Path(path).read_text("utf-8-sig")[:1_000_000]  # more than the tokens that are used
     ids = Tokenizer.load(model.folder).encode(text, bos=True)[:TOKENS]
     T = min(WINDOW, model.config.context, len(ids))
     idx = torch.tensor(ids).unfold(0, T, T)  # (B, T), without the last tokens if they are fewer
