@@ -474,7 +474,7 @@ def trace(model, tokenizer, ids, steps, seed=0, end=""):
     if not probabilities.isfinite().all():
         raise UserError(NOT_FINITE)
 
-    columns = [["", *names, "settled"]]
+    columns = [["", *names, f"same as r = {steps[-1]}"]]
     for r, best, chosen, agrees in zip(steps, probabilities, tokens, tokens == tokens[-1]):
         column = [f"  r = {r}" if r else "  next"]
         for p, token, agree in zip(best, chosen.tolist(), agrees):

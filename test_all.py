@@ -2484,8 +2484,8 @@ def test_trace_is_what_the_model_says(speaker, corpus):
                 assert text == sample.token_text(tokenizer, choice.item()) + star
                 assert abs(int(percent) - 100 * p) < 0.501
                 stars += len(star)
-        settled = [f"{n} of {len(ids)}" for n in (tokens == tokens[-1]).sum(1).tolist()]
-        assert last.split() == f"settled {' '.join(settled)}".split()
+        same = [f"{n} of {len(ids)}" for n in (tokens == tokens[-1]).sum(1).tolist()]
+        assert last.split() == f"same as r = {steps[-1]} {' '.join(same)}".split()
     assert stars > 5
 
     ask = "sample --trace{} --steps=1,4 --model=loud --prompt='has 7 loses 4 times 3'"
