@@ -438,7 +438,7 @@ class FewRows(nn.Module):
 # ---------------------------------------------------------------------------------------- --trace
 
 def token_text(tokenizer, token):
-    """Return a token's text, such as "so", or its repr if blank, unprintable or incomplete."""
+    """Return a token's text, such as "swap.", or its repr if blank, unprintable or incomplete."""
     for name, control in tokenizer.special.items():
         if token == control:
             return name
@@ -454,12 +454,14 @@ def trace(model, tokenizer, ids, steps, seed=0, end=""):
     r: one line for each piece of a prompt, ids, that ends with a token that ends with `end`.
     """
     names = [token_text(tokenizer, token) for token in ids]
-    shown = [t for t, name in enumerate(names) if name.strip().endswith(end)]
+    shown = [t for t, token in enumerate(ids)
+             if end == names[t] or tokenizer.decode([token]).strip().endswith(end)]
     if not shown:
         raise UserError(f"--trace {end}: no token of the prompt ends with this")
     if end:
         pieces = zip([-1, *shown], shown)
-        names = [" ".join(tokenizer.decode(ids[a + 1:b + 1]).split()) for a, b in pieces]
+        names = [" ".join(tokenizer.decode(ids[a + 1:b + 1]).split()) or names[b]
+                 for a, b in pieces]
     context = model.config.context
     if len(ids) > context:
         raise UserError(f"a prompt of {len(ids)} tokens is longer than the context of {context}")

@@ -481,7 +481,7 @@ def test_llama_3s_ids(monkeypatch):
     assert ours.eos_id == 128001
 
 
-WORDS = {  # changes to the tokenizer of tiny.sh
+WORDS = {  # changes to the counts' tokenizer
     "tiny": {},
     "whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
     "lowercase": {"normalizer": {"type": "Lowercase"}},
@@ -2456,7 +2456,7 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     assert errors.count("lone surrogate") == 1
 
 
-def test_trace_is_what_the_model_says(speaker, corpus):
+def test_trace_is_what_the_model_says(speaker, corpus, capsys):
     """--trace shows the choices of model(idx, steps=r) at each r, for short and long prompts."""
     loud = small(seed=2, context=40, state_std=1.0)  # another choice at each r
     for p in loud.core.parameters():
@@ -2495,6 +2495,9 @@ def test_trace_is_what_the_model_says(speaker, corpus):
         assert piece.startswith(f"{name}  ")
         assert piece.split()[len(name.split()):] == line.split()[1:]
     assert "no token" in error_line(ask.format("=x"))
+    fused = SimpleNamespace(special={}, decode=lambda ids: "".join(("a", ".\n")[i] for i in ids))
+    sample.trace(small(vocab_size=2), fused, [0, 1, 0, 1], [1], end=".")
+    assert [line[:5] for line in capsys.readouterr().out.splitlines()[1:3]] == ["a.   "] * 2
     assert "context of 40" in error_line("sample --trace --model=loud --prompt", "has 7 " * 21)
 
 

@@ -24,7 +24,7 @@ done
 [[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
 out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
-# The configs are the study's. This trains for less: a larger mean of r makes up for it.
+# The configs are the study's, but for the length of rows. This trains for less: a larger mean of r makes up for it.
 pretrain=150 heal=30 task=120 mean=16  # updates, and the mean of r
 if [[ $quick ]]; then pretrain=8 heal=4 task=6 mean=8; fi
 
@@ -56,14 +56,13 @@ python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('ma
 
 stage "1. Make the corpus" "10 s" \
 "Stories such as 'The ball is under B. B and D swap. A and D swap.' Each full stop asks where the
-ball is now, so each answer depends on the one before. No training question has more than 5
+ball is now, so each answer depends on the one before. No story in training has more than 5
 sentences."
 python -m runs.tiny_corpus --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "40 s" \
-"The parent, which stands in for a model that you would download. It is trained on worked stories of
-up to 11 sentences, with the answer written out after each sentence, and on stories of 3 or 4
-sentences whose answers it has to predict."
+"The parent, which stands in for a model that you would download. It is trained on worked stories,
+with the answer written out after each sentence, and on short ones whose answers it has to predict."
 train pretrain pretrain --data=$out/data/pretrain --updates=$pretrain
 
 stage "3. Surgery" "5 s" \
@@ -84,14 +83,13 @@ updates=$(python -m tools.plan --config=config/tiny_parent.toml --data=$out/data
 train parent parent --data=$out/data/task --init_from=$out/pretrain --updates=$updates
 
 stage "6. Evaluate both" "20 s" \
-"Questions of up to 12 sentences, and of 18. No training question has more than 5."
+"Questions of up to 12 sentences, and of 18."
 cat $out/data/test.jsonl $out/data/test18.jsonl > $out/questions.jsonl
 score task
 score parent
 
-outcome="Accuracy in % by number of sentences. No training question has more than 5. Compare how far
-beyond that the looped model gets at each r with how far its parent gets, whose depth is fixed.
-Pretraining included worked stories of up to 11 sentences, but with every answer written out."
+outcome="Accuracy in % by number of sentences. No story in training has more than 5. Compare how far
+beyond that the looped model gets at each r with how far its parent gets, whose depth is fixed."
 if [[ $quick ]]; then
     outcome="Every stage works. The numbers below mean nothing: --quick is too short to learn."
 fi
@@ -100,6 +98,6 @@ python -m tools.plot $out/eval_{task,parent}.json --x difficulty --out $out/leng
     --labels "looped,parent (equal FLOPs)"
 echo
 echo "Where the looped model takes the ball to be after each sentence, at four r. It ends under C:"
-python sample.py --model $out/task --trace . --steps 1,4,8,32 --prompt \
+python sample.py --model $out/task --trace . --steps 1,2,4,32 --prompt \
     "The ball is under B. B and D swap. A and C swap. D and E swap. E and A swap. B and C swap. A and C swap. C and D swap. E and B swap. D and A swap. A and E swap. C and E swap."
 echo "Ask your own questions: python sample.py --model $out/task --tokens 1"

@@ -1,6 +1,6 @@
 """
-Make the corpus of tiny.sh and those of the study, in a few seconds and without a download. All have
-tasks that need depth: the shell game, a running count, and products in the group S5.
+Make the corpus of tiny.sh and those of the study, in a few seconds and without a download. Each is a
+task that needs depth: the shell game, a running count, and products in the group S5.
 
     python -m runs.tiny_corpus --out out/tiny/data
     python -m runs.tiny_corpus --out out/counts/data --task counts
@@ -16,10 +16,9 @@ the answer so far:
 
 OUT gets two data sets, with several stories in each row, and two files of questions:
 
-    pretrain        Every other row holds two worked stories of 12 sentences in total, with the
-                    answer written out after each sentence. The rows in between hold short stories,
-                    of 3 or 4 sentences, in which the answers are not part of the text but are the
-                    targets.
+    pretrain        Every other row holds worked stories of 12 sentences in total, with the answer
+                    written out after each sentence. The rows in between hold short stories, of 2 or
+                    3 sentences, in which the answers are not part of the text but are the targets.
     task            Each row holds three stories, of 3, 4 and 5 sentences in random order (s5: 3, 5
                     and 8 letters), again with the answers as targets only. A validation row holds a
                     story of 8 sentences (s5: 11 letters) of which only the last 3 answers count,
@@ -27,10 +26,10 @@ OUT gets two data sets, with several stories in each row, and two files of quest
     test.jsonl      100 questions of each length from 1 to 12 sentences
     test18.jsonl    300 questions of 18 sentences
 
-So a training story is no longer than 5 sentences (s5: 8 letters), unless its answers are written
-out. Worked stories have up to 11 sentences, but none of them starts with a test question of more
-than 5 sentences (s5: 8 letters). Shorter test questions may also occur in training. A different
---seed makes a different corpus, with different test questions.
+So a training story is no longer than 5 sentences (s5: 8 letters). Only where answers are written
+out do counts and products go up to 11 sentences, but no such story starts with a test question of
+more than 5 sentences (s5: 8 letters). Shorter test questions may also occur in training. Another
+--seed makes another corpus, with other test questions.
 """
 import itertools
 import json
@@ -53,7 +52,8 @@ class Task(NamedTuple):
     words: list     # the vocabulary; if it has "<s>", every story begins with that
     step: Callable  # (state, number below 60) -> words of a sentence, state after it: the answer
     lengths: tuple  # sentences of each story in a training row, the longest first
-    short: tuple    # sentences of each short story in a pretraining row
+    worked: tuple   # of each worked story in a pretraining row; (): of two, any that make SENTENCES
+    short: tuple    # of each short story; a row of these has as many tokens as a worked one
 
 
 # --------------------------------------------------------------------------------- three tasks
@@ -63,7 +63,7 @@ PAIRS = [*itertools.permutations(CUPS, 2)]
 
 
 def swap(ball, draw):
-    """The shell game, in which every two cups are as likely to swap: where is the ball?"""
+    """The shell game, in which any two cups are equally likely to swap: where is the ball?"""
     if ball is None:
         ball = CUPS[draw % 5]
         return ["The", "ball", "is", "under", f"{ball}."], ball
@@ -110,18 +110,21 @@ TASKS = {
         words="The ball is under and swap. A B C D E A. B. C. D. E.".split(),
         step=swap,
         lengths=(5, 4, 3),
-        short=(4, 4, 3, 3),  # as many tokens as 12 worked sentences
+        worked=(5, 4, 3),
+        short=(3, 3, 3, 3, 2),
     ),
     "counts": Task(
         words="has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(),
         step=count,
         lengths=(5, 4, 3),
+        worked=(),
         short=(3,) * 5,
     ),
     "s5": Task(
         words=["<s>", "so", *FACTORS, *PRODUCTS],
         step=multiply,
         lengths=(8, 5, 3),
+        worked=(),
         short=(3,) * 5,
     ),
 }
@@ -156,16 +159,18 @@ def direct(story, first=1):
 
 # A row is a list of documents. All rows of a data set have the same number of tokens.
 
-def story_pair(step, rng):
-    """Two stories that have SENTENCES sentences in total."""
-    n = rng.integers(1, SENTENCES)
-    return [make_story(step, rng, n), make_story(step, rng, SENTENCES - n)]
+def worked_row(step, rng, lengths):
+    """Stories of these lengths or, if there are none, two of SENTENCES sentences in total."""
+    if not lengths:
+        n = rng.integers(1, SENTENCES)
+        lengths = n, SENTENCES - n
+    return [make_story(step, rng, length) for length in lengths]
 
 
-def pretrain_rows(pairs, step, rng, short):
-    """Yield two rows per pair: its stories, worked, then stories of the `short` lengths, direct."""
-    for pair in pairs:
-        yield [worked(story) for story in pair]
+def pretrain_rows(rows, step, rng, short):
+    """Yield each row, a list of stories, worked; then one of stories of `short` lengths, direct."""
+    for row in rows:
+        yield [worked(story) for story in row]
         yield [direct(make_story(step, rng, length)) for length in short]
 
 
@@ -260,14 +265,14 @@ def tiny(out, task="cups", seed=0, rows=50_000):
         check_settings(out, earlier, arguments, "choose another --out")
         print(f"{out} is already complete")
         return
-    words, step, lengths, short = TASKS[task]
+    words, step, lengths, written, short = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     rng = np.random.default_rng(seed)
-    train_pairs = [story_pair(step, rng) for _ in range(rows // 2)]
-    val_pairs = [story_pair(step, rng) for _ in range(VAL_ROWS // 2)]
+    train_rows = [worked_row(step, rng, written) for _ in range(rows // 2)]
+    val_rows = [worked_row(step, rng, written) for _ in range(VAL_ROWS // 2)]
     # Beginnings of worked stories that are longer than any training question.
     seen = set()
-    for story in itertools.chain(*train_pairs):
+    for story in itertools.chain(*train_rows):
         for n in range(max(lengths) + 1, len(story) + 1):
             seen.add(tuple(story[:n]))
 
@@ -281,8 +286,8 @@ def tiny(out, task="cups", seed=0, rows=50_000):
         # The rows of both sets are generators: they are made as they are written, to save memory.
         write_set(
             new / "pretrain", ids, arguments,
-            train_rows=pretrain_rows(train_pairs, step, rng, short),
-            val_rows=pretrain_rows(val_pairs, step, rng, short),
+            train_rows=pretrain_rows(train_rows, step, rng, short),
+            val_rows=pretrain_rows(val_rows, step, rng, short),
         )
         write_set(
             new / "task", ids, arguments,

@@ -10,7 +10,7 @@ are asked about, and sentences.jsonl 100 for each number of sentences, 1 to 10; 
 are the official validation stories, since the test stories are not at hand.
 
 A sentence means what it means in the training stories of one sentence. Stories with a sentence that
-has several meanings there, which is noise of the data set, are left out, and every label is checked.
+has several meanings there, which is noise of the data, are left out, and every label is checked.
 """
 import gzip
 import json

@@ -7,7 +7,7 @@ FILES is the folder with tracking_shuffled_objects_{three,five,seven}_objects.js
 items of each lend their sentences; who holds what, who swaps and who is asked are drawn anew.
 
     test.jsonl        the other 200 items of each file, untouched; as many swaps as people
-    train.jsonl       20,000 stories with 1 to 5 swaps as chats, each asked about half of its people;
+    train.jsonl       20,000 stories of 1 to 5 swaps as chats, each asked about half of its people;
                       the first message is a question as in the test. When asked about all people, a
                       model first learns, for hundreds of updates, that each letter is right once
     questions.jsonl   40,000 such stories with one question each
@@ -106,7 +106,7 @@ def read_items(path):
         item = Item(example["input"])
         if (item.write(item.options, item.swaps, item.person) != example["input"]
                 or item.answer(item.swaps, item.person) != example["target"]):
-            raise UserError(f"{path}: an item that this script cannot solve: {example['input']:.80}")
+            raise UserError(f"{path}: this script cannot solve an item: {example['input']:.80}")
         items.append(item)
         lines.append(line(example["input"], example["target"], len(item.people)))
     return items, lines
