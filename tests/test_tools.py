@@ -875,7 +875,7 @@ def test_readme_does_what_it_says(taught):
     trace, = re.findall(r"```\n( +r = 1 [^`]+)```", page)
 
     # These name models and data that are not here.
-    needs_more = r"pytest|parent|fig|llama|released|my-model|evening|mine|smollm2|smcleish|\*"
+    needs_more = r"pytest|parent|fig|llama|released|my-model|evening|mine|cups|smollm2|smcleish|\*"
     commands = re.findall("^python .*", page, re.M)
     commands = [command for command in commands if not re.search(needs_more, command)]
     assert commands
