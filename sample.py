@@ -5,7 +5,7 @@ the model would say at each r after each sentence of the prompt, or after each t
     python sample.py --steps 1,4,32                # reads prompts from the terminal
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
     python sample.py --model out/tinyllama --steps 32 --compile
-    python sample.py --trace . --prompt "The ball is under B. B and D swap."
+    python sample.py --trace .                     # of a STORY, sentence by sentence
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r: it
@@ -36,6 +36,8 @@ PREFILL = 8192  # prompt tokens in one pass, if that is more than one prompt
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
 IN_CACHE = 2**18  # a matrix with no more weights than this stays in a core's cache
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
+STORY = ("The ball is under B. B and D swap. A and C swap. D and E swap. E and A swap. B and C swap. "
+         "A and C swap. C and D swap. E and B swap. D and A swap. A and E swap. C and E swap.")
 NO_TOKEN = -1   # see choose()
 NOT_FINITE = "the model's logits are not finite, so its weights must be damaged"
 CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed"  # in a session
@@ -577,7 +579,8 @@ def make_parser():
     flag("--model", type=paths, metavar="FOLDER",
          default=os.path.relpath(f"{__file__}/../assets/tiny"),
          help="checkpoint or run folder; default: %(default)s, which plays the shell game")
-    flag("--prompt", metavar="TEXT", help="default: read prompts from the terminal")
+    flag("--prompt", metavar="TEXT",
+         help="default: read prompts from the terminal; with --trace, a story of the shell game")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--compile", action="store_true", help="use torch.compile, which takes a while")
     flag("--steps", type=recurrences,
@@ -606,6 +609,8 @@ def main():
     say(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, {dtype_on(dtype, device)}",
         sys.stderr)
     decoder = Decoder(model, args.compile)
+    if args.trace is not None and args.prompt is None:
+        args.prompt = STORY
     if args.prompt is None:
         converse(decoder, tokenizer, args, parser)
     else:

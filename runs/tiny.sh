@@ -97,7 +97,6 @@ stage "Results" "5 s" "$outcome"
 python -m tools.plot $out/eval_{task,parent}.json --x difficulty --out $out/lengths.png \
     --labels "looped,parent (equal FLOPs)"
 echo
-echo "Where the looped model takes the ball to be after each sentence, at four r. It ends under C:"
-python sample.py --model $out/task --trace . --steps 1,2,4,32 --prompt \
-    "The ball is under B. B and D swap. A and C swap. D and E swap. E and A swap. B and C swap. A and C swap. C and D swap. E and B swap. D and A swap. A and E swap. C and E swap."
+echo "Where the looped model takes the ball to be after each sentence. It ends under C:"
+python sample.py --model $out/task --trace .
 echo "Ask your own questions: python sample.py --model $out/task --tokens 1"
