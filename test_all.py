@@ -1986,6 +1986,8 @@ def test_no_updates_only_validate(corpus, base, unbroken):
 
     run_script("train --seed=1 --out_dir=seed1", *base)
     assert read_log("seed1", "val") == read_log("run", "val"), "rates are chosen by validation"
+    run_script("train --out_dir=seed1", *base)
+    assert len(open("seed1/log.jsonl").readlines()) == 2, "the first validation is still there"
 
 
 # --------------------------------------------------------------------------------------- evaluation

@@ -617,8 +617,9 @@ def own_folder(settings, progress):
     if saved and saved[-1].name != f"step_{progress.update:06d}":
         raise UserError(f"{saved[-1]}: another process has just written this. Run this command "
                         "again")
-    with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-        f.truncate(min(f.tell(), progress.log_bytes))
+    if settings.updates:  # a mere validation redoes nothing
+        with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
+            f.truncate(min(f.tell(), progress.log_bytes))
     return lock
 
 
