@@ -255,29 +255,37 @@ def draw(found):
     from matplotlib import pyplot as plt
     lengths = range(1, 25)
 
-    def curve(panel, arm, style, label, color, r=None):
+    def curve(panel, arm, style, color, r=None, **label):
         runs = runs_of(found, arm)
         depths = [r or best_depth(runs, (n, n)) for n in lengths]
         values = np.array([[100 * run["fair"][d][n - 1] for run in runs.values()]
                            for n, d in zip(lengths, depths)])
         mean, error = values.mean(1), values.std(1, ddof=1) / math.sqrt(len(runs))
-        panel.plot(lengths, mean, style, c=color, label=label)
+        panel.plot(lengths, mean, style, c=color, **label)
         panel.fill_between(lengths, mean - error, mean + error, color=color, alpha=0.15, lw=0)
+        return mean
+
+    def name(panel, mean, text, color, y):
+        """Write text on a curve, where it falls below y."""
+        i = int(np.argmax(mean < y))
+        x = lengths[i] - (y - mean[i]) / (mean[i - 1] - mean[i])
+        panel.text(x, y, text, color=color, fontsize=9, va="center", ha="center",
+                   bbox={"fc": "white", "ec": "none", "pad": 1})
 
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
     depths = "1", "2", "4", "8", "16", "32"  # at r = 64, the curve is almost that of r = 32
     for i, r in enumerate(depths):
         color = plt.cm.plasma(0.9 - 0.9 * i / len(depths))
-        curve(panel, "retrofit", "-", f"r = {r}", color, r)
-    curve(panel, "parent", "--", "its parent", "black")
-    finish(figure, panel, "smollm2.png", 20, (3, 5), "events in the story", ncols=2)
+        name(panel, curve(panel, "retrofit", "-", color, r), f"r = {r}", color, 70)
+    name(panel, curve(panel, "parent", "--", "black"), "parent", "black", 45)
+    finish(figure, panel, "smollm2.png", 20, (3, 5), "events in the story")
 
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
     for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
         if runs_of(found, arm):
             looped = arm in ("retrofit", "random")
             label = f"{title} (best r)" if looped else title
-            curve(panel, arm, "-" if looped else "--", label, color)
+            curve(panel, arm, "-" if looped else "--", color, label=label)
     finish(figure, panel, "smollm2_arms.png", 20, (3, 5), "events in the story")
 
 
