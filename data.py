@@ -343,11 +343,16 @@ def read_sentencepiece(path, add_prefix_space=None):
 
 
 def all_tokens(spec):
-    """{name: id} of a tokenizer.json."""
+    """{name: id} of a tokenizer.json. Raises ValueError if the library renumbers them."""
     vocab = spec["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram: pairs (name, score)
         vocab = {name: i for i, (name, _) in enumerate(vocab)}
-    return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
+    tokens = vocab.copy()
+    for token in spec["added_tokens"]:
+        name, i = token["content"], token["id"]
+        if tokens.setdefault(name, len(tokens)) != i:
+            raise ValueError(f"{name} has the id {i}, but in transformers {tokens[name]}")
+    return tokens
 
 
 def template_bos(path, spec):

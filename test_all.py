@@ -485,7 +485,7 @@ WORDS = {  # changes to the counts' tokenizer
     "tiny": {},
     "whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
     "lowercase": {"normalizer": {"type": "Lowercase"}},
-    "step": {"added_tokens": [{"content": "<step>", "special": False, "id": 21, "lstrip": False,
+    "step": {"added_tokens": [{"content": "<step>", "special": False, "id": 17, "lstrip": False,
                                "rstrip": False, "single_word": False, "normalized": False}]},
 }
 ALONE = ["qwen", "olmo2", "typeless", "tiny"]  # read without the tokenizers library
@@ -652,6 +652,13 @@ def test_configured_end_of_text(corpus):
 
     common.write_json("tokenizer_config.json", {"eos_token": "<|none|>"})
     with pytest.raises(UserError, match="lacks the token <.none.>"):
+        Tokenizer.load(".")
+
+    spec["added_tokens"].append(token | {"content": "<new>", "id": 33})
+    common.write_json("tokenizer.json", spec)
+    theirs = need("tokenizers").Tokenizer.from_file("tokenizer.json").token_to_id("<new>")
+    assert theirs == len(spec["model"]["vocab"]) != 33, "a reason to refuse it"
+    with pytest.raises(UserError, match=f"tokenizer.json: .*<new> .* 33, .* {theirs}"):
         Tokenizer.load(".")
 
 

@@ -502,5 +502,6 @@ def write_bpe(kind):
     if kind == "typeless":  # as GPT-2's own file
         del spec["model"]["type"]
     if kind == "unreachable":
-        spec["model"]["vocab"] |= {"pretraining": 800, "Ġdepth-": 801}
+        added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        spec["model"]["vocab"] |= added | {"pretraining": 800, "Ġdepth-": 801}
     common.write_json(f"{kind}/tokenizer.json", spec)
