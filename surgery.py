@@ -358,7 +358,8 @@ def from_hf(path, raw):
     eos_token_id = raw.get("eos_token_id")
     generation = path.with_name("generation_config.json")
     if generation.exists():  # for chat models it lists more ids that end a text
-        eos_token_id = read_json(generation).get("eos_token_id") or eos_token_id
+        said = read_json(generation).get("eos_token_id")
+        eos_token_id = eos_token_id if said is None else said
     return Config(
         vocab_size=raw["vocab_size"],
         n_embd=raw["hidden_size"],

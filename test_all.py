@@ -2123,6 +2123,9 @@ def test_one_place_decides_what_ends_a_text(corpus):
         for config in (load_config(f"{i}/loop"), model.config):
             assert config.eos_token_id == wanted
         assert read_json(f"{i}/hf/config.json")["eos_token_id"] == wanted
+        common.write_json(f"{i}/hf/generation_config.json", {"eos_token_id": 0})
+        _, config = surgery.read_config(f"{i}/hf", [])
+        assert config.eos_token_id == 0, "an id, and not a missing one"
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
