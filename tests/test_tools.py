@@ -891,7 +891,7 @@ def test_own_stories(corpus, speaker):
     """cups.py packs whole stories of one's own, whose events ask for their answers at their end."""
     rng = np.random.default_rng(0)
     stories = [rng.integers(10, size=n).astype(str).tolist() for n in rng.integers(1, 5, size=60)]
-    lines = [{"events": [f"has {x} so" for x in story], "answers": [f" {x}" for x in story]}
+    lines = [{"events": [f" has {x} so" for x in story], "answers": [f" {x}" for x in story]}
              for story in stories]
     Path("s.jsonl").write_text("\n".join(map(json.dumps, lines)))
     # The longest takes 13 tokens and an EOS.
@@ -918,10 +918,10 @@ def test_own_stories(corpus, speaker):
     assert "larger --row_length" in said
     before = contents("mine")
     run_script("runs/smollm2/cups", *flags, "--out=mine")
-    Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '"7 so"'))
+    Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '" 7 so"'))
     assert "created with stories" in error_line("runs/smollm2/cups", *flags, "--out=mine")
     assert contents("mine") == before
-    assert "has 2 tokens, not 1" in error_line("runs/smollm2/cups", *flags, "--out=no")
+    assert "' 7 so' is not one token" in error_line("runs/smollm2/cups", *flags, "--out=no")
     for events, answers, words in (([" "], ["7"], "no tokens"), (["so"], [7], "story 2"),
                                    ([None], ["7"], "story 2")):
         story = {"events": events, "answers": answers}
@@ -929,9 +929,15 @@ def test_own_stories(corpus, speaker):
         assert words in error_line("runs/smollm2/cups", *flags, "--out=no")
     Path("s.jsonl").write_text((json.dumps(lines[0]) + "\n").replace("has", "has\u2028") * 2)
     assert len(cups.read_stories("s.jsonl")) == 2
-    tokenizer = Tokenizer.load(speaker)
-    ids, targets = cups.encode_story(tokenizer, ["A"], ["B"])
-    assert ids == tokenizer.encode("A", bos=True) and targets[:-1] == [-100] * (len(ids) - 1)
+    for folder in ASSETS / "tokenizers/olmo2", speaker:
+        tokenizer = Tokenizer.load(folder)
+        ids, targets = cups.encode_story(tokenizer, ["A", " B"], [" B", " A"])
+        assert ids == tokenizer.encode("A B", bos=True), "as in a question"
+        assert targets[:-2] == [-100] * (len(ids) - 2)
+        assert [tokenizer.decode([i]).strip() for i in targets[-2:]] == ["B", "A"]
+        for events in ["A ", "B"], ["A", "", "B"]:
+            with pytest.raises(common.UserError, match="of two events|of its own"):
+                cups.encode_story(tokenizer, events, [" B"] * len(events))
 
 
 @pytest.mark.parametrize("flag", ["--game=cups", "--game=counts", "--worked"])
@@ -1110,9 +1116,9 @@ def beside(request, tmp_path_factory, name, line):
     pairs = [f"{a} and {b}" for a in "ABCDE" for b in "ABCDE"]
     asked = [f"{pair} swap. {cup}" for pair in pairs for cup in "ABCD"]
     write_task(folder / "mine", asked, ["A B", "A"])
-    write_task(folder / "steps", pairs, ["A"])
-    stories = [{"events": [f"ball under {cup}.", f" {cup} and {cup} swap."], "answers": [cup] * 2}
-               for cup in "ABCDEABCD"]
+    write_task(folder / "steps", pairs, ["ball under A. A and A swap."])
+    stories = [{"events": [f"ball under {cup}.", f" {cup} and {cup} swap."],
+                "answers": [f" {cup}"] * 2} for cup in "ABCDEABCD"]
     Path(folder, "steps/train.jsonl").write_text("\n".join(map(json.dumps, stories)))
     with beside_the_tests(["bash", "-c", line], folder, PATH=f"{folder}:{PATH}") as output:
         yield output, folder
@@ -1161,7 +1167,7 @@ def test_tiny_run_and_task_run_end_to_end(tiny_run):
     assert "python sample.py --model mine/loop-0" in of_task
 
     header, *_ = cells_of(of_stories)
-    assert header == ["", "1"]
+    assert header == ["", "7"]
     assert read_json(folder / "steps/loop-0/eval_test.json")["settings"]["max_new_tokens"] == 1
     targets = np.load(folder / "steps/data/train_000000.npy")[1]
     assert (targets >= 0).sum() == 16, "one of the nine stories is for validation"

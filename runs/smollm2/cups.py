@@ -15,10 +15,10 @@ any two cups, so that they do not betray where the ball is.
 
 A line of --stories is a story:
 
-    {"events": [" The ball is under B.", " B and D swap."], "answers": [" B", " D"]}
+    {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}
 
-An answer has to be a single token, here with the space before it. Every 20th story is for
-validation.
+An answer has to be a single token after its event, here with the space before it. Every 20th story
+is for validation.
 """
 import json
 from pathlib import Path
@@ -53,18 +53,26 @@ def tell(rng, length, share=0.6):
 
 
 def encode_story(tokenizer, events, answers):
-    """Return ids and targets, two lists: the answer is the target of an event's last token."""
+    """
+    Return ids and targets, two lists: the answer is the target of an event's last token. The ids
+    are those of the whole text, as a question of eval_gsm8k.py has them.
+    """
     ids = tokenizer.encode("", bos=True)
     targets = [IGNORE] * len(ids)
+    before, seen = "", []
     for event, answer in zip(events, answers, strict=True):
-        tokens = tokenizer.encode(event)
-        target = tokenizer.encode(answer)
+        tokens = tokenizer.encode(before + event)[len(seen):]
         if not tokens:
-            raise UserError(f"the event {event!r} has no tokens")
-        if len(target) != 1:
-            raise UserError(f"the answer {answer!r} has {len(target)} tokens, not 1")
+            raise UserError(f"the event {event!r} has no tokens of its own after {before!r}")
+        *asked, target = tokenizer.encode(event + answer)
+        before, seen = event, tokenizer.encode(event)
+        if asked != seen:
+            raise UserError(f"the answer {answer!r} is not one token of its own after {event!r}")
         ids += tokens
-        targets += [IGNORE] * (len(tokens) - 1) + target
+        targets += [IGNORE] * (len(tokens) - 1) + [target]
+    if ids != tokenizer.encode("".join(events), bos=True):
+        raise UserError(f"the story {events[0]!r} ... has tokens of two events at once. Begin "
+                        "events with a space, and end none with one")
     return ids, targets
 
 
