@@ -4,6 +4,7 @@ Checks of runs/task.sh before it trains anything.
     python -m runs.task check FOLDER        are the questions in order? Prints flags for prepare
     python -m runs.task fits [flags]        does a run of train.py with these flags fit in memory?
 """
+import itertools
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from common import UserError, choose_dtype, cli, reading, say
 from data import as_text, parse_chat
-from eval_gsm8k import read_questions
+from eval_gsm8k import read_questions, reference_text
 from model import RecurrentLM, find_checkpoint, load_config
 from runs.smollm2.cups import read_stories
 from tools.plan import memory
@@ -29,25 +30,59 @@ def check(folder):
     for path in train, test:
         if not path.exists():
             raise UserError(f"{path} does not exist. Put your questions there")
-    asked = {question["question"] for question in read_questions(test)}
+    questions = read_questions(test)
     with reading(train), open(train, encoding="utf-8-sig") as file:
         first = json.loads(next(filter(str.strip, file), "{}"))
     chat = next((name for name in ("messages", "conversations") if name in first), None)
+    end = str.isspace
     if chat:
         with reading(train), open(train, encoding="utf-8-sig") as file:
             rows = [parse_chat(json.loads(line)[chat]) for line in file if line.strip()]
             known = [as_text([message]) for row in rows for message in row]
     elif "events" in first:
-        known = ["".join(events).strip() for events, _ in read_stories(train)]
+        stories, end = read_stories(train), str
+        check_stories(train, stories, test, questions)
+        known = (text for events, _ in stories for text in itertools.accumulate(events))
     else:
         known = [question["question"] for question in read_questions(train)]
-    both = len(asked.intersection(known))
+
+    def shape(text):  # at its ends
+        return text[:1].isspace(), end(text[-1:])
+
+    asked = {question["question"] for question in questions}
+    both, shapes = set(), set()
+    for text in known:
+        both |= asked & {text, text.strip()}
+        shapes.add(shape(text))
+    for text in asked:
+        if shape(text) not in shapes:
+            raise UserError(f"{test}: the question {text!r:.100} begins or ends as none of {train} "
+                            "does. Spaces and newlines count")
     if both:
-        say(f"warning: {both} of the {len(asked)} questions of {test} are also in {train}",
+        say(f"warning: {len(both)} of the {len(asked)} questions of {test} are also in {train}",
             sys.stderr)
     if "events" in first:
         return "stories"
     return f"--field {chat} --loss assistant" if chat else "--prompt question --field answer"
+
+
+def check_stories(train, stories, test, questions):
+    """Raise UserError if the questions of a test can't have come from such stories."""
+    scored = {}
+    for answer in itertools.chain.from_iterable(answers for _, answers in stories):
+        other = scored.setdefault(reference_text(answer).lower(), answer)
+        if answer != other:
+            raise UserError(f"{train}: the answers {other!r} and {answer!r} are scored as the same. "
+                            "Write them alike, or choose other words")
+    joints = {a[-1:] + b[:1] for events, _ in stories for a, b in itertools.pairwise(events)}
+    if joints and not any(x in question["question"] for question in questions for x in joints):
+        raise UserError(f"{train}: events meet as in {min(joints)!r}, which no question of {test} "
+                        "has. Is a space missing?")
+    new = [question["answer"] for question in questions
+           if reference_text(question["answer"]).lower() not in scored]
+    if new:
+        say(f"warning: {len(new)} of the {len(questions)} answers of {test}, such as {new[0]!r}, "
+            f"are not in {train}", sys.stderr)
 
 
 def free_memory(device):

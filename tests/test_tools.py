@@ -1087,6 +1087,26 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
     for line in '{"question": "so 2", "answer": " "}', '{"text": "so"}', "[]":
         Path("mine/train.jsonl").write_text(line)
         assert "mine/train.jsonl" in error_line("runs/task", "check", "mine")
+    write_task("mine", ["has 1"], ["so 2\n"])
+    assert r"'so 2\n' begins or ends" in error_line("runs/task", "check", "mine")
+    for events, answers, question, words in (
+            ([" so.", " 2."], [" 2", " 2"], "so. 2.", "begins or ends"),
+            (["so.", " 2."], [" 2", " 2"], "so. 2. ", "begins or ends"),
+            (["so.", " 2."], [" 2", " 2"], "so. 2. Where?", "begins or ends"),
+            (["so.", "2."], [" 2", " 2"], "so. 2.", "meet as in '.2'"),
+            (["so.", " 2."], [" b", " B"], "so. 2.", "' b' and ' B' are scored"),
+            (["so.", " 2."], ["2", " 2"], "so. 2.", "'2' and ' 2' are scored")):
+        write_task("mine", [], [question])
+        story = json.dumps({"events": events, "answers": answers})
+        Path("mine/train.jsonl").write_text(f"{story}\n{story}")
+        assert words in error_line("runs/task", "check", "mine")
+    write_task("mine", [], ["so.", "so. 2."])
+    story = json.dumps({"events": ["so.", " 2.", " 3."], "answers": [" 3", " 3", " 2"]})
+    Path("mine/train.jsonl").write_text(f"{story}\n{story}")
+    assert run_script("runs/task", "check", "mine") == "stories\n"
+    said = capfd.readouterr().err
+    assert "2 of the 2 questions" in said, "an answer follows each event"
+    assert "1 of the 2 answers of mine/test.jsonl, such as 'so.', are not in" in said
     os.remove("mine/train.jsonl")
     assert "mine/train.jsonl does not exist" in error_line("runs/task", "check", "mine")
 
