@@ -67,12 +67,12 @@ def check(folder):
 
 
 def check_stories(train, stories, test, questions):
-    """Raise UserError if the questions of a test can't have come from such stories."""
+    """Raise UserError if answers of stories are scored as one, or no question joins events so."""
     scored = {}
     for answer in itertools.chain.from_iterable(answers for _, answers in stories):
         other = scored.setdefault(reference_text(answer).lower(), answer)
         if answer != other:
-            raise UserError(f"{train}: the answers {other!r} and {answer!r} are scored as the same. "
+            raise UserError(f"{train}: the answers {other!r} and {answer!r} are scored as one. "
                             "Write them alike, or choose other words")
     joints = {a[-1:] + b[:1] for events, _ in stories for a, b in itertools.pairwise(events)}
     if joints and not any(x in question["question"] for question in questions for x in joints):

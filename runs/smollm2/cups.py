@@ -59,13 +59,15 @@ def encode_story(tokenizer, events, answers):
     """
     ids = tokenizer.encode("", bos=True)
     targets = [IGNORE] * len(ids)
-    before, seen = "", []
+    before = ""
+    seen = []
     for event, answer in zip(events, answers, strict=True):
         tokens = tokenizer.encode(before + event)[len(seen):]
         if not tokens:
             raise UserError(f"the event {event!r} has no tokens of its own after {before!r}")
+        before = event
+        seen = tokenizer.encode(event)
         *asked, target = tokenizer.encode(event + answer)
-        before, seen = event, tokenizer.encode(event)
         if asked != seen:
             raise UserError(f"the answer {answer!r} is not one token of its own after {event!r}")
         ids += tokens

@@ -11,11 +11,12 @@ A line of the shell game is {"question": "The ball is under B. B and D swap. A a
 "answer": "D", "difficulty": "3"}: the difficulty is the number of events. Every two cups are as
 likely to swap. Counts, such as "Tom has 7, loses 4, gets 2,", stay between 0 and 9. train.jsonl
 has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100 and 200
-others of each of the LENGTHS. With --steps, the lines of train.jsonl are the same stories as
-{"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}. With --worked, an
-answer is a chain of thought, which repeats each event and says what follows from it: "The ball is
-under B: B. B and D swap: D. ... #### D".
+others of each of the LENGTHS. With --steps, the lines of train.jsonl are stories, which begin with
+none of those: {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}. With
+--worked, an answer is a chain of thought, which repeats each event and says what follows from it:
+"The ball is under B: B. B and D swap: D. ... #### D".
 """
+import itertools
 import json
 
 import numpy as np
@@ -62,13 +63,14 @@ def main():
                     events, answers = count(rng, length)
                 events[0] = events[0].strip()
                 question = "".join(events)
-                if question not in asked:
+                steps = args.steps and name == "train"  # then the start of a story is asked, too
+                if asked.isdisjoint(itertools.accumulate(events) if steps else [question]):
                     answer = answers[-1].strip()
                     if args.worked:
-                        steps = (f"{event[:-1]}:{said}." for event, said in zip(events, answers))
-                        answer = f"{''.join(steps).strip()} #### {answer}"
+                        parts = (f"{event[:-1]}:{said}." for event, said in zip(events, answers))
+                        answer = f"{''.join(parts).strip()} #### {answer}"
                     line = {"question": question, "answer": answer, "difficulty": str(length)}
-                    if args.steps and name == "train":
+                    if steps:
                         line = {"events": events, "answers": answers}
                     questions.append(line)
             asked |= {line["question"] for line in questions if name != "train"}
