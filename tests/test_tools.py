@@ -1097,9 +1097,7 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
             ([" so.", " 2."], [" 2", " 2"], "so. 2.", "begins or ends"),
             (["so.", " 2."], [" 2", " 2"], "so. 2. ", "begins or ends"),
             (["so.", " 2."], [" 2", " 2"], "so. 2. Where?", "begins or ends"),
-            (["so.", "2."], [" 2", " 2"], "so. 2.", "meet as in '.2'"),
-            (["so.", " 2."], [" b", " B"], "so. 2.", "' b' and ' B' are scored"),
-            (["so.", " 2."], ["2", " 2"], "so. 2.", "'2' and ' 2' are scored")):
+            (["so.", "2."], [" 2", " 2"], "so. 2.", "meet as in '.2'")):
         write_task("mine", [], [question])
         story = json.dumps({"events": events, "answers": answers})
         Path("mine/train.jsonl").write_text(f"{story}\n{story}")
@@ -1108,9 +1106,7 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
     story = json.dumps({"events": ["so.", " 2.", " 3."], "answers": [" 3", " 3", " 2"]})
     Path("mine/train.jsonl").write_text(f"{story}\n{story}")
     assert run_script("runs/task", "check", "mine") == "stories\n"
-    said = capfd.readouterr().err
-    assert "2 of the 2 questions" in said, "an answer follows each event"
-    assert "1 of the 2 answers of mine/test.jsonl, such as 'so.', are not in" in said
+    assert "2 of the 2 questions" in capfd.readouterr().err, "an answer follows each event"
     os.remove("mine/train.jsonl")
     assert "mine/train.jsonl does not exist" in error_line("runs/task", "check", "mine")
 
