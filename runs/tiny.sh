@@ -26,7 +26,7 @@ out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
 # The configs are the study's, but for the length of rows. This trains for less: a larger mean of r makes up for it.
 pretrain=150 heal=30 task=120 mean=16  # updates, and the mean of r
-if [[ $quick ]]; then pretrain=8 heal=4 task=6 mean=8; fi
+if [[ $quick ]]; then pretrain=4 heal=2 task=3 mean=8; fi
 
 stage() {  # stage TITLE TIME PURPOSE
     local time=$2
@@ -44,7 +44,7 @@ score() {  # score NAME: evaluate the model in $out/NAME at r = 1, 4 and 32
     python eval_gsm8k.py --model $out/"$1" --data $out/questions.jsonl \
         --out $out/eval_"$1".json --task "the shell game, answered in one token" \
         --template plain --max_new_tokens 1 --batch_size 200 --steps 1,4,32 \
-        ${quick:+--limit 100}
+        ${quick:+--limit 60}
 }
 
 if [[ ! $quick ]]; then
