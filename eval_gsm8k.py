@@ -69,8 +69,8 @@ def fetch_gsm8k():
 def read_questions(path):
     """
     Read a .jsonl file of questions (see the top). Returns a list of dicts, such as
-    {"question": "The ball is under B.", "answer": "B", "difficulty": "1", "index": 0}, where "index"
-    counts the questions, and "difficulty" may be None. Raises UserError if a line is not a question.
+    {"question": "The ball is under B.", "answer": "B", "difficulty": "1", "index": 0}. "index"
+    counts the questions; "difficulty" may be None. Raises UserError if a line is not a question.
     """
     questions = []
     with reading(path):

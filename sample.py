@@ -5,7 +5,7 @@ the model would say at each r after each sentence of the prompt, or after each t
     python sample.py --steps 1,4,32                # reads prompts from the terminal
     python sample.py --model out/tinyllama --prompt "Once upon a time" --temperature 0.8
     python sample.py --model out/tinyllama --steps 32 --compile
-    python sample.py --trace .                     # of a STORY, sentence by sentence
+    python sample.py --trace .                     # what each r says after each sentence of STORY
 
 What is unusual here:
 - Every recurrence of every core layer has its own keys and values, so the cache grows with r: it
@@ -36,8 +36,9 @@ PREFILL = 8192  # prompt tokens in one pass, if that is more than one prompt
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
 IN_CACHE = 2**18  # a matrix with no more weights than this stays in a core's cache
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
-STORY = ("The ball is under B. B and D swap. A and C swap. D and E swap. E and A swap. B and C swap. "
-         "A and C swap. C and D swap. E and B swap. D and A swap. A and E swap. C and E swap.")
+STORY = ("The ball is under B. B and D swap. A and C swap. D and E swap. E and A swap. B and C "
+         "swap. A and C swap. C and D swap. E and B swap. D and A swap. A and E swap. "
+         "C and E swap.")
 NO_TOKEN = -1   # see choose()
 NOT_FINITE = "the model's logits are not finite, so its weights must be damaged"
 CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed"  # in a session
@@ -578,7 +579,7 @@ def make_parser():
     flag = parser.add_argument
     flag("--model", type=paths, metavar="FOLDER",
          default=os.path.relpath(f"{__file__}/../assets/tiny"),
-         help="checkpoint or run folder; default: %(default)s, which plays the shell game")
+         help="checkpoint or run folder; default: %(default)s, a tiny model of the shell game")
     flag("--prompt", metavar="TEXT",
          help="default: read prompts from the terminal; with --trace, a story of the shell game")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
@@ -594,8 +595,8 @@ def make_parser():
     flag("--seed", type=random_seed, default=0,
          help="seed of the initial state and of sampling (0)")
     flag("--trace", nargs="?", const="", metavar="END",
-         help="instead of a text, show what each r would say after each token of the prompt, or "
-              "only after those that end with END, such as a full stop")
+         help="instead of a text, show what each r would say after each token of the prompt; "
+              "--trace . shows it only at full stops")
     return parser
 
 

@@ -61,8 +61,8 @@ sentences."
 python -m runs.tiny_corpus --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "40 s" \
-"The parent, which stands in for a model that you would download. It is trained on worked stories,
-with the answer written out after each sentence, and on short ones whose answers it has to predict."
+"The parent stands in for a model that you would download. It learns from worked stories, which give
+the answer after each sentence, and from short ones, where it has to predict the answers."
 train pretrain pretrain --data=$out/data/pretrain --updates=$pretrain
 
 stage "3. Surgery" "5 s" \

@@ -1,6 +1,6 @@
 """
-Make the corpus of tiny.sh and those of the study, in a few seconds and without a download. Each is a
-task that needs depth: the shell game, a running count, and products in the group S5.
+Make the corpus of tiny.sh or one of the study's, in a few seconds and without a download. Each has
+a task that needs depth: the shell game, a running count, or products in the group S5.
 
     python -m runs.tiny_corpus --out out/tiny/data
     python -m runs.tiny_corpus --out out/counts/data --task counts

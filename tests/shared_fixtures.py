@@ -89,7 +89,7 @@ def unbroken(base, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def taught(corpus, tmp_path_factory):
-    """A folder out/ with a run tiny/task and its data in tiny/data, as runs/tiny.sh leaves them, but of counts."""
+    """A folder out/ like that of runs/tiny.sh, with a run tiny/task and its data, but of counts."""
     folder = tmp_path_factory.mktemp("taught") / "out"
     shutil.copytree(corpus, folder / "tiny" / "data")
     flags = "--lr=0.02 --updates=80 --cooldown=0.3 --save_every=80 --eval_every=80"

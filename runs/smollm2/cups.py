@@ -57,24 +57,19 @@ def encode_story(tokenizer, events, answers):
     Return ids and targets, two lists: the answer is the target of an event's last token. The ids
     are those of the whole text, as a question of eval_gsm8k.py has them.
     """
-    ids = tokenizer.encode("", bos=True)
+    text = ""
+    ids = tokenizer.encode(text, bos=True)
     targets = [IGNORE] * len(ids)
-    before = ""
-    seen = []
     for event, answer in zip(events, answers, strict=True):
-        tokens = tokenizer.encode(before + event)[len(seen):]
-        if not tokens:
-            raise UserError(f"the event {event!r} has no tokens of its own after {before!r}")
-        before = event
-        seen = tokenizer.encode(event)
-        *asked, target = tokenizer.encode(event + answer)
-        if asked != seen:
+        text += event
+        before, ids = ids, tokenizer.encode(text, bos=True)
+        if ids[:len(before)] != before or len(ids) == len(before):
+            raise UserError(f"the event {event!r} has no tokens of its own in {text!r:.100}. Begin "
+                            "events with a space, and end none with one")
+        *asked, target = tokenizer.encode(text + answer, bos=True)
+        if asked != ids:
             raise UserError(f"the answer {answer!r} is not one token of its own after {event!r}")
-        ids += tokens
-        targets += [IGNORE] * (len(tokens) - 1) + [target]
-    if ids != tokenizer.encode("".join(events), bos=True):
-        raise UserError(f"the story {events[0]!r} ... has tokens of two events at once. Begin "
-                        "events with a space, and end none with one")
+        targets += [IGNORE] * (len(ids) - len(before) - 1) + [target]
     return ids, targets
 
 
