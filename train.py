@@ -330,8 +330,7 @@ def train_model(settings, device):
             if stops:  # at least one rank left this update early, so discard it
                 if update > start and not due(settings.save_every):  # if not saved yet
                     save()
-                say(f"stopped by a signal after update {update}. Run the same command to resume")
-                return 128 + signal.SIGTERM
+                break
             lr_factor = lr_scale(settings, update)
             norm = optimizer.step(sum_norm, max(labels, 1), lr_factor)
 
@@ -355,7 +354,7 @@ def train_model(settings, device):
             if due(settings.eval_every):
                 validate(settings, model, val_sets, progress, signals)
     if progress.validated < settings.updates:
-        say("stopped by a signal in the last validation. Run the same command to repeat it")
+        say(f"stopped by a signal after update {progress.update}. Run the same command to resume")
         return 128 + signal.SIGTERM
     say(f"done: {settings.out_dir}")
     return 0
