@@ -508,17 +508,9 @@ def catch_signals():
     skips the rest of its update or validation; all ranks then discard that and stop.
     """
     received = []
-
-    def receive(number, frame):
-        received.append(number)
-        if RANK == 0 and len(received) == 1:
-            with contextlib.suppress(OSError):  # the terminal may be closed
-                # Not print(), which this signal may have interrupted.
-                os.write(2, b"stopping after the last complete update\n")
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, receive)
+            signal.signal(number, lambda number, frame: received.append(number))
     return received
 
 
