@@ -300,7 +300,11 @@ def train_model(settings, device):
     max_k = largest_k(settings)
     check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start,
                                   "first row": progress.first_row})
-    describe_start(settings, model, device, train_set, progress.first_row)
+    epochs = settings.updates * settings.batch_size / train_set.num_rows
+    say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
+        f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
+    if progress.first_row:
+        say(f"rows begin after the {progress.first_row:,} of earlier runs on this data")
     describe_run(settings, model, max_k)
 
     def save():
@@ -687,15 +691,6 @@ def check_ranks(mine):
     for key, value in first[0].items():
         if mine[key] != value:
             raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}")
-
-
-def describe_start(settings, model, device, train_set, first_row):
-    """Print the data and the weights that a run starts from. first_row: see Progress."""
-    epochs = settings.updates * settings.batch_size / train_set.num_rows
-    say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
-        f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
-    if first_row:
-        say(f"rows begin after the {first_row:,} of earlier runs on this data")
 
 
 def describe_run(settings, model, max_k):
