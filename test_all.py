@@ -1910,11 +1910,11 @@ def test_the_recipe_decides_the_result(base, unbroken):
 
 def test_log_and_checkpoint_agree(base, corpus):
     """train.json counts the FLOPs of the r that were drawn; logged losses are the checkpoint's."""
-    run = [*base, "--draws=4", "--backprop_depth=0", "--keep=4", "--updates=6", "--eval_every=3"]
+    run = [*base, "--draws=4", "--keep=4", "--updates=6", "--eval_every=3"]
     run_script("train --out_dir=run", *run)
     s = train.read_settings([*run, "--out_dir=run"])
     model = RecurrentLM.load("run")
-    assert (model.config.mean_recurrence, model.config.backprop_depth) == (3, 3)
+    assert (model.config.mean_recurrence, model.config.backprop_depth) == (3, 2)
 
     flops = 6 * train.make_optimizer(s, model, 0, 1).flops()
     train_set = Dataset(s.data, "train", 50)
@@ -1939,15 +1939,11 @@ def test_log_and_checkpoint_agree(base, corpus):
 
 def test_full_memory_is_met_in_the_warm_up_and_ends_in_one_line(base, monkeypatch):
     """The warm-up has the largest k; the line names flags that help; other bugs keep tracebacks."""
-    run_script("train --backprop_depth=0 --out_dir=all", *base)
-    largest = max(read_log("all", "k").values())
-    assert largest > 3
     forward = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(RecurrentLM, "forward", forward)
-    for flag in ("--backprop_depth=2", "--backprop_depth=0"):
-        assert "--recompute" in error_line("train", *base, flag, "--out_dir=run")
-    # The curriculum begins with a mean r of 1. With --backprop_depth=0, k is the largest r drawn.
-    assert [steps for (_, _, steps, *_), _ in forward.call_args_list] == [(1, 2), (1, largest)]
+    for k in (2, 9):  # the curriculum begins with a mean of 1, and ends at 3
+        assert "--recompute" in error_line("train", *base, f"--backprop_depth={k}", "--out_dir=run")
+    assert [steps for (_, _, steps, *_), _ in forward.call_args_list] == [(1, 2), (1, 3)]
 
     for full in (MemoryError(), RuntimeError("std::bad_alloc"),  # on a CPU
                  RuntimeError("DefaultCPUAllocator: can't allocate memory")):
@@ -2320,7 +2316,6 @@ MISTAKES = [
     ("train --config=tiny.toml --init_from=x --embed_scale=50", "no effect without random weights"),
     ("train --config=tiny.toml --adam_lr=0.3 --optimizer=adamw", "--adam_lr: no effect"),
     ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "--curriculum=none"),
-    ("train --config=tiny.toml --backprop_depth=0 --backprop_warmup=1", "--backprop_depth=0"),
     ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
     ("train --config=tiny.toml --reinit", "--reinit: no effect without --init_from"),
     ("train --config=tiny.toml --data=task --n_embd=8 --n_head=16 --context=39",

@@ -98,7 +98,7 @@ class Recipe:
         "poisson-lognormal", "how r is drawn; fixed: always the mean")
     curriculum: Literal[tuple(CURRICULA)] = setting("linear", "how the mean rises from 1 to R")
     curriculum_warmup: fraction = setting(0.25, "fraction of the updates over which it rises")
-    backprop_depth: natural = setting(8, "k: gradients flow through the last k recurrences; 0: all")
+    backprop_depth: positive = setting(8, "k: gradients flow through the last k recurrences")
     backprop_warmup: fraction = setting(0.0, "fraction of the updates over which k rises from 2")
     # optimizer
     train: str = setting("", "train only the parameters whose names contain one of these words, "
@@ -184,7 +184,6 @@ def read_settings(argv, world=1):
         (not s.init_from, ["reinit"], "no effect without --init_from"),
         (s.optimizer != "muon", ["adam_lr"], "no effect without --optimizer=muon"),
         (s.curriculum == "none", ["curriculum_warmup"], "no effect with --curriculum=none"),
-        (not s.backprop_depth, ["backprop_warmup"], "no effect with --backprop_depth=0"),
         (not s.compile, ["activation_budget"], "no effect with --compile=false")))
     missing = [f"--{name}" for name in SHAPE if getattr(settings, name) is None]
     if settings.init_from:
@@ -243,9 +242,7 @@ def draw_steps(settings, update, number):
         mu = math.log(scheduled) - sigma**2 / 2  # so that the rate's mean is `scheduled`
         rate = torch.empty(1).log_normal_(mu, sigma, generator=generator)
         r = int(torch.poisson(rate, generator=generator)) + 1
-    k = r
-    if settings.backprop_depth:  # as in the paper's code, k does not exceed the scheduled mean
-        k = min(r, scheduled, scheduled_k(settings, update))
+    k = min(r, scheduled, scheduled_k(settings, update))  # `scheduled` as in the paper's code
     return r - k, k
 
 
@@ -253,14 +250,6 @@ def draws_of(settings, update):
     """Return all draws of an update: [(n, k), ...]."""
     first = update * settings.draws + 1
     return [draw_steps(settings, update, first + i) for i in range(settings.draws)]
-
-
-def largest_k(settings):
-    """Return the largest k that a run may use. With --backprop_depth=0 that is its largest r."""
-    if settings.backprop_depth:
-        return min(settings.backprop_depth, settings.mean_recurrence)
-    draws = (draws_of(settings, update) for update in range(settings.updates))
-    return max((k for draw in draws for _, k in draw), default=1)
 
 
 def lr_scale(settings, update):
@@ -297,7 +286,6 @@ def train_model(settings, device):
     model, exact, optimizer, progress = open_run(settings, device, train_set)
     tokenizer_files = check_tokenizers(model, train_set)
     start = progress.update
-    max_k = largest_k(settings)
     check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start,
                                   "first row": progress.first_row})
     epochs = settings.updates * settings.batch_size / train_set.num_rows
@@ -305,7 +293,7 @@ def train_model(settings, device):
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
     if progress.first_row:
         say(f"rows begin after the {progress.first_row:,} of earlier runs on this data")
-    describe_run(settings, model, max_k)
+    describe_run(settings, model)
 
     def save():
         save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
@@ -319,7 +307,7 @@ def train_model(settings, device):
             if settings.compile:
                 functorch_config.activation_memory_budget = settings.activation_budget
                 model.compile_parts()
-            or_eager(warm_up)(settings, model, train_set, max_k)  # with its backward pass
+            or_eager(warm_up)(settings, model, train_set)  # with its backward pass
         signals = catch_signals()
         if due(settings.eval_every) and progress.validated != start:
             validate(settings, model, val_sets, progress, signals)
@@ -531,7 +519,7 @@ def run_config(settings, config, data_folder=None):
                         embed_scale=settings.embed_scale,
                         **{name: getattr(settings, name) for name in SHAPE})
     return replace(config, mean_recurrence=settings.mean_recurrence,
-                   backprop_depth=settings.backprop_depth or settings.mean_recurrence,
+                   backprop_depth=settings.backprop_depth,
                    context=max(config.context, settings.context),
                    embed_scale=settings.embed_scale if settings.reinit else config.embed_scale)
 
@@ -693,8 +681,8 @@ def check_ranks(mine):
             raise UserError(f"rank {RANK} has {key} = {mine[key]}, but rank 0 has {value}")
 
 
-def describe_run(settings, model, max_k):
-    """Print what the settings mean: model, updates and schedules. max_k: see largest_k()."""
+def describe_run(settings, model):
+    """Print what the settings mean: model, updates and schedules."""
     c, size = model.config, model.num_params()
     parts = ", ".join(f"{part} {n:,}" for part, n in size.items())
     say(f"model: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, width {c.n_embd}; parameters: "
@@ -708,19 +696,20 @@ def describe_run(settings, model, max_k):
         warmup = updates_in(settings, settings.curriculum_warmup) if rising else 0
         say(f"mean of r: {scheduled_mean(settings, 0) + extra} at first, "
             f"{settings.mean_recurrence + extra} from update {warmup:,} on; gradients through at "
-            f"most the last {max_k}")
+            f"most the last {scheduled_k(settings, settings.updates)}")
 
 
-def warm_up(settings, model, train_set, k):
+def warm_up(settings, model, train_set):
     """
-    Run one forward and backward pass at k, the run's largest, and discard the gradients, so that
+    Run one forward and backward pass at the run's largest k, and discard the gradients, so that
     compiling, or running out of memory, happens now and not hours later when the curriculum has
     risen. Prints a GPU's peak memory.
     """
     began = time.monotonic()
     batch = train_set.batch(settings.seed, 0, 0, 1, settings.micro_batch)
     idx, targets, state = to_inputs(model, batch, settings.seed)
-    _, losses = model(idx, targets, (1, k), state, settings.recompute)
+    steps = 1, scheduled_k(settings, settings.updates)
+    _, losses = model(idx, targets, steps, state, settings.recompute)
     losses.sum().backward()
     model.zero_grad()
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if idx.is_cuda else ""

@@ -19,8 +19,8 @@ from common import Parser, UserError, cli, paths, positive, read_json, read_toml
 from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config
-from train import (choose_trained, describe_run, draws_of, largest_k, make_optimizer, read_settings,
-                   run_config, spent_before, update_flops)
+from train import (choose_trained, describe_run, draws_of, make_optimizer, read_settings,
+                   run_config, scheduled_k, spent_before, update_flops)
 
 # The bfloat16 FLOP/s that we expect from each GPU: 61, 61 and 43% of its peak. Only the H100 was
 # measured; with rows enough, an H200 reached 50% (runs/NOTES.md).
@@ -103,7 +103,7 @@ def plan(args, settings):
     if args.quiet:
         print(settings.updates)
         return
-    describe_run(settings, model, largest_k(settings))
+    describe_run(settings, model)
     if train_set:
         epochs = settings.updates * settings.batch_size / train_set.num_rows
         print(f"data: {epochs:.3g} epochs of {settings.data}")
@@ -198,7 +198,7 @@ def memory(settings, model, gpus):
     layer = 14 * c.n_embd + 6 * (c.n_ffn + heads * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
-    loops = 1 if settings.recompute else largest_k(settings)
+    loops = 1 if settings.recompute else scheduled_k(settings, settings.updates)
     layers = c.n_prelude + c.n_core * loops + c.n_coda
     activations = settings.micro_batch * settings.context * layer * layers
     if settings.compile:
