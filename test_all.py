@@ -1628,7 +1628,7 @@ def test_a_run_whose_reader_is_gone_is_saved(way, base):
 
 
 def test_changed_settings_or_data(base, unbroken):
-    """A run resumes if it, its data or its parent moves, but not with others or other settings."""
+    """A run resumes if it or its data moves or its parent goes, but not with other settings."""
     base = [*base, "--data=data/pretrain", "--updates=1", "--init_from=parent", "--out_dir=run"]
     shutil.copytree(unbroken, "parent")
     tiny("data", "counts", rows=64)
@@ -1639,11 +1639,10 @@ def test_changed_settings_or_data(base, unbroken):
     shutil.copytree("data", "moved")
     assert "done: copy" in run_script("train", *base, "--data=moved/pretrain", "--out_dir=copy")
 
-    os.rename("parent", "renamed")
-    for parent in ("parent", "parent/", "renamed"):
-        assert "done: run" in run_script("train", *base, f"--init_from={parent}")
-    for parent in ("run", ""):
-        assert "init_from = parent" in error_line("train", *base, f"--init_from={parent}")
+    shutil.rmtree("parent")
+    assert "done: run" in run_script("train", *base)
+    for other in ("run", ""):
+        assert "init_from = parent" in error_line("train", *base, f"--init_from={other}")
 
     shutil.rmtree("data")
     tiny("data", "counts", seed=1, rows=64)

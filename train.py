@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
-                    choose_dtype, cli, digest, dtype_on, fraction, lock_folder, nan_to_null,
+                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
                     natural, non_negative, paths, positive, random_seed, read_json, read_toml,
                     reading, recurrences, refuse_idle, say, write_atomically, write_json, yes_or_no)
 from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files, row_length
@@ -267,7 +267,7 @@ def lr_scale(settings, update):
 @dataclass
 class Progress:
     """What a run has done and where it comes from, as stored in a checkpoint's train.json."""
-    recipe: dict         # its Recipe, with digests of its data and its parent
+    recipe: dict         # its Recipe, with a digest of its data
     config: dict         # all of its Settings
     tokens: int          # trained on, by the runs before it, too, except for pretraining
     flops: int           # likewise
@@ -542,7 +542,8 @@ def open_run(settings, device, train_set):
               if getattr(settings, item.name) is not None}
     recipe["digest of the data"] = train_set.fingerprint()
     if resumed:
-        check_recipe(settings.out_dir, progress.recipe, recipe)
+        check_settings(settings.out_dir, progress.recipe, recipe, "To resume, repeat its settings. "
+                       "For others, on the rows that follow, use --init_from=OLD --out_dir=NEW")
 
     source = resumed or settings.init_from
     folder = find_checkpoint(source) if source else None
@@ -558,8 +559,6 @@ def open_run(settings, device, train_set):
     optimizer = make_optimizer(settings, model, RANK, WORLD, exact)
 
     if not resumed:
-        if folder:
-            recipe["digest of init_from"] = parent_digest(recipe)
         progress = Progress(recipe, vars(settings), **spent_before(model.folder, recipe))
         return model, exact, optimizer, progress
     if not (resumed / "optimizer.safetensors").exists():
@@ -569,16 +568,6 @@ def open_run(settings, device, train_set):
         optimizer.load(load_file(path), progress.update - progress.skipped)
     progress.config = vars(settings)
     return model, exact, optimizer, progress
-
-
-def check_recipe(out_dir, earlier, recipe):
-    """Raise UserError unless a run was started with this recipe. Its parent may have moved."""
-    ours, theirs = recipe["init_from"], earlier["init_from"]
-    if ours and theirs and ours != theirs:
-        if parent_digest(recipe) in (None, earlier.get("digest of init_from")):
-            earlier = earlier | {"init_from": ours}
-    check_settings(out_dir, earlier, recipe, "To continue with other settings, on the rows that "
-                                             "follow, use --init_from=OLD --out_dir=NEW")
 
 
 def check_tokenizers(model, train_set):
@@ -635,13 +624,6 @@ def make_optimizer(settings, model, rank, world, weights=None):
                      weight_decay=settings.weight_decay, clip=settings.clip or math.inf,
                      rule=settings.optimizer, weights=weights, stacked=stacked,
                      product_dtype=product_dtype, rank=rank, world=world)
-
-
-def parent_digest(recipe):
-    """Return the digest of the weights, or the shape, that a run begins with; None if gone."""
-    name = "config.json" if recipe["reinit"] else "model.safetensors"
-    with contextlib.suppress(UserError):
-        return digest(Path(find_checkpoint(recipe["init_from"]), name))
 
 
 def read_progress(folder):
