@@ -288,6 +288,9 @@ def train_model(settings, device):
     start = progress.update
     check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start,
                                   "first row": progress.first_row})
+    if RANK == 0 and settings.updates:  # drop the log of updates to be redone
+        with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
+            f.truncate(min(f.tell(), progress.log_bytes))
     epochs = settings.updates * settings.batch_size / train_set.num_rows
     say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
         f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
@@ -302,49 +305,48 @@ def train_model(settings, device):
         """Whether this update is a multiple of `every`, or the last."""
         return progress.update == settings.updates or progress.update % every == 0
 
-    with own_folder(settings, progress) if RANK == 0 else contextlib.nullcontext():
-        if start < settings.updates:
-            if settings.compile:
-                functorch_config.activation_memory_budget = settings.activation_budget
-                model.compile_parts()
-            or_eager(warm_up)(settings, model, train_set)  # with its backward pass
-        signals = catch_signals()
-        if due(settings.eval_every) and progress.validated != start:
-            validate(settings, model, val_sets, progress, signals)
-        skips = 0  # updates in a row without a finite gradient
-        tokens = settings.batch_size * settings.context  # per update, over all ranks
-        run_began = time.monotonic()
-        for update in range(start, settings.updates):
-            began = time.monotonic()
-            draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
-            losses, labels, stops, sum_norm = sum_gradients(settings, model, optimizer, train_set,
-                                                            progress, draws, signals)
-            if stops:  # at least one rank left this update early, so discard it
-                if update > start and not due(settings.save_every):  # if not saved yet
-                    save()
-                break
-            lr_factor = lr_scale(settings, update)
-            norm = optimizer.step(sum_norm, max(labels, 1), lr_factor)
-
-            skips = 0 if math.isfinite(norm) else skips + 1
-            if skips > MAX_SKIPS:
-                raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "
-                                f"{settings.lr}), or check the data")
-            progress.update += 1
-            progress.skipped += skips > 0
-            progress.tokens += tokens
-            progress.flops += update_flops(settings, model, optimizer, draws, labels / tokens)
-            if due(settings.log_every) or skips:
-                entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
-                         "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
-                         "lr": settings.lr * lr_factor}
-                now = time.monotonic()
-                pace = (now - run_began) / (progress.update - start)
-                report(settings, progress, entry, now - began, pace)
-            if due(settings.save_every):
+    if start < settings.updates:
+        if settings.compile:
+            functorch_config.activation_memory_budget = settings.activation_budget
+            model.compile_parts()
+        or_eager(warm_up)(settings, model, train_set)  # with its backward pass
+    signals = catch_signals()
+    if due(settings.eval_every) and progress.validated != start:
+        validate(settings, model, val_sets, progress, signals)
+    skips = 0  # updates in a row without a finite gradient
+    tokens = settings.batch_size * settings.context  # per update, over all ranks
+    run_began = time.monotonic()
+    for update in range(start, settings.updates):
+        began = time.monotonic()
+        draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
+        losses, labels, stops, sum_norm = sum_gradients(settings, model, optimizer, train_set,
+                                                        progress, draws, signals)
+        if stops:  # at least one rank left this update early, so discard it
+            if update > start and not due(settings.save_every):  # if not saved yet
                 save()
-            if due(settings.eval_every):
-                validate(settings, model, val_sets, progress, signals)
+            break
+        lr_factor = lr_scale(settings, update)
+        norm = optimizer.step(sum_norm, max(labels, 1), lr_factor)
+
+        skips = 0 if math.isfinite(norm) else skips + 1
+        if skips > MAX_SKIPS:
+            raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "
+                            f"{settings.lr}), or check the data")
+        progress.update += 1
+        progress.skipped += skips > 0
+        progress.tokens += tokens
+        progress.flops += update_flops(settings, model, optimizer, draws, labels / tokens)
+        if due(settings.log_every) or skips:
+            entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
+                     "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
+                     "lr": settings.lr * lr_factor}
+            now = time.monotonic()
+            pace = (now - run_began) / (progress.update - start)
+            report(settings, progress, entry, now - began, pace)
+        if due(settings.save_every):
+            save()
+        if due(settings.eval_every):
+            validate(settings, model, val_sets, progress, signals)
     if progress.validated < settings.updates:
         say(f"stopped by a signal after update {progress.update}. Run the same command to resume")
         return 128 + signal.SIGTERM
@@ -582,19 +584,6 @@ def check_tokenizers(model, train_set):
     return read_tokenizer_files(folder)
 
 
-def own_folder(settings, progress):
-    """Lock the run's folder, and cut off the log of updates to be redone. Returns the lock."""
-    lock = lock_folder(settings.out_dir, "step_*", "step_*/train.json")
-    saved = checkpoints(settings.out_dir)
-    if saved and saved[-1].name != f"step_{progress.update:06d}":
-        raise UserError(f"{saved[-1]}: another process has just written this. Run this command "
-                        "again")
-    if settings.updates:  # a mere validation redoes nothing
-        with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-            f.truncate(min(f.tell(), progress.log_bytes))
-    return lock
-
-
 def choose_trained(settings, model):
     """Freeze all parameters that --train does not name. Raises UserError if a word matches none."""
     words = settings.train.split("|")  # by default [""], which matches every name
@@ -729,7 +718,10 @@ def main():
         torch.cuda.set_device(device)
     if WORLD > 1:
         join_ranks(device)
-    with attention_kernels(device, settings.context):
+    lock = contextlib.nullcontext()
+    if RANK == 0:  # before the run is read, so that no other process continues it meanwhile
+        lock = lock_folder(settings.out_dir, "step_*", "step_*/train.json")
+    with lock, attention_kernels(device, settings.context):
         code = train_model(settings, device)
     if WORLD > 1:
         # torchrun kills the other ranks when one fails, and rank 0 may still be saving.
