@@ -337,12 +337,13 @@ def train_model(settings, device):
         progress.tokens += tokens
         progress.flops += update_flops(settings, model, optimizer, draws, labels / tokens)
         if due(settings.log_every) or skips:
-            entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
-                     "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
-                     "lr": settings.lr * lr_factor}
             now = time.monotonic()
             pace = (now - run_began) / (progress.update - start)
-            report(settings, progress, entry, now - began, pace)
+            report(settings, progress, {
+                "loss": losses / labels if labels else math.nan, "norm": norm,
+                "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
+                "lr": settings.lr * lr_factor, "tokens_per_s": round(tokens / (now - began)),
+                "minutes_left": pace * (settings.updates - progress.update) / 60})
         if due(settings.save_every):
             save()
         if due(settings.eval_every):
@@ -441,10 +442,8 @@ def validate(settings, model, val_sets, progress, signals):
         write_json(f"{saved}/train.json", vars(progress))
 
 
-def report(settings, progress, entry, seconds, pace):
-    """Print and log an update, which took `seconds`. pace: the mean of that in this process."""
-    entry["tokens_per_s"] = round(settings.batch_size * settings.context / seconds)
-    entry["minutes_left"] = pace * (settings.updates - progress.update) / 60
+def report(settings, progress, entry):
+    """Print and log an update."""
     say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
         f"n {entry['n']:g} k {entry['k']:g}  norm {entry['norm']:.2f}  "
         f"{entry['tokens_per_s']:,} tokens/s  {entry['minutes_left']:.1f} min left at this pace")
