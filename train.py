@@ -615,13 +615,9 @@ def make_optimizer(settings, model, rank, world, weights=None):
 
 
 def read_progress(folder):
-    """Read a checkpoint's train.json. Raises UserError if its rows cannot be told."""
+    """Read a checkpoint's train.json."""
     with reading(f"{folder}/train.json") as path:
-        record = read_json(path)
-        if record.pop("used", {}).keys() & record.pop("rows", {}).keys():
-            raise UserError(f"{folder}: trained by an older version, which counted rows in another "
-                            "way. Go on with that version")
-        return Progress(**record)
+        return Progress(**read_json(path))
 
 
 def spent_before(folder, recipe):
