@@ -41,8 +41,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between, check_settings,
-                    choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
+from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
+                    check_settings, choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
                     natural, non_negative, paths, positive, random_seed, read_json, read_toml,
                     reading, recurrences, refuse_idle, say, write_atomically, write_json, yes_or_no)
 from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files, row_length
@@ -72,14 +72,12 @@ def setting(default, meaning, **option):
 @dataclass
 class Recipe:
     """The settings that determine the result. All defaults are the paper's (appendix D)."""
-    init_from: paths = setting("", "a checkpoint or run to start from, in its shape; empty: random "
-                             "weights")
+    init_from: paths = setting("", "a checkpoint or run to start from; empty: random weights")
     reinit: bool = setting(False, "random weights in the shape of --init_from")
     embed_scale: float = setting(1.0, "factor on embeddings with random weights (Huginn: 72.7)")
     seed: random_seed = setting(0, "seed of weights, data order, draws of r and initial states")
     # shape, for random weights without init_from
-    n_embd: positive = setting(None, "width; required without --init_from, like --n_head, --n_ffn "
-                               "and --n_prelude")
+    n_embd: positive = setting(None, "width; n_* are the shape of a run without --init_from")
     n_head: positive = setting(None, "attention heads")
     n_kv_head: natural = setting(0, "key/value heads; 0: as many as --n_head")
     n_ffn: positive = setting(None, "width inside the MLP")
@@ -92,8 +90,7 @@ class Recipe:
     draws: positive = setting(1, "draws of r per update, each for an equal share of the rows")
     context: natural = setting(0, "T, tokens per row; 0: the data's row length, or else 1,024")
     # recurrence
-    mean_recurrence: positive = setting(32, "R, the sampler's mean; poisson-lognormal adds 1, so "
-                                        "that the mean of r is R + 1")
+    mean_recurrence: positive = setting(32, "R; poisson-lognormal draws r with a mean of R + 1")
     recurrence_sampler: Literal["poisson-lognormal", "fixed"] = setting(
         "poisson-lognormal", "how r is drawn; fixed: always the mean")
     curriculum: Literal[tuple(CURRICULA)] = setting("linear", "how the mean rises from 1 to R")
@@ -101,27 +98,22 @@ class Recipe:
     backprop_depth: positive = setting(8, "k: gradients flow through the last k recurrences")
     backprop_warmup: fraction = setting(0.0, "fraction of the updates over which k rises from 2")
     # optimizer
-    train: str = setting("", "train only the parameters whose names contain one of these words, "
-                         "separated by |, such as core|adapter; empty: all")
+    train: str = setting("", "a|b: train only parameters whose names contain a or b; empty: all")
     optimizer: Literal[tuple(MOMENTS)] = setting(
-        "muon", "muon: Muon for matrices, AdamW for embeddings, head, norms and biases; adamw*: "
-        "Huginn's variant of AdamW")
+        "muon", "muon: Muon for the layers' matrices, AdamW for the rest; adamw*: Huginn's AdamW")
     lr: non_negative = setting(0.001, "learning rate of Muon, or of all parameters with adamw(*)")
     adam_lr: non_negative = setting(5e-5, "learning rate of AdamW with --optimizer=muon")
     weight_decay: non_negative = setting(1e-4, "weight decay, applied to all parameters")
     clip: non_negative = setting(1.0, "clip gradients to this norm; 0: do not clip")
     warmup: fraction = setting(0.005, "fraction of the updates over which the learning rates rise")
     cooldown: fraction = setting(0.9, "last fraction of the updates, over which they fall (cosine)")
-    dtype: Literal[DTYPES] = setting(
-        "auto", "dtype of weights and matrix products; the optimizer keeps float32 copies. auto: "
-        "bfloat16 on a GPU and on CPUs that multiply it natively, else float32")
+    dtype: Literal[DTYPES] = setting("auto", DTYPE_HELP)
 
 
 @dataclass
 class Settings(Recipe):
     """All settings. Those below change the result by rounding at most, and may change on resume."""
-    config: paths = setting(None, "a TOML file of settings, which flags and later files override",
-                            action="append")
+    config: paths = setting(None, "a TOML file; flags and later files win", action="append")
     out_dir: paths = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: paths = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
     micro_batch: positive = setting(8, "rows per forward and backward pass on a device")
@@ -129,13 +121,11 @@ class Settings(Recipe):
     activation_budget: between(0.3, 1, float) = setting(
         1.0, "fraction of activations that a compiled model keeps; less saves memory, costs time")
     recompute: bool = setting(False, "recompute recurrences in the backward pass; least memory")
-    eval_every: positive = setting(1000, "updates between validations, and two more: at the start "
-                                        "and at the end")
+    eval_every: positive = setting(1000, "updates between validations, besides the first and last")
     eval_rows: positive = setting(1024, "validation rows of each data set, at most")
     eval_recurrences: recurrences = setting("1,2,4,8,16,32", "recurrences to validate at")
     save_every: positive = setting(500, "updates between checkpoints, besides the last")
-    keep: positive = setting(2, "checkpoints to keep: the newest has 8 (Muon) to 12 (AdamW) bytes "
-                             "per parameter, older ones, with weights alone, have 4")
+    keep: positive = setting(2, "checkpoints to keep; all but the newest hold weights alone")
     log_every: positive = setting(1, "updates between lines of the log")
     wandb: bool = setting(False, "also log to Weights & Biases")
 
