@@ -160,12 +160,11 @@ def read_settings(argv, world=1):
             if isinstance(value, list):
                 value = ",".join(map(str, value))
             flags.append(f"--{name}={value}")
-    settings = Settings(**vars(parser.parse_args(flags + argv)))
-    if not (settings.data and settings.out_dir):
+    s = Settings(**vars(parser.parse_args(flags + argv)))
+    if not (s.data and s.out_dir):
         parser.error("give --data and --out_dir, or --config=FILE")
-    if Path(settings.out_dir, "config.json").exists():
-        parser.error(f"--out_dir={settings.out_dir}: this folder holds a model. Choose a new one")
-    s = settings
+    if Path(s.out_dir, "config.json").exists():
+        parser.error(f"--out_dir={s.out_dir}: this folder holds a model. Choose a new one")
     # Several runs may share a TOML file.
     typed = [flag[2:].partition("=")[0] for flag in argv if flag.startswith("--")]
     refuse_idle(typed, (
@@ -175,21 +174,19 @@ def read_settings(argv, world=1):
         (s.optimizer != "muon", ["adam_lr"], "no effect without --optimizer=muon"),
         (s.curriculum == "none", ["curriculum_warmup"], "no effect with --curriculum=none"),
         (not s.compile, ["activation_budget"], "no effect with --compile=false")))
-    missing = [f"--{name}" for name in SHAPE if getattr(settings, name) is None]
-    if settings.init_from:
-        vars(settings).update(dict.fromkeys(SHAPE))
-    elif missing:
+    if s.init_from:
+        vars(s).update(dict.fromkeys(SHAPE))
+    elif missing := [f"--{name}" for name in SHAPE if getattr(s, name) is None]:
         parser.error(f"give {', '.join(missing)}, or --init_from")
-    else:
-        settings.n_kv_head = settings.n_kv_head or settings.n_head
-    settings.context = settings.context or row_length(settings.data)
-    most = math.ceil(settings.batch_size / (world * settings.draws))  # rows of a rank for each draw
-    settings.micro_batch = min(settings.micro_batch, most)
-    if settings.batch_size % (settings.micro_batch * world * settings.draws):
-        raise UserError(f"--batch_size={settings.batch_size}: must be a multiple of the number of "
-                        f"processes ({world}) times --micro_batch={settings.micro_batch} times "
-                        f"--draws={settings.draws}")
-    return settings
+    s.n_kv_head = s.n_kv_head or s.n_head
+    s.context = s.context or row_length(s.data)
+    most = math.ceil(s.batch_size / (world * s.draws))  # rows of a rank for each draw
+    s.micro_batch = min(s.micro_batch, most)
+    if s.batch_size % (s.micro_batch * world * s.draws):
+        raise UserError(f"--batch_size={s.batch_size}: must be a multiple of the number of "
+                        f"processes ({world}) times --micro_batch={s.micro_batch} times "
+                        f"--draws={s.draws}")
+    return s
 
 
 # --------------------------------------------------------------- schedules: functions of the update
@@ -276,8 +273,7 @@ def train_model(settings, device):
     model, exact, optimizer, progress = open_run(settings, device, train_set)
     tokenizer_files = check_tokenizers(model, train_set)
     start = progress.update
-    check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start,
-                                  "first row": progress.first_row})
+    check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start})
     if RANK == 0 and settings.updates:  # drop the log of updates to be redone
         with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
             f.truncate(min(f.tell(), progress.log_bytes))
@@ -529,8 +525,7 @@ def open_run(settings, device, train_set):
     if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
         settings.dtype = progress.recipe["dtype"]
     settings.dtype = choose_dtype(settings.dtype, device)
-    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)
-              if getattr(settings, item.name) is not None}
+    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
     recipe["digest of the data"] = train_set.fingerprint()
     if resumed:
         check_settings(settings.out_dir, progress.recipe, recipe, "To resume, repeat its settings. "
@@ -648,11 +643,9 @@ def describe_run(settings, model):
         f"{settings.context:,} tokens, {tokens:.4g} tokens in all")
     if c.n_core:
         extra = settings.recurrence_sampler != "fixed"  # see draw_steps()
-        rising = settings.curriculum != "none"
-        warmup = updates_in(settings, settings.curriculum_warmup) if rising else 0
         say(f"mean of r: {scheduled_mean(settings, 0) + extra} at first, "
-            f"{settings.mean_recurrence + extra} from update {warmup:,} on; gradients through at "
-            f"most the last {scheduled_k(settings, settings.updates)}")
+            f"{settings.mean_recurrence + extra} at the end; gradients through at most the last "
+            f"{scheduled_k(settings, settings.updates)}")
 
 
 def warm_up(settings, model, train_set):
