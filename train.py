@@ -284,9 +284,6 @@ def train_model(settings, device):
         say(f"rows begin after the {progress.first_row:,} of earlier runs on this data")
     describe_run(settings, model)
 
-    def save():
-        save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
-
     def due(every):
         """Whether this update is a multiple of `every`, or the last."""
         return progress.update == settings.updates or progress.update % every == 0
@@ -309,7 +306,7 @@ def train_model(settings, device):
                                                         progress, draws, signals)
         if stops:  # at least one rank left this update early, so discard it
             if update > start and not due(settings.save_every):  # if not saved yet
-                save()
+                save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
             break
         lr_factor = lr_scale(settings, update)
         norm = optimizer.step(sum_norm, max(labels, 1), lr_factor)
@@ -325,13 +322,17 @@ def train_model(settings, device):
         if due(settings.log_every) or skips:
             now = time.monotonic()
             pace = (now - run_began) / (progress.update - start)
-            report(settings, progress, {
-                "loss": losses / labels if labels else math.nan, "norm": norm,
-                "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
-                "lr": settings.lr * lr_factor, "tokens_per_s": round(tokens / (now - began)),
-                "minutes_left": pace * (settings.updates - progress.update) / 60})
+            entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
+                     "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
+                     "lr": settings.lr * lr_factor, "tokens_per_s": round(tokens / (now - began)),
+                     "minutes_left": pace * (settings.updates - progress.update) / 60}
+            say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
+                f"n {entry['n']:g} k {entry['k']:g}  norm {norm:.2f}  "
+                f"{entry['tokens_per_s']:,} tokens/s  "
+                f"{entry['minutes_left']:.1f} min left at this pace")
+            log(settings, progress, entry)
         if due(settings.save_every):
-            save()
+            save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
         if due(settings.eval_every):
             validate(settings, model, val_sets, progress, signals)
     if progress.validated < settings.updates:
@@ -426,14 +427,6 @@ def validate(settings, model, val_sets, progress, signals):
     saved = f"{settings.out_dir}/step_{progress.update:06d}"
     if RANK == 0 and os.path.exists(saved):
         write_json(f"{saved}/train.json", vars(progress))
-
-
-def report(settings, progress, entry):
-    """Print and log an update."""
-    say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
-        f"n {entry['n']:g} k {entry['k']:g}  norm {entry['norm']:.2f}  "
-        f"{entry['tokens_per_s']:,} tokens/s  {entry['minutes_left']:.1f} min left at this pace")
-    log(settings, progress, entry)
 
 
 def log(settings, progress, entry):
