@@ -162,7 +162,7 @@ class Optimizer:
         self.rank = rank
         self.world = world
         self.updates = 0
-        self.pieces = self.make_pieces(matrices, rule, stacked or {})
+        self.pieces, owned = self.make_pieces(matrices, rule, stacked or {})
         self.own = [piece for piece in self.pieces if piece.owner == rank]
 
         # All summed gradients are in one tensor, sorted by owner, so that an update sends each rank
@@ -170,11 +170,9 @@ class Optimizer:
         sizes = [piece.weight.numel() for piece in self.pieces]
         device = self.pieces[0].weight.device
         self.sums = torch.zeros(sum(sizes), device=device)
-        lengths = [0] * world
+        self.slices = self.sums.split(owned)  # one for each rank
         for piece, grad in zip(self.pieces, self.sums.split(sizes)):
             piece.grad = grad.view_as(piece.weight)
-            lengths[piece.owner] += grad.numel()
-        self.slices = self.sums.split(lengths)  # one for each rank
 
         for piece in self.own:
             piece.master = piece.weight
@@ -185,8 +183,8 @@ class Optimizer:
 
     def make_pieces(self, matrices, rule, stacked):
         """
-        Split the parameters into Pieces, sorted by owner (see the top). A parameter that is not
-        split goes to the rank that owns the fewest numbers so far.
+        Split the parameters into Pieces, sorted by owner (see the top), and count the numbers that
+        each rank owns. A parameter that is not split goes to the rank that owns the fewest so far.
         """
         for name in matrices:
             assert self.params[name].dim() == 2, f"{name}: not a matrix"
@@ -204,7 +202,7 @@ class Optimizer:
                 splits = [len(weight)] if adamw else stacked.get(name, [len(weight)])
                 pieces.append(Piece(owner, name, "adamw" if adamw else rule, rows, splits, weight))
                 owned[owner] += weight.numel()
-        return sorted(pieces, key=lambda piece: piece.owner)
+        return sorted(pieces, key=lambda piece: piece.owner), owned
 
     def masters_and_moments(self):
         """{name or name.moment: float32 tensor} of the rows that this rank owns."""
@@ -274,7 +272,6 @@ class Optimizer:
                     adamw_star_(*tensors, self.updates, lr, self.weight_decay * lr_factor)
                 else:
                     adamw_(*tensors, self.updates, adam_lr, self.weight_decay, self.eps)
-        for piece in self.own:
             piece.weight.copy_(piece.master)
         if self.world > 1:
             for owner in range(self.world):
