@@ -667,11 +667,9 @@ def attention_kernels(device, T):
 
 def join_ranks(device):
     """
-    Join the process group of torchrun's ranks.
-
-    When torchrun restarts the ranks of a node after a crash, its store still holds the addresses of
-    the dead ones, so each attempt writes under its own prefix. For several nodes, which may count
-    restarts differently, see runs/README.md.
+    Join the process group of torchrun's ranks. When it restarts those of a node after a crash, its
+    store still holds the addresses of the dead ones, so each attempt writes under its own prefix.
+    For several nodes, which may count restarts differently, see runs/README.md.
     """
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
