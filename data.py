@@ -569,30 +569,34 @@ def document(tokenizer, record, args):
     Turn a record into an array of token ids (1, N) int32; or (2, N), with targets, which are
     already shifted, with -100 for no loss, if only a part carries loss. args: the flags of prepare.
 
-    The document begins with BOS, a newline separates its parts, and EOS follows each that carries
-    loss; a column of ids is used unchanged. Each part is tokenized separately, so that a prompt has
-    the same ids here as at inference. Raises an exception, whatever its type, for a bad record.
+    The document begins with BOS, a newline separates its parts, and EOS follows each answer, also
+    one that its file excludes from the loss; a column of ids is used unchanged. Each part is
+    tokenized separately, so that a prompt has the same ids here as at inference. Raises an
+    exception, whatever its type, for a bad record.
     """
     value = parse_chat(column_value(record, args.field))
-    parts = [(column_value(record, args.prompt), False)] if args.prompt else []
+    parts = [(column_value(record, args.prompt), False, False)] if args.prompt else []
     if args.loss == "all":
-        parts.append((value, True))
+        parts.append((value, True, True))
     else:
-        parts += [(text, role.lower() in ("assistant", "gpt"))
-                  for role, text in map(read_message, value)]
+        for message in value:
+            role, text = read_message(message)
+            is_answer = role.lower() in ("assistant", "gpt")
+            excluded = 0 in (message.get("weight"), message.get("loss"))  # OpenAI's, ms-swift's key
+            parts.append((text, is_answer, is_answer and not excluded))
     ids, labels = [], []
-    for part, has_loss in parts:
+    for part, is_answer, has_loss in parts:
         is_ids = isinstance(part, list) and all(type(item) is int for item in part)  # no bools
         if not is_ids:
             text = as_text(part)
             if args.strip_roles:
                 text = ROLES.sub("", text)
-            if has_loss:
+            if is_answer:
                 text = text.strip()
             if not text:
                 continue
             part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
-            part += [tokenizer.eos_id] * has_loss
+            part += [tokenizer.eos_id] * is_answer
         ids += part
         labels += part if has_loss else [IGNORE] * len(part)
     if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:

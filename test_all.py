@@ -810,6 +810,10 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
     ({"a": SHAREGPT}, {}, "[|has 1\n2\nso$]"),
     ({"a": SHAREGPT}, {"loss": "assistant"}, "|has 1[\n2$]\nso"),
     ({"a": json.dumps(TURNS)}, {"loss": "assistant"}, "|has 1[\n0$]\nso[\n3$]"),
+    ({"a": TURNS[:2] + [TURNS[2] | {"weight": 0}] + TURNS[3:]}, {"loss": "assistant"},
+     "|has 1\n0$\nso[\n3$]"),
+    ({"a": SHAREGPT[:2] + [{"from": "gpt", "value": "3", "loss": False}]}, {"loss": "assistant"},
+     "|has 1[\n2$]\n3$"),
     ({"a": json.dumps(SHAREGPT).encode()}, {}, "[|has 1\n2\nso$]"),
     ({"a": '{"value": 1}'}, {}, '[|{"value": 1}$]'),
     ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has [\n1$]"),
@@ -818,7 +822,7 @@ MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
     ({"a": [65]}, {}, "[A]"),
 ])
 def test_prepare_reads_fields_and_chats(row, flags, text):
-    """Messages are joined, role tags are removed, and a prompt or a user's message has no loss."""
+    """Messages are joined, role tags are removed; what is no answer, or marked, has no loss."""
     tokenizer = SimpleNamespace(encode=lambda text, bos: [*map(ord, "|" * bos + text)],
                                 eos_id=ord("$"), vocab_size=128)
     flags = dict(field="a", prompt=None, strip_roles=True, loss="all") | flags
