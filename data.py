@@ -533,16 +533,21 @@ def column_value(record, column):
     return record
 
 
+UNREAD = "tool_calls", "function_call", "reasoning_content", "thinking"  # beside a message's text
+
+
 def read_message(message):
-    """Return (role, text) of a message, also in ShareGPT's form. A tool's call has no text."""
+    """Return (role, text) of a message, also in ShareGPT's form. One with more is refused."""
     role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
     text = message[text]  # a TypeError if the message is only a text
+    if more := next(filter(message.get, UNREAD), None):
+        raise NotImplementedError(f"{more} of a message, which is not read: write it into the text")
     return message.get(role), "" if text is None else text
 
 
 def parse_chat(value):
     """Return the messages of a chat that is stored as a string of JSON, or any other value."""
-    with contextlib.suppress(Exception):  # it is none
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # it is none
         chat = json.loads(value)
         if chat and all(role for role, _ in map(read_message, chat)):
             return chat

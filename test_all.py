@@ -790,7 +790,7 @@ def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
 
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
 TURNS = json.loads("""[
-    {"role": "user", "content": "has 1"}, {"role": "tool", "content": null},
+    {"role": "user", "content": "has 1", "tool_calls": []}, {"role": "tool", "content": null},
     {"role": "Assistant", "content": 0}, {"role": "user", "content": "so"},
     {"role": "assistant", "content": "3"}]""")
 SHAREGPT = json.loads("""[
@@ -842,15 +842,17 @@ def test_documents_are_counted_and_bad_ones_skipped(corpus):
         '{"text": "\xff"}', '{"text": "\\ud83d"}',  # not UTF-8, and a lone surrogate
         '{"text": [17]}', '{"text": [-1]}',  # ids that the tokenizer does not have
         '{"text": [true, false]}', '{"text": [1, 1.5]}', '{"text": ["has 1"]}',
+        '{"text": [{"role": "assistant", "content": "1", "reasoning_content": "has 1"}]}',
+        r'{"text": "[{\"role\": \"assistant\", \"content\": null, \"tool_calls\": [1]}]"}',
     ]
     Path("b.jsonl").write_text(good * 48 + "\n".join(bad), encoding="latin-1")
     said = error_line("data", *prepare(corpus, "b.jsonl", "out"))
-    assert "12 of 60 records" in said and "b.jsonl: " in said
+    assert "14 of 62 records" in said and "b.jsonl: " in said
     said = error_line("data", *prepare(corpus, "b.jsonl", "out", "--field=txt"))
     assert "KeyError('txt')" in said
-    Path("b.jsonl").write_text(good * 1300 + "\n".join(bad), encoding="latin-1")
+    Path("b.jsonl").write_text(good * 1500 + "\n".join(bad), encoding="latin-1")
     run_script("data", *prepare(corpus, "b.jsonl", "out"))
-    assert read_json("out/meta.json")["counts"]["bad"] == 12
+    assert read_json("out/meta.json")["counts"]["bad"] == 14
 
     texts = "has", "so", "so drop", " "
     Path("c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
