@@ -29,6 +29,7 @@ import math
 import os
 import re
 import resource
+import sys
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,7 @@ class Tokenizer:
     bos_id: int | None     # put before a text; None if nothing is
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
     fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
+    noted: bool = False    # that a text has the name of a control token
 
     @staticmethod
     def load(folder):
@@ -251,7 +253,17 @@ class Tokenizer:
         except UnicodeEncodeError as e:
             raise UserError(f"a text has a lone surrogate, which cannot be encoded in UTF-8 ({e})")
         ids = self.encode_text(text)
+        found = not self.noted and self.control.search(text)
+        if found and self.special[found[0]] not in ids:
+            self.noted = True  # once: chat templates put them into every text, a page by accident
+            say(f"note: {found[0]} in a text is read as plain text, not as the control token of "
+                f"{self.folder}", sys.stderr)
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    @functools.cached_property
+    def control(self):
+        """The pattern of the names of control tokens."""
+        return re.compile("|".join(map(re.escape, self.special)) or "(?!)")
 
     def decode(self, ids):
         """Turn ids into text. Skips ids beyond the vocabulary, with which a model may be padded."""

@@ -971,10 +971,10 @@ def test_row_length_fits_the_questions(corpus):
         assert "100 of 100 records so far are long. A row has 90" in said and "100 tokens" in said
 
 
-def test_prepare_says_what_it_found(corpus, speaker):
+def test_prepare_says_what_it_found(corpus, speaker, capsys):
     """
-    prepare says what begins a document, and which file decides that; the data set has no other
-    tokenizer, although an earlier attempt had one.
+    prepare says what begins a document, which file decides that, and, once, that a control token's
+    name is plain text; the data set has no other tokenizer, although an earlier attempt had one.
     """
     documents(30)
     shutil.copy(corpus / "task" / "tokenizer.json", ".")
@@ -986,6 +986,12 @@ def test_prepare_says_what_it_found(corpus, speaker):
     said = run_script("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.")
     assert "tokenizer.model: documents begin with <s> (1)" in said and "add_bos_token" in said
     assert os.path.exists("model/tokenizer.model") and not os.path.exists("model/tokenizer.json")
+    templated = json.dumps({"text": "<s> [INST] has [/INST] 1 </s>"})
+    Path("b.jsonl").write_text(f"{templated}\n" * 30)
+    for folder, names in (".", ["<s>"]), (corpus / "task", []):  # whose words are the tokens
+        capsys.readouterr()
+        run_script("data", *prepare(corpus, "b.jsonl", f"b{len(names)}"), f"--tokenizer={folder}")
+        assert re.findall("note: (.*) in a text is read as plain", capsys.readouterr().err) == names
 
 
 # --------------------------------------------------------------------------------------- the loader
