@@ -426,6 +426,7 @@ def sentencepiece_beside(path, spec, in_text):
             model, tokens = read_sentencepiece(beside)
             scores = [model.get_score(tokens.get(token, 0)) for token in merged_tokens(spec)]
             if (tokens == all_tokens(spec)
+                    and not any(t["id"] in model.encode(t["content"]) for t in spec["added_tokens"])
                     and scores == sorted(scores, reverse=True)
                     and model.normalize(" ﬁ  x ") == "▁▁ﬁ▁▁x▁"):
                 return model.encode, model.decode

@@ -578,7 +578,8 @@ def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
 
 
 @pytest.mark.parametrize("change", [
-    "none", "no blank", "lowercase", "digits", "merges", "ids", "added token", "no bytes", "model"])
+    "none", "no blank", "lowercase", "digits", "merges", "ids", "added token", "control token",
+    "no bytes", "model"])
 def test_tokenizer_json_decides(change, speaker, monkeypatch):
     """The ids are those of tokenizer.json, also where a tokenizer.model beside it is faster."""
     tf, tokenizers = need("transformers"), need("tokenizers")
@@ -608,6 +609,11 @@ def test_tokenizer_json_decides(change, speaker, monkeypatch):
         case "added token":
             spec["added_tokens"].append(spec["added_tokens"][0] | {
                 "id": vocab["e"], "content": "e", "special": False})
+        case "control token":  # user-defined in the model, which finds it in a text
+            vocab["<12>"] = 512
+            spec["added_tokens"].append(spec["added_tokens"][0] | {"id": 512, "content": "<12>"})
+            with open("tokenizer.model", "ab") as file:
+                file.write(b"\x0a\x08\x0a\x04<12>\x18\x04")
         case "no bytes":
             model["byte_fallback"] = False
         case "model":  # its normalizer removes blanks
@@ -620,7 +626,7 @@ def test_tokenizer_json_decides(change, speaker, monkeypatch):
     if change == "none":
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(".")
-    for text in (*HARD, "has 12 ABBA", (ROOT / "README.md").read_text()):
+    for text in (*HARD, "has <12> ABBA", (ROOT / "README.md").read_text()):
         ids = theirs.encode(text).ids
         assert ours.encode(text, bos=True) == ids, text[:200]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
