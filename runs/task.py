@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common import UserError, choose_dtype, cli, reading, say
-from data import as_text, parse_chat
+from data import as_text, parse_chat, read_message
 from eval_gsm8k import read_questions
 from model import RecurrentLM, find_checkpoint, load_config
 from runs.smollm2.cups import read_stories
@@ -30,7 +30,8 @@ def check(folder):
     for path in train, test:
         if not path.exists():
             raise UserError(f"{path} does not exist. Put your questions there")
-    asked = {question["question"] for question in read_questions(test)}
+    tested = read_questions(test)
+    asked = {question["question"] for question in tested}
     with reading(train), open(train, encoding="utf-8-sig") as file:
         first = json.loads(next(filter(str.strip, file), "{}"))
     chat = next((name for name in ("messages", "conversations") if name in first), None)
@@ -38,7 +39,12 @@ def check(folder):
     if chat:
         with reading(train), open(train, encoding="utf-8-sig") as file:
             rows = [parse_chat(json.loads(line)[chat]) for line in file if line.strip()]
+            if "system" in [read_message(message)[0] for row in rows for message in row]:
+                raise UserError(f"{train}: a chat has a system message, which the test cannot "
+                                "give. Put it into the user's message, and into the questions of "
+                                f"{test}")
             known = [as_text([message]) for row in rows for message in row]
+            answers = [as_text(row[-1:]) for row in rows]
     elif "events" in first:
         stories, end = read_stories(train), str
         joints = {a[-1:] + b[:1] for events, _ in stories for a, b in itertools.pairwise(events)}
@@ -46,8 +52,14 @@ def check(folder):
             raise UserError(f"{train}: events meet as in {min(joints)!r}, which no question of "
                             f"{test} has. Is a space missing?")
         known = (text for events, _ in stories for text in itertools.accumulate(events))
+        answers = []
     else:
-        known = [question["question"] for question in read_questions(train)]
+        trained = read_questions(train)
+        known, answers = ([question[key] for question in trained] for key in ("question", "answer"))
+    last_lines = {answer.strip().rpartition("\n")[2] for answer in answers}
+    if "####" in "".join(last_lines) and not any("####" in row["answer"] for row in tested):
+        raise UserError(f"{train}: answers end like '#### 18', but none of {test} does, whose "
+                        "longest answer limits what the model may write. Give both the same form")
 
     def shape(text):  # at its ends
         return text[:1].isspace(), end(text[-1:])

@@ -1078,16 +1078,23 @@ def write_task(folder, train, test):
 
 
 def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
-    """Missing, empty and repeated questions, and too little memory, are reported first."""
+    """Missing, repeated and mismatched questions, and too little memory, are reported first."""
     write_task("mine", ["has 1", "so 2"], ["has 1", "gets 3", "so 2"])
     assert run_script("runs/task", "check", "mine") == "--prompt question --field answer\n"
     assert "2 of the 3 questions of mine/test.jsonl are also in" in capfd.readouterr().err
-    chat = [{"role": "system", "content": "so"}, {"role": "user", "content": "gets 3"},
-            {"role": "assistant", "content": "3"}]
-    for chat in chat, json.dumps(chat):
-        Path("mine/train.jsonl").write_text(json.dumps({"messages": chat}))
+    system, *chat = [{"role": "system", "content": "so"}, {"role": "user", "content": "gets 3"},
+                     {"role": "assistant", "content": "3"}]
+    for messages in chat, json.dumps(chat):
+        Path("mine/train.jsonl").write_text(json.dumps({"messages": messages}))
         assert "--field messages --loss assistant" in run_script("runs/task", "check", "mine")
         assert "1 of the 3 questions" in capfd.readouterr().err
+    worked = {"role": "assistant", "content": "1 and 2\n#### 3"}
+    for line, words in (
+            ({"messages": [system, *chat]}, "has a system message"),
+            ({"messages": [*chat, worked]}, "end like '#### 18'"),
+            ({"question": "gets 3", "answer": "1 and 2 #### 3"}, "end like '#### 18'")):
+        Path("mine/train.jsonl").write_text(json.dumps(line))
+        assert words in error_line("runs/task", "check", "mine")
     for line in '{"question": "so 2", "answer": " "}', '{"text": "so"}', "[]":
         Path("mine/train.jsonl").write_text(line)
         assert "mine/train.jsonl" in error_line("runs/task", "check", "mine")
