@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How does loopgraft do on your GPU, NVIDIA's or AMD's? Needs a clone and requirements.txt, and
-# downloads nothing. It ends with a table and a line of JSON: please paste both into an issue.
+# downloads nothing. It ends with the results of all parts: please paste them into an issue.
 #
 #   bash runs/gpu.sh [--small | --cpu] [PART ...]
 #
@@ -11,7 +11,7 @@
 #   --hunt       nine small runs at once, which have crashed on an H200: two minutes, only if asked
 #                for
 #
-# The first four take up to 8 minutes, beside what compiles in them (the table says how long), and
+# The first four take up to 8 minutes, beside what compiles in them (first_s, in seconds), and
 # 24 GB of GPU memory. --small: SmolLM2's size, for less memory. --cpu: toy sizes, on a CPU.
 # A part that fails does not stop the others. Logs, models and runs go to out/gpu.
 set -euo pipefail
@@ -111,9 +111,15 @@ if asked hunt; then
     echo "$((runs - crashed)) of $runs runs did not crash" | tee $out/hunt.log
 fi
 
-commit=$(git rev-parse --short HEAD 2>/dev/null) || commit=unknown
+gpus=$(python -c "import torch
+print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), 'torch', torch.__version__)")
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
     driver=unknown
-python -m runs.gpu report $out $shape commit="$commit" date="$(date -u +%F)" driver="$driver" \
-    seconds=$SECONDS
+commit=$(git rev-parse --short HEAD 2>/dev/null) || commit=unknown
+printf '\n== %s, driver %s, commit %s, %s, %d s\n' "$gpus" "$driver" "$commit" "$(date -u +%F)" \
+    $SECONDS
+for log in $(ls -tr $out/*.log); do
+    printf '\n%s\n' "$(basename "$log" .log)"
+    grep -E '^([nr] [0-9]|failed)' "$log" || tail -n 1 "$log"  # bench.py's rows, or the last line
+done
 exit $failed
