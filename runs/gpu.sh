@@ -112,7 +112,8 @@ if asked hunt; then
 fi
 
 gpus=$(python -c "import torch
-print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), 'torch', torch.__version__)")
+gpus = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+print(*gpus, 'torch', torch.__version__)")
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
     driver=unknown
 commit=$(git rev-parse --short HEAD 2>/dev/null) || commit=unknown

@@ -14,10 +14,6 @@ from model import find_checkpoint
 from runs.smollm2.report import finish, print_final, print_notes, runs_of
 
 HERE = Path(__file__).resolve().parent
-PARTS = {"swaps": {"test": "swaps", "long": "swaps"},
-         "stepgame": {"test": "hops", "sentences": "sentences"},
-         "swaps, 30 layers": {"test": "swaps", "long": "swaps"},
-         "swaps, six layers": {"test": "swaps"}}
 
 # code-davinci-002 by the number of swaps, which is that of the people: Suzgun et al., 2022.
 PUBLISHED = {"few examples": (37.6, 20.4, 14.4), "steps written out": (78, 90, 86)}
@@ -67,12 +63,11 @@ def main():
     args = parser.parse_args()
     found = collect(args.runs) if args.runs else read_json(HERE / "results.json")
     notes = found.pop("notes", {})
-    for task in filter(found.get, PARTS):
-        runs = found[task]
-        for part, unit in PARTS[task].items():
+    for task, runs in found.items():
+        for part in "test", "long":
             if part in runs["loop 0"]:
-                print(f"\n{task}, {part}.jsonl, by {unit}\n")
-                print_final(runs, part, unit)
+                print(f"\n{task}, {part}.jsonl, by swaps\n")
+                print_final(runs, part, "swaps")
         for name, run in runs.items():
             print(f"{task}, {name}: {run['updates']} updates, {run['flops']:.2g} FLOPs")
     for kind, values in PUBLISHED.items():

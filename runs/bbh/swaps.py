@@ -16,12 +16,12 @@ items of each lend their sentences; who holds what, who swaps and who is asked a
 Every one of the 750 items is solved and written back first, and has to give its own answer and its
 own text.
 """
+import json
 import random
 import re
 from pathlib import Path
 
 from common import Parser, UserError, cli, new_folder, read_json, write_atomically
-from runs.bbh.stepgame import write_lines
 
 PEOPLE = {"three": 3, "five": 5, "seven": 7}
 LENGTHS = 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16
@@ -139,7 +139,9 @@ def main():
     with write_atomically(args.out) as folder:
         folder.mkdir()
         for name, lines in sets.items():
-            write_lines(folder / f"{name}.jsonl", lines)
+            with open(folder / f"{name}.jsonl", "w") as file:
+                for x in lines:
+                    print(json.dumps(x), file=file)
 
 
 if __name__ == "__main__":
