@@ -11,7 +11,7 @@ from statistics import mean
 
 from common import Parser, cli, read_json
 from model import find_checkpoint
-from runs.smollm2.report import finish, print_final, print_notes, runs_of
+from runs.smollm2.report import finish, print_final, runs_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -73,7 +73,11 @@ def main():
     for kind, values in PUBLISHED.items():
         print(f"code-davinci-002, {kind}: {values}")
     print(f"one standard error of 200 questions is at most {50 / math.sqrt(200):.1f} points")
-    print_notes(notes)
+    for title, lines in notes.items():
+        print(f"\n{title}\n")
+        if isinstance(lines, dict):
+            lines = [f"| {name} | {value} |" for name, value in lines.items()]
+        print(*lines, sep="\n")
     if importlib.util.find_spec("matplotlib") and not args.runs:
         draw(found["swaps"])
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from common import Parser, cli, read_json
 from model import find_checkpoint
-from runs.smollm2.cups import tell
 
 HERE = Path(__file__).resolve().parent
 ASSETS = HERE.parents[1] / "assets"
@@ -24,8 +23,6 @@ ARMS = {
     "parent": "its full parent, 30 layers",
     "no-loop": "the same 6 layers without a loop",
 }
-COUNTS = {"3 to 5": (3, 5), "6 to 8": (6, 8), "9 to 12": (9, 12)}
-DEPTHS = 1, 2, 4, 8
 
 
 def collect(out):
@@ -83,39 +80,20 @@ def gain_and_error(ours, theirs):
     return f"{gain:.1f} ± {error:.1f}"
 
 
-def without_the_start(stories=10_000):
-    """
-    Return the share of right answers after each event of the best guess that knows all swaps, but
-    not the first sentence. The ball's cup is in 60% of the swaps, which betrays where it is.
-    """
-    rng = np.random.default_rng(0)
-    right = np.zeros(24)
-    for _ in range(stories):
-        belief = dict.fromkeys("ABCDE", 0.2)
-        for i, (event, answer) in enumerate(zip(*tell(rng, 24))):
-            if i:
-                a, _, b, _ = event.split()
-                for cup in belief:  # the likelihood of this pair: 4 pairs with the ball, 6 without
-                    belief[cup] *= 0.6 / 4 if cup in (a, b) else 0.4 / 6
-                belief[a], belief[b] = belief[b], belief[a]
-            right[i] += max(belief, key=belief.get) == answer.strip()
-    return right / stories
-
-
 # ------------------------------------------------------------------------------------------ tables
 
-def print_table(found, rows, groups, part="right"):
+def print_table(found, rows, part):
     """
     Print accuracy by number of events, and how many runs it is the mean of. rows: (title, arm, r);
-    r None: the best one for each group.
+    r None: the best one for each number of events.
     """
-    print("| (runs) | " + " | ".join(f"{name} events" for name in groups) + " |")
-    print("| --- " * (1 + len(groups)) + "|")
+    print("| (runs) | " + " | ".join(f"{name} events" for name in CUPS) + " |")
+    print("| --- " * (1 + len(CUPS)) + "|")
     for title, arm, r in rows:
         runs = runs_of(found, arm)
         cells = []
-        for lengths in groups.values():
-            depth = best_depth(runs, lengths) if r is None else str(r)
+        for lengths in CUPS.values():
+            depth = best_depth(runs, lengths) if r is None else r
             scores = [accuracy(run[part][depth], *lengths) for run in runs.values()]
             best = f" (r = {depth})" if r is None and depth != "0" else ""
             cells.append(mean_and_error(scores) + best)
@@ -135,10 +113,10 @@ def print_cups(found):
         print(f"\n{kind}\n")
         rows = [(f"looped, r = {r}", "retrofit", r) for r in depths]
         if "random" in arms:
-            rows.append(("random start, r = 32", "random", 32))
-        print_table(found, rows, CUPS, part)
+            rows.append(("random start, r = 32", "random", "32"))
+        print_table(found, rows, part)
         print()
-        print_table(found, [(title, arm, None) for arm, title in arms.items()], CUPS, part)
+        print_table(found, [(title, arm, None) for arm, title in arms.items()], part)
         print()
         for name, lengths in CUPS.items():
             r, ours = at_best(found, "retrofit", part, lengths)
@@ -194,55 +172,6 @@ def print_trials(found):
         shares = run["dev"].get("32") or run["dev"]["0"]
         mean = statistics.fmean(shares[n] for n in ("6", "7", "8", "10", "12"))
         print(f"{name}, dev.jsonl, 6 to 12 events: {mean:.1%}")
-
-
-def print_counts(found):
-    """Print the counts: accuracy by number of events, and what r = 8 gains over other models."""
-    rows = [(f"looped, r = {r}", "loop", r) for r in DEPTHS]
-    print_table(found, [*rows, ("parent, equal FLOPs", "parent", 0)], COUNTS)
-    others = ("its r = 1", "loop", "1"), ("its r = 4", "loop", "4"), ("parent", "parent", "0")
-    for title, arm, r in others:
-        for name, lengths in COUNTS.items():
-            ours, theirs = runs_of(found, "loop"), runs_of(found, arm)
-            gains = [accuracy(ours[seed]["right"]["8"], *lengths)
-                     - accuracy(theirs[seed]["right"][r], *lengths) for seed in ours]
-            print(f"looped, r = 8, over {title}, {name} events: {mean_and_error(gains)}")
-
-
-def difference(run, r, other, other_r):
-    """
-    Return how much lower the loss per token of one run is than that of another on the same
-    problems, and the standard error, in thousandths of a nat.
-    """
-    labels = run["labels"]
-    pairs = zip(other["losses"][str(other_r)], run["losses"][str(r)], strict=True)
-    gains = [theirs - ours for theirs, ours in pairs]
-    mean = sum(gains) / sum(labels)
-    rest = [gain - mean * count for gain, count in zip(gains, labels)]
-    error = math.sqrt(len(rest)) * statistics.stdev(rest) / sum(labels)
-    return f"{1000 * mean:+.1f} ± {1000 * error:.1f}"
-
-
-def print_language(found):
-    """Print the loss per token over r, and its differences to r = 1 and to the parent."""
-    print("| seed | r | NLL | gain over its r = 1, mnat | gain over the parent, mnat |")
-    print("| --- " * 5 + "|")
-    for seed, loop in runs_of(found, "loop").items():
-        parent = found[f"parent {seed}"]
-        tokens = sum(loop["labels"])
-        for r in loop["losses"]:
-            print(f"| {seed} | {r} | {sum(loop['losses'][r]) / tokens:.4f} "
-                  f"| {difference(loop, r, loop, 1)} | {difference(loop, r, parent, 0)} |")
-        print(f"| {seed} | parent | {sum(parent['losses']['0']) / tokens:.4f} | | |")
-
-
-def print_notes(notes):
-    """Print what was read off the screens of runs that are not kept: {title: rows or lines}."""
-    for title, lines in notes.items():
-        print(f"\n{title}\n")
-        if isinstance(lines, dict):
-            lines = [f"| {name} | {value} |" for name, value in lines.items()]
-        print(*lines, sep="\n")
 
 
 def draw(found):
@@ -314,18 +243,6 @@ def main():
         print(f"\n{task}\n")
         print_final(found[task])
     print_trials(found["final answers, trials"])
-    print()
-    for name, lengths in CUPS.items():
-        right = accuracy(without_the_start(), *lengths)
-        print(f"{name} events: the swaps alone tell {right:.1f}%")
-    for task in ("counts", "short"):
-        print(f"\n{task}\n")
-        print_counts(found[task])
-    print()
-    print_language(found["language"])
-    for name, shares in found["generation"].items():
-        print(name, *(f"{share:.0%} at r = {r}" for r, share in shares.items()))
-    print_notes(found["notes"])
     if importlib.util.find_spec("matplotlib"):
         draw(found["cups"])
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, cli, paths, recurrences, write_json
+from common import Parser, cli, paths, write_json
 from model import IGNORE
 from runs.smollm2.cups import encode_story
 from sample import load_model
 
 ROWS = 50  # stories in one pass
+STEPS = 1, 2, 4, 8, 16, 32, 64  # r
 
 
 @torch.no_grad()
@@ -40,7 +41,6 @@ def main():
     parser.add_argument("--model", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--data", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--out", type=paths, required=True, metavar="FILE")
-    parser.add_argument("--steps", type=recurrences, default="1,2,4,8,16,32,64")
     args = parser.parse_args()
     model, tokenizer = load_model(args.model)
     found = {}
@@ -48,7 +48,7 @@ def main():
         lines = Path(args.data, f"{name}.jsonl").read_text().splitlines()
         stories = [encode_story(tokenizer, **json.loads(line)) for line in lines]
         stories = torch.tensor(stories).transpose(0, 1)
-        found[name] = right_answers(model, stories, args.steps if model.core else [0])
+        found[name] = right_answers(model, stories, STEPS if model.core else [0])
     for r, shares in found["test"].items():
         print(f"r = {r}: right after each event:", *(f"{x:.0%}" for x in shares))
     write_json(args.out, found)
