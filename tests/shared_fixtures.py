@@ -27,7 +27,7 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """The running counts of the study, with 8,000 training rows instead of 50,000."""
+    """The running counts of tiny_corpus.py, with 8,000 training rows instead of 50,000."""
     folder = tmp_path_factory.mktemp("corpus") / "tiny"
     tiny(str(folder), "counts", rows=8000)
     return folder

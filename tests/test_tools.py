@@ -41,7 +41,6 @@ from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
 from runs import task
 from runs.bbh import report as bbh_report
 from runs.smollm2 import cups, report
-from runs.study import run as study
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
 from tools import plan, plot
@@ -1012,20 +1011,12 @@ def test_public_benchmark():
 
 
 def test_figures_in_tables_come_from_results(monkeypatch):
-    """The study's tables are made from its results; scripts print every figure of the others."""
-    monkeypatch.setattr(study, "draw", lambda *_: None)
-    page = Path("page.md")
-    made = (ROOT / "runs/study/README.md").read_text()
-    page.write_text(re.sub(r"(?s)(<!-- table: \w+ -->\n).*?(?=<!-- end)", r"\1", made))
-    study.publish([page])
-    assert page.read_text() == made
-    assert made.count("<!-- table: ") == 3
-
+    """Scripts print every figure of the tables, from results of runs."""
     for script in report, bbh_report:
         monkeypatch.setattr(script, "draw", lambda *_: None)
     figure = r"\d+\.\d+(?: ± \d+\.\d+)?"
     printed = run_script("runs/smollm2/report") + run_script("runs/bbh/report")
-    printed = {*re.findall(figure, made + printed)}
+    printed = {*re.findall(figure, printed)}
     for name in ("README.md", "runs/smollm2/README.md", "runs/bbh/README.md"):
         ours, *_ = (ROOT / name).read_text().split("## Where the loop did not help")  # is older
         tables = re.findall(r"(?:^\|.*\n)+", ours, re.M)
