@@ -232,8 +232,6 @@ def draw(panels, out):
         curves          {label: [(x, y, error), ...]}; error may be None, and a curve whose points
                         have None for x is a horizontal line
         x_log           optional: base of a logarithmic x axis
-        line            optional: (x, label) of a vertical line
-        ticks           optional: ticks of the x axis
 
     out: the path of the picture, a .png or .svg.
     """
@@ -287,11 +285,6 @@ def draw_panel(axes, panel):
         )
         band = ys - errors, ys + errors
         axes.fill_between(xs, *band, color=style["color"], alpha=0.15, linewidth=0)
-    if "line" in panel:
-        x, label = panel["line"]
-        axes.axvline(x, color="gray", linestyle=":", label=label)
-    if "ticks" in panel:
-        axes.set_xticks(panel["ticks"])
     axes.set(xlabel=panel["x"], ylabel=panel["y"], title=panel["title"])
     if panel.get("x_log"):
         axes.set_xscale("log", base=panel["x_log"])
