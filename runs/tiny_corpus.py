@@ -1,10 +1,9 @@
 """
-Make the corpus of tiny.sh or one of the study's, in a few seconds and without a download. Each has
-a task that needs depth: the shell game, a running count, or products in the group S5.
+Make the corpus of tiny.sh, in a few seconds and without a download. Its task needs depth: the shell
+game, or a running count.
 
     python -m runs.tiny_corpus --out out/tiny/data
     python -m runs.tiny_corpus --out out/counts/data --task counts
-    python -m runs.tiny_corpus --out out/s5/data --task s5
 
 Each answer of a story depends on the one before it, so a model that works out one sentence per
 layer needs a layer for each sentence, or has to reuse layers. The last word of a sentence asks for
@@ -12,24 +11,21 @@ the answer so far:
 
     cups        The ball is under B. B and D swap. A and D swap.   B, D and A: where the ball is
     counts      has 7 so loses 4 so times 3 so                     7, 3 and 9: a count's last digit
-    s5          a so d so c so          23514, 12534 and 42315: a product of permutations
 
 OUT gets two data sets, with several stories in each row, and two files of questions:
 
     pretrain        Every other row holds worked stories of 12 sentences in total, with the answer
                     written out after each sentence. The rows in between hold short stories, of 2 or
                     3 sentences, in which the answers are not part of the text but are the targets.
-    task            Each row holds three stories, of 3, 4 and 5 sentences in random order (s5: 3, 5
-                    and 8 letters), again with the answers as targets only. A validation row holds a
-                    story of 8 sentences (s5: 11 letters) of which only the last 3 answers count,
-                    and two short stories that do not count.
+    task            Each row holds three stories, of 3, 4 and 5 sentences in random order, again
+                    with the answers as targets only. A validation row holds a story of 8 sentences
+                    of which only the last 3 answers count, and two short ones that do not count.
     test.jsonl      100 questions of each length from 1 to 12 sentences
     test18.jsonl    300 questions of 18 sentences
 
-So a training story is no longer than 5 sentences (s5: 8 letters). Only where answers are written
-out do counts and products go up to 11 sentences, but no such story starts with a test question of
-more than 5 sentences (s5: 8 letters). Shorter test questions may also occur in training. Another
---seed makes another corpus, with other test questions.
+So a training story is no longer than 5 sentences. Only where answers are written out do counts go
+up to 11 sentences, but no such story starts with a test question of more than 5. Shorter test
+questions may also occur in training. Another --seed makes another corpus and another test.
 """
 import itertools
 import json
@@ -45,18 +41,18 @@ from data import write_shard
 from model import IGNORE
 
 SENTENCES = 12  # in a worked row, and in the longest questions of test.jsonl
+LENGTHS = 5, 4, 3  # sentences of the stories in a row of the task
 VAL_ROWS = 1024  # in each data set
 
 
 class Task(NamedTuple):
-    words: list     # the vocabulary; if it has "<s>", every story begins with that
+    words: list     # the vocabulary
     step: Callable  # (state, number below 60) -> words of a sentence, state after it: the answer
-    lengths: tuple  # sentences of each story in a training row, the longest first
     worked: tuple   # of each worked story in a pretraining row; (): of two, any that make SENTENCES
     short: tuple    # of each short story; a row of these has as many tokens as a worked one
 
 
-# --------------------------------------------------------------------------------- three tasks
+# ----------------------------------------------------------------------------------- two tasks
 
 CUPS = "ABCDE"
 PAIRS = [*itertools.permutations(CUPS, 2)]
@@ -88,42 +84,16 @@ def count(total, draw):
     return [verb, str(x), "so"], total % 10
 
 
-# Four random elements of S5, the group of permutations of five things.
-FACTORS = {"a": "23514", "b": "31542", "c": "52413", "d": "41325"}
-
-
-def multiply(product, draw):
-    """
-    A product in S5: a d c -> 42315. The group is not solvable, so no shortcut of fixed depth is
-    known (arXiv 2503.03961). Stories begin with <s>, because without it d d would look like d:
-    attention averages over equal words.
-    """
-    letter = "abcd"[draw % 4]
-    product = product or "12345"
-    places = [int(digit) - 1 for digit in FACTORS[letter]]
-    return [letter, "so"], "".join(product[place] for place in places)
-
-
-PRODUCTS = ["".join(digits) for digits in itertools.permutations("12345")]
 TASKS = {
     "cups": Task(
         words="The ball is under and swap. A B C D E A. B. C. D. E.".split(),
         step=swap,
-        lengths=(5, 4, 3),
-        worked=(5, 4, 3),
+        worked=LENGTHS,
         short=(3, 3, 3, 3, 2),
     ),
     "counts": Task(
         words="has gets loses times so 0 1 2 3 4 5 6 7 8 9".split(),
         step=count,
-        lengths=(5, 4, 3),
-        worked=(),
-        short=(3,) * 5,
-    ),
-    "s5": Task(
-        words=["<s>", "so", *FACTORS, *PRODUCTS],
-        step=multiply,
-        lengths=(8, 5, 3),
         worked=(),
         short=(3,) * 5,
     ),
@@ -174,56 +144,38 @@ def pretrain_rows(rows, step, rng, short):
         yield [direct(make_story(step, rng, length)) for length in short]
 
 
-def task_row(step, rng, lengths):
-    """Stories of these lengths in random order, with all of their answers as targets."""
-    return [direct(make_story(step, rng, length)) for length in rng.permutation(lengths)]
+def task_row(step, rng):
+    """Stories of LENGTHS in random order, with all of their answers as targets."""
+    return [direct(make_story(step, rng, length)) for length in rng.permutation(LENGTHS)]
 
 
-def validation_row(step, rng, lengths):
+def validation_row(step, rng):
     """
     A story whose last three answers are targets, and two without targets, which pad the row to the
     length of a task_row().
     """
-    longest, middle, shortest = lengths
-    stories = [make_story(step, rng, n) for n in (longest + 3, middle - 1, shortest - 2)]
-    return [direct(story, first=longest + 1) for story in stories]
+    return [direct(make_story(step, rng, length), first=6) for length in (8, 3, 1)]
 
 
 # ---------------------------------------------------------------------------------------- files
 
 def make_tokenizer(ids):
-    """The content of a tokenizer.json for {word: id}. If <s> is a word, texts begin with it."""
-    special = []
-    for word in ids:
-        if word in ("<s>", "</s>"):
-            token = {"id": ids[word], "content": word, "special": True}
-            token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            special.append(token)
-    spec = {
+    """The content of a tokenizer.json for {word: id}."""
+    eos = {"id": ids["</s>"], "content": "</s>", "special": True}
+    eos |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
         "version": "1.0",
-        "added_tokens": special,
+        "added_tokens": [eos],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"},
     }
-    if "<s>" in ids:
-        bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-        first = {"Sequence": {"id": "A", "type_id": 0}}
-        second = {"Sequence": {"id": "B", "type_id": 0}}
-        spec["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [bos, first],
-            "pair": [bos, first, bos, second],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [ids["<s>"]], "tokens": ["<s>"]}},
-        }
-    return spec
 
 
 def write_rows(folder, split, ids, rows):
     """Write the rows as ids, in the only shard of a split. Returns its entry in meta.json."""
-    bos = [("<s>", None)] if "<s>" in ids else []
     made = []
     for document in itertools.chain.from_iterable(rows):
-        pairs = [(ids[word], ids.get(target, IGNORE)) for word, target in bos + document]
+        pairs = [(ids[word], ids.get(target, IGNORE)) for word, target in document]
         made.append(np.array(pairs, np.int32))
     array = np.concatenate(made).T.copy()  # (2, number of rows * their length)
     return write_shard(folder, f"{split}_000000.npy", array)
@@ -265,7 +217,7 @@ def tiny(out, task="cups", seed=0, rows=50_000):
         check_settings(out, earlier, arguments, "choose another --out")
         print(f"{out} is already complete")
         return
-    words, step, lengths, written, short = TASKS[task]
+    words, step, written, short = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     rng = np.random.default_rng(seed)
     train_rows = [worked_row(step, rng, written) for _ in range(rows // 2)]
@@ -273,7 +225,7 @@ def tiny(out, task="cups", seed=0, rows=50_000):
     # Beginnings of worked stories that are longer than any training question.
     seen = set()
     for story in itertools.chain(*train_rows):
-        for n in range(max(lengths) + 1, len(story) + 1):
+        for n in range(max(LENGTHS) + 1, len(story) + 1):
             seen.add(tuple(story[:n]))
 
     def questions(count, length):
@@ -291,8 +243,8 @@ def tiny(out, task="cups", seed=0, rows=50_000):
         )
         write_set(
             new / "task", ids, arguments,
-            train_rows=(task_row(step, rng, lengths) for _ in range(rows)),
-            val_rows=(validation_row(step, rng, lengths) for _ in range(VAL_ROWS)),
+            train_rows=(task_row(step, rng) for _ in range(rows)),
+            val_rows=(validation_row(step, rng) for _ in range(VAL_ROWS)),
         )
         test = []
         for length in range(1, SENTENCES + 1):
@@ -307,7 +259,7 @@ def main():
     flag = parser.add_argument
     flag("--out", type=paths, required=True, help="folder of the corpus")
     flag("--task", choices=TASKS, default="cups",
-         help="the shell game (cups), a running count, or products in the group S5")
+         help="the shell game (cups), or a running count")
     flag("--seed", type=natural, default=0, help="decides all stories, training and test (0)")
     flag("--rows", type=positive, default=50_000, help="training rows in each data set (50,000)")
     args = parser.parse_args()

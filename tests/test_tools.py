@@ -262,10 +262,9 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
     """transformers gives our ids, except for control tokens' names and SentencePiece's blanks."""
     tf = need("transformers")
     need("google.protobuf")
-    tiny("s5", "s5", rows=64)
     words = ["has 7 gets 2", "  has  7 so ", "gets 3</s> has"]
     hard = [*HARD, "a  b", " </s>  x", "12 123456"]
-    cases = [(checkpoint, words), (Path("s5/task"), words), (speaker, hard)]
+    cases = [(checkpoint, words), (speaker, hard)]
     cases += [(TOKENIZERS / name, hard) for name in ("olmo2", "tinyllama")]
     for folder, texts in cases:
         if not folder.exists():
@@ -769,7 +768,7 @@ def test_layer_choice(llama, corpus):
 
 
 # ------------------------------------------------------------------------------------------ corpora
-def solve_cups(story, _):
+def solve_cups(story):
     """The answers after each sentence of a story (a list of words), computed independently."""
     answers = [story[4][0]]
     for a, b in zip(story[5::4], story[7::4]):
@@ -777,22 +776,13 @@ def solve_cups(story, _):
     return answers
 
 
-def solve_counts(story, _):
+def solve_counts(story):
     """The counts after each sentence."""
     answers, number = [], 0
     for verb, x in zip(story[::3], map(int, story[1::3])):
         results = {"has": x, "gets": number + x, "loses": number - x, "times": number * x}
         number = results[verb] % 10
         answers.append(str(number))
-    return answers
-
-
-def solve_s5(story, known):
-    """The products after each factor of a story. known: {factor: the permutation}."""
-    answers, things = [], np.array([*"12345"])
-    for factor in story[::2]:
-        things = things[[int(i) - 1 for i in known[factor]]]
-        answers.append("".join(things))
     return answers
 
 
@@ -816,37 +806,30 @@ def read_stories(folder):
         yield [word for word in text if word not in ("<s>", "</s>")], answers
 
 
-# longest: sentences of a training question. With the last two seeds, a question that begins a
-# training story is drawn for the test.
-@pytest.mark.parametrize("task, solve, longest, rows, seed", [
-    ("cups", solve_cups, 5, 1000, 7),
-    ("counts", solve_counts, 5, 1000, 7),
-    ("s5", solve_s5, 8, 2000, 8),
-])
-def test_corpus_follows_from_its_seed_and_tells_the_truth(task, solve, longest, rows, seed):
+@pytest.mark.parametrize("task, solve", [("cups", solve_cups), ("counts", solve_counts)])
+def test_corpus_follows_from_its_seed_and_tells_the_truth(task, solve):
     """Its seed decides its bytes, answers are right, and no long test question begins a story."""
     for name, other in (("one", 0), ("again", 0), ("other", 1)):
         tiny(name, task, other, rows=64)
     assert contents("one") == contents("again") != contents("other")
-    tiny("out", task, seed, rows)
+    tiny("out", task, 7, rows=1000)  # draws a question that begins a worked story of counts
     rows = [json.loads(line) for name in ("test", "test18") for line in open(f"out/{name}.jsonl")]
     lengths = Counter(row["difficulty"] for row in rows)
     assert lengths == dict.fromkeys(range(1, 13), 100) | {18: 300}
 
-    known = {row["question"][0]: row["answer"] for row in rows if row["difficulty"] == 1}
     questions = set()
     for row in rows:
         story = row["question"].split()
         ends = ends_of(story)
         assert (len(ends), ends[-1]) == (row["difficulty"], len(story))
-        assert solve(story, known)[-1] == row["answer"]
+        assert solve(story)[-1] == row["answer"]
         questions.add(tuple(story))
 
     for kind in ("pretrain", "task"):
         for story, answers in read_stories(f"out/{kind}"):
-            assert solve(story, known) == answers
-            assert task != "cups" or len(answers) <= longest
-            for n in ends_of(story)[longest:]:
+            assert solve(story) == answers
+            assert task != "cups" or len(answers) <= 5
+            for n in ends_of(story)[5:]:
                 assert tuple(story[:n]) not in questions
 
 
