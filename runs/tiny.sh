@@ -24,10 +24,6 @@ done
 [[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
 out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
-# The configs are the study's, but for the length of rows. This trains for less: a larger mean of r makes up for it.
-pretrain=150 heal=30 task=120 mean=16  # updates, and the mean of r
-if [[ $quick ]]; then pretrain=4 heal=2 task=3 mean=8; fi
-
 stage() {  # stage TITLE TIME PURPOSE
     local time=$2
     if [[ $quick ]]; then time="a few seconds"; fi
@@ -63,7 +59,7 @@ python -m runs.tiny_corpus --out $out/data ${quick:+--rows 8000}
 stage "2. Pretrain an ordinary Llama of 6 layers" "40 s" \
 "The parent stands in for a model that you would download. It learns from worked stories, which give
 the answer after each sentence, and from short ones, where it has to predict the answers."
-train pretrain pretrain --data=$out/data/pretrain --updates=$pretrain
+train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=4}
 
 stage "3. Surgery" "5 s" \
 "Layer 0 becomes the prelude, 3 and 4 the recurrent block, 5 the coda; 1 and 2 are dropped."
@@ -73,8 +69,9 @@ stage "3. Surgery" "5 s" \
 stage "4. Heal, then teach the task" "1 minute" \
 "A little more pretraining makes up for the lost layers. Then the model learns to answer stories of
 3, 4 and 5 sentences, while the mean number of recurrences, r, rises."
-train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 --updates=$heal
-train task task --data=$out/data/task --init_from=$out/heal --updates=$task --mean_recurrence=$mean
+train heal heal --data=$out/data/pretrain --init_from=$out/tiny-1-2-1 ${quick:+--updates=2}
+train task task --data=$out/data/task --init_from=$out/heal \
+    ${quick:+--updates=3 --mean_recurrence=8}
 
 stage "5. Teach the same task to the unmodified parent" "1 minute" \
 "A baseline of fixed depth. It trains for as many FLOPs as the looped model has since its surgery."
