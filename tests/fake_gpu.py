@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 

@@ -64,10 +64,10 @@ def best_depth(runs, lengths):
     return max(next(iter(runs.values()))["dev"], key=quality)  # of equal ones the smallest
 
 
-def at_best(found, arm, part, lengths):
-    """Return an arm's best r for these lengths, and the accuracy of each of its runs there."""
+def scores_at(found, arm, part, lengths, r=None):
+    """Return r, or an arm's best r for these lengths, and the accuracy of each of its runs there."""
     runs = runs_of(found, arm)
-    r = best_depth(runs, lengths)
+    r = r or best_depth(runs, lengths)
     return r, [accuracy(run[part][r], *lengths) for run in runs.values()]
 
 
@@ -90,14 +90,12 @@ def print_table(found, rows, part):
     print("| (runs) | " + " | ".join(f"{name} events" for name in CUPS) + " |")
     print("| --- " * (1 + len(CUPS)) + "|")
     for title, arm, r in rows:
-        runs = runs_of(found, arm)
         cells = []
         for lengths in CUPS.values():
-            depth = best_depth(runs, lengths) if r is None else r
-            scores = [accuracy(run[part][depth], *lengths) for run in runs.values()]
+            depth, scores = scores_at(found, arm, part, lengths, r)
             best = f" (r = {depth})" if r is None and depth != "0" else ""
             cells.append(mean_and_error(scores) + best)
-        print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
+        print(f"| {title} ({len(scores)}) | {' | '.join(cells)} |")
 
 
 def print_cups(found):
@@ -119,9 +117,9 @@ def print_cups(found):
         print_table(found, [(title, arm, None) for arm, title in arms.items()], part)
         print()
         for name, lengths in CUPS.items():
-            r, ours = at_best(found, "retrofit", part, lengths)
+            r, ours = scores_at(found, "retrofit", part, lengths)
             for arm, title in list(arms.items())[1:]:
-                _, theirs = at_best(found, arm, part, lengths)
+                _, theirs = scores_at(found, arm, part, lengths)
                 print(f"{name} events: looped at r = {r} over {title}: "
                       f"{gain_and_error(ours, theirs)} points")
         for r in [*depths, "0"]:
