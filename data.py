@@ -203,6 +203,7 @@ class Tokenizer:
     special: dict          # {name: id} of control tokens
     bos_id: int | None     # put before a text; None if nothing is
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
+    unknown: int | None    # stands for any word that the vocabulary lacks
     fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
     noted: bool = False    # that a text has the name of a control token
 
@@ -225,11 +226,13 @@ class Tokenizer:
                 in_text = {token["content"]: token for token in added if not token["special"]}
                 encode, decode = read_tokenizer_json(path, spec, in_text)
                 bos_id = template_bos(path, spec)
+                unknown = tokens.get(spec["model"].get("unk_token"))
             else:
                 model, tokens = read_sentencepiece(path, config.get("add_prefix_space"))
                 encode, decode = model.encode, model.decode
                 special = {name: i for name, i in tokens.items() if model.is_control(i)}
                 in_text = {}
+                unknown = model.unk_id()
                 if config.get("add_prefix_space") is False:
                     fingerprint += ", no blank before a text"
                 # As in transformers' LlamaTokenizer, since the file itself does not say.
@@ -240,7 +243,8 @@ class Tokenizer:
             eos_id = token_id(path, special, config.get("eos_token") or eos)
         fingerprint += f", BOS {bos_id}, EOS {eos_id}"
         vocab_size = max(tokens.values()) + 1
-        return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, fingerprint)
+        return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, unknown,
+                         fingerprint)
 
     def encode(self, text, bos=False):
         """
@@ -258,6 +262,11 @@ class Tokenizer:
             self.noted = True  # once: chat templates put them into every text, a page by accident
             say(f"note: {found[0]} in a text is read as plain text, not as the control token of "
                 f"{self.folder}", sys.stderr)
+        if self.unknown in ids:
+            word = next((w for w in text.split() if self.unknown in self.encode_text(w)), text)
+            say(f"warning: {self.folder}: its tokenizer lacks {word!r:.100}. The model cannot tell "
+                "one unknown word from another", sys.stderr)
+            self.unknown = None  # once is enough
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     @functools.cached_property

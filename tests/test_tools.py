@@ -870,8 +870,11 @@ def test_readme_does_what_it_says(taught):
             assert re.sub(r"\d+%", "", said) == re.sub(r"\d+%", "", trace)
 
 
-def test_own_stories(corpus, speaker):
-    """cups.py packs whole stories of one's own, whose events ask for their answers at their end."""
+def test_own_stories(corpus, speaker, capsys):
+    """
+    cups.py packs whole stories of one's own, whose events ask for their answers at their end, and
+    names a word that the tokenizer lacks.
+    """
     rng = np.random.default_rng(0)
     stories = [rng.integers(10, size=n).astype(str).tolist() for n in rng.integers(1, 5, size=60)]
     lines = [{"events": [f" has {x} so" for x in story], "answers": [f" {x}" for x in story]}
@@ -899,6 +902,10 @@ def test_own_stories(corpus, speaker):
 
     said = error_line("runs/smollm2/cups", *flags, "--row_length=12", "--out=no")
     assert "larger --row_length" in said
+    assert not capsys.readouterr().err
+    Path("unknown.jsonl").write_text(Path("s.jsonl").read_text().replace("so", "then"))
+    run_script("runs/smollm2/cups", *flags, "--stories=unknown.jsonl", "--out=unknown")
+    assert re.fullmatch(r"warning: .*/task: .* lacks 'then'\. .*\n", capsys.readouterr().err)
     before = contents("mine")
     run_script("runs/smollm2/cups", *flags, "--out=mine")
     Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '" 7 so"'))
