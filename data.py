@@ -893,9 +893,9 @@ def main():
               "column a, here and in --field")
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
-    flag("--val", type=between(0, 0.9, float), default=0.01,
+    flag("--val", type=between(0.001, 0.9, float), default=0.01,
          help="fraction of each shard's documents, evenly spaced, to use for validation (0.01), "
-              "but at least 32, or a tenth if that is fewer")
+              "but at least 32, or a tenth if that is fewer; never none, since train.py needs some")
     flag("--row_length", type=positive, metavar="T",
          help="with --prompt or --loss assistant: tokens in a row, which holds whole documents; "
               "default: at least twice the usual longest one")

@@ -1026,7 +1026,7 @@ def test_every_token_of_a_row_has_a_target(corpus):
     common.write_json("large/tokenizer.json", spec)
     ids = [20, 65535, 65536, 69999]
     Path("a.txt").write_text(" ".join(f"w{i}" for i in ids))
-    run_script("data prepare --input=a.txt --tokenizer=large --val=0 --out=out")
+    run_script("data prepare --input=a.txt --tokenizer=large --out=out")
     assert np.load("out/train_000000.npy").tolist() == [*ids, 1]
     (idx,), (targets,) = first_rows(Dataset("out", "train", 4), 1)
     assert (idx.tolist(), targets.tolist()) == (ids, [*ids[1:], 1])
@@ -2333,6 +2333,7 @@ MISTAKES = [
      "head_dim = 0 an even"),
     ("train --config=tiny.toml --data=half --out_dir=out", "meta.json lists"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
+    ("data prepare --input test.jsonl --tokenizer m --out out --val 0", "from 0.001 to 0.9"),
     ("data prepare --input test.jsonl --tokenizer m --out out --field question --row_length 90",
      "--row_length: only for --prompt"),
     ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
