@@ -74,11 +74,9 @@ def cli(main, on_every_rank=False):
 
 def check_launch(on_every_rank):
     """Warn if torchrun's variables are incomplete, and end the ranks that have nothing to do."""
-    missing = ", ".join(sorted(MISSING))
-    if missing == "MASTER_PORT":
-        raise UserError("MASTER_PORT is not set. Set it to a free port, the same for all ranks")
-    if missing and "RANK" in os.environ:
-        say(f"RANK is ignored, because torchrun also sets {missing}", sys.stderr)
+    if MISSING and "RANK" in os.environ:
+        names = ", ".join(sorted(MISSING))
+        say(f"RANK is ignored, because torchrun also sets {names}", sys.stderr)
     if WORLD > 1 and not on_every_rank:
         say(f"only rank 0 of {WORLD} works; this script uses a single process", sys.stderr)
         if RANK > 0:
