@@ -46,9 +46,6 @@ def cli(main, on_every_rank=False):
     package or full memory ends it with one line on stderr, a closed pipe (`| head`) silently. Any
     other exception is a bug and keeps its traceback.
     """
-    for name in "stdin", "stdout", "stderr":
-        if getattr(sys, name) is None:  # closed
-            setattr(sys, name, open(os.devnull, "r+"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
     try:
