@@ -178,10 +178,7 @@ def native_bfloat16(device="cpu"):
     latter alone, 0.64; decoding on an AMD EPYC with neither, 0.05.
     """
     if device != "cpu":
-        gpu = torch.cuda.get_device_properties()
-        amd = getattr(gpu, "gcnArchName", "")  # such as "gfx90a:sramecc+:xnack-"
-        emulating = "gfx900", "gfx906", "gfx10"  # before CDNA and RDNA 3; of major 9 and 10
-        return gpu.major >= 8 and not amd.startswith(emulating)
+        return torch.cuda.get_device_properties().major >= 8
     words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
 

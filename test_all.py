@@ -1340,17 +1340,10 @@ def test_auto_dtype(cpuinfo, auto, checkpoint, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "bfloat16 on cpu" in said
     assert ("float32 can be" in said) == (auto == "float32")
-    for major, minor, amd, wanted in (
-        (8, 0, None, "bfloat16"),                                             # A100
-        (7, 5, None, "float32"),                                              # T4
-        (9, 0, "gfx906:sramecc+:xnack-", "float32"),                          # Radeon VII
-        (10, 3, "gfx1030", "float32"),                                        # RX 6800
-        (9, 0, "gfx90a:sramecc+:xnack-", "bfloat16"),                         # MI250
-        (11, 0, "gfx1100", "bfloat16"),                                       # RX 7900
-    ):
-        gpu = SimpleNamespace(major=major, minor=minor, **{"gcnArchName": amd} if amd else {})
+    for major, wanted in (8, "bfloat16"), (7, "float32"):  # such as an A100 and a T4
+        gpu = SimpleNamespace(major=major)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda: gpu)
-        assert common.choose_dtype("auto", "cuda:0") == wanted, gpu
+        assert common.choose_dtype("auto", "cuda:0") == wanted
 
 
 def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
