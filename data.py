@@ -67,8 +67,6 @@ class Dataset:
         self.folders, weights = zip(*mixture)
         self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]
         self.weights = [weight // math.gcd(*weights) for weight in weights]
-        if sum(self.weights) > 1_000_000:
-            raise UserError(f"--data={data}: {sum(self.weights):,} parts. Use at most a million")
         places = [((i + 0.5) / weight, k, i) for k, weight in enumerate(self.weights)
                   for i in range(weight)]
         # The source of each sample of a round, and how many of its samples precede.

@@ -1059,8 +1059,6 @@ def test_mixture_follows_its_weights(corpus):
 
     assert Dataset("a:5,b,c:3", "val", 39).fingerprint() != mixture.fingerprint()
     assert Dataset("a:10,b:2,c:4", "val", 39).fingerprint() == mixture.fingerprint()
-    with pytest.raises(UserError, match="1,999,962 parts"):
-        Dataset("a:999983,b:999979", "val", 39)
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -2331,7 +2329,7 @@ MISTAKES = [
      "--row_length: only for --prompt"),
     ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
     ("train --config=tiny.toml --data=task:0.5 --out_dir=out", "whole numbers above 0"),
-    ("train --config=tiny.toml --data=task:999983,./task:999979 --out_dir=out", "task twice"),
+    ("train --config=tiny.toml --data=task:3,./task:2 --out_dir=out", "task twice"),
     ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model llama", "surgery.py llama OUT"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
