@@ -651,18 +651,6 @@ def tokenize(tokenizer, record, path, args):
         return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
 
 
-def say_what_was_found(tokenizer):
-    """Say what begins and ends each document, and by which file."""
-    path = tokenizer_file(tokenizer.folder)
-    rule = "its post_processor"
-    if path.suffix == ".model":
-        rule = "tokenizer_config.json's add_bos_token, by default true"
-    names = {i: f"{name} ({i})" for name, i in tokenizer.special.items()}
-    names[None] = "no BOS"
-    bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
-    say(f"{path}: documents begin with {bos}, by {rule}, and end with {names[tokenizer.eos_id]}")
-
-
 def tokenize_all(args, tokenizer, first=0):
     """
     Yield the outcomes of tokenize() for the records from number `first` on, in groups of up to
@@ -844,7 +832,10 @@ def prepare(args):
         if state == finished:
             say(f"{out} is already complete")
             return
-        say_what_was_found(tokenizer)
+        names = {i: name for name, i in tokenizer.special.items()}
+        bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
+        say(f"{tokenizer_file(args.tokenizer)}: each document begins with BOS {bos} and ends with "
+            f"EOS {names[tokenizer.eos_id]}")
         if in_rows and not meta["shards"]["train"]:
             meta["row_length"] = args.row_length or choose_row_length(args, tokenizer)
         write_json(unfinished, meta)

@@ -979,18 +979,18 @@ def test_row_length_fits_the_questions(corpus):
 
 def test_prepare_says_what_it_found(corpus, speaker, capsys):
     """
-    prepare says what begins a document, which file decides that, and, once, that a control token's
+    prepare says what begins and ends a document, by which file, and, once, that a control token's
     name is plain text; the data set has no other tokenizer, although an earlier attempt had one.
     """
     documents(30)
     shutil.copy(corpus / "task" / "tokenizer.json", ".")
     said = run_script("data", *prepare(corpus, "a.jsonl", "json"), "--tokenizer=.")
-    assert "tokenizer.json: documents begin with no BOS" in said and "end with </s> (1)" in said
+    assert "tokenizer.json: each document begins with BOS None and ends with EOS </s>" in said
     error_line("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.", "--field=missing")
     shutil.copy(speaker / "tokenizer.model", ".")
     os.remove("tokenizer.json")
     said = run_script("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.")
-    assert "tokenizer.model: documents begin with <s> (1)" in said and "add_bos_token" in said
+    assert "tokenizer.model: each document begins with BOS <s> and ends with EOS </s>" in said
     assert os.path.exists("model/tokenizer.model") and not os.path.exists("model/tokenizer.json")
     templated = json.dumps({"text": "<s> [INST] has [/INST] 1 </s>"})
     Path("b.jsonl").write_text(f"{templated}\n" * 30)
