@@ -690,7 +690,6 @@ def pack(args, tokenizer, meta):
                 documents.append(result)
                 size += result.shape[1]
                 meta["tokens"] += result.shape[1]
-                meta["longest"] = max(meta["longest"], result.shape[1])
             elif outcome != "dropped":
                 meta["left_out"] = result
             if size >= args.shard_tokens:
@@ -792,7 +791,6 @@ def new_meta(args, tokenizer):
         "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
         "left_out": None,                # one that was bad or too long
         "tokens": 0,                     # in all documents
-        "longest": 0,                    # tokens in the longest document
         "shards": {"train": [], "val": []},
         "row_length": None,              # any T is allowed
         "vocab_size": tokenizer.vocab_size,
@@ -843,7 +841,7 @@ def prepare(args):
         pack(args, tokenizer, meta)
         write_json(unfinished, meta)
         unfinished.rename(finished)
-    report = f"Records: {meta['counts']}. The longest document has {meta['longest']:,} tokens"
+    report = f"Records: {meta['counts']}, with {meta['tokens']:,} tokens"
     if in_rows:
         size = sum(tokens for shards in meta["shards"].values() for _, tokens, _ in shards)
         report += f". Rows of {meta['row_length']:,} tokens are {meta['tokens'] / size:.0%} full"
