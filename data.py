@@ -63,20 +63,19 @@ class Dataset:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         soft = max(soft, min(hard, 10240))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        mixture = read_mixture(data)
-        self.folders, weights = zip(*mixture)
-        self.sources = [(Shards(folder, split, T), weight) for folder, weight in mixture]
+        self.folders, weights = zip(*read_mixture(data))
+        self.sources = [Shards(folder, split, T) for folder in self.folders]
         self.weights = [weight // math.gcd(*weights) for weight in weights]
         places = [((i + 0.5) / weight, k, i) for k, weight in enumerate(self.weights)
                   for i in range(weight)]
         # The source of each sample of a round, and how many of its samples precede.
         self.round = [(k, i) for _, k, i in sorted(places)]
         self.num_rows = min(shards.num_rows * len(self.round) // weight
-                            for (shards, _), weight in zip(self.sources, self.weights))
+                            for shards, weight in zip(self.sources, self.weights))
 
     def fingerprint(self):
         """A digest of the contents and the weights of all sources, not of their paths."""
-        shards = [shards.meta["shards"] for shards, _ in self.sources]
+        shards = [shards.meta["shards"] for shards in self.sources]
         content = list(zip(shards, self.weights))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -91,8 +90,7 @@ class Dataset:
         for number in numbers:
             rounds, place = divmod(number, len(self.round))
             k, earlier = self.round[place]
-            shards, _ = self.sources[k]
-            samples.append(shards.sample(seed, earlier + rounds * self.weights[k]))
+            samples.append(self.sources[k].sample(seed, earlier + rounds * self.weights[k]))
         idx, targets = torch.from_numpy(np.stack(samples, axis=1))
         return idx, targets, numbers
 

@@ -1009,7 +1009,7 @@ def test_loader_is_a_pure_function(corpus):
     assert torch.cat(halves).equal(whole)
 
     def rows(seed, epoch):
-        ((shards, _),) = dataset.sources
+        (shards,) = dataset.sources
         numbers = range(epoch * shards.num_rows, (epoch + 1) * shards.num_rows)
         return [shards.sample(seed, number).tolist() for number in numbers]
 
@@ -1048,7 +1048,7 @@ def test_mixture_follows_its_weights(corpus):
         shutil.copytree(corpus / "task", name)
     mixture = Dataset("a:5,b,c:2", "val", 39)
 
-    for k, (shards, _) in enumerate(mixture.sources):  # the set is the ids, the sample the targets
+    for k, shards in enumerate(mixture.sources):  # the set is the ids, the sample the targets
         shards.sample = lambda seed, number, k=k: np.array([[k], [number]])
     chosen, numbers = first_rows(mixture, 800, seed=3)
     for k, weight in enumerate((5, 1, 2)):
