@@ -171,11 +171,8 @@ DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it nativel
 def native_bfloat16(device="cpu"):
     """
     Return whether a device multiplies bfloat16 natively: GPUs do from compute capability 8.0 on,
-    and CPUs by Intel with AMX, by AMD with AVX-512 bfloat16, and ARM with bf16 (not measured).
-
-    Measured speed of bfloat16 over float32 with torch 2.13: training on an Intel with AMX, 1.7 at
-    width 576 and 0.8 at width 96; on an AMD EPYC with AVX-512 bfloat16, 1.9; on an Intel with the
-    latter alone, 0.64; decoding on an AMD EPYC with neither, 0.05.
+    and CPUs by Intel with AMX, by AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). An
+    Intel with AVX-512 bfloat16 alone is slower in it than in float32: see runs/NOTES.md.
     """
     if device != "cpu":
         return torch.cuda.get_device_properties().major >= 8
