@@ -350,6 +350,9 @@ def from_hf(path, raw):
     """Return the Config of an ordinary model from its config.json, `raw`, read from `path`."""
     layout = raw["model_type"]
     context = raw["max_position_embeddings"]
+    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError(f"{path}: layer_types = {raw['layer_types']} is not supported, only full "
+                        "attention")
     # Qwen's files have a window, too, but switch it off with use_sliding_window.
     window = raw.get("sliding_window")
     if layout == "mistral" and window and window < context:

@@ -240,6 +240,7 @@ def test_defaults_are_those_of_transformers(kind):
     {"attention_bias": True}, {"mlp_bias": True},
     {"quantization_config": {"bits": 4}},
     {"model_type": "mistral", "sliding_window": 8},
+    {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
     {"model_type": "huginn_raven", "injection_type": "gate"},
 ])
 def test_what_we_cannot_compute_is_refused(wrong):
