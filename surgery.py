@@ -283,20 +283,14 @@ def download(spec):
     downloaded only once; after that, this also works offline.
     """
     repo, _, revision = spec.partition("@")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo):
-        raise UserError(f"{spec}: no such folder. (A model on the Hugging Face hub is org/name or "
-                        "org/name@REVISION.)")
     try:
         from huggingface_hub import snapshot_download
         return snapshot_download(
             repo, revision=revision or None, ignore_patterns=["*/*", "consolidated*"],
             allow_patterns=["*.safetensors", INDEX, "config.json", "vocab.json", *TOKENIZER_FILES])
-    except ModuleNotFoundError:
-        raise UserError(f"{spec}: no such folder. To download it from the hub: `pip install "
-                        "huggingface_hub`")
-    except Exception as e:  # of the network or of the hub
-        raise UserError(f"{spec}: no such folder, and not from the Hugging Face hub "
-                        f"({' '.join(str(e).split()):.200})")
+    except Exception as e:  # of many kinds: huggingface_hub is missing, no hub id, no network
+        raise UserError(f"{spec}: no such folder, nor loaded from the Hugging Face hub as org/name "
+                        f"or org/name@REVISION ({' '.join(str(e).split()):.200})")
 
 
 # -------------------------------------------------------------------------------------- config.json
