@@ -226,12 +226,6 @@ def to_ours(folder, layout, config, tensors):
     """
     names = tensor_names(config, layout)
     described = {name: size for pieces in names.values() for name, size in pieces.items()}
-    # All names may have another prefix, such as torch.compile's, or lack theirs, as a base model's.
-    head = [name[-14:] for name in tensors if name.endswith("lm_head.weight")]  # perhaps tied
-    found, wanted = map(os.path.commonprefix, ([*tensors], [*described, *head]))
-    renamed = {wanted + name.removeprefix(found): t for name, t in tensors.items()}
-    if described.keys() <= renamed.keys():
-        tensors = renamed
     if config.tie_embeddings and "lm_head.weight" in tensors:  # perhaps without the embeddings
         (embed,), head = names["embed.weight"], tensors.pop("lm_head.weight")
         if not head.equal(tensors.setdefault(embed, head)):
@@ -261,9 +255,8 @@ def check_tensors(folder, layout, described, tensors):
     missing = [name for name in described if name not in tensors]
     unknown = [name for name in unused if not stale.search(name)]
     if missing or unknown:
-        advice = ". Merge the adapter first" if "lora_" in str(unknown) else ""
         raise UserError(f"{folder}: its tensors do not match config.json: missing "
-                        f"{missing[:2]}, unknown {unknown[:2]}{advice}")
+                        f"{missing[:2]}, unknown {unknown[:2]}")
     for name, size in described.items():
         if tensors[name].shape != size:
             raise UserError(f"{folder}: tensor {name!r} has the shape {(*tensors[name].shape,)}, "
