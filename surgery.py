@@ -62,8 +62,6 @@ def choose_layers(args, n):
     """
     layers = [args.prelude, args.core, args.coda]
     if args.shape:
-        if any(layers):
-            raise UserError("give either --shape, or --prelude, --core and --coda")
         n_prelude, n_core, n_coda = args.shape
         parts = range(n_prelude), range(n - n_coda - n_core, n - n_coda), range(n - n_coda, n)
         layers = [list(part) for part in parts]
@@ -194,9 +192,9 @@ def refuse_others(path):
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# Tensors that released files carry, and that no model uses: the last ones only in Recurrent-*.
-STALE = re.compile(r"rotary_emb\.inv_freq$|freqs_cis$")
-STALE_RAVEN = re.compile(r"freqs_cis$|\.norm_[34]\.weight$|\.attn\.Wqkv\.bias$")
+# Tensors in released files that no model uses; the second line has those of Recurrent-*.
+STALE = re.compile(r"rotary_emb\.inv_freq$|freqs_cis$"
+                   r"|^transformer\..*\.(norm_[34]\.weight|attn\.Wqkv\.bias)$")
 
 
 def read_tensors(folder):
@@ -231,7 +229,7 @@ def to_ours(folder, layout, config, tensors):
         if not head.equal(tensors.setdefault(embed, head)):
             raise UserError(f"{folder}: lm_head.weight differs from the embeddings. If it is the "
                             "right head, config.json must not tie the two")
-    check_tensors(folder, layout, described, tensors)
+    check_tensors(folder, described, tensors)
     dtype = functools.reduce(torch.promote_types, {tensors[name].dtype for name in described})
     ours = {}
     for name, pieces in names.items():
@@ -240,7 +238,7 @@ def to_ours(folder, layout, config, tensors):
     return ours
 
 
-def check_tensors(folder, layout, described, tensors):
+def check_tensors(folder, described, tensors):
     """
     Raise UserError if the {name: tensor} of a checkpoint lacks one of `described`, {name: shape},
     or has one in another shape, or quantized, or not finite, or one more that is not known to be
@@ -250,10 +248,9 @@ def check_tensors(folder, layout, described, tensors):
         if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise UserError(f"{folder}: tensor {name!r} is {t.dtype}, as in a quantized model, "
                             "which is not supported. Look for the original")
-    stale = STALE_RAVEN if layout == "huginn_raven" else STALE
     unused = sorted(tensors.keys() - described.keys())
     missing = [name for name in described if name not in tensors]
-    unknown = [name for name in unused if not stale.search(name)]
+    unknown = [name for name in unused if not STALE.search(name)]
     if missing or unknown:
         raise UserError(f"{folder}: its tensors do not match config.json: missing "
                         f"{missing[:2]}, unknown {unknown[:2]}")
@@ -539,6 +536,7 @@ def main():
         (source.config.n_core,
          ("shape", *PARTS, "feed_forward", "untie", "adapter", "adapter_init"),
          "SRC is already recurrent, so its layers and adapter are fixed"),
+        (args.shape, PARTS, "--shape chooses the layers"),
         (args.feed_forward, ("adapter", "adapter_init", "mean_recurrence"),
          "--feed_forward makes a model without a loop"),
         (not args.feed_forward, ["untie"], "only with --feed_forward, since a loop always unties"),

@@ -2276,7 +2276,7 @@ MISTAKES = [
     ("surgery llama out --prelude 0-3 --core 3-4 --coda 5", "only once"),
     ("surgery llama m --feed_forward", "exists already"),
     ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
-    ("surgery llama out --shape 1,2,1 --prelude 0", "either --shape, or --prelude"),
+    ("surgery llama out --shape 1,2,1 --prelude 0", "--prelude: --shape chooses the layers"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
     ("surgery m out --adapter add", "SRC is already recurrent"),
     ("surgery llama out --shape 1,2,1 --adapter add --adapter_init half", "has no weights"),
