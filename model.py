@@ -49,7 +49,6 @@ if torch.__version__ < "2.12":  # on a GPU, its partitioner rejects fewer kv hea
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; the paper keeps it
 IGNORE = -100                      # marks a target without loss, as in torch
 LOGITS_AT_ONCE = 1 << 26           # the most logits in memory at once: 256 MB in float32
-NORMS = "pre", "post", "sandwich"  # Llama's, OLMo-2's, Huginn's: see Block
 ADAPTERS = "linear", "add"         # how state and prelude output are merged: see run_core()
 
 
@@ -83,9 +82,6 @@ class Config:
 
     def __post_init__(self):
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        for value, choices in (self.norm, NORMS), (self.adapter, ADAPTERS):
-            if value not in choices:
-                raise ValueError(f"{value}: not one of {', '.join(choices)}")
         if self.n_head % self.n_kv_head or not self.head_dim or self.head_dim % 2:
             raise UserError(f"n_head = {self.n_head} must be a multiple of n_kv_head = "
                             f"{self.n_kv_head}, and head_dim = {self.head_dim} an even number")
@@ -121,9 +117,6 @@ class HeadNorm(RMSNorm):
 class Linear(nn.Linear):
     """x W^T, plus an optional bias, in the dtype of W."""
 
-    def __init__(self, fan_in, fan_out, bias=False):
-        super().__init__(fan_in, fan_out, bias)
-
     def forward(self, x):
         return super().forward(x.to(self.weight.dtype))
 
@@ -158,7 +151,7 @@ class Attention(nn.Module):
         kv = c.n_kv_head * c.head_dim
         self.split = q, kv, kv
         self.qkv = Linear(c.n_embd, q + 2 * kv, c.qkv_bias)
-        self.proj = Linear(q, c.n_embd)
+        self.proj = Linear(q, c.n_embd, bias=False)
         if c.head_norm:
             self.q_norm = HeadNorm(c.head_dim, c.norm_eps)
             self.k_norm = HeadNorm(c.head_dim, c.norm_eps)
@@ -198,8 +191,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.fc = Linear(c.n_embd, 2 * c.n_ffn)  # gate and up, stacked
-        self.proj = Linear(c.n_ffn, c.n_embd)
+        self.fc = Linear(c.n_embd, 2 * c.n_ffn, bias=False)  # gate and up, stacked
+        self.proj = Linear(c.n_ffn, c.n_embd, bias=False)
 
     def forward(self, x):
         gate, up = self.fc(x).chunk(2, dim=-1)
@@ -288,11 +281,11 @@ class RecurrentLM(nn.Module):
         self.embed = nn.Embedding.from_pretrained(torch.zeros(c.vocab_size, c.n_embd), freeze=False)
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
         if c.n_core and c.adapter == "linear":
-            self.adapter = Linear(2 * c.n_embd, c.n_embd)
+            self.adapter = Linear(2 * c.n_embd, c.n_embd, bias=False)
         self.core = nn.ModuleList(Block(c) for _ in range(c.n_core))
         self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda))
         self.norm_f = RMSNorm(c.n_embd, c.norm_eps)
-        self.head = Linear(c.n_embd, c.vocab_size)
+        self.head = Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
