@@ -23,7 +23,7 @@ def shape(preset, folder):
         raise UserError("torch finds no GPU. For a CPU: bash runs/gpu.sh --cpu")
     config = retrofit_config(*plan.presets()[preset])
     write_json(f"{folder}/config.json", {"model_type": "loopgraft"} | asdict(config))
-    print(plan.gpu_memory())
+    print(round(torch.cuda.get_device_properties().total_memory / 1e9))
 
 
 def compare():

@@ -44,8 +44,7 @@ def main():
     flag("--gpus", type=positive, default=1, help="number of GPUs (1)")
     flag("--preset", choices=presets(), metavar="NAME",
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
-    flag("--memory", type=positive, nargs="?", const=0, metavar="GB",
-         help="print what fits GPUs with this many GB; without a number, this machine's GPU")
+    flag("--memory", type=positive, metavar="GB", help="print what fits GPUs with this many GB")
     flag("--flops_of", type=paths, metavar="RUN",
          help="make as many updates as it takes to spend the FLOPs that RUN, and the runs before "
               "it, have spent since the parent")
@@ -122,8 +121,8 @@ def plan(args, settings):
     each = ", ".join(f"{what} {size:.1f}" for what, size in gigabytes.items())
     print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}) "
           f"in {settings.dtype}; leave 2 GB free")
-    if args.memory is not None:
-        say_what_fits(settings, model, args.gpus, args.memory or gpu_memory(), labelled)
+    if args.memory:
+        say_what_fits(settings, model, args.gpus, args.memory, labelled)
     for name, speed in GPUS.items():
         hours = flops / (args.gpus * speed) / 3600
         print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")
@@ -176,9 +175,7 @@ def affordable_updates(settings, model, labelled, budget):
     while cost(too_many) <= budget:
         too_many *= 2
     most = bisect.bisect(range(1, too_many), budget, key=cost)  # within the budget
-    left = budget - cost(most)
-    lacking = cost(most + 1) - budget  # for one more
-    return most if left <= lacking else most + 1
+    return min(most, most + 1, key=lambda updates: abs(cost(updates) - budget))
 
 
 def memory(settings, model, gpus):
@@ -209,13 +206,6 @@ def memory(settings, model, gpus):
         "optimizer": sum(t.nbytes for t in states) / 1e9,
         "activations": activations / 1e9,
     }
-
-
-def gpu_memory():
-    """Return the memory of this machine's GPU in GB. Raises UserError if there is none."""
-    if not torch.cuda.is_available():
-        raise UserError("--memory: this machine has no GPU. Give a number of GB")
-    return round(torch.cuda.get_device_properties().total_memory / 1e9)
 
 
 def say_what_fits(settings, model, gpus, gigabytes, labelled):
