@@ -30,13 +30,6 @@ GPUS = {
     "H100 (80 GB)": 4.2e14,
 }
 
-FLOPS_PER_BYTE = 100  # what these speeds are, divided by the GPUs' memory bandwidths: 95 to 125
-
-# {activation budget: share of a compiled core's forward FLOPs that its backward pass repeats},
-# counted in the graphs that torch 2.13 makes of TinyLlama's (4,8,4) at T = 1,024, with attention as
-# dear to repeat as on a GPU. Below 1, it also repeats cheap operations, which are not counted.
-REPEATED = {1: 0, 0.7: 0, 0.5: 0.10, 0.3: 0.39}
-
 
 def main():
     parser = Parser(__doc__, usage="python -m tools.plan [flags]")
@@ -122,7 +115,7 @@ def plan(args, settings):
     print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}) "
           f"in {settings.dtype}; leave 2 GB free")
     if args.memory:
-        say_what_fits(settings, model, args.gpus, args.memory, labelled)
+        say_what_fits(settings, model, args.gpus, args.memory)
     for name, speed in GPUS.items():
         hours = flops / (args.gpus * speed) / 3600
         print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")
@@ -208,18 +201,14 @@ def memory(settings, model, gpus):
     }
 
 
-def say_what_fits(settings, model, gpus, gigabytes, labelled):
+def say_what_fits(settings, model, gpus, gigabytes):
     """
     For each activation budget, print the largest micro-batch that leaves 2 of the `gigabytes` of
-    each GPU free, and the time it costs to repeat FLOPs and to add up gradients, relative to the
-    run's FLOPs.
+    each GPU free.
     """
-    flops = run_flops(settings, model, labelled)
-    core = run_flops(replace(settings, recompute=True), model, labelled) - flops  # once more
-    trained = model.num_params(trained=True).total()
     rows = settings.batch_size // (gpus * settings.draws)  # of a GPU, for each draw
-    print(f"fits {gigabytes} GB; % of the time for repeated FLOPs, and for adding up gradients:")
-    for budget, repeated in REPEATED.items():
+    print(f"fits {gigabytes} GB, with 2 GB free; a lower budget recomputes more:")
+    for budget in 1, 0.7, 0.5, 0.3:
         text = "nothing"
         for size in range(1, rows + 1):
             if rows % size:
@@ -228,12 +217,7 @@ def say_what_fits(settings, model, gpus, gigabytes, labelled):
             needed = sum(memory(tried, model, gpus).values())
             if needed > gigabytes - 2:
                 break
-            passes = settings.updates * settings.batch_size / size
-            added = 10 * trained * passes  # bytes: reads 2 and 4, writes 4
-            text = (
-                f"--micro_batch={size}: {needed:.1f} GB, {repeated * core / flops:.1%} and "
-                f"{added * FLOPS_PER_BYTE / flops:.1%}"
-            )
+            text = f"--micro_batch={size}: {needed:.1f} GB"
         print(f"    --activation_budget={budget} {text}")
 
 
