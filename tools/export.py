@@ -6,15 +6,13 @@ Write a model for other software: a folder in Hugging Face layout, which transfo
 
 An ordinary model gets its parent's layout. One with a recurrent block gets the released models'
 layout, with a model card and the code that lets transformers load it (modeling_loopgraft.py).
-Tensors may be split, but are rounded only if --dtype says so. Other software runs an export at one
-r unless it is told otherwise: --mean_recurrence, by default the mean of r in training.
+Tensors may be split, but are never rounded. Other software runs an export at one r unless it is
+told otherwise: --mean_recurrence, by default the mean of r in training.
 """
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from string import Template
 
-import torch
 from safetensors.torch import save_file
 
 from common import (Parser, UserError, cli, new_folder, positive, read_json, say, write_atomically,
@@ -217,15 +215,12 @@ def main():
     flag("--verify", action="store_true", help="check that OUT has exactly the logits of RUN")
     flag("--mean_recurrence", type=positive, metavar="R",
          help="the r at which other software runs OUT by default; default: the mean in training")
-    flag("--dtype", choices=("bfloat16", "float32"), help="cast the weights; default: as they are")
     args = parser.parse_args()
     model = open_source(args.run)
     if args.mean_recurrence:
         if not model.config.n_core:
             raise UserError(f"--mean_recurrence: {args.run} has no recurrent block")
-        model.config = replace(model.config, mean_recurrence=args.mean_recurrence)
-    if args.dtype:
-        model.to(getattr(torch, args.dtype))
+        model.config.mean_recurrence = args.mean_recurrence
     with write_atomically(args.out) as folder:
         export(model, folder)
         write_text_files(model, folder)
