@@ -20,7 +20,7 @@ import math
 
 import torch
 import torch.nn as nn
-from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -183,11 +183,8 @@ class Attention(Slot):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, number, columns)
-        elif CACHE in rest:  # a paged cache; before 5.24 the attention function updates it
-            k, v = rest.pop(CACHE).update(k, v, number, kwargs=rest)
         if slot is None:  # outside vLLM one object serves all slots
             slot = self
-            slot.layer_idx = number  # a paged cache reads the number from here
         y = Slot.forward(slot, q, k, v, mask, **rest)
         return self.proj(y.reshape(*x.shape[:-1], -1))  # in vLLM y has no batch dimension
 
@@ -326,10 +323,8 @@ class LoopgraftModel(LoopgraftBase):
                 output_hidden_states=None, cache=None, **rest):
         """Return the head's input (B, T, C). For the arguments see LoopgraftForCausalLM."""
         c = self.config
-        if isinstance(cache, Cache):
+        if cache is not None:
             past_key_values = cache
-        elif cache is not None:
-            rest["cache"] = cache  # a paged cache, see Attention.forward()
         n, k = self.split_steps(num_steps)
         r = n + k
         if output_hidden_states is None:
