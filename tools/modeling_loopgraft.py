@@ -251,9 +251,6 @@ class LoopgraftModel(LoopgraftBase):
         self.core_block = blocks(config.n_layers_in_recurrent_block)
         self.coda = blocks(config.n_layers_in_coda)
         self.ln_f = RMSNorm(C, config.norm_eps)
-        if config.injection_type not in ("linear", "add"):
-            raise ValueError(f"injection_type = {config.injection_type!r} is not supported, only "
-                             "'linear' and 'add'")
         if config.injection_type == "linear":  # "add" needs no weights
             self.adapter = nn.Linear(2 * C, C, bias=False)
         slots = config.num_hidden_layers if config._attn_implementation == "vllm" else 0
@@ -276,19 +273,13 @@ class LoopgraftModel(LoopgraftBase):
 
     def split_steps(self, num_steps):
         """Return num_steps, in any form that forward() takes, as (n, k)."""
-        steps = num_steps
-        if steps is None:
-            steps = self.config.mean_recurrence
-        if torch.is_tensor(steps):
-            steps = steps.squeeze().tolist()
+        steps = self.config.mean_recurrence if num_steps is None else num_steps
         if isinstance(steps, int):
             k = min(steps, self.config.mean_backprop_depth)
-            n = steps - k
-        else:
-            n, k = steps
-        if n < 0 or k < 0:
+            steps = steps - k, k
+        if min(steps) < 0:
             raise ValueError(f"{num_steps=}: the number of recurrences must not be negative")
-        return n, k
+        return steps
 
     def attention_inputs(self, x, attention_mask, position_ids, past_key_values):
         """
@@ -409,8 +400,8 @@ class LoopgraftForCausalLM(LoopgraftBase, GenerationMixin):
         Like LlamaForCausalLM, with logits (B, T, V) in float32.
 
         num_steps: the number of recurrences r, the last config.mean_backprop_depth of which carry
-        gradient; or (n, k), for n recurrences without gradient and then k with it. It may be an
-        int, a tuple or a tensor, and a cache can be used with one r only.
+        gradient; or (n, k), for n recurrences without gradient and then k with it. A cache can be
+        used with one r only.
         initial_state (B, T, C): s_0; by default draw_state() draws it.
         cache: past_key_values, under the name that transformers has used since 5.24.
 
