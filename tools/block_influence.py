@@ -34,8 +34,7 @@ def block_influence(model, idx):
         for i, block in enumerate(model.prelude):
             y = block(x, rope)
             cosine = F.cosine_similarity(x.double(), y.double(), dim=-1)  # (1, T)
-            change = 1 - cosine
-            influence[i] += change.mean()
+            influence[i] += (1 - cosine).mean()
             x = y
     return (influence / len(idx)).tolist()
 
@@ -51,8 +50,7 @@ def most_influential(model, path, count):
     T = min(WINDOW, model.config.context, len(ids))
     idx = torch.tensor(ids).unfold(0, T, T)  # (B, T), without the last tokens if they are fewer
     influence = block_influence(model.float(), idx)
-    most = torch.tensor(influence).topk(count)
-    kept = sorted(most.indices.tolist())
+    kept = sorted(torch.tensor(influence).topk(count).indices.tolist())
     print("layer  influence")
     for layer, value in enumerate(influence):
         print(f"{layer:5}  {value:.6f}", "kept" if layer in kept else "", flush=True)

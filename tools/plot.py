@@ -214,10 +214,7 @@ def x_text(x):
 
 def as_text(y, value, error):
     """A loss, or a score in %, as text: "49.4 ± 1.4"."""
-    if y == "loss":
-        scale, digits = 1, 4
-    else:
-        scale, digits = 100, 1
+    scale, digits = (1, 4) if y == "loss" else (100, 1)
     text = f"{scale * value:.{digits}f}"
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
