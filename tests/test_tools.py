@@ -445,8 +445,7 @@ def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
     run_script("tools/export", "parent", "hf")
     write_gguf("m.gguf", Path("hf"), stored)
 
-    said = run_script("tools/from_gguf", "m.gguf", "converted")
-    assert ("what quantization lost is not restored: Q8_0" in said) == (stored == "Q8_0")
+    run_script("tools/from_gguf", "m.gguf", "converted")
     assert {t.dtype for t in weights("converted").values()} == {dtype}
     found = convert("converted", "ours", "--feed_forward")
     idx = torch.arange(40)[None]

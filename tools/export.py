@@ -150,14 +150,10 @@ def is_qwens(spec):
     """Whether a tokenizer.json splits a text as transformers' Qwen2Tokenizer does, whose words
     replace those of the file."""
     match spec:
-        case {
-            "model": {"type": "BPE"},
-            "normalizer": {"type": "NFC"},
-            "pre_tokenizer": {"pretokenizers": [
-                {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ]},
-        }:
+        case {"model": {"type": "BPE"}, "normalizer": {"type": "NFC"},
+              "pre_tokenizer": {"pretokenizers": [
+                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}}:
             return words == PATTERNS[1]
     return False
 

@@ -1,6 +1,6 @@
 """
 Convert a .gguf file to a folder in Hugging Face layout, for surgery.py. transformers reads the file
-and dequantizes its weights.
+and dequantizes its weights, which does not restore what quantization lost.
 
     pip install transformers accelerate gguf
     python -m tools.from_gguf FILE.gguf OUT
@@ -88,9 +88,6 @@ def convert(path, out):
         coder.normalizer = normalizers.Sequence(blanks)
         coder.pre_tokenizer = None
     stored = {tensor.tensor_type.name for tensor in file.tensors}
-    quantized = stored - {"F32", "F16", "BF16"}
-    if quantized:
-        print("note: what quantization lost is not restored:", *quantized)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     if "BF16" in stored and all(t.equal(t.bfloat16().float()) for t in weights.values()):
         weights = {name: t.bfloat16() for name, t in weights.items()}
