@@ -42,27 +42,10 @@ def main():
          help="make as many updates as it takes to spend the FLOPs that RUN, and the runs before "
               "it, have spent since the parent")
     flag("--quiet", action="store_true", help="print the number of updates alone")
-    args, settings = parser.parse_known_args()
+    args, flags = parser.parse_known_args()
     if args.preset:
-        settings.append(f"--init_from={args.preset}")  # only to say that it has a shape
-    plan(args, read_settings(settings, args.gpus))
-
-
-def presets():
-    """
-    Read parents.toml. Returns {name: (Config of the parent, layers to keep)}, such as
-    {"tinyllama-4-8-4": (..., (4, 8, 4))}.
-    """
-    found = {}
-    for parent, about in read_toml(Path(__file__).with_name("parents.toml")).items():
-        for sizes in about.pop("shapes"):
-            name = "-".join(map(str, [parent, *sizes]))
-            found[name] = Config(**about), tuple(sizes)
-    return found
-
-
-def plan(args, settings):
-    """Print what a run of train.py with these settings will cost."""
+        flags.append(f"--init_from={args.preset}")  # only to say that it has a shape
+    settings = read_settings(flags, args.gpus)
     folder = None
     if args.preset:
         config = run_config(settings, retrofit_config(*presets()[args.preset]))
@@ -119,6 +102,19 @@ def plan(args, settings):
     for name, speed in GPUS.items():
         hours = flops / (args.gpus * speed) / 3600
         print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")
+
+
+def presets():
+    """
+    Read parents.toml. Returns {name: (Config of the parent, layers to keep)}, such as
+    {"tinyllama-4-8-4": (..., (4, 8, 4))}.
+    """
+    found = {}
+    for parent, about in read_toml(Path(__file__).with_name("parents.toml")).items():
+        for sizes in about.pop("shapes"):
+            name = "-".join(map(str, [parent, *sizes]))
+            found[name] = Config(**about), tuple(sizes)
+    return found
 
 
 def drawn_steps(settings, model):
