@@ -169,7 +169,7 @@ def test_random_numbers_are_the_papers():
     assert model.initial_state(2, 9, 5, row=6).equal(s[6:8, :9])
     assert not model.initial_state(2, 9).equal(model.initial_state(2, 9)), "no seed: a random one"
 
-    wanted = read_json(ORACLE / "initial_state.json")["raven_llama"]["sample_std"]
+    wanted = 0.0085789  # of 524,288 numbers that the paper's code drew
     for norm, factor in (("sandwich", 6), ("pre", 1)):
         s = small(norm=norm, embed_scale=6.0, n_kv_head=4).initial_state(128, 128, 0)
         assert s.std() == pytest.approx(wanted * factor, rel=0.005)
@@ -1988,11 +1988,11 @@ def test_no_updates_only_validate(corpus, base, unbroken):
 # --------------------------------------------------------------------------------------- evaluation
 def test_gsm8k_is_asked_and_scored_as_in_the_paper():
     """Prompts, stops, extraction and scores match the harness's for the paper's task."""
-    asked = read_json(ORACLE / "gsm8k_prompt.json")
-    assert make_prompt(asked["doc"]["question"]) == asked["1"]
+    asked, *rows = map(json.loads, open(ORACLE / "gsm8k.jsonl"))
+    assert make_prompt(asked["question"]) == asked["prompt"]
     assert list(STOPS) == asked["until"]
 
-    for row in map(json.loads, open(ORACLE / "gsm8k_extract.jsonl")):
+    for row in rows:
         text = cut_at_stops(row["output"], STOPS)
         assert text == row["cut"], row["why"]
         assert eval_gsm8k.flexible_extract(text) == row["flexible"], row["why"]
