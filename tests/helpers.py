@@ -7,7 +7,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import runpy
 import shlex
 import shutil
@@ -214,11 +213,6 @@ def contents(folder):
         for path in Path(folder).glob("**/*")
         if path.is_file() and path.name != ".lock" and ".loopgraft-" not in str(path)
     }
-
-
-def unwrap(path):
-    """A file's text, with each line that ends in a backslash joined to the next one."""
-    return re.sub(r"\\\n#? *", "", Path(path).read_text())
 
 
 # Models and tensors.

@@ -88,17 +88,6 @@ def unbroken(base, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def taught(corpus, tmp_path_factory):
-    """A folder out/ like that of runs/tiny.sh, with a run tiny/task and its data, but of counts."""
-    folder = tmp_path_factory.mktemp("taught") / "out"
-    shutil.copytree(corpus, folder / "tiny" / "data")
-    flags = "--lr=0.02 --updates=80 --cooldown=0.3 --save_every=80 --eval_every=80"
-    data_flag = f"--data={folder}/tiny/data/pretrain"
-    run_script("train", *RUN, data_flag, f"--out_dir={folder}/tiny/task", *flags.split())
-    return folder
-
-
-@pytest.fixture(scope="session")
 def looped(speaker, tmp_path_factory):
     """A looped model whose answers depend on r and on the noise, and whose prompts begin in BOS."""
     folder = tmp_path_factory.mktemp("looped") / "m"
