@@ -1359,7 +1359,7 @@ def test_schedules_are_the_papers():
         values, counts = zip(*runs)
         return np.repeat(values, counts).tolist()
 
-    oracle = read_json(ORACLE / "curriculum.json")
+    oracle = read_json(ORACLE / "paper.json")["curriculum"]
     for x in oracle["schedules"]:
         s = Settings(updates=x["total"], curriculum_warmup=x["warmup"],
                      mean_recurrence=x["max_mean_rec"], curriculum=x["warmup_type"])

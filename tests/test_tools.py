@@ -572,7 +572,7 @@ def test_flops_are_the_papers():
         shapes[re.sub(r"-\d+-\d+-\d+$", "", preset)] = parent
     # From the fraction of r to that of the warm-up at which the curriculum reaches it.
     inverses = {"linear": lambda share: share, "1-sqrt": lambda share: 1 - (1 - share) ** 2}
-    for row in read_json(ORACLE / "flops.json")["rows"]:
+    for row in read_json(ORACLE / "paper.json")["flops"]["rows"]:
         config = shapes[row["arch"]]
         if row["split"]:
             config = retrofit_config(config, row["split"])
