@@ -336,14 +336,7 @@ SHAPES = {
     "norm_f.weight": (8,),
     "head.weight": (30, 8),
 }
-MATRICES = [
-    QKV,
-    "adapter.weight",
-    "core.0.mlp.fc.weight",
-    "core.0.mlp.proj.weight",
-    "core.1.mlp.fc.weight",
-    "core.2.mlp.fc.weight",
-]
+MATRICES = [name for name in SHAPES if any(part in name for part in ("qkv", "adapter", "mlp"))]
 
 
 def noise(*seed, scale=1.0):

@@ -929,10 +929,7 @@ def test_questions_of_the_games(flag):
                 continue
             events = re.split(r"[.,] ?", line["question"])[:-1]
             if flag != "--game=counts":
-                said = [events[0][-1]]
-                for swap in events[1:]:
-                    a, b = swap[0], swap[6]
-                    said.append({a: b, b: a}.get(said[-1], said[-1]))
+                said = solve_cups(line["question"].split())
                 answer = said[-1]
                 if flag == "--worked":
                     steps = " ".join(f"{event}: {x}." for event, x in zip(events, said))
