@@ -91,8 +91,7 @@ class MockGPU(TorchDispatchMode):
             out.pinned = True
             return out
         out = op(*args, **kwargs)
-        all_tensors = tensors((args, kwargs, out)).values()
-        on = {t.device.type for t in all_tensors}
+        on = {t.device.type for t in tensors((args, kwargs, out)).values()}
         if generator and on != {generator.device.type}:
             raise RuntimeError(f"{name}: a generator of {generator.device} for tensors on {on}")
         if len(on) > 1:  # a copy between host and device
@@ -102,9 +101,6 @@ class MockGPU(TorchDispatchMode):
                 self.under_way.append(out)
             elif not hasattr(args[0], "pinned"):
                 self.wait()
-        if self.recording:
-            indices = {t.device.index for t in all_tensors if t.is_cuda}
-            assert indices <= {torch.cuda.current_device()}, "recorded on another device"
         return out
 
     def read(self, t, shape=()):
@@ -135,7 +131,6 @@ class MockGPU(TorchDispatchMode):
     @contextlib.contextmanager
     def record(self, graph, pool):
         """Replaces torch.cuda.graph. A graph's replay() does nothing here: see Graph."""
-        assert not gc.isenabled(), "what the garbage collector frees would invalidate the graph"
         self.recording = True
         yield
         self.recording = False
@@ -162,7 +157,6 @@ class Graph(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        assert "_local_scalar_dense" not in str(op), "the host waits in a step that is recorded"
         for argument, value in zip(op._schema.arguments, args):
             if argument.alias_info and argument.alias_info.is_write:
                 memory = value.untyped_storage()
@@ -239,22 +233,18 @@ def fake_tensors(gpu):
     model.save_file = train.save_file = save
     RecurrentLM.to = lambda self, *to: self.fill(
         {name: t.to(*to) for name, t in self.state_dict().items()}) or self
-    RecurrentLM.compile_parts = lambda self, **how: None
     torch.compile = lambda function, **how: function
 
     def returns(value):
         return lambda *args: value
 
     torch.cuda.is_available = returns(True)
-    torch.cuda.device_count = returns(1)
     torch.cuda.get_device_name = returns("H100")
     torch.cuda.get_device_properties = returns(
         SimpleNamespace(major=9, minor=0, total_memory=80_000_000_000))
     torch.cuda.synchronize = returns(None)
-    torch.cuda.max_memory_allocated = returns(0)
     torch.cuda.reset_peak_memory_stats = returns(None)
     torch.cuda.set_device = torch.accelerator.set_device_index
-    torch.cuda.current_device = torch.accelerator.current_device_index
     torch.cuda.CUDAGraph = mock.MagicMock
     torch.cuda.graph = gpu.record
     torch.cuda.Event = lambda: mock.Mock(synchronize=gpu.synchronize)
