@@ -1079,7 +1079,7 @@ def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
 # --------------------------------------- tiny.sh, task.sh and gpu.sh, beside the tests above
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 "
-        "--row_length 40 --seeds '0 1'")
+        "--row_length 40")
 
 
 def beside(request, tmp_path_factory, name, line):
@@ -1106,8 +1106,8 @@ def beside(request, tmp_path_factory, name, line):
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(request, tmp_path_factory):
     flags = "-- --updates=2 --compile=false --eval_rows=4"
-    of_stories = TASK.replace("mine", "steps --loop mine/cut --arms loop").replace("0 1", "0")
-    line = f"bash runs/tiny.sh --quick --seed 5 && {TASK} {flags} && {of_stories} {flags}"
+    of_stories = TASK.replace("mine", "steps --loop mine/cut --arms loop --seeds '0 1'")
+    line = f"bash runs/tiny.sh --quick --seed 5 && {TASK} --seeds 1 {flags} && {of_stories} {flags}"
     yield from beside(request, tmp_path_factory, "tiny_run", line)
 
 
@@ -1124,7 +1124,7 @@ exec {sys.executable} "$@"
 
 
 def test_tiny_run_and_task_run_end_to_end(tiny_run):
-    """tiny.sh with a seed, in a folder of its own, then task.sh: equal FLOPs, and tables."""
+    """tiny.sh with a seed, in a folder of its own, then task.sh with seeds: equal FLOPs, tables."""
     output, folder = tiny_run
     of_tiny, _, of_task = output().partition("Ask your own")
     of_task, _, of_stories = of_task.partition("Serve it")
@@ -1143,11 +1143,11 @@ def test_tiny_run_and_task_run_end_to_end(tiny_run):
     assert header == ["", "1", "2"]
     labels = [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
     assert [label for label, *_ in rows] == labels
-    assert "python sample.py --model mine/loop-0" in of_task
+    assert "python sample.py --model mine/loop-1" in of_task
 
     header, *_ = cells_of(of_stories)
     assert header == ["", "7"]
-    assert read_json(folder / "steps/loop-0/eval_test.json")["settings"]["max_new_tokens"] == 1
+    assert read_json(folder / "steps/loop-1/eval_test.json")["settings"]["max_new_tokens"] == 1
     targets = np.load(folder / "steps/data/train_000000.npy")[1]
     assert (targets >= 0).sum() == 16, "one of the nine stories is for validation"
 
