@@ -197,7 +197,7 @@ def test_losses_in_chunks(compiled, monkeypatch):
         (5, 36, [5] * 8), (5, 0, [5]), (5, 44, [5] * 8 + [4]), (99, 11, [11]), (99, 12, [11] * 2),
         (99, 43, [11] * 4), (99, 44, [44]),
     )
-    for most, asked, sizes in cases[: 3 if compiled else 7]:  # each new size takes seconds
+    for most, asked, sizes in cases[1:3] if compiled else cases:  # each new size takes seconds
         monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * most)
         idx, targets = torch.randint(17, (2, 4, 11))
         targets.view(-1)[torch.randperm(44)[asked:]] = -100
@@ -211,10 +211,6 @@ def test_losses_in_chunks(compiled, monkeypatch):
         found = torch.autograd.grad(mean_loss(losses, targets), list(model.parameters()))
         for ours, theirs in zip(found, wanted, strict=True):
             assert max_difference(ours, theirs) < 1e-6
-
-        ((_, x),) = model.trajectory(idx, [1], state)
-        with torch.no_grad():
-            assert max_difference(model.losses(x, targets), exact) < 1e-5
 
 
 # ------------------------------------------------------------------------------------------ surgery
@@ -742,14 +738,17 @@ def prepare(corpus, source, out, *flags):
 def test_prepare_resumes_byte_identical(source, corpus):
     """After a kill and a move, prepare writes the same bytes as without; --drop drops records."""
     documents(4000)
+    asked = []
     if source == "a.parquet":
+        asked = ["--prompt=text"]  # then rows hold whole documents
         table = need("pyarrow.json").read_json("a.jsonl")
         need("pyarrow.parquet").write_table(table, source, row_group_size=90)
 
     # Y 7 is a part of "by 7", in another case. The first document has null there, not "none".
-    flags = "--shard_tokens=2000", "--drop=meta.by=Y 7", "--drop=meta.by=none"
+    flags = "--shard_tokens=2000", "--drop=meta.by=Y 7", "--drop=meta.by=none", *asked
     run_script("data", *prepare(corpus, source, "unbroken", *flags))
-    assert "created with drop = " in error_line("data", *prepare(corpus, source, "unbroken"))
+    said = error_line("data", *prepare(corpus, source, "unbroken", *asked))
+    assert "created with drop = " in said
 
     command = prepare(corpus, source, "killed", *flags)
     processes = launch("data", *command)
@@ -769,9 +768,8 @@ def test_prepare_resumes_byte_identical(source, corpus):
     assert contents("elsewhere/killed") == contents("unbroken")
     assert first_shard.stat().st_mtime_ns == written
     assert not [*Path("elsewhere").glob("**/*.loopgraft-*")]
-
-    kept = [i for i in range(4000) if i % 50 != 7]
-    assert sorted(documents_in("unbroken", "train") + documents_in("unbroken", "val")) == kept
+    counts = {"kept": 3920, "dropped": 80, "bad": 0, "long": 0}
+    assert read_json("unbroken/meta.json")["counts"] == counts
 
 
 def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
@@ -917,8 +915,8 @@ def write_questions(lengths):
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_rows_hold_whole_questions(corpus, monkeypatch):
-    """Rows hold each question once, whole, with its answer; a killed prepare ends alike."""
+def test_rows_hold_whole_questions(corpus):
+    """Rows hold each question once, whole, with its answer."""
     lengths = np.random.default_rng(0).integers(3, 100, 900).tolist()
     write_questions(lengths)
     command = prepare(corpus, "q.jsonl", "out", "--prompt=q", "--field=a", "--shard_tokens=20000")
@@ -935,15 +933,6 @@ def test_rows_hold_whole_questions(corpus, monkeypatch):
                     ids, targets = ids[n:], targets[n:]
                 assert {*ids} <= {meta["eos_id"]} and {*targets} <= {-100}, "padding"
     assert sorted(found) == sorted((n, str(i % 10)) for i, n in enumerate(lengths))
-
-    os.rename("out", "unbroken")
-    save, left = data.write_shard, iter(range(3))
-    monkeypatch.setattr(data, "write_shard", lambda *args: [next(left), save(*args)][1])
-    with pytest.raises(StopIteration):
-        outcome("data", *command)
-    monkeypatch.setattr(data, "write_shard", save)
-    run_script("data", *command)
-    assert contents("out") == contents("unbroken")
 
 
 def test_row_length_fits_the_questions(corpus):
@@ -1496,9 +1485,9 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
     torch.set_num_threads(2)
     torch.compiler.reset()
     train_until(3, *base, "--out_dir=resumed")
-    for out in ("resumed", "unbroken"):
-        torch.compiler.reset()
-        run_script(f"train --out_dir={out}", *base)
+    run_script("train --out_dir=unbroken", *base)
+    torch.compiler.reset()
+    run_script("train --out_dir=resumed", *base)
     torch.set_num_threads(1)
     assert same_end("resumed", "unbroken")
 
