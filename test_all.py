@@ -131,10 +131,6 @@ def test_roundings_of_a_bfloat16_model():
     logits = model.logits(x)
     assert logits.dtype == torch.float32
     assert max_difference(logits, exact) <= 2**-8 * exact.abs().max()
-    targets = torch.randint(17, (64,))
-    losses = model.chunk_losses(x, targets)
-    exact = F.cross_entropy(logits, targets, reduction="none")
-    assert max_difference(losses, exact) < 1e-6
 
     idx = torch.randint(17, (2, 5))
     s0 = model.initial_state(2, 5, 0)
@@ -150,6 +146,7 @@ def test_roundings_of_a_bfloat16_model():
         # Large embeddings, beside which rounding the residual stream would lose much.
         model = small(n_embd=64, n_core=4, mean_recurrence=32, embed_scale=10.0).to(dtype)
         _, losses = model(idx[:, :-1], idx[:, 1:], (24, 8), model.initial_state(4, 16, 0))
+        assert losses.dtype == torch.float32
         losses.mean().backward()
         grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
     exact, found = grads
@@ -1186,11 +1183,10 @@ def test_decoding_is_that_of_the_model(n_core, norm, prefill, depths, monkeypatc
             assert generate_rows(decoder, prompts, limits, r) == wanted
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_numbers_that_are_none(bad, checkpoint, corpus):
+def test_numbers_that_are_none(checkpoint, corpus):
     """Logits that are not finite end each command in one line; they do not spoil the next text."""
     model = RecurrentLM.load(checkpoint)
-    model.head.weight.data[3] = bad
+    model.head.weight.data[3] = math.nan
     save(model, "bad", corpus)
     Path("q.jsonl").write_text('{"question": "has", "answer": "2"}')
     for command in ("sample --prompt=has --steps=2", "sample --prompt=has --temperature=1",
@@ -1198,7 +1194,7 @@ def test_numbers_that_are_none(bad, checkpoint, corpus):
         assert "logits are not finite" in error_line(command, "--model=bad"), command
 
     model = decode_model()
-    model.embed.weight.data[5] = bad
+    model.embed.weight.data[5] = math.inf
     decoder = Decoder(model)
     with pytest.raises(UserError, match="not finite"):
         generate_rows(decoder, [[1, 2, 5]], [9], 2)
@@ -1631,10 +1627,9 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
     for name in "ab":
         tiny(name, "counts", seed=ord(name), rows=64)
 
-    def flags(out, parent, mixture, *more):
-        data_flag = "--data=" + re.sub("([ab])", r"\1/pretrain", mixture)
-        start = f"--init_from={parent}", f"--out_dir={out}"
-        return *base, data_flag, *start, "--seed=3", "--updates=3", "--save_every=1", *more
+    def flags(out, parent, name, *more):
+        start = f"--data={name}/pretrain", f"--init_from={parent}", f"--out_dir={out}"
+        return *base, *start, "--seed=3", "--updates=3", "--save_every=1", *more
 
     def check(*command, first):
         numbers.clear()
@@ -1649,8 +1644,6 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
     check("other_seed", "four", "a", "--seed=4", first=0)
     check("new", "four", "a", "--reinit", first=0)
     check("other_data", "four", "b", first=0)
-    numbers.clear()
-    assert "begin after" not in run_script("train", *flags("mixture", "four", "a:50,b:50"))
 
     again = flags("again", "three", "a")
     train_until(2, *again)
@@ -2232,7 +2225,6 @@ MISTAKES = [
     ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
     ("surgery llama out --shape 1,2,1 --prelude 0", "--prelude: --shape chooses the layers"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
-    ("surgery m out --adapter add", "SRC is already recurrent"),
     ("surgery llama out --shape 1,2,1 --adapter add --adapter_init half", "has no weights"),
     ("surgery llama out --shape 1,2,1 --untie", "--untie: only with --feed_forward"),
     ("surgery llama out --feed_forward --adapter add --mean_recurrence 4",
