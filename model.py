@@ -406,20 +406,16 @@ class RecurrentLM(nn.Module):
             done = r
 
     @torch.no_grad()
-    def generate(self, ids, max_new_tokens, steps=None, temperature=0.0):
+    def generate(self, ids, max_new_tokens, steps=None):
         """
-        Continue one text, a list of ids, at r = `steps`, and return the new ids. temperature: 0
-        takes the likeliest token. This is all there is to it; sample.py is faster, with a cache.
+        Continue one text, a list of ids, at r = `steps` by the likeliest tokens, and return these.
+        This is all there is to it; sample.py is faster, with a cache, and can sample.
         """
         idx = torch.tensor([ids], device=self.embed.weight.device)
         for _ in range(max_new_tokens):
             state = self.initial_state(1, idx.shape[1], seed=0)
             logits, _ = self(idx, steps=steps, state=state)
-            if temperature:
-                token = (logits[:, -1] / temperature).softmax(-1).multinomial(1)
-            else:
-                token = logits[:, -1].argmax(-1, keepdim=True)
-            idx = torch.cat((idx, token), 1)
+            idx = torch.cat((idx, logits[:, -1:].argmax(-1)), 1)
         return idx[0, len(ids):].tolist()
 
     def split_steps(self, steps=None):
