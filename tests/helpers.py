@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import io
-import itertools
 import json
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ import torch
 import torch._dynamo  # which checkpoint() needs: before forking, which saves a second per process
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend
 
 import common
@@ -339,24 +338,23 @@ SHAPES = {
 MATRICES = [name for name in SHAPES if any(part in name for part in ("qkv", "adapter", "mlp"))]
 
 
-def noise(*seed, scale=1.0):
+def noise(*seed):
     """{name: random tensor} of the parameters in SHAPES. seed: any numbers."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
-    return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def parameters(tensors, dtype=torch.float32):
-    """{name: Parameter}, copies of {name: tensor}."""
-    return {name: torch.nn.Parameter(t.to(dtype, copy=True)) for name, t in tensors.items()}
+def parameters(tensors):
+    """{name: Parameter}, copies in float32 of {name: tensor}."""
+    return {name: torch.nn.Parameter(t.to(torch.float32, copy=True)) for name, t in tensors.items()}
 
 
-def step_with(opt, ps, *grads, lr_factor=1.0, labels=1):
-    """Update from the gradients of micro-batches of `labels` labels. Returns their mean's norm."""
-    for g in grads:
-        for name, p in ps.items():
-            p.grad = g[name].to(p.dtype, copy=True)
-        opt.accumulate()
-    return opt.step(opt.reduce().item(), labels, lr_factor)
+def step_with(opt, ps, grads, lr_factor):
+    """Update the parameters ps with the gradients, {name: tensor}."""
+    for name, p in ps.items():
+        p.grad = grads[name].clone()
+    opt.accumulate()
+    opt.step(opt.reduce().item(), lr_factor=lr_factor)
 
 
 def decode_model(n_core=2, norm="pre", vocab_size=64, context=64):
@@ -410,33 +408,6 @@ def slow_attention(model):
 
 def random_prompts(*lengths):
     return [torch.randint(64, (n,)).tolist() for n in lengths]
-
-
-def optimizer_rank(rank, world, folder):
-    """Save what one of `world` gloo ranks has after 8 updates of every rule and dtype."""
-    torch.set_num_threads(1)
-    meet = f"file://{folder}/meet{world}"
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
-    found = {}
-    for kind, dtype in itertools.product(("muon", "adamw", "adamw*"), ("float32", "bfloat16")):
-        ps = parameters(noise(), getattr(torch, dtype))
-        opt = Optimizer(ps.items(), MATRICES, lr=0.02, adam_lr=0.01, weight_decay=0.1, clip=20.0,
-                        rule=kind, weights=noise(), rank=rank, world=world)
-        micro_batches = range(rank * 8 // world, (rank + 1) * 8 // world)  # its share of 8
-        for u in range(8):
-            grads = [noise(u, i) for i in micro_batches]
-            step_with(opt, ps, *grads, lr_factor=0.9**u, labels=8)
-        name = f"{kind} {dtype}"
-        kept = sum(t.numel() for t in opt.masters_and_moments().values())
-        found[f"{name} kept"] = torch.tensor(kept)
-        for key, p in ps.items():
-            found[f"{name} {key}"] = p.detach()
-        for key, t in opt.gather().items():
-            found[f"{name} all {key}"] = t.clone()
-
-    save_file(found, f"{folder}/{world}_{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # Texts on which tokenizers go wrong: blanks, Unicode, control characters, names of control tokens.
