@@ -1628,12 +1628,9 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
 
 def test_context_follows_the_data_and_extends_the_parents(base, corpus):
     """--context is the data's, and no other is accepted; beyond the parent's, it extends that."""
-    write_questions([20] * 399 + [30])
-    run_script("data", *prepare(corpus, "q.jsonl", "out", "--prompt=q", "--field=a"))
-    run = *base, "--data=out", "--updates=0", "--eval_rows=4"
-    said = run_script("train --context=0 --out_dir=new", *run)
-    assert "0 epochs of 31 rows" in said and "rows of 256 tokens" in said
-    assert "Use --context=256" in error_line("train --context=255 --out_dir=x", *run)
+    run = *base, f"--data={corpus}/task", "--updates=0", "--eval_rows=4"
+    assert "rows of 39 tokens" in run_script("train --context=0 --out_dir=new", *run)
+    assert "Use --context=39" in error_line("train --context=38 --out_dir=x", *run)
 
     save(small(context=40), "short", corpus)
     save(small(context=60, embed_scale=2.0), "long", corpus)
