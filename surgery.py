@@ -278,7 +278,10 @@ def download(spec):
         return snapshot_download(
             repo, revision=revision or None, ignore_patterns=["*/*", "consolidated*"],
             allow_patterns=["*.safetensors", INDEX, "config.json", "vocab.json", *TOKENIZER_FILES])
-    except Exception as e:  # of many kinds: huggingface_hub is missing, no hub id, no network
+    except ModuleNotFoundError:
+        raise UserError(f"{spec}: no such folder. To download it from the hub: `pip install "
+                        "huggingface_hub`")
+    except Exception as e:  # of many kinds: no hub id, no network
         raise UserError(f"{spec}: no such folder, nor loaded from the Hugging Face hub as org/name "
                         f"or org/name@REVISION ({' '.join(str(e).split()):.200})")
 
