@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,7 @@ from eval_gsm8k import STOPS, make_prompt
 from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
 from runs import task
 from runs.bbh import report as bbh_report
-from runs.smollm2 import cups, report
+from runs.smollm2 import cups, report, songs
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
 from tools import plan, plot
@@ -941,6 +942,19 @@ def test_questions_of_the_games(flag):
             assert (line["answer"], line["difficulty"]) == (str(answer), str(len(events)))
             asked[part].add(line["question"])
     assert not asked["train"] & (asked["dev"] | asked["test"])
+
+
+def test_songs_are_told_by_their_intervals(monkeypatch):
+    """songs.py reads ABC: a tied note is one, octaves count, and headers and rests do not."""
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: None)  # pip
+    with zipfile.ZipFile("music21-10.5.1-py3-none-any.whl", "w") as package:
+        package.writestr("music21/corpus/essenFolksong/a.abc",
+                         "\nX:1\nT: A Fable\nK: G\nG2 | _B2-\n_B2cz | CB,B,4\n\nX:2\nK: C\nc'b")
+    first, second = songs.read_songs()
+    events, answers = songs.tell(first)
+    assert "".join(events) == ("The song begins on G. Up a third. Up a second. Down an octave. Down a "
+                               "second. The same note.") and "".join(answers) == " G B C C B B"
+    assert songs.tell(second) == (["The song begins on C.", " Down a second."], [" C", " B"])
 
 
 def test_public_benchmark():

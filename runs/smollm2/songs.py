@@ -1,14 +1,14 @@
 """
-Real melodies as a task of your own, for runs/task.sh: from its intervals alone, which note has a
-folk song reached?
+Real melodies as a task of your own, for runs/task.sh: which note has a folk song reached?
 
     python -m runs.smollm2.songs --out out/songs
 
-The songs are the Essen collection's, 8,514 from many countries, in the PyPI package music21, which
-is downloaded. A story is a part of one: {"events": ["The song begins on G.", " Up a third.",
-" Down a second."], "answers": [" G", " B", " A"]}. Sharps and flats are left out, octaves are not
-named. train.jsonl has 40,000 stories of 1 to 5 events; test.jsonl asks for the last note of 200 of
-each of the LENGTHS, from other songs: every tenth. None of them is in train.jsonl.
+A story is a part of a song, told by its intervals: {"events": ["The song begins on G.",
+" Up a third.", " Down a second."], "answers": [" G", " B", " A"]}. Sharps, flats and octaves are not
+told. The 8,514 songs are the Essen collection's, in the PyPI package music21, which is downloaded.
+train.jsonl has 40,000 stories of 1 to 5 events. test.jsonl asks for the last note of 200 stories of
+each of the LENGTHS, from every tenth song, which train.jsonl has nothing of; none of these stories
+is the beginning of one there.
 """
 import itertools
 import json
@@ -21,40 +21,38 @@ import numpy as np
 
 from common import Parser, cli, paths, write_atomically
 
-PACKAGE = "music21-10.5.1-py3-none-any.whl"
 LENGTHS = 4, 5, 6, 7, 8, 10, 12, 16
 NOTES = "CDEFGAB"
-INTERVALS = "second third fourth fifth sixth seventh octave".split()
+INTERVALS = "a second,a third,a fourth,a fifth,a sixth,a seventh,an octave".split(",")
 
 
-def songs():
-    """Return the melodies: [[height of each note, in steps above middle C]], as in ABC notation."""
+def height(note, octaves):
+    """Return the height of a note in ABC notation, such as ("c", "'"), in steps above middle C."""
+    octave = note.islower() + octaves.count("'") - octaves.count(",")
+    return NOTES.index(note.upper()) + 7 * octave
+
+
+def read_songs():
+    """Download the songs. Returns the heights of each one's notes, [[int]]."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "music21==10.5.1"]
     subprocess.run(pip, check=True)
-    found = []
-    with zipfile.ZipFile(PACKAGE) as package:
+    songs = []
+    with zipfile.ZipFile("music21-10.5.1-py3-none-any.whl") as package:
         for name in sorted(package.namelist()):
             if re.fullmatch(r"music21/corpus/essenFolksong/.*\.abc", name):
-                for song in re.split(r"^X:", package.read(name).decode(), flags=re.M)[1:]:
-                    body = re.sub(r"^.*:.*$", "", song, flags=re.M)
-                    body = re.sub(r"-[|\s]*[_=^]?[A-Ga-g][,']*", "", body)  # tied: no new note
-                    found.append([
-                        NOTES.index(note.upper()) + 7 * (
-                            note.islower() + octaves.count("'") - octaves.count(","))
-                        for note, octaves in re.findall(r"([A-Ga-g])([,']*)", body)])
-    return found
+                for song in re.split("^X:", package.read(name).decode(), flags=re.M)[1:]:
+                    body = re.sub("^.*:.*$", "", song, flags=re.M)  # without title, key and so on
+                    body = re.sub(r"-[|\s]*[_=^]?[A-Ga-g][,']*", "", body)  # tied, so no new note
+                    songs.append([height(*note) for note in re.findall("([A-Ga-g])([,']*)", body)])
+    return songs
 
 
-def sing(melody):
-    """Return the events of a melody and the note after each of them, as text; None for a leap."""
-    events, answers = [f"The song begins on {NOTES[melody[0] % 7]}."], []
-    for before, after in itertools.pairwise(melody):
-        steps = abs(after - before)
-        if steps > 7:
-            return None
-        article = "an" if steps == 7 else "a"
-        way = "Up" if after > before else "Down"
-        events.append(f" {way} {article} {INTERVALS[steps - 1]}." if steps else " The same note.")
+def tell(melody):
+    """Return the events of a melody and the note after each of them, as text."""
+    events = [f"The song begins on {NOTES[melody[0] % 7]}."]
+    for steps in np.diff(melody):
+        way = "Up" if steps > 0 else "Down"
+        events.append(f" {way} {INTERVALS[abs(steps) - 1]}." if steps else " The same note.")
     return events, [f" {NOTES[height % 7]}" for height in melody]
 
 
@@ -63,23 +61,21 @@ def main():
     parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    found = songs()
+    songs = read_songs()
+    known = set()
     with write_atomically(args.out) as folder:
         folder.mkdir()
-        known = set()
-        train = rng.integers(1, 6, 40_000)
-        for name, lengths in ("train", train), ("test", LENGTHS * 200):
+        for name, lengths in ("train", rng.integers(1, 6, 40_000)), ("test", LENGTHS * 200):
             lines = []
             while len(lines) < len(lengths):
-                song = int(rng.integers(len(found)))
-                length = int(lengths[len(lines)])
-                if (song % 10 == 0) != (name == "test") or len(found[song]) < length:
+                number, length = int(rng.integers(len(songs))), int(lengths[len(lines)])
+                if (number % 10 == 0) != (name == "test") or len(songs[number]) < length:
                     continue
-                start = int(rng.integers(len(found[song]) - length + 1))
-                told = sing(found[song][start:start + length])
-                if not told:
+                start = rng.integers(len(songs[number]) - length + 1)
+                melody = songs[number][start:start + length]
+                if any(abs(np.diff(melody)) > 7):
                     continue
-                events, answers = told
+                events, answers = tell(melody)
                 if name == "train":
                     known.update(itertools.accumulate(events))
                     lines.append({"events": events, "answers": answers})
