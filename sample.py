@@ -28,7 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
-                    non_negative, paths, positive, random_seed, recurrences, say)
+                    non_negative, paths, positive, random_seed, recurrences, refuse_idle, say)
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend, or_eager
 
@@ -41,7 +41,6 @@ STORY = ("The ball is under B. B and D swap. A and C swap. D and E swap. E and A
          "C and E swap.")
 NO_TOKEN = -1   # see choose()
 NOT_FINITE = "the model's logits are not finite, so its weights must be damaged"
-CHANGEABLE = "steps", "tokens", "temperature", "top_k", "seed"  # in a session
 # For torch.compile on a GPU: products for one row by kernels that are tuned to read faster than
 # cuBLAS's, and sums of many layers' outputs stored on the way, so that all layers share kernels.
 GPU_OPTIONS = {"coordinate_descent_tuning": True, "realize_reads_threshold": 2}
@@ -456,15 +455,14 @@ def trace(model, tokenizer, ids, steps, seed=0, end=""):
     Print the most likely next token at each r, with a star if it differs from that of the largest
     r: one line for each piece of a prompt, ids, that ends with a token that ends with `end`.
     """
-    names = [token_text(tokenizer, token) for token in ids]
-    shown = [t for t, token in enumerate(ids)
-             if end == names[t] or tokenizer.decode([token]).strip().endswith(end)]
+    shown = [t for t, token in enumerate(ids) if tokenizer.decode([token]).strip().endswith(end)]
     if not shown:
-        raise UserError(f"--trace {end}: no token of the prompt ends with this")
+        raise UserError(f"the prompt has no tokens that end with {end!r}")
     if end:
-        pieces = zip([-1, *shown], shown)
-        names = [" ".join(tokenizer.decode(ids[a + 1:b + 1]).split()) or names[b]
-                 for a, b in pieces]
+        names = [" ".join(tokenizer.decode(ids[a + 1:b + 1]).split())
+                 for a, b in zip([-1, *shown], shown)]
+    else:
+        names = [token_text(tokenizer, token) for token in ids]
     context = model.config.context
     if len(ids) > context:
         raise UserError(f"a prompt of {len(ids)} tokens is longer than the context of {context}")
@@ -507,66 +505,44 @@ def load_model(folder, dtype="auto"):
 
 
 def respond(decoder, tokenizer, args, prompt):
-    """Continue a prompt at each r, or trace it."""
+    """Continue a prompt at each r, and print the text token by token."""
     c = decoder.model.config
-    ids = tokenizer.encode(prompt, bos=True)
-    if not ids:
-        raise UserError("the prompt has no tokens")
-    tracing = args.trace is not None
-    steps = args.steps or (DEPTHS if tracing else [c.mean_recurrence])
-    if not c.n_core:
-        steps = [0]
-    if tracing:
-        trace(decoder.model, tokenizer, ids, steps, args.seed, args.trace)
-        return
-    if args.top_k and not args.temperature:
-        raise UserError("--top_k needs a --temperature above 0: greedy decoding ignores it")
-    for r in steps:
-        stream(decoder, tokenizer, args, ids, r)
+    prompt = tokenizer.encode(prompt, bos=True)
+    limit = max(1, min(args.tokens, c.context - len(prompt)))  # so generate() rejects long ones
+    for r in args.steps:
+        if c.n_core:
+            say(f"--- r = {r}", sys.stderr)
+        ids = [*prompt]
+        shown = len(tokenizer.decode(ids))
+        count = 0
+        began = time.perf_counter()
+        for _, token in decoder.generate(
+                [prompt], limit, r, lambda _, token: token in c.ends,
+                temperature=args.temperature, top_k=args.top_k, seed=args.seed):
+            count += 1
+            if token not in c.ends:
+                ids.append(token)
+            # Decode all: a single token may lack its leading space or be part of a character.
+            text = tokenizer.decode(ids)
+            if not text.endswith("\ufffd"):  # the character may be complete with the next token
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
+        print(text[shown:], flush=True)
+        seconds = time.perf_counter() - began
+        say(f"--- {count} tokens in {seconds:.1f} s", sys.stderr)
 
 
-def stream(decoder, tokenizer, args, prompt, r):
-    """Generate text after a prompt, ids, with r recurrences, and print it token by token."""
-    c = decoder.model.config
-    ids = [*prompt]
-    shown = len(tokenizer.decode(ids))
-    if c.n_core:
-        say(f"--- r = {r}", sys.stderr)
-    limit = max(1, min(args.tokens, c.context - len(ids)))  # so generate() rejects long prompts
-    count = 0
-    began = time.perf_counter()
-    for _, token in decoder.generate(
-            [prompt], limit, r, lambda _, token: token in c.ends, temperature=args.temperature,
-            top_k=args.top_k, seed=args.seed):
-        count += 1
-        if token not in c.ends:
-            ids.append(token)
-        # Decode all of it: a single token may lack its leading space or be part of a character.
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # the character may be complete with the next token
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-    print(text[shown:], flush=True)
-    seconds = time.perf_counter() - began
-    say(f"--- {count} tokens in {seconds:.1f} s", sys.stderr)
-
-
-def converse(decoder, tokenizer, args, parser):
-    """Read prompts from the terminal, and answer each independently. "/steps 16" sets a flag."""
+def converse(decoder, tokenizer, args):
+    """Read prompts from the terminal, and answer each independently."""
     with suppress(ImportError):
         import readline  # noqa: F401, for arrow keys and lines of any length in input()
-    say("Type a prompt. /steps 16 sets a flag; Ctrl-D ends.", sys.stderr)
+    say("Type a prompt. Ctrl-D ends.", sys.stderr)
     sys.stdin.reconfigure(errors="surrogateescape")  # so that a wrong byte ends only its prompt
     while True:
         say("> ", sys.stderr, end="")
         try:
             line = input().removeprefix("\ufeff")  # of a file from Windows
-            if line.startswith("/"):
-                name, _, value = line[1:].partition(" ")
-                if name not in CHANGEABLE:
-                    raise UserError(f"/{name}: not one of {', '.join(CHANGEABLE)}")
-                parser.parse_args([f"--{name}={value}"], args)
-            elif line:
+            if line:
                 respond(decoder, tokenizer, args, line)
         except EOFError:
             return
@@ -574,7 +550,7 @@ def converse(decoder, tokenizer, args, parser):
             say(e, sys.stderr)
 
 
-def make_parser():
+def parse_args():
     parser = Parser(__doc__, usage="sample.py [flags]")
     flag = parser.add_argument
     flag("--model", type=paths, metavar="FOLDER",
@@ -597,23 +573,34 @@ def make_parser():
     flag("--trace", nargs="?", const="", metavar="END",
          help="instead of a text, show what each r would say after each token of the prompt; "
               "--trace . shows it only at full stops")
-    return parser
+    args = parser.parse_args()
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    refuse_idle(given, (
+        (args.trace is not None, ("compile", "tokens", "temperature", "top_k"),
+         "no effect with --trace, which decodes no text"),
+        (not args.temperature, ["top_k"], "needs a --temperature above 0")))
+    return args
 
 
 def main():
-    parser = make_parser()
-    args = parser.parse_args()
+    args = parse_args()
     model, tokenizer = load_model(args.model, args.dtype)
     c = model.config
     device, dtype = device_and_dtype(model)
     # Everything but the model's text goes to stderr.
     say(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, {dtype_on(dtype, device)}",
         sys.stderr)
+    tracing = args.trace is not None
+    args.steps = args.steps or (DEPTHS if tracing else [c.mean_recurrence])
+    if not c.n_core:
+        args.steps = [0]
+    if tracing:
+        ids = tokenizer.encode(STORY if args.prompt is None else args.prompt, bos=True)
+        trace(model, tokenizer, ids, args.steps, args.seed, args.trace)
+        return
     decoder = Decoder(model, args.compile)
-    if args.trace is not None and args.prompt is None:
-        args.prompt = STORY
     if args.prompt is None:
-        converse(decoder, tokenizer, args, parser)
+        converse(decoder, tokenizer, args)
     else:
         respond(decoder, tokenizer, args, args.prompt)
 
