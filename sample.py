@@ -32,7 +32,6 @@ from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dt
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend, or_eager
 
-PREFILL = 8192  # prompt tokens in one pass, if that is more than one prompt
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
 IN_CACHE = 2**18  # a matrix with no more weights than this stays in a core's cache
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
@@ -153,7 +152,10 @@ class Decoder:
         return self.chunk * math.ceil(end / self.chunk)
 
     def begin(self, prompts, end, r, seed):
-        """Fill the cache with prompts, after replacing it if it is too small for `end` tokens."""
+        """
+        Fill the cache with prompts, except for their last tokens, which a step will read. If it is
+        too small for `end` tokens, replace it first.
+        """
         rows = self.size(len(prompts))
         visible = self.visible(end)
         cache = self.cache
@@ -161,13 +163,8 @@ class Decoder:
             self.cache = cache = None  # frees its memory and its graphs first
             # One position more, so that no pass reads the whole cache, which is contiguous:
             # torch.compile would compile again for that.
-            self.cache = KVCache(self.model, rows, visible + 1, r)
-        self.cache.start(self.model, prompts, seed)
-        self.prefill(prompts, r)
-
-    def prefill(self, prompts, r):
-        """Fill the cache with the prompts, except for their last tokens, which a step will read."""
-        cache = self.cache
+            self.cache = cache = KVCache(self.model, rows, visible + 1, r)
+        cache.start(self.model, prompts, seed)
         T = max(map(len, prompts)) - 1
         if not T:
             return
@@ -177,13 +174,9 @@ class Decoder:
         # Large matmuls gain little from compiling.
         eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         with eager:
-            first = 0
-            for some in tokens.split(max(1, PREFILL // T)):
-                rows = slice(first, first + len(some))
-                layers = cache.layers(rows, cache.index[None, :T], r)
-                noise = cache.noise[:T].expand(len(some), -1, -1)
-                self.run(some, cache.rope[:, :T], noise, *layers)
-                first = rows.stop
+            noise = cache.noise[:T].expand(len(tokens), -1, -1)
+            layers = cache.layers(len(tokens), cache.index[None, :T], r)
+            self.run(tokens, cache.rope[:, :T], noise, *layers)
 
     def run(self, tokens, rope, noise, prelude, core, coda):
         """
@@ -341,12 +334,11 @@ class KVCache:
     def layers(self, rows, positions, r, visible=None, mask=None):
         """
         Return the LayerCaches of the prelude, of each recurrence, and of the coda, for a pass over
-        the tokens of a slice of rows at positions, (rows, T) or (1, T).
+        the tokens of the first `rows` rows at positions, (rows, T) or (1, T).
         """
         c = self.config
-        count = rows.stop - rows.start
-        write = torch.arange(count, device=positions.device)[:, None], positions
-        layers = [LayerCache(keys[rows, :visible], values[rows, :visible], write, mask)
+        write = torch.arange(rows, device=positions.device)[:, None], positions
+        layers = [LayerCache(keys[:rows, :visible], values[:rows, :visible], write, mask)
                   for keys, values in zip(self.keys, self.values)]
         prelude, layers = layers[:c.n_prelude], layers[c.n_prelude:]
         coda, layers = layers[:c.n_coda], layers[c.n_coda:]
@@ -365,7 +357,7 @@ class Step:
         self.tokens = cache.tokens[:rows]
         self.positions = cache.positions[:rows]
         self.mask = cache.rope.new_empty(rows, 1, 1, visible)
-        self.layers = cache.layers(slice(0, rows), self.positions, r, visible, self.mask)
+        self.layers = cache.layers(rows, self.positions, r, visible, self.mask)
         self.draws = cache.draws[:rows]
         self.graph = None
 

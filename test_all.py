@@ -1145,17 +1145,15 @@ def test_ranks_keep_even_shares(preset):
 
 
 # ----------------------------------------------------------------------------------------- decoding
-@pytest.mark.parametrize("n_core, norm, prefill, depths", [
-    (2, "pre", 8192, (8, 2, 8)),
-    (2, "post", 70, (4, 1)),
-    (2, "sandwich", 3, (6,)),
-    (2, "pre", 3, (0, None)),
-    (0, "pre", 3, (None,)),
+@pytest.mark.parametrize("n_core, norm, depths", [
+    (2, "pre", (8, 2, 8, 0, None)),
+    (2, "post", (4, 1)),
+    (2, "sandwich", (6,)),
+    (0, "pre", (None,)),
 ])
-def test_decoding_is_that_of_the_model(n_core, norm, prefill, depths, monkeypatch):
+def test_decoding_is_that_of_the_model(n_core, norm, depths):
     """Any batch gives the tokens of generate(), without a cache, whatever was decoded before."""
     torch.manual_seed(0)
-    monkeypatch.setattr(sample, "PREFILL", prefill)
     model = decode_model(n_core, norm)
     decoder = Decoder(model)
     for r in depths:
