@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext, suppress
+from itertools import chain, pairwise
 
 import torch
 import torch.nn as nn
@@ -216,14 +217,12 @@ class Decoder:
     def record(self, step):
         """Record a Step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
         gc.disable()  # a graph or a kernel that is freed meanwhile would invalidate the recording
         try:
             with torch.cuda.graph(graph, pool=self.cache.pool):
                 step.new = self.run_step(step)
         finally:
-            if collecting:
-                gc.enable()
+            gc.enable()
         self.cache.pool = graph.pool()  # for the other graphs, too, as no two run at once
         step.graph = graph
 
@@ -243,13 +242,8 @@ class Decoder:
 
 def one_late(items):
     """Yield each item after the next one has been made, so that a GPU need not wait."""
-    held = None
-    for item in items:
-        if held:
-            yield held
-        held = item
-    if held:
-        yield held
+    for item, _ in pairwise(chain(items, [None])):
+        yield item
 
 
 def look_up(rope, noise, positions, mask):
@@ -302,7 +296,6 @@ class KVCache:
         rope = torch.stack(model.rope(capacity))
         self.rope = rope.to(weight.dtype)  # (2, capacity, 1, head_dim / 2)
         self.noise = weight.new_empty(capacity, c.n_embd, dtype=torch.float32)
-        self.seed = None  # of the noise
         # Zeros, not empty(): masked values are multiplied by 0, and 0 times NaN is NaN.
         zeros = weight.new_zeros(rows, capacity, c.n_kv_head, c.head_dim)
         layers = c.n_prelude + c.n_coda + r * c.n_core
@@ -316,9 +309,7 @@ class KVCache:
 
     def start(self, model, prompts, seed):
         """Set the last tokens of a batch, and the noise of a seed."""
-        if seed != self.seed:
-            self.noise.copy_(model.initial_state(1, self.capacity, seed)[0])
-            self.seed = seed
+        self.noise.copy_(model.initial_state(1, self.capacity, seed)[0])
         last = [(prompt[-1], len(prompt) - 1) for prompt in prompts]
         last += [(0, 0)] * (self.rows - len(prompts))
         last = torch.tensor(last, device=self.index.device)
