@@ -25,8 +25,6 @@ from contextlib import nullcontext, suppress
 from itertools import chain, pairwise
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
                     non_negative, paths, positive, random_seed, recurrences, refuse_idle, say)
@@ -74,18 +72,16 @@ class Decoder:
         # Process-wide: sizes that are equal when they are first seen need not stay equal.
         torch.fx.experimental._config.use_duck_shape = False
         self.model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
-        if self.on_gpu:
-            say("tuning kernels takes minutes the first time; torch.compile keeps them", sys.stderr)
-            self.compiled = self.model.compile_parts(dynamic=True, options=GPU_OPTIONS)
-            if self.compiled:
-                self.look_up = or_eager(torch.compile(look_up, dynamic=True))
-                self.choose_likeliest = or_eager(torch.compile(choose, dynamic=True))
+        if not self.on_gpu:
+            for module in self.model.modules():
+                if isinstance(module, Linear):
+                    module.__class__ = FewRows
+            self.model.compile_parts(dynamic=True)
             return
-        for module in list(self.model.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, Linear):
-                    setattr(module, name, FewRows(child))
-        self.compiled = self.model.compile_parts(dynamic=True)
+        say("tuning kernels takes minutes the first time; torch.compile keeps them", sys.stderr)
+        if self.model.compile_parts(dynamic=True, options=GPU_OPTIONS):
+            self.look_up = or_eager(torch.compile(look_up, dynamic=True))
+            self.choose_likeliest = or_eager(torch.compile(choose, dynamic=True))
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, steps=None, is_last=None, *,
@@ -396,23 +392,19 @@ def attend_one(q, k, v, mask):
 
 # ------------------------------------------------------------------------------- compiled for a CPU
 
-class FewRows(nn.Module):
+class FewRows(Linear):
     """
-    What replaces a Linear in compiled decoding on a CPU, where reading the weights takes most of
-    the time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a BLAS
+    What a Linear becomes in compiled decoding on a CPU, where reading the weights takes most of the
+    time. For up to FEW_ROWS rows, a compiled multiply-and-sum reads them once and beats a BLAS
     call.
     """
 
-    def __init__(self, linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-
     def forward(self, x):
-        x = x.to(self.weight.dtype)
         *shape, fan_in = x.shape
         rows = math.prod(shape)
         if rows > FEW_ROWS or not torch.compiler.is_compiling():
-            return F.linear(x, self.weight, self.bias)
+            return super().forward(x)
+        x = x.to(self.weight.dtype)
         # Large ones in quarters: a core that reads four places at once waits less for the memory.
         parts = self.weight.float().chunk(4 if self.weight.numel() > IN_CACHE else 1)
         y = [(part * row.float()).sum(-1) for row in x.view(rows, fan_in) for part in parts]
