@@ -105,11 +105,8 @@ def matmul_speed(dtype, repeat):
 
 def n_plus_k(text):
     """The type of --steps: "0+4,24+8" -> [(0, 4), (24, 8)], r without and with gradient."""
-    pairs = []
-    for pair in text.split(","):
-        n, k = pair.split("+")
-        pairs.append((natural(n), positive(k)))
-    return pairs
+    pairs = [pair.split("+") for pair in text.split(",")]
+    return [(natural(n), positive(k)) for n, k in pairs]
 
 
 # ------------------------------------------------------------------------------- decoding

@@ -56,7 +56,7 @@ INVALID = "[invalid]"
 
 def fetch_gsm8k():
     """Return the path of GSM8K's 1,319 test questions. The first call downloads them."""
-    path = Path("out/data/gsm8k/test.jsonl")
+    path = Path("out/data/gsm8k.jsonl")
     if not path.exists():
         say(f"downloading {GSM8K} to {path}", sys.stderr)
         response = requests.get(GSM8K, timeout=60)
@@ -341,8 +341,7 @@ def parse_args():
 def main():
     args = parse_args()
     data = args.data or fetch_gsm8k()
-    name = Path(args.data).stem if args.data else "gsm8k"
-    out = Path(args.out or f"{args.model}/eval_{name}.json")
+    out = Path(args.out or f"{args.model}/eval_{Path(data).stem}.json")
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder. Name a file in it")
     answers_path = out.with_name(out.name.removesuffix(".json") + ".jsonl")
