@@ -10,10 +10,11 @@ All weights are random, since speed hardly depends on their values. The shape is
 or a Llama of 27.3M parameters and (2,4,2) layers. The last line of output is JSON. `bash
 runs/gpu.sh` does all that is worth measuring on a new GPU.
 
-Tokens/s mean little across different r, so `train` also reports mfu: the FLOP/s that it executes in
-matrix products and attention, as a share of those of a large matrix product (not of a data sheet's
-peak). And `decode` reports mbu: the bytes/s of weights that it reads, as a share of this machine's
-memory bandwidth. With one row, that is its limit, unless the recurrent block fits in the cache.
+Tokens/s mean little across different r, so `train` also reports mfu: its FLOP/s in matrix products
+and attention, as a share of those of a large matrix product (not of a data sheet's peak). What
+--activation_budget makes it compute twice does not count. And `decode` reports mbu: the bytes/s of
+weights that it reads, as a share of this machine's memory bandwidth. With one row, that is its
+limit, unless the recurrent block fits in the cache.
 """
 import json
 import time

@@ -66,9 +66,10 @@ class Dataset:
         self.folders, weights = zip(*read_mixture(data))
         self.sources = [Shards(folder, split, T) for folder in self.folders]
         self.weights = [weight // math.gcd(*weights) for weight in weights]
+        # A round has `weight` samples of each source, evenly spread: weights 1 and 2 give B A B.
+        # Each is its source, k, and how many samples of that source precede it in the round, i.
         places = [((i + 0.5) / weight, k, i) for k, weight in enumerate(self.weights)
                   for i in range(weight)]
-        # The source of each sample of a round, and how many of its samples precede.
         self.round = [(k, i) for _, k, i in sorted(places)]
         self.num_rows = min(shards.num_rows * len(self.round) // weight
                             for shards, weight in zip(self.sources, self.weights))
@@ -332,9 +333,10 @@ def check_other_files(path, config, tokens, in_text, encode):
                   *config.get("added_tokens_decoder", {}).values(),
                   *(config.get("additional_special_tokens") or []),
                   *extra]:
-        plain = isinstance(token, dict) and token.get("special") is False
-        same = not plain or token.items() <= in_text.get(token["content"], {}).items()
-        token_id(path, tokens if same else {}, token)
+        if isinstance(token, dict) and token.get("special") is False:
+            if not token.items() <= in_text.get(token["content"], {}).items():
+                tokens = {}  # so it is refused as one that `path` lacks
+        token_id(path, tokens, token)
     says = config.get("add_prefix_space")
     if says is None and re.match("GPT|Qwen", config.get("tokenizer_class") or ""):
         says = False  # by default

@@ -43,7 +43,9 @@ from common import UserError, read_json, reading, say, write_atomically, write_j
 # partitioner does not know that it is expensive to recompute. Others report NaN gradients on an
 # H100, and wrong output on a B200 with fewer than 8 kv heads.
 torch.backends.cuda.enable_cudnn_sdp(False)
-if torch.__version__ < "2.12":  # on a GPU, its partitioner rejects fewer kv heads than heads
+# torch.compile's partitioner counts the FLOPs of attention with this function, which fails before
+# torch 2.12 if there are fewer kv heads than heads. q, k and v are shapes.
+if torch.__version__ < "2.12":
     flop_counter.sdpa_flop_count = lambda q, k, v: 4 * math.prod(q) * k[2]
 
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; the paper keeps it

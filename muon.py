@@ -274,7 +274,7 @@ class Optimizer:
                     adamw_(*tensors, self.updates, adam_lr, self.weight_decay, self.eps)
             piece.weight.copy_(piece.master)
         if self.world > 1:
-            for owner in range(self.world):
+            for owner in sorted({piece.owner for piece in self.pieces}):
                 weights = [piece.weight for piece in self.pieces if piece.owner == owner]
                 # In one message, or in several of 256 MB.
                 dist._broadcast_coalesced(dist.group.WORLD, weights, 2**28, owner)

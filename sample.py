@@ -69,7 +69,8 @@ class Decoder:
             self.compile_model()
 
     def compile_model(self):
-        # Process-wide: sizes that are equal when they are first seen need not stay equal.
+        # For the whole process: torch.compile must not take two sizes for one because they are
+        # equal when it first sees them, such as rows = 64 and visible = 64.
         torch.fx.experimental._config.use_duck_shape = False
         self.model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         if not self.on_gpu:
@@ -158,8 +159,8 @@ class Decoder:
         cache = self.cache
         if not cache or rows > cache.rows or visible >= cache.capacity or r > cache.r:
             self.cache = cache = None  # frees its memory and its graphs first
-            # One position more, so that no pass reads the whole cache, which is contiguous:
-            # torch.compile would compile again for that.
+            # One position more than any pass reads: the whole cache would be contiguous, which a
+            # part of it is not, and torch.compile would compile again for that.
             self.cache = cache = KVCache(self.model, rows, visible + 1, r)
         cache.start(self.model, prompts, seed)
         T = max(map(len, prompts)) - 1
@@ -368,13 +369,14 @@ class LayerCache:
         self.values[self.write] = v.transpose(1, 2)
         if self.mask is None:
             return attend(q, k, v, is_causal=True)
-        # To torch.compile, the sizes of k are constants. With this, so are those of the cache.
+        # Tells torch.compile that the cache's n_kv_head and head_dim are those of k, constants.
         assert self.keys.shape[2:] == self.values.shape[2:] == k.shape[1::2]
         k, v = self.keys.transpose(1, 2), self.values.transpose(1, 2)
-        # Query heads that share a kv head become its tokens, so that the cache is read once.
+        # One token per row has n_head queries. Those that share a kv head become tokens of one
+        # head, so that the cache is read once.
         rows, n_kv_head, _, head_dim = k.shape
         heads = q.reshape(rows, n_kv_head, -1, head_dim)
-        # SDPA's kernel on a GPU gives each (row, kv head) to one multiprocessor: few for one row.
+        # On a GPU, SDPA uses a multiprocessor for each row and kv head: for one row, too few.
         by_inductor = torch.compiler.is_compiling() and (rows == 1 or not q.is_cuda)
         y = (attend_one if by_inductor else attend)(heads, k, v, self.mask)
         return y.reshape(q.shape)  # on a GPU, a copy: SDPA's output is laid out as (rows, T, H, D)

@@ -144,8 +144,8 @@ def verify(source, layers, folder):
         expected, steps = retrofit(source, [sum(layers, []), [], []]), 1
         written.load_state_dict(initial_adapter(config), strict=False)
     T = min(64, config.context)
-    ids = torch.arange(T)[None] * 7 % config.vocab_size  # spread over the vocabulary
-    state = torch.zeros(1, T, config.n_embd)  # so that an additive adapter passes e through
+    ids = torch.arange(T)[None] * 7 % config.vocab_size  # T different ones
+    state = torch.zeros(1, T, config.n_embd)  # so that an additive adapter passes only e on
     wanted, _ = expected.float()(ids, steps=steps, state=state)
     found, _ = written(ids, steps=steps, state=state)
     if not found.equal(wanted):  # also catches NaN, which equals nothing
@@ -277,7 +277,7 @@ def download(spec):
         from huggingface_hub import snapshot_download
         return snapshot_download(
             repo, revision=revision or None, ignore_patterns=["*/*", "consolidated*"],
-            allow_patterns=["*.safetensors", INDEX, "config.json", "vocab.json", *TOKENIZER_FILES])
+            allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES])
     except ModuleNotFoundError:
         raise UserError(f"{spec}: no such folder. To download it from the hub: `pip install "
                         "huggingface_hub`")

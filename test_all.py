@@ -1437,6 +1437,11 @@ def test_killed_ranks_end_alike(base, unbroken):
     assert same_end("two", "restarted")
 
 
+def test_more_ranks_than_matrices(base):
+    """A rank whose share of the optimizer is empty, because too little is trained, takes part."""
+    run_on_ranks("train --out_dir=run --train=adapter --updates=1", *base, world=2)
+
+
 @needs_compiler
 def test_compiled_run_resumes_alike(base, monkeypatch):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
