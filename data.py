@@ -259,7 +259,7 @@ class Tokenizer:
             self.noted = True  # once: chat templates put them into every text, a page by accident
             say(f"note: {found[0]} in a text is read as plain text, not as the control token of "
                 f"{self.folder}", sys.stderr)
-        if self.unknown in ids:
+        if self.unknown is not None and self.unknown in ids:
             word = next((w for w in text.split() if self.unknown in self.encode_text(w)), text)
             say(f"warning: {self.folder}: its tokenizer lacks {word!r:.100}. The model cannot tell "
                 "one unknown word from another", sys.stderr)
@@ -561,13 +561,14 @@ def read_message(message):
     role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
     text = message[text]  # a TypeError if the message is only a text
     if more := next(filter(message.get, UNREAD), None):
-        raise NotImplementedError(f"{more} of a message, which is not read: write it into the text")
+        raise ValueError(f"a message has {more}, which is not read. Put it into the text")
     return message.get(role), "" if text is None else text
 
 
 def parse_chat(value):
     """Return the messages of a chat that is stored as a string of JSON, or any other value."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # it is none
+    no_chat = json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError, RecursionError
+    with contextlib.suppress(*no_chat):  # but not the ValueError of read_message()
         chat = json.loads(value)
         if chat and all(role for role, _ in map(read_message, chat)):
             return chat
