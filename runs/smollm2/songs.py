@@ -3,12 +3,11 @@ Real melodies as a task of your own, for runs/task.sh: which note has a folk son
 
     python -m runs.smollm2.songs --out out/songs
 
-A story is a part of a song, told by its intervals: {"events": ["The song begins on G.",
-" Up a third.", " Down a second."], "answers": [" G", " B", " A"]}. Sharps, flats and octaves are not
-told. The 8,514 songs are the Essen collection's, in the PyPI package music21, which is downloaded.
-train.jsonl has 40,000 stories of 1 to 5 events. test.jsonl asks for the last note of 200 stories of
-each of the LENGTHS, from every tenth song, which train.jsonl has nothing of; none of these stories
-is the beginning of one there.
+A story tells part of a song by its intervals: {"events": ["The song begins on G.", " Up a third.",
+" Down a second."], "answers": [" G", " B", " A"]}. It leaves out sharps, flats and octaves. The
+8,514 songs are the Essen collection, which comes with the PyPI package music21. train.jsonl has
+40,000 stories of 1 to 5 events. test.jsonl has 200 questions of each of the LENGTHS, which ask for
+the last note. Every tenth song is only for the test, and no training story begins with a question.
 """
 import itertools
 import json
@@ -16,11 +15,13 @@ import re
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 
-from common import Parser, cli, paths, write_atomically
+from common import Parser, UserError, cli, paths, write_atomically
 
+PACKAGE = "music21-10.5.1-py3-none-any.whl"
 LENGTHS = 4, 5, 6, 7, 8, 10, 12, 16
 NOTES = "CDEFGAB"
 INTERVALS = "a second,a third,a fourth,a fifth,a sixth,a seventh,an octave".split(",")
@@ -35,9 +36,10 @@ def height(note, octaves):
 def read_songs():
     """Download the songs. Returns the heights of each one's notes, [[int]]."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "music21==10.5.1"]
-    subprocess.run(pip, check=True)
+    if not Path(PACKAGE).exists() and subprocess.run(pip).returncode:
+        raise UserError(f"{PACKAGE}: pip could not download it")
     songs = []
-    with zipfile.ZipFile("music21-10.5.1-py3-none-any.whl") as package:
+    with zipfile.ZipFile(PACKAGE) as package:
         for name in sorted(package.namelist()):
             if re.fullmatch(r"music21/corpus/essenFolksong/.*\.abc", name):
                 for song in re.split("^X:", package.read(name).decode(), flags=re.M)[1:]:
