@@ -256,9 +256,9 @@ class Progress:
     """What a run has done and where it comes from, as stored in a checkpoint's train.json."""
     recipe: dict         # its Recipe, with a digest of its data
     config: dict         # all of its Settings
-    tokens: int          # trained on, in this run and those that it starts from, not in pretraining
-    flops: int           # spent on them
-    first_row: int = 0   # of the data; the runs that it starts from have read the rows before
+    tokens: int          # read by this run and the runs that it starts from, without pretraining
+    flops: int           # spent on these tokens
+    first_row: int = 0   # where its data begins: earlier rows were read by the runs before it
     update: int = 0      # complete updates
     skipped: int = 0     # those without a finite gradient
     validated: int = -1  # the update after which it was last validated
@@ -610,7 +610,7 @@ def spent_before(folder, recipe):
     order = "seed", "context", "digest of the data"
     same = all(last.recipe[key] == recipe.get(key) for key in order)
     rows = last.first_row + last.update * last.recipe["batch_size"] if same else 0
-    if not last.recipe["init_from"]:  # pretraining; --reinit is none, as it is compared with a cut
+    if not last.recipe["init_from"]:  # pretraining. (A run with --reinit has one, and counts.)
         last.tokens = last.flops = 0
     return {"tokens": last.tokens, "flops": last.flops, "first_row": rows}
 

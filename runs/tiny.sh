@@ -57,8 +57,8 @@ sentences."
 python -m runs.tiny_corpus --out $out/data ${quick:+--rows 8000}
 
 stage "2. Pretrain an ordinary Llama of 6 layers" "40 s" \
-"The parent stands in for a model that you would download. It learns from worked stories, which give
-the answer after each sentence, and from short ones, where it has to predict the answers."
+"The parent stands in for a model that you would download. Half of its stories are worked: they give
+the answer after each sentence. In the others, which are short, it has to predict the answers."
 train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=4}
 
 stage "3. Surgery" "5 s" \

@@ -65,7 +65,7 @@ def best_depth(runs, lengths):
 
 
 def scores_at(found, arm, part, lengths, r=None):
-    """Return r, or an arm's best r for these lengths, and the accuracy of each of its runs there."""
+    """Return r, or an arm's best r for these lengths, and its runs' accuracies there."""
     runs = runs_of(found, arm)
     r = r or best_depth(runs, lengths)
     return r, [accuracy(run[part][r], *lengths) for run in runs.values()]
