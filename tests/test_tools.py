@@ -906,7 +906,9 @@ def test_own_stories(corpus, speaker, capsys):
         assert words in error_line("runs/smollm2/cups", *flags, "--out=no")
     Path("s.jsonl").write_text((json.dumps(lines[0]) + "\n").replace("has", "has\u2028") * 2)
     assert len(cups.read_stories("s.jsonl")) == 2
-    for folder in ASSETS / "tokenizers/olmo2", speaker:
+    for folder in TOKENIZERS / "olmo2", speaker:
+        if not folder.exists():
+            continue
         tokenizer = Tokenizer.load(folder)
         ids, targets = cups.encode_story(tokenizer, ["A", " B"], [" B", " A"])
         assert ids == tokenizer.encode("A B", bos=True), "as in a question"
