@@ -20,11 +20,12 @@ import json
 import time
 from statistics import median
 
+from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, dtype_on, natural,
+                    paths, positive, recurrences, yes_or_no)
+
 import torch
 import torch._functorch.config as functorch_config
 
-from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, dtype_on, natural,
-                    paths, positive, recurrences, yes_or_no)
 from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS
 from sample import Decoder, device_and_dtype

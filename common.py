@@ -21,8 +21,13 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
+# Scripts import this file before all packages, so that this is the first thing to miss them.
+try:
+    import torch
+    from safetensors import SafetensorError
+except ModuleNotFoundError as e:
+    sys.exit(f"error: {sys.executable} has no package {e.name}. Activate the environment in which "
+             "you installed requirements.txt, or: pip install -r requirements.txt")
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -35,6 +40,12 @@ LOCAL_RANK = int(LAUNCH.get("LOCAL_RANK", 0))  # on this machine
 
 
 # ------------------------------------------------------------------------- errors and messages
+
+# Those of requirements.txt, and the optional ones of runs/README.md. Another module that is missing
+# is a typo, for which nobody should install a package.
+PACKAGES = ("torch numpy tiktoken sentencepiece safetensors requests pytest pyarrow matplotlib "
+            "transformers accelerate gguf tokenizers huggingface_hub wandb lm_eval").split()
+
 
 class UserError(Exception):
     """An error that the user can fix. Scripts print its one-line message, without a traceback."""
@@ -64,6 +75,8 @@ def cli(main, on_every_rank=False):
                "them; in training, --micro_batch or --context, or try --activation_budget=0.5, "
                "then --recompute")
     except ModuleNotFoundError as e:
+        if e.name not in PACKAGES:
+            raise
         end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet
     sys.exit(end)
@@ -258,16 +271,24 @@ def lock_folder(folder, *names):
     return file
 
 
+# What libraries raise for a file that is damaged, or of another kind: the errors of JSON, TOML,
+# UTF-8, npy and parquet are ValueErrors, those of SentencePiece RuntimeErrors.
+DAMAGE = ValueError, RuntimeError, EOFError, OSError, SafetensorError
+
+
 @contextlib.contextmanager
 def reading(path):
-    """Turn an exception that names no file into a UserError that does: `with reading(path): ...`"""
+    """
+    Turn what a library raises for a damaged file into a UserError that names the file: `with
+    reading(path): ...`. Put only the call that reads into it: a mistake in code would look like a
+    damaged file there.
+    """
     try:
         yield path
-    except (UserError, FileNotFoundError, ModuleNotFoundError, MemoryError, KeyboardInterrupt,
-            GeneratorExit):
-        raise
-    except BaseException as e:  # Rust libraries raise some that don't subclass Exception
-        if isinstance(e, OSError) and e.filename:
+    except BaseException as e:
+        # Rust's libraries raise bare Exceptions, and panics, which are not even Exceptions.
+        from_rust = type(e) is Exception or type(e).__name__ == "PanicException"
+        if isinstance(e, OSError) and e.filename or not (from_rust or isinstance(e, DAMAGE)):
             raise
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(20) == b"version https://git-":
@@ -303,6 +324,20 @@ def digest(path):
     """Return the first 16 hex digits of a file's SHA-256."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def code_of(*names):
+    """Return {name: digest} of this repository's files with these names, such as "model.py"."""
+    return {name: digest(Path(__file__).with_name(name)) for name in names}
+
+
+def changed_code(earlier, code):
+    """
+    Say which files an output was made with in another version, such as "model.py, data.py"; "" if
+    none. earlier, code: what code_of() returned then and now; an older version stored nothing, {}.
+    """
+    changed = ", ".join(name for name in code if earlier.get(name) != code[name])
+    return changed if earlier or not changed else "an older version"
 
 
 def check_settings(path, earlier, settings, advice):

@@ -36,11 +36,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import (Parser, UserError, between, check_settings, cli, digest, lock_folder, paths,
+                    positive, read_json, reading, say, write_atomically, write_json)
+
 import numpy as np
 import torch
 
-from common import (Parser, UserError, between, check_settings, cli, digest, lock_folder, paths,
-                    positive, read_json, reading, say, write_atomically, write_json)
 from model import IGNORE, checkpoints
 
 

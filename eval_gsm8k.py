@@ -28,11 +28,12 @@ from decimal import Decimal
 from pathlib import Path
 
 import requests
-import torch
-
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on,
                     lock_file, paths, positive, random_seed, read_json, reading, recurrences, say,
                     write_atomically, write_json)
+
+import torch
+
 from data import as_text
 from sample import DEPTHS, Decoder, device_and_dtype, load_model
 

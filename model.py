@@ -30,14 +30,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common import UserError, read_json, reading, say, write_atomically, write_json
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
-
-from common import UserError, read_json, reading, say, write_atomically, write_json
 
 # cuDNN's attention builds a plan for each new shape, up to 0.4 s while decoding, and torch's
 # partitioner does not know that it is expensive to recompute. Others report NaN gradients on an

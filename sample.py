@@ -24,10 +24,11 @@ import time
 from contextlib import nullcontext, suppress
 from itertools import chain, pairwise
 
-import torch
-
 from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
                     non_negative, paths, positive, random_seed, recurrences, refuse_idle, say)
+
+import torch
+
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend, or_eager
 

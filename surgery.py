@@ -24,11 +24,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading,
+                    refuse_idle, say, write_atomically)
+
 import torch
 from safetensors.torch import load_file
 
-from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading,
-                    refuse_idle, say, write_atomically)
 from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer, tokenizer_file
 from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
 

@@ -35,16 +35,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Literal, get_args
 
+from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
+                    check_settings, choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
+                    natural, non_negative, paths, positive, random_seed, read_json, read_toml,
+                    reading, recurrences, refuse_idle, say, write_atomically, write_json, yes_or_no)
+
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
-                    check_settings, choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
-                    natural, non_negative, paths, positive, random_seed, read_json, read_toml,
-                    reading, recurrences, refuse_idle, say, write_atomically, write_json, yes_or_no)
 from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files, row_length
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
                    or_eager, to_device)

@@ -8,10 +8,11 @@ import json
 import sys
 from dataclasses import asdict
 
+from common import UserError, cli, write_json
+
 import torch
 
 import bench
-from common import UserError, cli, write_json
 from model import Config, RecurrentLM
 from surgery import retrofit_config
 from tools import plan

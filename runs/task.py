@@ -10,9 +10,10 @@ import re
 import sys
 from pathlib import Path
 
+from common import UserError, choose_dtype, cli, reading, say
+
 import torch
 
-from common import UserError, choose_dtype, cli, reading, say
 from data import as_text, parse_chat, read_message
 from eval_gsm8k import read_questions
 from model import RecurrentLM, find_checkpoint, load_config

@@ -33,10 +33,11 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from common import (Parser, check_settings, cli, natural, paths, positive, read_json,
                     write_atomically, write_json)
+
+import numpy as np
+
 from data import write_shard
 from model import IGNORE
 

@@ -9,11 +9,12 @@ Figure 12. Further flags go to surgery.py.
 import sys
 from pathlib import Path
 
+from common import Parser, UserError, cli, new_folder, paths, reading
+
 import torch
 import torch.nn.functional as F
 
 import surgery
-from common import Parser, UserError, cli, new_folder, paths, reading
 from data import Tokenizer
 
 TOKENS = 16_384  # at most this many tokens of the text are read

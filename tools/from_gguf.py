@@ -11,11 +11,12 @@ The weights are float32; or bfloat16, if the file has bfloat16 and that holds ev
 import tempfile
 from pathlib import Path
 
+from common import (Parser, UserError, cli, new_folder, read_json, reading, write_atomically,
+                    write_json)
+
 import torch
 from safetensors.torch import save_file
 
-from common import (Parser, UserError, cli, new_folder, read_json, reading, write_atomically,
-                    write_json)
 
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;

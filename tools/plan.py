@@ -13,9 +13,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from common import Parser, UserError, cli, paths, positive, read_json, read_toml
+
 import torch
 
-from common import Parser, UserError, cli, paths, positive, read_json, read_toml
 from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from surgery import retrofit_config

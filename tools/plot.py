@@ -15,9 +15,10 @@ import math
 import statistics
 from pathlib import Path
 
+from common import Parser, UserError, cli, paths, read_json, reading
+
 import numpy as np
 
-from common import Parser, UserError, cli, paths, read_json, reading
 from model import Config, RecurrentLM
 
 AXES = {

@@ -23,10 +23,11 @@ is for validation.
 import json
 from pathlib import Path
 
-import numpy as np
-
 from common import (Parser, UserError, check_settings, cli, digest, paths, positive, read_json,
                     reading, write_atomically, write_json)
+
+import numpy as np
+
 from data import Tokenizer, copy_tokenizer, write_shard
 from model import IGNORE
 

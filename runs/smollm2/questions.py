@@ -19,9 +19,10 @@ none of those: {"events": ["The ball is under B.", " B and D swap."], "answers":
 import itertools
 import json
 
+from common import Parser, cli, paths, write_atomically
+
 import numpy as np
 
-from common import Parser, cli, paths, write_atomically
 from runs.smollm2.cups import tell
 
 LENGTHS = 3, 4, 5, 6, 7, 8, 10, 12, 16

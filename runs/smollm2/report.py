@@ -9,9 +9,10 @@ import math
 import statistics
 from pathlib import Path
 
+from common import Parser, cli, read_json
+
 import numpy as np
 
-from common import Parser, cli, read_json
 from model import find_checkpoint
 
 HERE = Path(__file__).resolve().parent

@@ -8,9 +8,10 @@ The right answer must be the most likely of all tokens.
 import json
 from pathlib import Path
 
+from common import Parser, cli, paths, write_json
+
 import torch
 
-from common import Parser, cli, paths, write_json
 from model import IGNORE
 from runs.smollm2.cups import encode_story
 from sample import load_model

@@ -17,9 +17,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+from common import Parser, UserError, cli, paths, write_atomically
+
 import numpy as np
 
-from common import Parser, UserError, cli, paths, write_atomically
 
 PACKAGE = "music21-10.5.1-py3-none-any.whl"
 LENGTHS = 4, 5, 6, 7, 8, 10, 12, 16
