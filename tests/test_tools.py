@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 # First, because this hides any GPU:
-from helpers import (ASKED, ASSETS, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
+from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
                      answers_of, beside_the_tests, contents, convert, decode, error_line, expected,
                      identical, max_difference, need, read_log, relative_error, run_script, save,
                      small, weights, write_bpe)
@@ -40,7 +40,6 @@ from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
 from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
 from runs import task
-from runs.bbh import report as bbh_report
 from runs.smollm2 import cups, report, songs
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
@@ -961,54 +960,12 @@ def test_songs_are_told_by_their_intervals(monkeypatch):
     assert songs.tell(second) == (["The song begins on C.", " Down a second."], [" C", " B"])
 
 
-def test_public_benchmark():
-    """BIG-Bench Hard's stories get right answers, at each mention, too."""
-    if not (ASSETS.parent / "bbh").exists():
-        pytest.skip("needs shared/")
-    run_script("runs/bbh/swaps", ASSETS.parent / "bbh", "swaps")
-    for line in [*map(json.loads, open("swaps/dev.jsonl"))][::37]:
-        story, options = line["question"].removesuffix("\nAnswer:").split("\nOptions:\n")
-        letters = {name: letter for letter, name in re.findall(r"(\(\w\)) (.+)", options)}
-        swaps = re.findall(r"(?:First|Then|Finally), (\w+) and (\w+) ", story)
-        assert len(swaps) == int(line["difficulty"])
-        head, end = story.split(" First, ")[0], story.rsplit(". ", 1)[1]
-        held = {person: min(letters, key=lambda name: (head + name).index(
-                    name, head.index(f"{person} ", head.index(": "))))
-                for person in re.findall(r"[A-Z]\w+", head.split(" are ")[0])}
-        for a, b in swaps:
-            held[a], held[b] = held[b], held[a]
-        person, *_ = end.split(",")[-1].split()
-        assert letters[held[person]] == line["answer"]
-    chats = Path("swaps/train.jsonl").read_text().splitlines()
-    Path("chats.jsonl").write_text("\n".join(chats[:50]))
-    tokenizer = Tokenizer.load(ASSETS / "tokenizers/olmo2")
-    run_script("runs/bbh/mentions", "--stories=chats.jsonl", "--out=mentions",
-               f"--tokenizer={tokenizer.folder}")
-    text, last, asked = "", None, 0
-    for token, target in np.load("mentions/train_000000.npy").T.tolist():
-        text = text[-20:] + tokenizer.decode([token])
-        if text.endswith(". First"):
-            held = {}  # at first, everybody holds what has their initial
-        mention = re.search(r"(\w+)\W+(\w\w+)$", text)
-        if target >= 0 and mention:
-            before, person = mention.groups()
-            mine = held.get(person, person[0])
-            assert tokenizer.decode([target]).strip("(") == mine
-            if before == "and":
-                held[last], held[person] = mine, held.get(last, last[0])
-            last = person
-            asked += 1
-    assert asked > 300
-
-
 def test_figures_in_tables_come_from_results(monkeypatch):
     """Scripts print every figure of the tables, from results of runs."""
-    for script in report, bbh_report:
-        monkeypatch.setattr(script, "draw", lambda *_: None)
+    monkeypatch.setattr(report, "draw", lambda *_: None)
     figure = r"\d+\.\d+(?: ± \d+\.\d+)?"
-    printed = run_script("runs/smollm2/report") + run_script("runs/bbh/report")
-    printed = {*re.findall(figure, printed)}
-    for name in ("README.md", "runs/smollm2/README.md", "runs/bbh/README.md"):
+    printed = {*re.findall(figure, run_script("runs/smollm2/report"))}
+    for name in ("README.md", "runs/smollm2/README.md"):
         ours, *_ = (ROOT / name).read_text().split("## Where the loop did not help")  # is older
         tables = re.findall(r"(?:^\|.*\n)+", ours, re.M)
         figures = {*re.findall(figure, "".join(table for table in tables if "±" in table))}
