@@ -544,7 +544,10 @@ class RecurrentLM(nn.Module):
             self.head.weight = self.embed.weight
 
     def save(self, folder, weights=None):
-        """Write config.json and model.safetensors: `weights` {name: tensor}, or the model's own."""
+        """
+        Write model.safetensors, with `weights` {name: tensor} or the model's own, and then
+        config.json. A folder is complete with that, so write its other files before.
+        """
         weights = weights or self.state_dict()
         tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
         with write_atomically(f"{folder}/model.safetensors") as new:  # the old one may be in use
@@ -638,9 +641,10 @@ def checkpoints(folder):
     """The step_N checkpoints in a run's folder, as Paths, oldest first; none in a model's."""
     if Path(folder, "config.json").exists():  # step_N may be another trainer's
         return []
-    # An unfinished one is named step_N.loopgraft-*.
-    paths = [path for path in Path(folder).glob("step_*/") if path.name[5:].isdecimal()]
-    return sorted(paths, key=lambda path: int(path.name[5:]))
+    # One without config.json, which is written last, is unfinished.
+    paths = [path.parent for path in Path(folder).glob("step_*/config.json")]
+    return sorted((path for path in paths if path.name[5:].isdecimal()),
+                  key=lambda path: int(path.name[5:]))
 
 
 def find_checkpoint(folder):
