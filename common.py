@@ -19,11 +19,13 @@ import shutil
 import signal
 import tempfile
 import tomllib
+from datetime import timedelta
 from pathlib import Path
 
 # Scripts import this file before all packages, so that this is the first thing to miss them.
 try:
     import torch
+    import torch.distributed as dist
     from safetensors import SafetensorError
 except ModuleNotFoundError as e:
     sys.exit(f"error: {sys.executable} has no package {e.name}. Activate the environment in which "
@@ -91,6 +93,20 @@ def check_launch(on_every_rank):
         say(f"only rank 0 of {WORLD} works; this script uses a single process", sys.stderr)
         if RANK > 0:
             sys.exit()
+
+
+def join_ranks(device):
+    """
+    Join the process group of torchrun's ranks. When it restarts those of a node after a crash, its
+    store still holds the addresses of the dead ones, so each attempt writes under its own prefix.
+    For several nodes, which may count restarts differently, see runs/README.md.
+    """
+    store, *_ = next(dist.rendezvous("env://"))
+    if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(store=store, rank=RANK, world_size=WORLD,
+                            device_id=None if device == "cpu" else torch.device(device),
+                            timeout=timedelta(hours=1))  # another rank may be compiling or saving
 
 
 def say(text, file=None, end="\n"):

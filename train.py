@@ -30,15 +30,15 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
 from pathlib import Path
 from statistics import mean
 from typing import Literal, get_args
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
-                    check_settings, choose_dtype, cli, dtype_on, fraction, lock_folder, nan_to_null,
-                    natural, non_negative, paths, positive, random_seed, read_json, read_toml,
-                    reading, recurrences, refuse_idle, say, write_atomically, write_json, yes_or_no)
+                    check_settings, choose_dtype, cli, dtype_on, fraction, join_ranks, lock_folder,
+                    nan_to_null, natural, non_negative, paths, positive, random_seed, read_json,
+                    read_toml, reading, recurrences, refuse_idle, say, write_atomically, write_json,
+                    yes_or_no)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -664,20 +664,6 @@ def attention_kernels(device, T):
     # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
     short = device == "cpu" and T <= 128
     return sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
-
-
-def join_ranks(device):
-    """
-    Join the process group of torchrun's ranks. When it restarts those of a node after a crash, its
-    store still holds the addresses of the dead ones, so each attempt writes under its own prefix.
-    For several nodes, which may count restarts differently, see runs/README.md.
-    """
-    store, *_ = next(dist.rendezvous("env://"))
-    if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(store=store, rank=RANK, world_size=WORLD,
-                            device_id=None if device == "cpu" else torch.device(device),
-                            timeout=timedelta(hours=1))  # another rank may be compiling or saving
 
 
 def main():

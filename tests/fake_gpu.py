@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import bench
+import common
 import model
 import muon
 import sample
@@ -269,7 +270,7 @@ def run_training(gpu, corpus):
         """Returns the collectives that a rank called, and how many messages it sent or received."""
         train.RANK = rank
         train.WORLD = world
-        train.dist = muon.dist = mock.MagicMock()
+        common.dist = train.dist = muon.dist = mock.MagicMock()
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
         train.dist.group.WORLD = "all ranks"
         train.dist.broadcast_object_list = lambda objects: None
