@@ -291,11 +291,12 @@ def load_tokenizer(folder, config):
 
 
 def check_same_tokenizer(tokenizer, folder):
-    """Raise UserError if the tokenizer of a data set's folder differs from the model's."""
-    theirs = Tokenizer.load(folder)
-    if theirs.fingerprint != tokenizer.fingerprint:
-        raise UserError(f"{folder}: its tokenizer ({theirs.fingerprint}) differs from the model's "
-                        f"({tokenizer.fingerprint}). Prepare with --tokenizer={tokenizer.folder}")
+    """Raise UserError if a data set was made with another tokenizer than the model's."""
+    theirs = read_json(f"{folder}/meta.json").get("tokenizer")  # None in an older version's
+    if theirs != tokenizer.fingerprint:
+        raise UserError(f"{folder}: its tokenizer ({theirs}) differs from the model's "
+                        f"({tokenizer.fingerprint}). Prepare it again with "
+                        f"--tokenizer={tokenizer.folder}")
 
 
 def tokenizer_file(folder):
@@ -795,6 +796,7 @@ def new_meta(args, tokenizer):
         "tokens": 0,                     # in all documents
         "shards": {"train": [], "val": []},
         "row_length": None,              # any T is allowed
+        "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
     }

@@ -38,7 +38,7 @@ from common import (Parser, check_settings, cli, natural, paths, positive, read_
 
 import numpy as np
 
-from data import write_shard
+from data import Tokenizer, write_shard
 from model import IGNORE
 
 SENTENCES = 12  # in a worked row, and in the longest questions of test.jsonl
@@ -184,17 +184,18 @@ def write_rows(folder, split, ids, rows):
 
 def write_set(folder, ids, arguments, train_rows, val_rows):
     """Write a data set, as `data.py prepare` would: its shards, meta.json and tokenizer."""
+    write_json(folder / "tokenizer.json", make_tokenizer(ids))
     train = write_rows(folder, "train", ids, train_rows)
     val = write_rows(folder, "val", ids, val_rows)
     _, val_tokens, _ = val
     write_json(folder / "meta.json", {
+        "tokenizer": Tokenizer.load(folder).fingerprint,
         "vocab_size": len(ids),
         "eos_id": ids["</s>"],
         "row_length": val_tokens // VAL_ROWS,
         "shards": {"train": [train], "val": [val]},
         "arguments": arguments,
     })
-    write_json(folder / "tokenizer.json", make_tokenizer(ids))
 
 
 def write_questions(path, stories, seed):

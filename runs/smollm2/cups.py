@@ -138,6 +138,7 @@ def main():
             shards[split] = [write_shard(folder, f"{split}_000000.npy", tokens)]
         copy_tokenizer(args.tokenizer, folder)
         write_json(folder / "meta.json", {
+            "tokenizer": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
             "shards": shards,
