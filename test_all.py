@@ -10,6 +10,7 @@ large or not free to add: those of Llama 3, OLMo 2 and TinyLlama. A test that la
 skipped, and `-rs` prints the command that installs it.
 """
 import functools
+import inspect
 import io
 import itertools
 import json
@@ -2256,6 +2257,58 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
         Path(path.name).symlink_to(path)
     assert words in error_line(command)
     assert not contents("out")
+
+
+# A forker's mistakes, each with its error.
+def misspelled(*args, **options):
+    return contxt  # noqa: F821
+
+
+def lacks_key(*args, **options):
+    return {}["hiden_size"]
+
+
+def wrong_shape(*args, **options):
+    return torch.ones(2) @ torch.ones(3)
+
+
+def needs_module(*args, **options):
+    import modle  # noqa: F401
+
+
+def needs_module_above(*args, **options):
+    import fork  # noqa: F401
+
+
+@pytest.mark.parametrize("mistake, error", [
+    (misspelled, NameError), (lacks_key, KeyError), (wrong_shape, RuntimeError),
+    (needs_module, ModuleNotFoundError), (needs_module_above, ModuleNotFoundError),
+])
+@pytest.mark.parametrize("function, command", [
+    (surgery.from_hf, "surgery {llama} out --feed_forward"),
+    (surgery.tensor_names, "surgery {llama} out --feed_forward"),
+    (RecurrentLM.fill, "sample --model={model} --prompt=has"),
+    (RecurrentLM.rope, "sample --model={model} --prompt=has"),
+    (Optimizer.step, "train {base} --out_dir=out"),
+    (train.read_settings, "train {base} --out_dir=out"),
+    (data.document, "data prepare --input={asked} --tokenizer={model} --field=question --out=out"),
+    (data.fill_rows, "data prepare --input={asked} --tokenizer={model} --field=answer "
+                     "--prompt=question --out=out"),
+    (same_answer, "eval_gsm8k --model={model} --data={asked} --template=plain --limit=1 --steps=1 "
+                  "--max_new_tokens=1 --out=out.json"),
+])
+def test_a_bug_keeps_its_traceback(function, command, mistake, error, llama, checkpoint, corpus,
+                                   base, monkeypatch):
+    """A mistake in our code, or a fork's, ends in a traceback whose last line is the mistake."""
+    if function is data.document and mistake is lacks_key:
+        pytest.skip("a column that a record lacks is a KeyError, too")
+    Path("fork.py").write_text("import modle")
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.setattr(inspect.unwrap(function), "__code__", mistake.__code__)
+    inputs = {"llama": llama, "model": checkpoint, "base": " ".join(base)}
+    with pytest.raises(error) as caught:
+        outcome(command.format(asked=f"{corpus}/test.jsonl", **inputs))
+    assert caught.traceback[-1].name in (mistake.__name__, "<module>")
 
 
 # ------------------------------------------------------------------------------------- the terminal
