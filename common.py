@@ -314,9 +314,12 @@ def reading(path):
 
 
 def read_json(path):
-    """Return the value in a JSON file."""
+    """Return the {key: value} of a JSON file."""
     with reading(path):
-        return json.loads(Path(path).read_bytes())
+        value = json.loads(Path(path).read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+    return value
 
 
 def read_toml(path):

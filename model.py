@@ -27,8 +27,9 @@ import math
 import re
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Literal, get_args
 
 from common import UserError, read_json, reading, say, write_atomically, write_json
 
@@ -52,6 +53,7 @@ STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; t
 IGNORE = -100                      # marks a target without loss, as in torch
 LOGITS_AT_ONCE = 1 << 26           # the most logits in memory at once: 256 MB in float32
 ADAPTERS = "linear", "add"         # how state and prelude output are merged: see run_core()
+LLAMA3_ROPE = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
 @dataclass
@@ -60,13 +62,14 @@ class Config:
     vocab_size: int
     n_embd: int                       # C, the width
     n_head: int
-    n_kv_head: int                    # query head i uses kv head i * n_kv_head // n_head
+    n_kv_head: int | None             # query head i uses kv head i * n_kv_head // n_head
     n_ffn: int
     n_prelude: int
     n_core: int = 0                   # 0: an ordinary model, without a loop
     n_coda: int = 0
-    head_dim: int = 0                 # 0: n_embd / n_head
-    norm: str = "pre"                 # pre: Llama; post: OLMo-2, norms on q and k; sandwich: Huginn
+    head_dim: int | None = None       # None: n_embd / n_head
+    # Llama's; OLMo-2's, with norms on q and k; Huginn's
+    norm: Literal["pre", "post", "sandwich"] = "pre"
     head_norm: bool = False           # Qwen3: a norm on each head of q and of k
     qkv_bias: bool = False            # Qwen2: biases on q, k and v
     norm_eps: float = 1e-5
@@ -74,15 +77,16 @@ class Config:
     rope_scaling: dict | None = None  # the "llama3" scaling of config.json, or None
     context: int = 2048               # the longest sequence the model is meant for
     tie_embeddings: bool = False
-    adapter: str = "linear"           # linear: 2C -> C on [state, e]; add: state + e
+    adapter: Literal[ADAPTERS] = "linear"  # linear: 2C -> C on [state, e]; add: state + e
     state_std: float = STATE_STD
     embed_scale: float = 1.0          # multiplies the embeddings
     mean_recurrence: int = 32         # default r
     backprop_depth: int = 8           # k: gradients flow through the last k recurrences
     bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: int | list | None = None
 
     def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head or not self.head_dim or self.head_dim % 2:
             raise UserError(f"n_head = {self.n_head} must be a multiple of n_kv_head = "
@@ -90,6 +94,9 @@ class Config:
         if self.n_coda and not self.n_core:
             raise UserError(f"n_coda = {self.n_coda}, n_core = 0: an ordinary model has no coda, "
                             "because all of its layers are in the prelude")
+        scaling = self.rope_scaling
+        if scaling and not all(isinstance(scaling.get(key), (int, float)) for key in LLAMA3_ROPE):
+            raise UserError(f"rope_scaling = {scaling} needs numbers for {', '.join(LLAMA3_ROPE)}")
 
     @property
     def ends(self):
@@ -531,7 +538,11 @@ class RecurrentLM(nn.Module):
         path = Path(folder, "model.safetensors")
         with reading(path):
             tensors = load_file(path)
-            model.fill(tensors)
+        expected = {name: p.shape for name, p in model.named_parameters()}
+        found = {name: t.shape for name, t in tensors.items()}
+        if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
+            raise UserError(f"{path}: missing, unknown or in another shape: {wrong[:3]}. {FOREIGN}")
+        model.fill(tensors)
         model.folder = folder
         return model, tensors
 
@@ -637,6 +648,9 @@ def truncated_normal(seed, row, position, C):
 
 # ---------------------------------------------------------------------------- the checkpoints
 
+FOREIGN = "It was made by another model.py, or config.json belongs to another model"
+
+
 def checkpoints(folder):
     """The step_N checkpoints in a run's folder, as Paths, oldest first; none in a model's."""
     if Path(folder, "config.json").exists():  # step_N may be another trainer's
@@ -657,14 +671,44 @@ def find_checkpoint(folder):
     return str(folder)
 
 
+def make_config(path, raw, keys, **known):
+    """
+    Return the Config that a config.json describes. raw: what the file `path` holds. keys: {field of
+    Config: key in raw}. known: other fields. Raises UserError if a key is missing, or if its value
+    has another type or is too small.
+    """
+    for item in fields(Config):
+        key = keys.get(item.name)
+        if not key:
+            continue
+        if key not in raw:
+            raise UserError(f"{path}: lacks {key}")
+        value = known[item.name] = raw[key]
+        kinds = get_args(item.type) or (item.type,)  # types, or the values of a Literal
+        least = 0 if item.default in (0, None) or item.name == "n_prelude" else 1
+        fits = type(value) in kinds or value in kinds or item.type is float and type(value) is int
+        if isinstance(value, list):  # of ids
+            fits = fits and {*map(type, value)} <= {int}
+        if not fits or type(value) is int and value < least:
+            names = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
+            raise UserError(f"{path}: {key} = {value!r:.80} must be {names}"
+                            + f", at least {least}" * (int in kinds))
+    try:
+        return Config(**known)
+    except UserError as e:
+        raise UserError(f"{path}: {e}")
+
+
 def load_config(folder):
     """Read the Config of a loopgraft checkpoint. Raises UserError for any other kind of model."""
     path = Path(folder, "config.json")
-    with reading(path):
-        values = dict(read_json(path))
-        kind = values.pop("model_type", None)
-        if kind != "loopgraft":
-            raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model "
-                            f"first: `python surgery.py {folder} OUT`, with --shape unless it is "
-                            "recurrent")
-        return Config(**values)
+    raw = read_json(path)
+    kind = raw.pop("model_type", None)
+    if kind != "loopgraft":
+        raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: "
+                        f"`python surgery.py {folder} OUT`, with --shape unless it is recurrent")
+    keys = {item.name: item.name for item in fields(Config)
+            if item.name in raw or item.default is MISSING}
+    if unknown := raw.keys() - keys.keys():
+        raise UserError(f"{path}: unknown {sorted(unknown)[:3]}. {FOREIGN}")
+    return make_config(path, raw, keys)

@@ -31,7 +31,8 @@ import torch
 from safetensors.torch import load_file
 
 from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer, tokenizer_file
-from model import ADAPTERS, Config, RecurrentLM, find_checkpoint, load_config
+from model import (ADAPTERS, LLAMA3_ROPE, RecurrentLM, find_checkpoint, load_config,
+                   make_config)
 
 PARTS = ("prelude", "core", "coda")
 
@@ -168,8 +169,7 @@ def open_source(src):
     refuse_others(folder)
     folder = find_checkpoint(folder)
     tensors = read_tensors(folder)
-    with reading(Path(folder, "config.json")):
-        layout, config = read_config(folder, tensors)
+    layout, config = read_config(folder, tensors)
     if tokenizer_file(folder):
         tokenizer = load_tokenizer(folder, config)
         if layout == "huginn_raven" and config.bos_token_id is None:  # see from_raven()
@@ -201,8 +201,9 @@ STALE = re.compile(r"rotary_emb\.inv_freq$|freqs_cis$"
 def read_tensors(folder):
     """Return {name: tensor} of the shards that a folder's index names, or of model.safetensors."""
     present = {*os.listdir(folder)}
-    with reading(Path(folder, INDEX)) as index:
-        files = dict(read_json(index)["weight_map"]) if INDEX in present else {}
+    files = read_json(Path(folder, INDEX)).get("weight_map") if INDEX in present else {}
+    if not isinstance(files, dict) or not {*map(type, files.values())} <= {str}:
+        raise UserError(f"{folder}/{INDEX}: weight_map must give the file of each tensor")
     if files and SINGLE in present - {*files.values()}:
         raise UserError(f"{folder} has {SINGLE}, and {INDEX}, which does not name it. Remove the "
                         "one that is out of date")
@@ -290,7 +291,9 @@ def download(spec):
 # -------------------------------------------------------------------------------------- config.json
 
 # The architectures that we support in Hugging Face layout, each with transformers' defaults for
-# keys that config.json may lack.
+# keys that config.json may lack, besides OPTIONAL.
+OPTIONAL = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False,
+            "bos_token_id": None, "eos_token_id": None}
 DEFAULTS = {
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1,
               "eos_token_id": 2},
@@ -314,14 +317,33 @@ SUPPORTED = {  # the values that we support; a missing key means the first one
 }
 
 
+# {field of Config: its key in config.json}
+HF_KEYS = {
+    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads", "head_dim": "head_dim", "n_ffn": "intermediate_size",
+    "n_prelude": "num_hidden_layers", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling", "context": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings", "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+}
+RAVEN_KEYS = HF_KEYS | {
+    "n_embd": "n_embd", "n_head": "n_heads", "n_prelude": "n_layers_in_prelude",
+    "n_core": "n_layers_in_recurrent_block", "n_coda": "n_layers_in_coda", "norm": "norm",
+    "head_norm": "head_norm", "qkv_bias": "qkv_bias", "norm_eps": "norm_eps",
+    "tie_embeddings": "tie_embeddings", "adapter": "injection_type", "state_std": "std",
+    "embed_scale": "embed_scale", "mean_recurrence": "mean_recurrence",
+    "backprop_depth": "mean_backprop_depth",
+}
+
+
 def read_config(folder, names):
     """
     Read the config.json of a folder, in any layout. Returns (model_type, Config). names: those of
     the tensors, because a released model's config.json does not say which norms it has. Raises
-    UserError if config.json asks for something that is not supported.
+    UserError if config.json lacks a key or asks for something that is not supported.
     """
     path = Path(folder, "config.json")
-    raw = read_json(path)
+    raw = {"model_type": None} | read_json(path)
     layout = raw["model_type"]
     if layout == "loopgraft":
         return layout, load_config(folder)
@@ -330,109 +352,73 @@ def read_config(folder, names):
         if value not in supported:
             raise UserError(f"{path}: {key} = {value!r} is not supported, only {supported}")
     if layout == "huginn_raven":
-        return layout, from_raven(raw, names)
-    return layout, from_hf(path, DEFAULTS[layout] | raw)
+        return layout, from_raven(path, raw, names)
+    return layout, from_hf(path, raw)
 
 
 def from_hf(path, raw):
     """Return the Config of an ordinary model from its config.json, `raw`, read from `path`."""
     layout = raw["model_type"]
-    context = raw["max_position_embeddings"]
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+    raw = OPTIONAL | DEFAULTS[layout] | raw | read_rope(path, raw)
+    keys = HF_KEYS
+    generation = path.with_name("generation_config.json")
+    said = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if said is not None:  # for chat models it lists more ids that end a text
+        keys = keys | {"eos_token_id": f"eos_token_id of {generation.name}"}
+        raw[keys["eos_token_id"]] = said
+    config = make_config(path, raw, keys, norm="post" if layout == "olmo2" else "pre",
+                         head_norm=layout == "qwen3", qkv_bias=layout == "qwen2")
+    if raw.get("layer_types") not in (None, [], ["full_attention"] * config.n_prelude):
         raise UserError(f"{path}: layer_types = {raw['layer_types']} is not supported, only full "
                         "attention")
     # Qwen's files have a window, too, but switch it off with use_sliding_window.
     window = raw.get("sliding_window")
-    if layout == "mistral" and window and window < context:
+    if layout == "mistral" and window and not (type(window) is int and window >= config.context):
         raise UserError(f"{path}: a sliding_window of {window} tokens, shorter than the context of "
-                        f"{context}, is not supported")
-    eos_token_id = raw.get("eos_token_id")
-    generation = path.with_name("generation_config.json")
-    if generation.exists():  # for chat models it lists more ids that end a text
-        said = read_json(generation).get("eos_token_id")
-        eos_token_id = eos_token_id if said is None else said
-    return Config(
-        vocab_size=raw["vocab_size"],
-        n_embd=raw["hidden_size"],
-        n_head=raw["num_attention_heads"],
-        n_kv_head=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        n_ffn=raw["intermediate_size"],
-        n_prelude=raw["num_hidden_layers"],
-        head_dim=raw.get("head_dim") or 0,
-        norm="post" if layout == "olmo2" else "pre",
-        head_norm=layout == "qwen3",
-        qkv_bias=layout == "qwen2",
-        norm_eps=raw["rms_norm_eps"],
-        context=context,
-        tie_embeddings=raw.get("tie_word_embeddings", False),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_id=eos_token_id,
-        **read_rope(raw),
-    )
+                        f"{config.context}, is not supported")
+    return config
 
 
-def from_raven(raw, names):
+def from_raven(path, raw, names):
     """
     Return the Config of a released Recurrent-* model, of Huginn-0125, or of one of our exports,
-    from its config.json, `raw`, and the names of its tensors.
+    from its config.json, `raw`, read from `path`, and the names of its tensors.
     """
+    keys = RAVEN_KEYS
     if "norm" not in raw:  # a released model, whose tensors tell the norm
         parts = {part for name in names for part in name.split(".")}
         norm = "sandwich" if "qk_bias" in parts else "post" if "q_norm" in parts else "pre"
         # All of them carry Huginn's ids, whatever their tokenizer is.
-        raw = raw | {"norm": norm, "bos_token_id": None, "eos_token_id": None}
-    rope = read_rope(raw)
+        raw |= {"norm": norm, "bos_token_id": None, "eos_token_id": None}
     if raw["norm"] == "sandwich":
         # Huginn's own key. The other released files have it, too, but their code never reads it.
-        rope["rope_theta"] = raw["rope_base"]
-    return Config(
-        vocab_size=raw["vocab_size"],
-        n_embd=raw["n_embd"],
-        n_head=raw["n_heads"],
-        n_kv_head=raw.get("num_key_value_heads") or raw["n_heads"],
-        n_ffn=raw["intermediate_size"],
-        n_prelude=raw["n_layers_in_prelude"],
-        n_core=raw["n_layers_in_recurrent_block"],
-        n_coda=raw["n_layers_in_coda"],
-        head_dim=raw.get("head_dim") or 0,
-        norm=raw["norm"],
-        head_norm=raw.get("head_norm", False),
-        qkv_bias=raw.get("qkv_bias", False),
-        norm_eps=raw["norm_eps"],
-        context=raw.get("max_position_embeddings") or raw["block_size"],
-        tie_embeddings=raw.get("tie_embeddings", raw.get("tie_word_embeddings", False)),
-        adapter=raw["injection_type"],
-        state_std=raw["init_values"]["std"],
-        embed_scale=raw["init_values"]["embed_scale"],
-        mean_recurrence=raw["mean_recurrence"],
-        backprop_depth=raw["mean_backprop_depth"],
-        bos_token_id=raw["bos_token_id"],
-        eos_token_id=raw["eos_token_id"],
-        **rope,
-    )
+        keys = keys | {"rope_theta": "rope_base"}
+    raw = OPTIONAL | {
+        "max_position_embeddings": raw.get("block_size"), "head_norm": False, "qkv_bias": False,
+        "tie_embeddings": raw.get("tie_word_embeddings", False),
+    } | raw | read_rope(path, raw)
+    if isinstance(raw.get("init_values"), dict):
+        raw |= raw["init_values"]
+    return make_config(path, raw, keys)
 
 
-LLAMA3_ROPE = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-
-
-def read_rope(raw):
+def read_rope(path, raw):
     """
-    Return Config's {"rope_theta": ..., "rope_scaling": ...} from a config.json, which has
-    rope_parameters if transformers 5 wrote it, and rope_scaling if an older version did.
+    Return {"rope_theta": ..., "rope_scaling": ...} of a config.json, which has rope_parameters if
+    transformers 5 wrote it, and rope_scaling if an older version did.
     """
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
-    if new and old and new != old:
-        raise UserError("config.json: rope_parameters beside another rope_scaling is not supported")
-    rope = dict(new or old or {})
+    rope = new or old or {}
+    if not isinstance(rope, dict) or new and old and new != old:
+        raise UserError(f"{path}: rope_parameters = {new} beside rope_scaling = {old} is not "
+                        "supported")
     rope_type = rope.get("rope_type") or rope.get("type", "default")  # the name in older files
-    if rope_type not in ("default", "llama3"):
-        raise UserError(f"config.json: RoPE of type {rope_type!r} is not supported, only llama3's")
-    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    if rope_type == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if not LLAMA3_ROPE <= rope.keys():
-        raise ValueError(f"llama3's RoPE needs {LLAMA3_ROPE}")
-    return {"rope_theta": theta, "rope_scaling": rope}
+    unknown = rope.keys() - {"rope_type", "type", "rope_theta", *LLAMA3_ROPE}
+    if unknown or rope_type not in ("default", "llama3"):
+        raise UserError(f"{path}: RoPE {rope} is not supported, only the default and llama3's")
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
+            "rope_scaling": scaling if rope_type == "llama3" else None}
 
 
 # ------------------------------------------------------------------------------------- tensor names
