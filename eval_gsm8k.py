@@ -14,31 +14,39 @@ Each line of --data is {"question": ..., "answer": "... #### 18"}, with a "diffi
 should be broken down by it. With --template plain, the prompt is the question alone, answers may be
 as long as the longest reference, and there is one score, "accuracy": see same_answer().
 
-Answers are appended to a .jsonl file beside the summary, whose first line holds the settings and
-digests of the weights and the questions. The same command resumes an evaluation that was killed;
-more --steps or a larger --limit extend the file. To start over, delete it.
+Outputs are kept in a file beside the summary, and scored anew by each command. So the same command
+resumes an evaluation that was killed, and more --steps or a larger --limit ask only what is new.
+If the weights, what is asked, or the code that answers has changed, the file is set aside.
+
+    torchrun --nproc_per_node=4 eval_gsm8k.py ...      # each GPU answers every fourth batch
 """
+import hashlib
 import json
 import math
+import random
 import re
 import sys
 import unicodedata
 from dataclasses import asdict
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 
 import requests
-from common import (DTYPE_HELP, DTYPES, Parser, UserError, check_settings, cli, digest, dtype_on,
-                    lock_file, paths, positive, random_seed, read_json, reading, recurrences, say,
-                    write_atomically, write_json)
+from common import (DTYPE_HELP, DTYPES, RANK, WORLD, Parser, UserError, changed_code, choose_dtype,
+                    cli, code_of, digest, dtype_on, join_ranks, paths, positive, random_seed,
+                    read_json, reading, recurrences, say, write_atomically, write_json)
 
 import torch
+import torch.distributed as dist
 
-from data import as_text
-from sample import DEPTHS, Decoder, device_and_dtype, load_model
+from data import as_text, load_tokenizer
+from model import find_checkpoint, load_config
+from sample import DEPTHS, DEVICE, Decoder, answer_batch, device_and_dtype, load_model
 
-GSM8K = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
-         "grade_school_math/data/test.jsonl")
+GSM8K = "out/data/gsm8k.jsonl"
+GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
+             "grade_school_math/data/test.jsonl")
 
 # The first of the chain-of-thought examples of Wei et al. (arXiv 2201.11903).
 EXAMPLE = """\
@@ -49,22 +57,19 @@ more were planted. So there must have been 21 - 15 = 6. The answer is 6.
 
 """
 STOPS = ("Q:", "</s>", "<|im_end|>")  # plain substrings; the tokenizer's EOS ends a text as well
-WINDOW = 16  # tokens in which to look for a stop; at worst, each of its bytes is a token
 INVALID = "[invalid]"
 
 
 # ---------------------------------------------------------------------------------------- questions
 
 def fetch_gsm8k():
-    """Return the path of GSM8K's 1,319 test questions. The first call downloads them."""
-    path = Path("out/data/gsm8k.jsonl")
-    if not path.exists():
-        say(f"downloading {GSM8K} to {path}", sys.stderr)
-        response = requests.get(GSM8K, timeout=60)
+    """Download GSM8K's 1,319 test questions, once."""
+    if not Path(GSM8K).exists():
+        say(f"downloading {GSM8K_URL} to {GSM8K}", sys.stderr)
+        response = requests.get(GSM8K_URL, timeout=60)
         response.raise_for_status()
-        with write_atomically(path) as new:
+        with write_atomically(GSM8K) as new:
             new.write_bytes(response.content)
-    return path
 
 
 def read_questions(path):
@@ -165,10 +170,12 @@ def reference_text(answer):
 def reference_number(answer):
     """
     Return the number that a reference answer is, or that follows its only equals sign, else None. A
-    number beside other words does not count: it may be part of a date or of a room's name.
+    number beside other words does not count: it may be part of a date or of a room's name. Nor does
+    one with a leading zero, such as 007 or 0110: it is a name, or a state.
     """
     text = re.sub(r"^([^=]*[^=<>!])?=", "", reference_text(answer)).strip()
-    return last_number(text) if NUMBER.fullmatch(text) else None
+    is_name = re.match(r"[\u2212-]?\$?0,?\d", text)
+    return last_number(text) if NUMBER.fullmatch(text) and not is_name else None
 
 
 def same_answer(output, answer):
@@ -196,98 +203,73 @@ METRICS = {
 
 # ------------------------------------------------------------------------------------------ answers
 
-def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
+def read_answers(path, asked, auto):
     """
-    Continue a batch of prompts, lists of ids, at depth r, each until it has produced one of the
-    strings `stops`, an end of text, or max_new_tokens. seed: for the noise s_0.
-
-    Returns the new texts, cut at the first stop string, and whether max_new_tokens cut them off,
-    such as [(" It is 18.", False), ("", False)].
+    Read a file of answers, as {(r, index): answer}. If they belong to something else than `asked`,
+    rename it, and return {}. auto: whether to go on in the dtype in which they began. Raises
+    UserError if the file holds something else.
     """
-    new = [[] for _ in prompts]
-    ends = decoder.model.config.ends
-
-    def is_last(row, token):
-        text = tokenizer.decode(new[row][-WINDOW:])  # generate() has already yielded `token`
-        return token in ends or any(stop in text for stop in stops)
-
-    for row, token in decoder.generate(prompts, max_new_tokens, r, is_last, seed=seed):
-        new[row].append(token)
-    cut = [not is_last(row, ids[-1]) for row, ids in enumerate(new)]
-    control = {*tokenizer.special.values(), *ends}  # not part of a text, as in the harness
-    texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]
-    return [(cut_at_stops(text, stops), is_cut) for text, is_cut in zip(texts, cut)]
-
-
-def cut_at_stops(text, stops):
-    """Return `text` up to the first of the stop strings: ("18 Q: Is", ["Q:"]) gives "18 "."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
+    if not path.exists():
+        return {}
+    kept = read_json(path)
+    if not isinstance(kept, dict) or kept.keys() != {"asked", "answers"}:
+        raise UserError(f"{path}: holds something else. Name another file with --out")
+    changed = changed_code(kept["asked"], asked)
+    if auto and changed == "dtype":
+        asked["dtype"] = kept["asked"]["dtype"]
+    elif changed:
+        aside = path.with_suffix(f".{digest(path)}.json")
+        path.rename(aside)
+        say(f"{path}: renamed to {aside.name}, since it has answers with another {changed}. All "
+            "questions are asked again", sys.stderr)
+        return {}
+    return {(answer["steps"], answer["index"]): answer for answer in kept["answers"]}
 
 
-def answer_rest(decoder, tokenizer, questions, steps, answers, file, args):
+def answer_rest(decoder, tokenizer, questions, steps, answers, path, asked, batch_size):
     """
-    Answer each batch of questions that is not complete in `answers`, {(r, index): line}, and add
-    its lines to `answers` and to their open file.
+    Ask what `answers`, {(r, index): answer}, lacks. Each rank takes every WORLD-th batch, and after
+    each round, rank 0 writes all answers to the file `path`. So if that is killed, what is left are
+    whole batches, the same that this command would have gone on with.
     """
-    stops = STOPS if args.template == "cot" else ()
-    # So that batches need little padding, and running out of memory happens early.
-    longest_first = sorted(questions, key=lambda question: -len(question["ids"]))
+    batches = []
     for r in steps:
-        for first in range(0, len(questions), args.batch_size):
-            batch = longest_first[first:first + args.batch_size]
-            # A partly answered batch is rerun, because rounding depends on all of its rows.
-            if all((r, question["index"]) in answers for question in batch):
-                continue
-            texts = answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
-                                 args.max_new_tokens, stops, r, args.seed)
+        rest = [question for question in questions if (r, question["index"]) not in answers]
+        # So that batches need little padding, and running out of memory happens early.
+        rest.sort(key=lambda question: -len(question["ids"]))
+        batches += [(r, rest[i:i + batch_size]) for i in range(0, len(rest), batch_size)]
+    for first in range(0, len(batches), WORLD):
+        now = batches[first:first + WORLD]
+        mine = [answer_batch(decoder, tokenizer, [question["ids"] for question in batch],
+                             asked["max_new_tokens"], asked["stops"], r, asked["seed"])
+                for r, batch in now[RANK:RANK + 1]]
+        found = [mine] * WORLD
+        if WORLD > 1:
+            dist.all_gather_object(found, mine)
+        for (r, batch), texts in zip(now, chain(*found)):
             for question, (text, is_cut) in zip(batch, texts):
-                line = {"index": question["index"], "steps": r, "output": text, "cut": is_cut}
-                for metric, is_right in METRICS[args.template].items():
-                    line[metric] = is_right(text, question["answer"])
-                answers[r, question["index"]] = line
-                file.write(json.dumps(line) + "\n")
-            file.flush()
-            say(f"r = {r}: {first + len(batch)} of {len(questions)} questions", sys.stderr)
-
-
-def read_answers(file, settings):
-    """
-    Lock an open file of answers, and read it as {(r, index): line}, or begin it. An unfinished last
-    line, left by a killed process, is removed. Raises UserError if another process has locked the
-    file, or if it has answers with different settings.
-    """
-    lock_file(file, file.name)
-    with reading(file.name):
-        file.seek(0)
-        text = file.read()
-        begins = json.dumps(settings)[:12]  # '{"template":'
-        if not begins.startswith(text[:12]):
-            raise UserError(f"{file.name}: holds something else. Name another file with --out")
-        if text.count("\n") < 2:  # no answers yet, so nothing to keep
-            file.truncate(0)
-            file.write(json.dumps(settings) + "\n")
-            return {}
-        *lines, unfinished = text.split("\n")
-        header, *lines = map(json.loads, lines)
-        check_settings(file.name, header, settings, "Name another file with --out")
-        answers = {(line["steps"], line["index"]): line for line in lines}
-    file.truncate(len(text) - len(unfinished))
-    return answers
+                answers[r, question["index"]] = {"index": question["index"], "steps": r,
+                                                 "output": text, "cut": is_cut}
+        if RANK == 0:
+            with write_atomically(path) as new:
+                new.write_text(json.dumps({"asked": asked, "answers": [*answers.values()]}))
+        say(f"r = {r}: {first + len(now)} of {len(batches)} batches", sys.stderr)
 
 
 # -------------------------------------------------------------------------------------- the summary
 
-def accuracy(questions, answers, r, metric):
-    """Return the accuracy at r, its standard error, and the number of questions."""
-    n = len(questions)
-    p = sum(answers[r, question["index"]][metric] for question in questions) / n
+def accuracy(right):
+    """Return the share of the True in a list, its standard error, and the length of the list."""
+    n = len(right)
+    p = sum(right) / n
     return p, math.sqrt(p * (1 - p) / n), n
 
 
-def summarize(questions, answers, steps, metrics):
-    """Return a result for each r and metric, and the lines of a table of them."""
+def summarize(questions, answers, metrics):
+    """
+    Score the answers at each r that has them all. Returns a result for each r and metric, and the
+    lines of a table of them.
+    """
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
     more = ", and on the right for each difficulty" if levels else ""
@@ -296,14 +278,18 @@ def summarize(questions, answers, steps, metrics):
              " ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'cut':>6}  ",
                        *(f"{level:>4}" for level in levels)])]
     results = []
-    for r in steps:
-        for metric in metrics:
-            p, error, n = accuracy(questions, answers, r, metric)
-            by_difficulty = {}
-            for level in levels:
-                part = [question for question in questions if question["difficulty"] == level]
-                by_difficulty[level] = accuracy(part, answers, r, metric)
-            cut = sum(answers[r, question["index"]].get("cut", False) for question in questions)
+    for r in sorted({r for r, _ in answers}):  # earlier commands may have asked at others, too
+        given = [answers.get((r, question["index"])) for question in questions]
+        if None in given:
+            continue
+        cut = sum(answer["cut"] for answer in given)
+        for metric, is_right in metrics.items():
+            right = [is_right(answer["output"], question["answer"])
+                     for answer, question in zip(given, questions)]
+            p, error, n = accuracy(right)
+            by_difficulty = {
+                level: accuracy([x for x, question in zip(right, questions)
+                                 if question["difficulty"] == level]) for level in levels}
             results.append({"steps": r, "metric": metric, "value": p, "standard_error": error,
                             "n": n, "cut": cut, "by_difficulty": by_difficulty})
             table.append(" ".join([f"{r or '-':>6}  {metric:9}{p:6.1%}{error:6.1%}{n:7}{cut:6}  ",
@@ -318,9 +304,9 @@ def parse_args():
     parser = Parser(__doc__, usage="eval_gsm8k.py --model MODEL [flags]")
     flag = parser.add_argument
     flag("--model", type=paths, required=True, metavar="FOLDER", help="checkpoint or run folder")
-    flag("--data", type=paths, metavar="FILE",
+    flag("--data", type=paths, metavar="FILE", default=GSM8K,
          help='.jsonl with "question" and "answer"; default: GSM8K, which is downloaded once')
-    flag("--limit", type=positive, help="ask only this many, spread evenly over the file")
+    flag("--limit", type=positive, help="ask only this many, drawn from the file")
     flag("--steps", type=recurrences, default=",".join(map(str, DEPTHS)),
          help="recurrences r, comma-separated; default: %(default)s")
     flag("--template", choices=("cot", "plain"), default="cot",
@@ -339,72 +325,90 @@ def parse_args():
     return parser.parse_args()
 
 
-def main():
-    args = parse_args()
-    data = args.data or fetch_gsm8k()
-    out = Path(args.out or f"{args.model}/eval_{Path(data).stem}.json")
+def begin(args, out, answers_path):
+    """
+    Find out what to ask, on rank 0 alone. Returns what the summary says besides results, the
+    questions with the "ids" of their prompts, and {(r, index): answer} of those already answered.
+    """
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder. Name a file in it")
-    answers_path = out.with_name(out.name.removesuffix(".json") + ".jsonl")
-    if Path(data).resolve() in (out.resolve(), answers_path.resolve()):
+    if Path(args.data).resolve() in (out.resolve(), answers_path.resolve()):
         raise UserError(f"--out {out}: would write over the questions. Name another file")
-    questions = read_questions(data)
-    if args.template == "cot" and all(reference_number(x["answer"]) is None for x in questions):
-        raise UserError(f"no answer in {data} is a number, and --template cot scores nothing else. "
-                        "--template plain compares text")
-    model, tokenizer = load_model(args.model, args.dtype)
-    device, dtype = device_and_dtype(model)
-    if not args.max_new_tokens and args.template == "plain":  # for all, so that --limit may change
+    if args.data == GSM8K:
+        fetch_gsm8k()
+    questions = read_questions(args.data)
+    if args.template == "cot" and all(flexible_extract(normalize(question["answer"])) == INVALID
+                                      for question in questions):
+        raise UserError(f"no answer in {args.data} is a number, and --template cot scores nothing "
+                        "else. --template plain compares text")
+    folder = find_checkpoint(args.model)
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    longest = args.max_new_tokens or 256
+    if not args.max_new_tokens and args.template == "plain":
         references = [tokenizer.encode("\n" + question["answer"]) for question in questions]
-        args.max_new_tokens = max(map(len, references)) + 8
-    args.max_new_tokens = args.max_new_tokens or 256
-    kept = min(args.limit or len(questions), len(questions))  # spread, since files are often sorted
-    questions = [questions[i * len(questions) // kept] for i in range(kept)]
-    room = max(1, model.config.context - args.max_new_tokens)
+        longest = max(map(len, references)) + 8
+    room = config.context - longest
+    if room < 1:
+        raise UserError(f"answers of up to {longest} tokens leave no room for a question in the "
+                        f"context of {config.context}. Lower --max_new_tokens")
     encode_prompts(questions, tokenizer, args.template, room)
+    prompts = json.dumps([question["ids"] for question in questions])
+    # What an answer depends on, except for what changes it by rounding at most: the device,
+    # --batch_size and --compile.
+    asked = {
+        "template": args.template,
+        "max_new_tokens": longest,
+        "stops": list(STOPS) if args.template == "cot" else [],
+        "dtype": choose_dtype(args.dtype, DEVICE),
+        "seed": args.seed,
+        "prompts": hashlib.sha256(prompts.encode()).hexdigest()[:16],
+        "weights": digest(f"{folder}/model.safetensors"),
+        "config": digest(f"{folder}/config.json"),
+        **code_of("model.py", "sample.py", "data.py"),
+    }
+    answers = read_answers(answers_path, asked, args.dtype == "auto")
+    # Files are often sorted, or go in cycles. A larger --limit draws the same ones, and more.
+    random.Random(0).shuffle(questions)
     # Record the training cost, too, so that plotting a summary does not need the model. Read now,
     # because a run that goes on may delete this checkpoint.
-    train_json = Path(model.folder, "train.json")
+    train_json = Path(folder, "train.json")
     training = read_json(train_json) if train_json.exists() else {}
-    # What an answer depends on, except for what changes it by rounding at most: the device,
-    # --batch_size and --compile. Files are identified by digest, since they may move, and training
-    # may continue in the model's folder.
-    settings = {
-        "template": args.template,
-        "max_new_tokens": args.max_new_tokens,
-        "dtype": dtype,
-        "seed": args.seed,
-        "questions": digest(data),
-        "weights": digest(f"{model.folder}/model.safetensors"),
-        "config": digest(f"{model.folder}/config.json"),
+    summary = {
+        "script": "eval_gsm8k",
+        "model": folder,
+        "config": asdict(config),
+        "task": args.task or ("GSM8K" if args.data == GSM8K else Path(args.data).name),
+        "dtype": asked["dtype"],
+        "training": {key: training.get(key) for key in ("update", "flops")},
+        "settings": asked,
     }
-    steps = args.steps if model.config.n_core else [0]
-    out.parent.resolve().mkdir(parents=True, exist_ok=True)
-    with open(answers_path, "a+") as file:  # locked until the summary is written
-        answers = read_answers(file, settings)
-        say(f"{model.folder}, {dtype_on(dtype, device)}: {len(questions)} questions at r = "
-            f"{steps}; {answers_path} holds {len(answers)} answers already", sys.stderr)
-        answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, file, args)
+    return summary, questions[:args.limit], answers
 
-        # Earlier commands may have answered all of these questions at other r, too.
-        complete = [r for r in sorted({r for r, _ in answers})
-                    if all((r, question["index"]) in answers for question in questions)]
-        results, table = summarize(questions, answers, complete, METRICS[args.template])
-        write_json(out, {
-            "script": "eval_gsm8k",
-            "model": model.folder,
-            "config": asdict(model.config),
-            "task": args.task or (Path(data).name if args.data else "GSM8K"),
-            "device": device,
-            "dtype": dtype,
-            "torch": torch.__version__,
-            "training": {key: training.get(key) for key in ("update", "flops")},
-            "settings": settings,
-            "results": results,
-        })
-    say("\n".join(table))
-    say(f"wrote {out}, and every answer to {answers_path}")
+
+def main():
+    args = parse_args()
+    out = Path(args.out or f"{args.model}/eval_{Path(args.data).stem}.json")
+    answers_path = out.with_name(f"answers_{out.name}")
+    begun = [begin(args, out, answers_path) if RANK == 0 else None]
+    if WORLD > 1:
+        join_ranks("cpu")  # only texts travel between them
+        dist.broadcast_object_list(begun)
+    summary, questions, answers = begun[0]
+    model, tokenizer = load_model(summary["model"], summary["dtype"])
+    device, dtype = device_and_dtype(model)
+    steps = args.steps if model.config.n_core else [0]
+    say(f"{model.folder}, {dtype_on(dtype, device)}: {len(questions)} questions at r = {steps}; "
+        f"{answers_path} holds {len(answers)} answers already", sys.stderr)
+    answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, answers_path,
+                summary["settings"], args.batch_size)
+    if RANK == 0:
+        results, table = summarize(questions, answers, METRICS[args.template])
+        write_json(out, summary | {"device": device, "torch": torch.__version__,
+                                   "results": results})
+        say("\n".join(table))
+        say(f"wrote {out}, and every answer to {answers_path}")
 
 
 if __name__ == "__main__":
-    cli(main)
+    cli(main, on_every_rank=True)

@@ -24,14 +24,16 @@ import time
 from contextlib import nullcontext, suppress
 from itertools import chain, pairwise
 
-from common import (DTYPE_HELP, DTYPES, Parser, UserError, choose_dtype, cli, dtype_on, natural,
-                    non_negative, paths, positive, random_seed, recurrences, refuse_idle, say)
+from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, Parser, UserError, choose_dtype, cli, dtype_on,
+                    natural, non_negative, paths, positive, random_seed, recurrences, refuse_idle,
+                    say)
 
 import torch
 
 from data import load_tokenizer
 from model import Linear, RecurrentLM, attend, or_eager
 
+DEVICE = f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu"
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
 IN_CACHE = 2**18  # a matrix with no more weights than this stays in a core's cache
 DEPTHS = [1, 2, 4, 8, 16, 32]  # default r of --trace and of eval_gsm8k.py
@@ -39,6 +41,7 @@ STORY = ("The ball is under B. B and D swap. A and C swap. D and E swap. E and A
          "swap. A and C swap. C and D swap. E and B swap. D and A swap. A and E swap. "
          "C and E swap.")
 NO_TOKEN = -1   # see choose()
+WINDOW = 16  # tokens in which to look for a stop; at worst, each of its bytes is a token
 NOT_FINITE = "the model's logits are not finite, so its weights must be damaged"
 # For torch.compile on a GPU: products for one row by kernels that are tuned to read faster than
 # cuBLAS's, and sums of many layers' outputs stored on the way, so that all layers share kernels.
@@ -275,6 +278,36 @@ def choose(logits, draws=None, temperature=0.0, top_k=0):
     return tokens, tokens.where(logits.sum(-1).isfinite(), NO_TOKEN)
 
 
+def answer_batch(decoder, tokenizer, prompts, max_new_tokens, stops, r, seed=0):
+    """
+    Continue a batch of prompts, lists of ids, at depth r, each until it has produced one of the
+    strings `stops`, an end of text, or max_new_tokens. seed: for the noise s_0.
+
+    Returns the new texts, cut at the first stop string, and whether max_new_tokens cut them off,
+    such as [(" It is 18.", False), ("", False)].
+    """
+    new = [[] for _ in prompts]
+    ends = decoder.model.config.ends
+
+    def is_last(row, token):
+        text = tokenizer.decode(new[row][-WINDOW:])  # generate() has already yielded `token`
+        return token in ends or any(stop in text for stop in stops)
+
+    for row, token in decoder.generate(prompts, max_new_tokens, r, is_last, seed=seed):
+        new[row].append(token)
+    cut = [not is_last(row, ids[-1]) for row, ids in enumerate(new)]
+    control = {*tokenizer.special.values(), *ends}  # not part of a text, as in the harness
+    texts = [tokenizer.decode([i for i in ids if i not in control]) for ids in new]
+    return [(cut_at_stops(text, stops), is_cut) for text, is_cut in zip(texts, cut)]
+
+
+def cut_at_stops(text, stops):
+    """Return `text` up to the first of the stop strings: ("18 Q: Is", ["Q:"]) gives "18 "."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
 # ---------------------------------------------------------------------------------------- the cache
 
 class KVCache:
@@ -476,9 +509,10 @@ def device_and_dtype(model):
 
 
 def load_model(folder, dtype="auto"):
-    """Load the model and Tokenizer of a checkpoint or run, on the GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = RecurrentLM.load(folder, device, getattr(torch, choose_dtype(dtype, device)))
+    """Load the model and Tokenizer of a checkpoint or run, on this rank's GPU if there is one."""
+    if DEVICE != "cpu":
+        torch.cuda.set_device(DEVICE)
+    model = RecurrentLM.load(folder, DEVICE, getattr(torch, choose_dtype(dtype, DEVICE)))
     return model, load_tokenizer(model.folder, model.config)
 
 

@@ -59,11 +59,11 @@ import surgery
 import train
 from common import UserError, read_json
 from data import Dataset, Tokenizer
-from eval_gsm8k import METRICS, STOPS, cut_at_stops, make_prompt, same_answer
+from eval_gsm8k import METRICS, STOPS, make_prompt, same_answer
 from model import ADAPTERS, IGNORE, RecurrentLM, find_checkpoint, load_config
 from muon import Optimizer
 from runs.tiny_corpus import tiny
-from sample import NO_TOKEN, Decoder, choose
+from sample import NO_TOKEN, Decoder, choose, cut_at_stops
 from surgery import retrofit_config
 from tools import plan
 from train import Settings
@@ -1305,7 +1305,7 @@ def test_auto_dtype(cpuinfo, auto, monkeypatch):
 
 
 def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
-    """A run that began with --dtype auto resumes in the same dtype; an evaluation names it."""
+    """Training and evaluation that began with --dtype auto resume in the dtype that it became."""
     run = "train --dtype=auto --out_dir=run", *base
     flags = "--data=asked.jsonl --out=x.json --max_new_tokens=2 --steps=3"
     ask = f"eval_gsm8k --model={looped} {flags}"
@@ -1317,8 +1317,12 @@ def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
     os.remove("cpuinfo")
     assert "bfloat16 on cpu" in run_script(*run)
     assert "dtype = bfloat16" in error_line(*run, "--dtype=float32")
-    assert "x.jsonl: was created with dtype = bfloat16" in error_line(ask)
-    run_script(ask, "--dtype=bfloat16")
+    asked = read_json("answers_x.json")
+    assert asked["asked"]["dtype"] == "bfloat16"
+    run_script(ask)
+    assert read_json("answers_x.json") == asked
+    run_script(ask, "--dtype=float32")
+    assert read_json("answers_x.json")["asked"]["dtype"] == "float32"
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1962,10 +1966,10 @@ def test_gsm8k_is_asked_and_scored_as_in_the_paper():
 RIGHT = """17 + 25 = 42 | 17 + 25 = 42; 18 | #### 18; $1,234.50 | 1234.5; \u22123 | -3; .5 | 0.5;
     paris.\n | Paris; caf\xe9 | cafe\u0301; No.5 | 5; so...5 | 5; $.75 | 0.75; 1.5e6 | 1,500,000;
     1500000 | 1.5E+6; 9e99999999999999999999 | 99999999999999999999; 3, 5, 7. | 3,5,7;
-    58,500 | 58500; 5-3 | 3; room B-3 | 3"""
+    58,500 | 58500; 5-3 | 3; room B-3 | 3; 007 | 007; it is -0 | 0; 0110. | 0110"""
 WRONG = """it is 43. | 17 + 25 = 42; 1/4 | 3/4; it is .5 | 5; 35 | 3,5; They are 3, 5. | 3, 5;
     1234 | 12,34; June 5, 2024 | May 3, 2024; x = 5, y = 4 | x = 3, y = 4; x <= 5 | x >= 5;
-    5 | x != 5"""
+    5 | x != 5; 110 | 0110; 7 | 007; -7 | -007; 110 | 0,110; 2134 | 02134; 7 | x = 07"""
 
 
 @pytest.mark.parametrize("right, answers", [(True, RIGHT), (False, WRONG)])
@@ -1980,20 +1984,26 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     """
     --template plain scores equal text as right, and has room for the longest reference of the file;
     the summary lists difficulties in order, counts the answers that were cut off, and has the
-    training cost, even if the run has deleted the checkpoint by then.
+    training cost, even if the run has deleted the checkpoint by then. Another scorer scores them
+    anew, without asking again; what it raises is shown.
     """
     Path("asked.jsonl").write_text("""{"question": "has", "answer": "so gets", "difficulty": "easy"}
         {"question": "so", "answer": 7, "difficulty": 2.0}
-        {"question": "so", "answer": "so gets", "difficulty": 10}
-        {"question": "so", "answer": "gets", "difficulty": "10 "}""")
+        {"question": "loses", "answer": "so gets", "difficulty": 10}
+        {"question": "gets", "answer": "gets", "difficulty": "10 "}""")
     folder = "run/step_000009"
     shutil.copytree(checkpoint, folder)
     common.write_json(f"{folder}/train.json", {"update": 9, "flops": 10**9, "config": {}})
-    answers = [("so gets", False), ("7", True), ("gets", False), ("gets", False)]
-    monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: answers)
+    said = {"has": ("so gets", False), "so": ("7", True), "loses": ("gets", False),
+            "gets": ("gets", False)}
+
+    def answer(decoder, tokenizer, prompts, *_):
+        shutil.rmtree(folder)
+        return [said[tokenizer.decode(ids)] for ids in prompts]
+
+    answer_batch = mock.Mock(side_effect=answer)
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     ask = "eval_gsm8k --model=run --data=asked.jsonl --steps=1 --template=plain"
-    run_script(ask, "--limit=2")
-    monkeypatch.setattr(eval_gsm8k, "answer_batch", lambda *_: shutil.rmtree(folder) or answers)
     header, row = re.findall("^     . .*", run_script(ask), re.M)
     assert len(header) == len(row) and "     4     1 " in row  # n and cut
 
@@ -2005,6 +2015,15 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     assert result["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
     shares = [(level, share) for level, (share, *_) in result["by_difficulty"].items()]
     assert shares == [("2", 1.0), ("10", 0.5), ("easy", 1.0)]
+
+    shutil.copytree(checkpoint, folder)
+    monkeypatch.setitem(METRICS["plain"], "accuracy", lambda *_: False)
+    run_script(ask)
+    assert read_json("run/eval_asked.json")["results"][0]["value"] == 0
+    monkeypatch.setitem(METRICS["plain"], "accuracy", lambda *_: typo)
+    with pytest.raises(NameError, match="typo"):
+        run_script(ask)
+    answer_batch.assert_called_once()
 
 
 def scripted(model, ids):
@@ -2041,9 +2060,9 @@ def test_a_text_ends_at_any_end(checkpoint, speaker, monkeypatch):
         (spoken, chinese, "漢字", "A "),
     ):
         decoder = scripted(model, ids)
-        assert eval_gsm8k.answer_batch(decoder, coder, [[5]], 30, [stop], 3) == [(answer, False)]
+        assert sample.answer_batch(decoder, coder, [[5]], 30, [stop], 3) == [(answer, False)]
     decoder.generate = lambda *_, **__: iter([(0, words[0])])  # up to max_new_tokens
-    assert eval_gsm8k.answer_batch(decoder, tokenizer, [[5]], 1, [], 3) == [("has", True)]
+    assert sample.answer_batch(decoder, tokenizer, [[5]], 1, [], 3) == [("has", True)]
 
 
 def test_a_hub_id_beside_a_folder(monkeypatch):
@@ -2073,26 +2092,32 @@ def test_one_place_decides_what_ends_a_text(corpus):
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
-    """--limit covers the whole file, long prompts lose their start, GSM8K is downloaded once."""
+    """
+    --limit draws questions, a larger one asks only what is new, prompts that are longer than the
+    context lose their start, and GSM8K is downloaded once.
+    """
     body = (corpus / "test.jsonl").read_bytes()
     get = mock.Mock(return_value=SimpleNamespace(content=body, raise_for_status=lambda: None))
     monkeypatch.setattr("requests.get", get)
-    answer_batch = mock.Mock(return_value=[("1", False)] * 4)
+    answer_batch = mock.Mock(side_effect=lambda _, __, prompts, *___: [("1", False)] * len(prompts))
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
     shutil.copytree(checkpoint, "m")
-    for _ in range(2):  # the second command has nothing left to ask
-        run_script("eval_gsm8k --model=m --limit=4 --steps=1 --max_new_tokens=30")
+    ask = "eval_gsm8k --model=m --steps=1 --max_new_tokens=30 --batch_size=9999"
+    drawn, rows = [], [json.loads(line) for line in body.splitlines()]
+    for limit in (100, 100, 150):  # the second command has nothing left to ask
+        run_script(ask, f"--limit={limit}")
+        drawn.append({i for _, i, _ in answers_of("m/answers_eval_gsm8k.json")})
     get.assert_called_once()
-    answer_batch.assert_called_once()
-    rows = [json.loads(line) for line in body.splitlines()]
-    chosen = [i * len(rows) // 4 for i in range(4)]
-    assert [i for _, i, _ in answers_of("m/eval_gsm8k.jsonl")] == chosen
+    asked, more = [call.args[2] for call in answer_batch.call_args_list]
+    assert (len(asked), len(more), len(drawn[2])) == (100, 50, 150) and drawn[0] < drawn[2]
+    for part in range(5):  # of files whose rows go in cycles
+        assert 10 < sum(i % 5 == part for i in drawn[0]) < 30
 
     encode = Tokenizer.load(checkpoint).encode
     room = 40 - 30  # the context without the new tokens
-    (_, _, asked, *_), _ = answer_batch.call_args
-    assert asked == [encode(make_prompt(rows[i]["question"]))[-room:] for i in chosen]
-    assert "4 prompts lose their beginning" in capfd.readouterr().err
+    wanted = [encode(make_prompt(rows[i]["question"]))[-room:] for i in drawn[0]]
+    assert sorted(asked) == sorted(wanted)
+    assert f"{len(rows)} prompts lose their beginning" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("line, encoding, words", [
@@ -2113,49 +2138,62 @@ def test_questions_that_are_none(line, encoding, words, checkpoint):
     Path("q.jsonl").write_text(good * 2 + line, encoding)
     said = error_line(f"eval_gsm8k --model {checkpoint} --data=q.jsonl --out=a.json")
     assert "q.jsonl: " in said and words in said
-    assert not os.path.exists("a.jsonl")
+    assert not os.path.exists("answers_a.json")
     Path("q.jsonl").write_text(good * 2, "utf-8-sig")
     assert [row["difficulty"] for row in eval_gsm8k.read_questions("q.jsonl")] == [None] * 2
 
 
-def test_killed_evaluation_resumes(checkpoint, corpus):
-    """A killed evaluation resumes as if never interrupted; others in the file are refused."""
+def test_a_killed_evaluation_resumes(checkpoint, corpus):
+    """A killed evaluation, and one on two ranks, end with the files of an uninterrupted one."""
     shutil.copy(corpus / "test.jsonl", "asked.jsonl")
-    flags = "--template=plain --max_new_tokens=3 --batch_size=4 --limit=32"
+    flags = "--template=plain --max_new_tokens=3 --batch_size=4 --limit=34"
     here = f"eval_gsm8k --model={checkpoint} --data=asked.jsonl {flags}"
     said = error_line(f"{here} --max_new_tokens=40 --out=unbroken.json")
     assert "context of 40" in said  # without an answer to keep
     for steps in ("1,32", "1"):  # r = 32 stays in the summary
         run_script(f"{here} --steps={steps} --out=unbroken.json")
+    run_on_ranks(f"{here} --steps=1,32 --out=ranks.json", world=2)
 
-    path = Path("killed.jsonl")
+    path = Path("answers_killed.json")
     processes = launch(f"{here} --steps=1,32 --out=killed.json")
-    wait_until(lambda: path.exists() and path.read_bytes(), processes)
-    said = error_line(f"{here} --steps=2 --out=killed.json")
-    assert "killed.jsonl: another process" in said
-    kill(processes, lambda: path.read_bytes().count(b"\n") > 38)
-    os.truncate(path, path.stat().st_size - 20)  # in the middle of a line, and of a batch
-
+    kill(processes, lambda: path.exists() and len(answers_of(path)) > 38)
     shutil.copytree(checkpoint, "moved")
     shutil.move("asked.jsonl", "moved.jsonl")
-    there = f"eval_gsm8k --model=moved --data=moved.jsonl {flags} --steps=1,32 --out=killed.json"
-    run_script(there)
-    answers = {*answers_of("killed.jsonl")}  # those of the cut batch are there twice
-    assert answers == {*answers_of("unbroken.jsonl")} and len(answers) == 2 * 32
-    assert read_json("killed.json")["results"] == read_json("unbroken.json")["results"]
+    there = f"eval_gsm8k --model=moved --data=moved.jsonl {flags}"
+    run_script(f"{there} --steps=1,32 --out=killed.json")
+    unbroken = Path("answers_unbroken.json")
+    assert len(answers_of(unbroken)) == 2 * 34
+    for out in "killed", "ranks":
+        assert Path(f"answers_{out}.json").read_bytes() == unbroken.read_bytes()
+        assert read_json(f"{out}.json")["results"] == read_json("unbroken.json")["results"]
 
-    for name in ("max_new_tokens", "seed"):
-        assert f"{name} = " in error_line(f"{there} --{name}=2")
 
-    Path("others.jsonl").write_text('{"question": "has 1", "answer": 1}')
-    assert "questions = " in error_line(there, "--data=others.jsonl")
-
-    save(small(context=40, seed=1), "moved", corpus)
-    assert "weights = " in error_line(there)
-
-    Path("notes.jsonl").write_text("mine")
-    assert "holds something else" in error_line(f"{here} --out=notes.json", "--data=moved.jsonl")
-    assert Path("notes.jsonl").read_text() == "mine"
+def test_answers_to_something_else_are_set_aside(checkpoint, corpus, monkeypatch, capfd):
+    """Answers of other weights, code, questions or flags are kept under another name, and named."""
+    shutil.copytree(checkpoint, "m")
+    Path("q.jsonl").write_text('{"question": "has 1", "answer": 1}')
+    Path("p.jsonl").write_text('{"question": "has 2", "answer": 1}')
+    ask = "eval_gsm8k --model=m --data=q.jsonl --template=plain --steps=1 --out=x.json"
+    run_script(ask)
+    code = common.code_of("model.py", "sample.py", "data.py")
+    edited = mock.Mock(return_value=code | {"data.py": "edited"})
+    for change, flags, words in (
+        (None, "--data=p.jsonl", "prompts"),
+        (lambda: save(small(context=40, seed=1), "m", corpus), "--data=p.jsonl", "weights"),
+        (None, "--seed=1", "seed, prompts"),
+        (lambda: monkeypatch.setattr(eval_gsm8k, "code_of", edited), "--seed=1", "data.py"),
+        (None, "--seed=1 --max_new_tokens=8", "max_new_tokens"),
+        (None, "--seed=1 --max_new_tokens=8 --template=cot", "template, stops, prompts"),
+    ):
+        before = Path("answers_x.json").read_bytes()
+        if change:
+            change()
+        run_script(f"{ask} {flags}")
+        assert f"answers with another {words}. " in capfd.readouterr().err
+        assert before in [path.read_bytes() for path in Path().glob("answers_x.*.json")]
+    Path("answers_x.json").write_text('["mine"]')
+    assert "holds something else" in error_line(ask)
+    assert Path("answers_x.json").read_text() == '["mine"]'
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
@@ -2175,7 +2213,7 @@ def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
     def answer(out, *flags):
         ask = f"eval_gsm8k --model={looped} --data=asked.jsonl --out={out}.json"
         run_script(f"{ask} --steps=3 --max_new_tokens=12", *flags)
-        ((_, _, output),) = answers_of(f"{out}.jsonl")
+        ((_, _, output),) = answers_of(f"answers_{out}.json")
         return output
 
     changes = {"steps": 1, "seed": 5, "max_new_tokens": 9, "template": "plain"}

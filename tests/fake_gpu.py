@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import bench
 import common
+import eval_gsm8k
 import model
 import muon
 import sample
@@ -252,6 +253,7 @@ def fake_tensors(gpu):
     torch._fused_sdp_choice = gpu.kernel
     F.scaled_dot_product_attention = gpu_layout(F.scaled_dot_product_attention)
     bench.DEVICE = "cuda"
+    sample.DEVICE = eval_gsm8k.DEVICE = "cuda:0"
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 

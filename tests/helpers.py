@@ -295,7 +295,7 @@ def same_end(a, b):
 
 def answers_of(path):
     """(r, index of the question, output) of all answers in a file, sorted."""
-    _, *answers = map(json.loads, open(path))  # the first line holds the settings
+    answers = common.read_json(path)["answers"]
     return sorted((answer["steps"], answer["index"], answer["output"]) for answer in answers)
 
 

@@ -382,7 +382,7 @@ def test_the_harness_scores_an_export(looped):
         _, losses = model(idx[:, :-1], idx[:, 1:], r, state)
         assert likelihood == pytest.approx(-losses[0, start:].sum().item(), abs=1e-4)
 
-        outputs = [output for steps, _, output in answers_of("a.jsonl") if steps == r]
+        outputs = [output for steps, _, output in answers_of("answers_a.json") if steps == r]
         assert lm.generate_until(to_continue) == outputs
 
 
