@@ -212,7 +212,7 @@ def read_answers(path, asked, auto):
     if not path.exists():
         return {}
     kept = read_json(path)
-    if not isinstance(kept, dict) or kept.keys() != {"asked", "answers"}:
+    if kept.keys() != {"asked", "answers"}:
         raise UserError(f"{path}: holds something else. Name another file with --out")
     changed = changed_code(kept["asked"], asked)
     if auto and changed == "dtype":

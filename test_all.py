@@ -2191,9 +2191,9 @@ def test_answers_to_something_else_are_set_aside(checkpoint, corpus, monkeypatch
         run_script(f"{ask} {flags}")
         assert f"answers with another {words}. " in capfd.readouterr().err
         assert before in [path.read_bytes() for path in Path().glob("answers_x.*.json")]
-    Path("answers_x.json").write_text('["mine"]')
+    Path("answers_x.json").write_text('{"notes": 1}')
     assert "holds something else" in error_line(ask)
-    assert Path("answers_x.json").read_text() == '["mine"]'
+    assert Path("answers_x.json").read_text() == '{"notes": 1}'
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):
