@@ -1488,11 +1488,10 @@ def test_more_ranks_than_matrices(base):
 @needs_compiler
 def test_compiled_run_resumes_alike(base, monkeypatch):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
+    def skip(run):  # fewer graphs to compile
+        run.progress.validated = run.progress.update
 
-    def skip(settings, model, val_sets, progress, signals):  # fewer graphs to compile
-        progress.validated = progress.update
-
-    monkeypatch.setattr(train, "validate", skip)
+    monkeypatch.setattr(train.Run, "validate", skip)
     base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--updates=6"]
     torch.set_num_threads(2)
     torch.compiler.reset()
@@ -1520,13 +1519,13 @@ def test_recompute(base, unbroken):
 
 def test_a_run_is_locked_before_it_is_read(base, unbroken, monkeypatch):
     """A run that another process ended just before the lock is not trained again."""
-    lock_folder = train.lock_folder
+    locked = train.locked
 
-    def lock_late(folder, *names):
+    def lock_late(folder):
         shutil.copytree(unbroken, folder)
-        return lock_folder(folder, *names)
+        return locked(folder)
 
-    monkeypatch.setattr(train, "lock_folder", lock_late)
+    monkeypatch.setattr(train, "locked", lock_late)
     assert "warm-up" not in run_script("train --out_dir=run", *base)
 
 
@@ -1669,7 +1668,7 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
     # An older version counted the rows of each source.
     path = f"{find_checkpoint('four')}/train.json"
     common.write_json(path, read_json(path) | {"used": {"a": [48, 3]}, "rows": {"a": 48}})
-    assert "train.json: damaged, or not" in error_line("train", *flags("x", "four", "a"))
+    assert "train.json: not of this version" in error_line("train", *flags("x", "four", "a"))
 
 
 def test_context_follows_the_data_and_extends_the_parents(base, corpus):
@@ -1805,7 +1804,7 @@ def test_updates_are_torchs(clip, base):
     run_script("train --out_dir=run", *flags)
     s = train.read_settings([*flags, "--out_dir=new"])
     dataset = Dataset(s.data, "train", s.context)
-    model, *_ = train.open_run(s, "cpu", dataset)
+    model = train.Run(s, "cpu").model
     peer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=s.weight_decay)
     for update in range(6):
         idx, targets, numbers = dataset.batch(s.seed, update, rank=0, world=1, B=16)

@@ -22,6 +22,7 @@ bit-identical to that of an uninterrupted one; otherwise it is equal up to round
 Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
 """
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -35,10 +36,10 @@ from statistics import mean
 from typing import Literal, get_args
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
-                    check_settings, choose_dtype, cli, dtype_on, fraction, join_ranks, lock_folder,
-                    nan_to_null, natural, non_negative, paths, positive, random_seed, read_json,
-                    read_toml, reading, recurrences, refuse_idle, say, write_atomically, write_json,
-                    yes_or_no)
+                    changed_code, check_settings, choose_dtype, cli, code_of, dtype_on, fraction,
+                    join_ranks, nan_to_null, natural, non_negative, paths, positive, random_seed,
+                    read_json, read_toml, reading, recurrences, refuse_idle, say, write_atomically,
+                    write_json, yes_or_no)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -51,6 +52,7 @@ from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, lo
                    or_eager, to_device)
 from muon import MOMENTS, Optimizer
 
+CODE = code_of("common.py", "model.py", "muon.py", "data.py", "train.py")  # as it is loaded
 MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
 
 # How the sampler's mean rises from 1 to R over the curriculum's warm-up. Each function maps the
@@ -259,6 +261,7 @@ class Progress:
     config: dict         # all of its Settings
     tokens: int          # read by this run and the runs that it starts from, without pretraining
     flops: int           # spent on these tokens
+    code: dict = field(default_factory=dict)  # CODE when it began; {}: an older version
     first_row: int = 0   # where its data begins: earlier rows were read by the runs before it
     update: int = 0      # complete updates
     skipped: int = 0     # those without a finite gradient
@@ -267,110 +270,285 @@ class Progress:
     wandb_id: str | None = None
 
 
-def train_model(settings, device):
-    """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
-    train_set = Dataset(settings.data, "train", settings.context)
-    val_sets = [Dataset(folder, "val", settings.context) for folder in train_set.folders]
-    model, exact, optimizer, progress = open_run(settings, device, train_set)
-    tokenizer_files = check_tokenizers(model, train_set)
-    start = progress.update
-    check_ranks(vars(settings) | {"data": train_set.fingerprint(), "update": start})
-    if RANK == 0 and settings.updates:  # drop the log of updates to be redone
-        with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-            f.truncate(min(f.tell(), progress.log_bytes))
-    epochs = settings.updates * settings.batch_size / train_set.num_rows
-    say(f"data: {settings.data}, {epochs:.2g} epochs of {train_set.num_rows:,} rows; "
-        f"{dtype_on(settings.dtype, device)}; from {model.folder or 'random weights'}")
-    if progress.first_row:
-        say(f"rows begin after the {progress.first_row:,} of earlier runs on this data")
-    describe_run(settings, model)
+class Run:
+    """
+    A run: its settings, data, model, optimizer and progress, at its newest checkpoint, or else from
+    --init_from, or else with random weights. Resolves --dtype=auto. Raises UserError if the run was
+    started with a different Recipe or data, or if the data was made with another tokenizer.
+    """
 
-    def due(every):
-        """Whether this update is a multiple of `every`, or the last."""
-        return progress.update == settings.updates or progress.update % every == 0
+    def __init__(self, settings, device):
+        self.settings = settings
+        self.device = device
+        self.train_set = Dataset(settings.data, "train", settings.context)
+        data_folders = self.train_set.folders
+        self.val_sets = [Dataset(folder, "val", settings.context) for folder in data_folders]
+        saved = checkpoints(settings.out_dir)
+        resumed = saved[-1] if saved else None
+        progress = read_progress(resumed) if resumed else None
+        if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
+            settings.dtype = progress.recipe["dtype"]
+        settings.dtype = choose_dtype(settings.dtype, device)
+        recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
+        recipe["digest of the data"] = self.train_set.fingerprint()
+        if resumed:
+            check_settings(settings.out_dir, progress.recipe, recipe, "To resume, repeat its "
+                           "settings. For others, on the rows that follow, use --init_from=OLD "
+                           "--out_dir=NEW")
+            if changed := changed_code(progress.code, CODE):
+                say(f"{settings.out_dir}: the code has changed since this run began ({changed}). "
+                    "It goes on; another --out_dir starts over")
 
-    if start < settings.updates:
-        if settings.compile:
-            functorch_config.activation_memory_budget = settings.activation_budget
-            model.compile_parts()
-        or_eager(warm_up)(settings, model, train_set)  # with its backward pass
-    signals = catch_signals()
-    if due(settings.eval_every) and progress.validated != start:
-        validate(settings, model, val_sets, progress, signals)
-    skips = 0  # updates in a row without a finite gradient
-    tokens = settings.batch_size * settings.context  # per update, over all ranks
-    run_began = time.monotonic()
-    for update in range(start, settings.updates):
+        source = resumed or settings.init_from
+        folder = find_checkpoint(source) if source else None
+        config = run_config(settings, load_config(folder) if folder else None, data_folders[0])
+        # exact: the weights before rounding to --dtype, {name: tensor} on the CPU, memory-mapped if
+        # they come from a file.
+        if folder and (resumed or not settings.reinit):
+            model, self.exact = RecurrentLM.load_mapped(folder, config)
+        else:
+            model = RecurrentLM(config)
+            model.init_weights(settings.seed)
+            self.exact = {name: p.data for name, p in model.named_parameters()}
+        tokenizer_folder = model.folder or data_folders[0]
+        tokenizer = load_tokenizer(tokenizer_folder, config)
+        for data_folder in data_folders:
+            check_same_tokenizer(tokenizer, data_folder)
+        # Read now, as its folder may be deleted before the first checkpoint is written.
+        self.tokenizer_files = read_tokenizer_files(tokenizer_folder)
+        self.model = model.to(device, getattr(torch, settings.dtype))
+        choose_trained(settings, model)
+        self.optimizer = make_optimizer(settings, model, RANK, WORLD, self.exact)
+        if resumed:
+            if not (resumed / "optimizer.safetensors").exists():
+                raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint "
+                                "followed. To go on from them, use "
+                                f"--init_from={resumed} --out_dir=NEW")
+            with reading(resumed / "optimizer.safetensors") as path:
+                moments = load_file(path)  # memory-mapped
+            self.optimizer.load(moments, progress.update - progress.skipped)
+            progress.config = vars(settings)
+        else:
+            progress = Progress(recipe, vars(settings), code=CODE,
+                                **spent_before(model.folder, recipe))
+        self.progress = progress
+        check_ranks(vars(settings) | {"data": self.train_set.fingerprint(),
+                                      "update": progress.update})
+
+    def train(self):
+        """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
+        settings, model, progress = self.settings, self.model, self.progress
+        start = progress.update
+        if RANK == 0 and settings.updates:  # drop the log of updates to be redone
+            with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
+                f.truncate(min(f.tell(), progress.log_bytes))
+        epochs = settings.updates * settings.batch_size / self.train_set.num_rows
+        say(f"data: {settings.data}, {epochs:.2g} epochs of {self.train_set.num_rows:,} rows; "
+            f"{dtype_on(settings.dtype, self.device)}; from {model.folder or 'random weights'}")
+        if progress.first_row:
+            say(f"rows begin after the {progress.first_row:,} of earlier runs on this data")
+        describe_run(settings, model)
+
+        def due(every):
+            """Whether this update is a multiple of `every`, or the last."""
+            return progress.update == settings.updates or progress.update % every == 0
+
+        if settings.wandb and progress.validated < settings.updates:
+            self.join_wandb()
+        if start < settings.updates:
+            if settings.compile:
+                functorch_config.activation_memory_budget = settings.activation_budget
+                model.compile_parts()
+            or_eager(self.warm_up)()  # with its backward pass
+        self.signals = catch_signals()
+        if due(settings.eval_every) and progress.validated != start:
+            self.validate()
+        skips = 0  # updates in a row without a finite gradient
+        tokens = settings.batch_size * settings.context  # per update, over all ranks
+        B = settings.micro_batch
+        count = settings.batch_size // (B * WORLD)  # micro-batches of an update on each rank
+        run_began = time.monotonic()
+        for update in range(start, settings.updates):
+            began = time.monotonic()
+            draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
+            sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+            losses, labels, stops = sums  # views of it
+            for i in range(count):
+                if self.signals:
+                    stops += 1
+                    break
+                batch = self.train_set.batch(settings.seed, update * count + i, RANK, WORLD, B,
+                                             progress.first_row)
+                idx, targets, state = to_inputs(model, batch, settings.seed)
+                steps = draws[i * len(draws) // count]
+                _, token_losses = model(idx, targets, steps, state, settings.recompute)
+                loss = token_losses.sum()
+                loss.backward()
+                self.optimizer.accumulate()
+                losses += loss.detach()
+                labels += (targets != IGNORE).sum().item()  # targets are on the CPU
+            if WORLD > 1:
+                dist.all_reduce(sums)
+            # The update's only wait for the device.
+            losses, labels, stops, norm = torch.stack((*sums, self.optimizer.reduce())).tolist()
+            if stops:  # at least one rank left this update early, so discard it
+                if update > start and not due(settings.save_every):  # if not saved yet
+                    self.save()
+                break
+            lr_factor = lr_scale(settings, update)
+            norm = self.optimizer.step(norm, max(labels, 1), lr_factor)  # of the mean gradient
+
+            skips = 0 if math.isfinite(norm) else skips + 1
+            if skips > MAX_SKIPS:
+                raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "
+                                f"{settings.lr}), or check the data")
+            progress.update += 1
+            progress.skipped += skips > 0
+            progress.tokens += tokens
+            progress.flops += update_flops(settings, model, self.optimizer, draws, labels / tokens)
+            if due(settings.log_every) or skips:
+                now = time.monotonic()
+                pace = (now - run_began) / (progress.update - start)
+                minutes_left = pace * (settings.updates - progress.update) / 60
+                entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
+                         "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
+                         "lr": settings.lr * lr_factor,
+                         "tokens_per_s": round(tokens / (now - began)),
+                         "minutes_left": minutes_left}
+                say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
+                    f"n {entry['n']:g} k {entry['k']:g}  norm {norm:.2f}  "
+                    f"{entry['tokens_per_s']:,} tokens/s  {minutes_left:.1f} min left at this pace")
+                self.log(entry)
+            if due(settings.save_every):
+                self.save()
+            if due(settings.eval_every):
+                self.validate()
+        if progress.validated < settings.updates:
+            say(f"stopped by a signal after update {progress.update}. Run the same command to "
+                "resume")
+            return 128 + signal.SIGTERM
+        say(f"done: {settings.out_dir}")
+        return 0
+
+    def warm_up(self):
+        """
+        Run one forward and backward pass at the run's largest k, and discard the gradients, so that
+        compiling, or running out of memory, happens now and not hours later when the curriculum has
+        risen. Prints a GPU's peak memory.
+        """
         began = time.monotonic()
-        draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
-        losses, labels, stops, sum_norm = sum_gradients(settings, model, optimizer, train_set,
-                                                        progress, draws, signals)
-        if stops:  # at least one rank left this update early, so discard it
-            if update > start and not due(settings.save_every):  # if not saved yet
-                save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
-            break
-        lr_factor = lr_scale(settings, update)
-        norm = optimizer.step(sum_norm, max(labels, 1), lr_factor)
-
-        skips = 0 if math.isfinite(norm) else skips + 1
-        if skips > MAX_SKIPS:
-            raise UserError(f"the last {skips} updates had no finite gradient. Lower --lr (now "
-                            f"{settings.lr}), or check the data")
-        progress.update += 1
-        progress.skipped += skips > 0
-        progress.tokens += tokens
-        progress.flops += update_flops(settings, model, optimizer, draws, labels / tokens)
-        if due(settings.log_every) or skips:
-            now = time.monotonic()
-            pace = (now - run_began) / (progress.update - start)
-            entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
-                     "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
-                     "lr": settings.lr * lr_factor, "tokens_per_s": round(tokens / (now - began)),
-                     "minutes_left": pace * (settings.updates - progress.update) / 60}
-            say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
-                f"n {entry['n']:g} k {entry['k']:g}  norm {norm:.2f}  "
-                f"{entry['tokens_per_s']:,} tokens/s  "
-                f"{entry['minutes_left']:.1f} min left at this pace")
-            log(settings, progress, entry)
-        if due(settings.save_every):
-            save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress)
-        if due(settings.eval_every):
-            validate(settings, model, val_sets, progress, signals)
-    if progress.validated < settings.updates:
-        say(f"stopped by a signal after update {progress.update}. Run the same command to resume")
-        return 128 + signal.SIGTERM
-    say(f"done: {settings.out_dir}")
-    return 0
-
-
-def sum_gradients(settings, model, optimizer, train_set, progress, draws, signals):
-    """
-    Run the forward and backward passes of the next update, with its draws of (n, k). Returns sums
-    over all ranks: of the losses, of the labels, of the ranks that a signal has stopped, so that
-    all stop after the same update, and the norm of the summed gradient.
-    """
-    sums = torch.zeros(3, dtype=torch.float64, device=model.embed.weight.device)
-    losses, labels, stops = sums  # views of it
-    B = settings.micro_batch
-    count = settings.batch_size // (B * WORLD)  # micro-batches on each rank
-    for i in range(count):
-        if signals:
-            stops += 1
-            break
-        index = progress.update * count + i
-        batch = train_set.batch(settings.seed, index, RANK, WORLD, B, progress.first_row)
+        settings, model = self.settings, self.model
+        batch = self.train_set.batch(settings.seed, 0, 0, 1, settings.micro_batch)
         idx, targets, state = to_inputs(model, batch, settings.seed)
-        steps = draws[i * len(draws) // count]
-        _, token_losses = model(idx, targets, steps, state, settings.recompute)
-        loss = token_losses.sum()
-        loss.backward()
-        optimizer.accumulate()
-        losses += loss.detach()
-        labels += (targets != IGNORE).sum().item()  # targets are on the CPU
-    if WORLD > 1:
-        dist.all_reduce(sums)
-    # The update's only wait for the device.
-    return torch.stack((*sums, optimizer.reduce())).tolist()
+        steps = 1, scheduled_k(settings, settings.updates)
+        _, losses = model(idx, targets, steps, state, settings.recompute)
+        losses.sum().backward()
+        model.zero_grad()
+        say(f"warm-up: {time.monotonic() - began:.0f} s")
+        if idx.is_cuda:
+            say(f"peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
+
+    @torch.no_grad()
+    def validate(self):
+        """
+        Validate on the same --eval_rows random rows of each data set every time, or on all if it
+        has fewer. Unless a signal ends it, prints and logs the mean loss per label at each r, and
+        sets progress.validated.
+        """
+        settings, model, progress = self.settings, self.model, self.progress
+        steps = settings.eval_recurrences if model.config.n_core else [0]
+        B = settings.micro_batch
+        totals = torch.zeros(3, len(steps), dtype=torch.float64, device=self.device)
+        losses, labels, stops = totals  # views of it
+        for val_set in self.val_sets:
+            rows = min(settings.eval_rows, val_set.num_rows)
+            for i in range(math.ceil(rows / (B * WORLD))):
+                if self.signals:
+                    stops += 1
+                    break
+                idx, targets, numbers = val_set.batch(0, i, RANK, WORLD, B)
+                targets[numbers >= rows] = IGNORE  # the last batch may run past the last row
+                idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
+                labels += (targets != IGNORE).sum()
+                for j, (_, x) in enumerate(model.trajectory(idx, steps, state)):
+                    losses[j] += model.losses(x, targets).double().sum()
+        if WORLD > 1:
+            dist.all_reduce(totals)
+        if stops[0]:
+            return
+        val = dict(zip(steps, (losses / labels).tolist()))
+        say(f"validation on {labels[0].long().item():,} labels: loss "
+            + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
+        self.log({"val": val})
+        progress.validated = progress.update
+        saved = f"{settings.out_dir}/step_{progress.update:06d}"
+        if RANK == 0 and os.path.exists(saved):
+            write_json(f"{saved}/train.json", vars(progress))
+
+    def join_wandb(self):
+        """Begin a run of Weights & Biases on rank 0, or go on in the one that this run began."""
+        if RANK > 0:
+            return
+        import wandb
+        try:
+            wandb.init(project="loopgraft", name=self.settings.out_dir, config=vars(self.settings),
+                       id=self.progress.wandb_id, resume="allow")
+        except wandb.Error as e:  # no login, or no network
+            raise UserError(f"--wandb: {e}. Run `wandb login`, or set WANDB_MODE=offline")
+        self.progress.wandb_id = wandb.run.id
+
+    def log(self, entry):
+        """Append an entry to log.jsonl. NaN becomes null."""
+        if RANK > 0:
+            return
+        progress = self.progress
+        spent = {"update": progress.update, "tokens": progress.tokens, "flops": progress.flops}
+        entry = nan_to_null(entry | spent)
+        with open(f"{self.settings.out_dir}/log.jsonl", "a") as f:
+            f.write(json.dumps(entry) + "\n")
+            progress.log_bytes = f.tell()
+        if self.settings.wandb:
+            import wandb
+            wandb.log(entry, step=progress.update)
+
+    def save(self):
+        """
+        Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0: the tokenizer,
+        the optimizer's moments, the progress, the weights (float32 masters, and frozen ones as in
+        `exact`) and, last, config.json, without which it does not count. Then delete the oldest
+        checkpoints, leaving --keep and those to which somebody has added files, such as an
+        evaluation, and the optimizer's state of all but the newest.
+        """
+        kept = self.optimizer.gather()
+        if RANK > 0:
+            return
+        settings, progress = self.settings, self.progress
+        remove_unfinished(settings.out_dir)
+        folder = Path(settings.out_dir, f"step_{progress.update:06d}")
+        for name, content in self.tokenizer_files.items():
+            with write_atomically(folder / name) as new:
+                new.write_bytes(content)
+        with write_atomically(folder / "optimizer.safetensors") as new:
+            save_file({key: t for key, t in kept.items() if key not in self.optimizer.params}, new)
+        write_json(folder / "train.json", vars(progress))
+        self.model.save(folder, self.exact | kept)
+
+        saved = checkpoints(settings.out_dir)
+        ours = {*os.listdir(folder)}
+        for path in saved[:-settings.keep]:
+            # A kill may have left train.json.loopgraft-unfinished-*.
+            if ours.issuperset(name.split(".loopgraft-")[0] for name in os.listdir(path)):
+                (path / "config.json").unlink()
+        remove_unfinished(settings.out_dir)
+        for path in saved[:-1]:
+            (path / "optimizer.safetensors").unlink(missing_ok=True)
+
+
+def remove_unfinished(out_dir):
+    """Remove checkpoints without a config.json: what a kill left, and old ones."""
+    for path in Path(out_dir).glob("step_*/"):
+        if path.name[5:].isdecimal() and not (path / "config.json").exists():
+            shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
 
 
 def to_inputs(model, batch, seed):
@@ -393,97 +571,26 @@ def update_flops(settings, model, optimizer, draws, labelled=1.0):
     return round(tokens * sum(per_token) / len(draws)) + optimizer.flops()
 
 
-@torch.no_grad()
-def validate(settings, model, val_sets, progress, signals):
-    """
-    Validate on the same --eval_rows random rows of each data set every time, or on all if it has
-    fewer. Unless a signal ends it, prints and logs the mean loss per label at each r, and sets
-    progress.validated.
-    """
-    steps = settings.eval_recurrences if model.config.n_core else [0]
-    B = settings.micro_batch
-    totals = torch.zeros(3, len(steps), dtype=torch.float64, device=model.embed.weight.device)
-    losses, labels, stops = totals  # views of it
-    for val_set in val_sets:
-        rows = min(settings.eval_rows, val_set.num_rows)
-        for i in range(math.ceil(rows / (B * WORLD))):
-            if signals:
-                stops += 1
-                break
-            idx, targets, numbers = val_set.batch(0, i, RANK, WORLD, B)
-            targets[numbers >= rows] = IGNORE  # the last batch may run past the last row
-            idx, targets, state = to_inputs(model, (idx, targets, numbers), 0)
-            labels += (targets != IGNORE).sum()
-            for j, (_, x) in enumerate(model.trajectory(idx, steps, state)):
-                losses[j] += model.losses(x, targets).double().sum()
-    if WORLD > 1:
-        dist.all_reduce(totals)
-    if stops[0]:
-        return
-    val = dict(zip(steps, (losses / labels).tolist()))
-    say(f"validation on {labels[0].long().item():,} labels: loss "
-        + ", ".join(f"{loss:.4f} at r = {r}" for r, loss in val.items()))
-    log(settings, progress, {"val": val})
-    progress.validated = progress.update
-    saved = f"{settings.out_dir}/step_{progress.update:06d}"
-    if RANK == 0 and os.path.exists(saved):
-        write_json(f"{saved}/train.json", vars(progress))
-
-
-def log(settings, progress, entry):
-    """Append an entry to log.jsonl. NaN becomes null."""
-    if RANK > 0:
-        return
-    spent = {"update": progress.update, "tokens": progress.tokens, "flops": progress.flops}
-    entry = nan_to_null(entry | spent)
-    with open(f"{settings.out_dir}/log.jsonl", "a") as f:
-        f.write(json.dumps(entry) + "\n")
-        progress.log_bytes = f.tell()
-    if settings.wandb:
-        import wandb
-        if not wandb.run:  # a resumed run goes on in the wandb run that it began
-            wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings),
-                       id=progress.wandb_id, resume="allow")
-            progress.wandb_id = wandb.run.id
-        wandb.log(entry, step=progress.update)
-
-
-def save_checkpoint(settings, model, exact, optimizer, tokenizer_files, progress):
-    """
-    Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0: the float32
-    masters, the frozen parameters as in `exact`, the optimizer's moments, the tokenizer, and
-    `progress`. Then delete the oldest checkpoints, leaving --keep and those to which somebody has
-    added files, such as an evaluation, and the optimizer's state of all but the newest.
-    """
-    kept = optimizer.gather()
-    if RANK > 0:
-        return
-    moments = {key: t for key, t in kept.items() if key not in optimizer.params}
-    with write_atomically(f"{settings.out_dir}/step_{progress.update:06d}") as folder:
-        model.save(folder, exact | kept)
-        for name, content in tokenizer_files.items():
-            (folder / name).write_bytes(content)
-        save_file(moments, folder / "optimizer.safetensors")
-        write_json(folder / "train.json", vars(progress))
-    saved = checkpoints(settings.out_dir)
-    ours = {*os.listdir(saved[-1])}
-    for path in saved[:-settings.keep]:
-        if ours.issuperset(os.listdir(path)):
-            shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
-    for path in saved[:-1]:
-        (path / "optimizer.safetensors").unlink(missing_ok=True)
-
-
 def catch_signals():
     """
     Return a list that collects the numbers of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal)
-    and SIGUSR1 (Slurm's notice), which no longer end the process. A rank that has received one
-    skips the rest of its update or validation; all ranks then discard that and stop.
+    and SIGUSR1 (Slurm's notice), which no longer end the process, but for a second SIGINT. A rank
+    that has received one skips the rest of its update or validation; all ranks then discard that
+    and stop.
     """
     received = []
+
+    def stop(number, frame):
+        received.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            if RANK == 0:
+                with contextlib.suppress(OSError):  # not print(), in which this may have come
+                    os.write(2, b"Saving the run. Ctrl-C again ends it at once, unsaved\n")
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, frame: received.append(number))
+            signal.signal(number, stop)
     return received
 
 
@@ -503,63 +610,6 @@ def run_config(settings, config, data_folder=None):
                    backprop_depth=settings.backprop_depth,
                    context=max(config.context, settings.context),
                    embed_scale=settings.embed_scale if settings.reinit else config.embed_scale)
-
-
-def open_run(settings, device, train_set):
-    """
-    Open a run: at its newest checkpoint, or else from --init_from, or else with random weights.
-    Resolves --dtype=auto. Raises UserError if the run was started with a different Recipe or data.
-
-    Returns the model, on the device; its exact weights, before rounding to --dtype, {name: tensor}
-    on the CPU, memory-mapped if they come from a file; the optimizer; and the Progress.
-    """
-    saved = checkpoints(settings.out_dir)
-    resumed = saved[-1] if saved else None
-    progress = read_progress(resumed) if resumed else None
-    if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
-        settings.dtype = progress.recipe["dtype"]
-    settings.dtype = choose_dtype(settings.dtype, device)
-    recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
-    recipe["digest of the data"] = train_set.fingerprint()
-    if resumed:
-        check_settings(settings.out_dir, progress.recipe, recipe, "To resume, repeat its settings. "
-                       "For others, on the rows that follow, use --init_from=OLD --out_dir=NEW")
-
-    source = resumed or settings.init_from
-    folder = find_checkpoint(source) if source else None
-    config = run_config(settings, load_config(folder) if folder else None, train_set.folders[0])
-    if folder and (resumed or not settings.reinit):
-        model, exact = RecurrentLM.load_mapped(folder, config)
-    else:
-        model = RecurrentLM(config)
-        model.init_weights(settings.seed)
-        exact = {name: p.data for name, p in model.named_parameters()}
-    model.to(device, getattr(torch, settings.dtype))
-    choose_trained(settings, model)
-    optimizer = make_optimizer(settings, model, RANK, WORLD, exact)
-
-    if not resumed:
-        progress = Progress(recipe, vars(settings), **spent_before(model.folder, recipe))
-        return model, exact, optimizer, progress
-    if not (resumed / "optimizer.safetensors").exists():
-        raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint followed. To go "
-                        f"on from them, use --init_from={resumed} --out_dir=NEW")
-    with reading(resumed / "optimizer.safetensors") as path:  # memory-mapped
-        optimizer.load(load_file(path), progress.update - progress.skipped)
-    progress.config = vars(settings)
-    return model, exact, optimizer, progress
-
-
-def check_tokenizers(model, train_set):
-    """
-    Raise UserError unless the data was prepared with the model's tokenizer. Returns its files,
-    {name: bytes}: its folder may be deleted before the first checkpoint is written.
-    """
-    folder = model.folder or train_set.folders[0]
-    tokenizer = load_tokenizer(folder, model.config)
-    for data_folder in train_set.folders:
-        check_same_tokenizer(tokenizer, data_folder)
-    return read_tokenizer_files(folder)
 
 
 def choose_trained(settings, model):
@@ -594,9 +644,13 @@ def make_optimizer(settings, model, rank, world, weights=None):
 
 
 def read_progress(folder):
-    """Read a checkpoint's train.json."""
-    with reading(f"{folder}/train.json") as path:
-        return Progress(**read_json(path))
+    """Read a checkpoint's train.json. Raises UserError if its keys are not those of a Progress."""
+    path = f"{folder}/train.json"
+    values = read_json(path)
+    try:
+        return Progress(**values)
+    except TypeError as e:
+        raise UserError(f"{path}: not of this version of train.py ({e})")
 
 
 def spent_before(folder, recipe):
@@ -642,28 +696,35 @@ def describe_run(settings, model):
             f"{scheduled_k(settings, settings.updates)}")
 
 
-def warm_up(settings, model, train_set):
-    """
-    Run one forward and backward pass at the run's largest k, and discard the gradients, so that
-    compiling, or running out of memory, happens now and not hours later when the curriculum has
-    risen. Prints a GPU's peak memory.
-    """
-    began = time.monotonic()
-    batch = train_set.batch(settings.seed, 0, 0, 1, settings.micro_batch)
-    idx, targets, state = to_inputs(model, batch, settings.seed)
-    steps = 1, scheduled_k(settings, settings.updates)
-    _, losses = model(idx, targets, steps, state, settings.recompute)
-    losses.sum().backward()
-    model.zero_grad()
-    peak = f", peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if idx.is_cuda else ""
-    say(f"warm-up: {time.monotonic() - began:.0f} s{peak}")
-
-
 def attention_kernels(device, T):
     """Return a context manager that chooses the kernels of attention for rows of T tokens."""
     # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
     short = device == "cpu" and T <= 128
     return sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """
+    Create a run's folder if necessary, and lock it. If nothing was written there, because the
+    command was refused, the folder is removed again.
+    """
+    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
+    with open(f"{folder}/.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is writing here. Wait, or choose another "
+                            "--out_dir")
+        except OSError as e:  # of some network file systems
+            say(f"warning: {folder} cannot be locked ({e}). Make sure that no other process writes "
+                "to it")
+        try:
+            yield
+        finally:
+            if os.listdir(folder) == [".lock"]:
+                os.remove(file.name)
+                os.rmdir(folder)
 
 
 def main():
@@ -674,11 +735,10 @@ def main():
         torch.cuda.set_device(device)
     if WORLD > 1:
         join_ranks(device)
-    lock = contextlib.nullcontext()
-    if RANK == 0:  # before the run is read, so that no other process continues it meanwhile
-        lock = lock_folder(settings.out_dir, "step_*", "step_*/train.json")
+    # Rank 0 locks before the run is read, so that no other process continues it meanwhile.
+    lock = contextlib.nullcontext() if RANK else locked(settings.out_dir)
     with lock, attention_kernels(device, settings.context):
-        code = train_model(settings, device)
+        code = Run(settings, device).train()
     if WORLD > 1:
         # torchrun kills the other ranks when one fails, and rank 0 may still be saving.
         dist.barrier()

@@ -259,13 +259,13 @@ def fake_tensors(gpu):
 
 def run_training(gpu, corpus):
     """Run train.py as the only rank, and as ranks 0 and 7 of 8, which must make the same calls."""
-    original_log = train.log
+    original_log = train.Run.log
     waits = []  # of each update
 
-    def log(settings, progress, entry):
+    def log(run, entry):
         if "norm" in entry:  # the line of an update
             waits.append(dict(gpu.waits))
-        original_log(settings, progress, entry)
+        original_log(run, entry)
         gpu.waits.clear()
 
     def train_as(rank, world, optimizer):
@@ -293,7 +293,7 @@ def run_training(gpu, corpus):
                 collectives.append(str(made))
         return collectives, messages
 
-    train.log = log
+    train.Run.log = log
     first, received = train_as(0, 8, "muon")
     last, sent = train_as(7, 8, "muon")
     assert first == last
@@ -301,7 +301,7 @@ def run_training(gpu, corpus):
     assert "reduce" in str(first)
     assert received == sent > 0
     train_as(0, 1, "adamw*")  # last, since run_scripts() goes on as the only rank
-    assert waits == 6 * [{"train.sum_gradients": 1}], waits
+    assert waits == 6 * [{"train.train": 1}], waits
 
 
 def run_decoding(gpu):

@@ -163,15 +163,14 @@ def kill(processes, condition):
 
 def train_until(update, *flags):
     """Run train.py until it has written its checkpoint of this update."""
-    save_checkpoint = train.save_checkpoint
+    save = train.Run.save
 
-    def save_and_stop(*args):
-        save_checkpoint(*args)
-        *_, progress = args
-        if progress.update == update:
+    def save_and_stop(run):
+        save(run)
+        if run.progress.update == update:
             raise KeyboardInterrupt
 
-    with mock.patch.object(train, "save_checkpoint", save_and_stop):
+    with mock.patch.object(train.Run, "save", save_and_stop):
         code, _ = outcome("train", *flags)
     assert code == 128 + signal.SIGINT
 
