@@ -1565,6 +1565,22 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     assert "validation" not in run_script("train", *flags)
 
 
+def test_a_second_ctrl_c_ends_at_once(capfd):
+    """The first says so; signals of any other kind, however many, end nothing."""
+    child = os.fork()
+    if not child:
+        received = train.catch_signals()
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        os.write(1, str(len(received)).encode())
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    said, warned = capfd.readouterr()
+    assert (said, os.waitstatus_to_exitcode(status)) == ("5", -signal.SIGINT)
+    assert "Ctrl-C again ends it at once" in warned
+
+
 def test_ranks_start_alike_and_stop_together(base, corpus):
     """A rank whose settings differ, but for data paths, says which; a signal to one stops all."""
     two = launch("train --out_dir=new", *base, world=2, last=["--lr=0.02"])
@@ -1624,6 +1640,34 @@ def test_changed_settings_or_data(base, unbroken):
     shutil.rmtree("data")
     tiny("data", "counts", seed=1, rows=64)
     assert "digest of the data" in error_line("train", *base)
+
+
+def test_a_run_says_which_code_has_changed_since_it_began(base, monkeypatch):
+    """A run that is resumed, or found complete, with other code says so, and goes on."""
+    flags = *base, "--updates=6", "--out_dir=run"
+    began = train.CODE
+    train_until(3, *flags)
+    monkeypatch.setattr(train, "CODE", began | {"model.py": "changed", "data.py": "too"})
+    for _ in range(2):
+        assert "since this run began (model.py, data.py)" in run_script("train", *flags)
+        assert read_json("run/step_000006/train.json")["code"] == began
+    path = "run/step_000006/train.json"
+    older = read_json(path)
+    del older["code"]
+    common.write_json(path, older)
+    assert "since this run began (an older version)" in run_script("train", *flags)
+    monkeypatch.undo()
+    assert began == common.code_of("common.py", "model.py", "muon.py", "data.py", "train.py")
+
+
+def test_refused_commands_leave_nothing(base, unbroken):
+    """Neither a new folder nor, in that of a run, a change."""
+    for flag in "--data=none", "--init_from=none", "--train=no_such_weight":
+        error_line("train --out_dir=new", *base, flag)
+        assert os.listdir() == []
+    before = contents(unbroken)
+    error_line("train --lr=0.3", *base, f"--out_dir={unbroken}")
+    assert contents(unbroken) == before
 
 
 def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
@@ -1702,9 +1746,9 @@ def test_train_some_parameters(base, unbroken):
 
 def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
     """
-    A run deletes its old checkpoints and what a kill left behind. It keeps checkpoints to which
-    somebody has added a file, folders of others, and all checkpoints while the next is not saved,
-    so that a full disk loses nothing. It resumes only from its newest. chmod is not needed.
+    A run deletes its old checkpoints. It keeps those to which somebody has added a file, folders of
+    others, and all checkpoints while the next is not saved, so that a full disk loses nothing. It
+    resumes only from its newest. chmod is not needed.
     """
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
         common.write_json(f"run/{path}", {})
@@ -1714,8 +1758,6 @@ def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
     monkeypatch.setattr(os, "chmod", mock.Mock(side_effect=PermissionError))
     flags = [*base, "--keep=2", "--out_dir=run"]
     with common.write_atomically("run/eval.json") as new:  # by an evaluation, at the same time
-        left = new.parent.with_name(new.parent.name.replace("eval.json", "step_000003"))
-        left.mkdir()
         train_until(6, *flags)
         new.write_text("{}")
     common.write_json("run/step_000003/eval_test.json", {})  # by somebody who does not wait
@@ -1737,6 +1779,27 @@ def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
         shutil.rmtree(path)
     said = error_line("train", *flags)
     assert "weights alone" in said and "--init_from=run/step_000003" in said
+
+
+def test_a_save_may_be_killed_at_any_file(base, unbroken, monkeypatch):
+    """A save or a deletion that was killed leaves nothing that counts, and no rest in the end."""
+    flags = "train", *base, "--out_dir=run"
+    with monkeypatch.context() as patch:  # while step_000003 is deleted
+        patch.setattr(train, "shutil", mock.Mock(rmtree=mock.Mock(side_effect=KeyboardInterrupt)))
+        outcome(*flags)
+    rename, died = Path.rename, set()
+
+    def rename_or_die(path, target):
+        if "step_000009" in str(target) and target.name not in died:
+            died.add(target.name)
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_or_die)
+    while outcome(*flags)[0]:
+        assert find_checkpoint("run") == "run/step_000006"
+    assert died == {*os.listdir("run/step_000012")}
+    assert checkpoints("run") == ["step_000012"] and same_end("run", unbroken)
 
 
 def test_updates_that_are_not_finite(base, monkeypatch):
@@ -1768,15 +1831,20 @@ def test_updates_that_are_not_finite(base, monkeypatch):
 
 
 def test_wandb_goes_on_in_its_run(base, monkeypatch):
-    """A resumed run goes on in the Weights & Biases run that it began."""
+    """A resumed run goes on in the Weights & Biases run that it began; no login is told at once."""
     def init(id, **_):
         wandb.run = SimpleNamespace(id=id or "new")
 
-    wandb = mock.Mock(run=None, init=mock.Mock(side_effect=init))
+    class NoLogin(Exception):
+        pass
+
+    wandb = mock.Mock(Error=NoLogin, init=mock.Mock(side_effect=NoLogin("no API key")))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = [*base, "--wandb", "--updates=6", "--out_dir=run"]
+    code, said = outcome("train", *flags)
+    assert "no API key" in code and "warm-up" not in said
+    wandb.init = mock.Mock(side_effect=init)
     train_until(3, *flags)
-    wandb.run = None
     run_script("train", *flags)
     assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "new"]
     steps = [call.kwargs["step"] for call in wandb.log.call_args_list]
