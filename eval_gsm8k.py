@@ -389,7 +389,7 @@ def begin(args, out, answers_path):
 def main():
     args = parse_args()
     out = Path(args.out or f"{args.model}/eval_{Path(args.data).stem}.json")
-    answers_path = out.with_name(f"answers_{out.name}")
+    answers_path = out.parent / f"answers_{out.name}"
     begun = [begin(args, out, answers_path) if RANK == 0 else None]
     if WORLD > 1:
         join_ranks("cpu")  # only texts travel between them

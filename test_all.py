@@ -2380,7 +2380,6 @@ MISTAKES = [
     ("sample --trace --model m --temperature 1 --tokens=9", "--tokens, --temperature: no effect"),
     ("sample --prompt 3 --model m --temperature inf --top_k=5", "finite number"),
     ("sample --prompt 3 --model m --temperature nan", "finite number"),
-    ("eval_gsm8k --model m --data test.jsonl --out test.json", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --out test.jsonl", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --out .", "is a folder"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
