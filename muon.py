@@ -19,8 +19,8 @@ to their owners; step() updates the masters there, rounds them to the model's dt
 them to all ranks.
 
 Sources: Keller Jordan, "Muon: an optimizer for hidden layers" (2024) and its official code; AdamW:
-Loshchilov and Hutter (2019); AdamW*: Huginn's variant. Hyperparameters: arXiv 2511.07384,
-appendix D. Owners: ZeRO-1 (arXiv 1910.02054).
+Loshchilov and Hutter (2019); AdamW*: Huginn's variant. Hyperparameters: the code of arXiv
+2511.07384. Owners: ZeRO-1 (arXiv 1910.02054).
 """
 import math
 from dataclasses import dataclass

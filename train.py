@@ -19,7 +19,7 @@ All randomness (rows, recurrences, initial states) is a function of (seed, updat
 with the same numbers of processes and threads, the result of a run that was killed and resumed is
 bit-identical to that of an uninterrupted one; otherwise it is equal up to rounding.
 
-Paper: arXiv 2511.07384, sections 3 and 4 and appendix D.
+Paper: arXiv 2511.07384, sections 3 and 4, appendices B and D.
 """
 import contextlib
 import fcntl
@@ -52,7 +52,7 @@ from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, lo
                    or_eager, to_device)
 from muon import MOMENTS, Optimizer
 
-CODE = code_of("common.py", "model.py", "muon.py", "data.py", "train.py")  # as it is loaded
+CODE = code_of("common.py", "model.py", "muon.py", "data.py", "train.py")  # of this process
 MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
 
 # How the sampler's mean rises from 1 to R over the curriculum's warm-up. Each function maps the
@@ -74,7 +74,11 @@ def setting(default, meaning, **option):
 
 @dataclass
 class Recipe:
-    """The settings that determine the result. All defaults are the paper's (appendix D)."""
+    """
+    The settings that determine the result. The defaults are those of the paper's Figure 4, except
+    for draws: see config/fig4.toml. Appendix D has the learning rates, weight decay, clipping and
+    batch size, B the backprop depth; the paper's text or its result files have the others.
+    """
     init_from: paths = setting("", "a checkpoint or run to start from; empty: random weights")
     reinit: bool = setting(False, "random weights in the shape of --init_from")
     embed_scale: float = setting(1.0, "factor on embeddings with random weights (Huginn: 72.7)")
@@ -339,9 +343,6 @@ class Run:
         """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
         settings, model, progress = self.settings, self.model, self.progress
         start = progress.update
-        if RANK == 0 and settings.updates:  # drop the log of updates to be redone
-            with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
-                f.truncate(min(f.tell(), progress.log_bytes))
         epochs = settings.updates * settings.batch_size / self.train_set.num_rows
         say(f"data: {settings.data}, {epochs:.2g} epochs of {self.train_set.num_rows:,} rows; "
             f"{dtype_on(settings.dtype, self.device)}; from {model.folder or 'random weights'}")
@@ -353,14 +354,24 @@ class Run:
             """Whether this update is a multiple of `every`, or the last."""
             return progress.update == settings.updates or progress.update % every == 0
 
-        if settings.wandb and progress.validated < settings.updates:
-            self.join_wandb()
+        if settings.wandb and RANK == 0 and progress.validated < settings.updates:
+            import wandb
+            try:  # a resumed run goes on in the wandb run that it began
+                wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings),
+                           id=progress.wandb_id, resume="allow")
+            except wandb.Error as e:
+                raise UserError(f"--wandb: {' '.join(str(e).split())} (WANDB_MODE=offline needs "
+                                "neither login nor network)")
+            progress.wandb_id = wandb.run.id
         if start < settings.updates:
             if settings.compile:
                 functorch_config.activation_memory_budget = settings.activation_budget
                 model.compile_parts()
             or_eager(self.warm_up)()  # with its backward pass
         self.signals = catch_signals()
+        if RANK == 0 and settings.updates:  # drop the log of updates to be redone
+            with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
+                f.truncate(min(f.tell(), progress.log_bytes))
         if due(settings.eval_every) and progress.validated != start:
             self.validate()
         skips = 0  # updates in a row without a finite gradient
@@ -485,18 +496,6 @@ class Run:
         if RANK == 0 and os.path.exists(saved):
             write_json(f"{saved}/train.json", vars(progress))
 
-    def join_wandb(self):
-        """Begin a run of Weights & Biases on rank 0, or go on in the one that this run began."""
-        if RANK > 0:
-            return
-        import wandb
-        try:
-            wandb.init(project="loopgraft", name=self.settings.out_dir, config=vars(self.settings),
-                       id=self.progress.wandb_id, resume="allow")
-        except wandb.Error as e:  # no login, or no network
-            raise UserError(f"--wandb: {e}. Run `wandb login`, or set WANDB_MODE=offline")
-        self.progress.wandb_id = wandb.run.id
-
     def log(self, entry):
         """Append an entry to log.jsonl. NaN becomes null."""
         if RANK > 0:
@@ -574,7 +573,7 @@ def update_flops(settings, model, optimizer, draws, labelled=1.0):
 def catch_signals():
     """
     Return a list that collects the numbers of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal)
-    and SIGUSR1 (Slurm's notice), which no longer end the process, but for a second SIGINT. A rank
+    and SIGUSR1 (Slurm's notice), which no longer end the process; only a second SIGINT does. A rank
     that has received one skips the rest of its update or validation; all ranks then discard that
     and stop.
     """
@@ -585,7 +584,7 @@ def catch_signals():
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             if RANK == 0:
-                with contextlib.suppress(OSError):  # not print(), in which this may have come
+                with contextlib.suppress(OSError):  # print() may be what the signal interrupted
                     os.write(2, b"Saving the run. Ctrl-C again ends it at once, unsaved\n")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -723,8 +722,9 @@ def locked(folder):
             yield
         finally:
             if os.listdir(folder) == [".lock"]:
-                os.remove(file.name)
-                os.rmdir(folder)
+                with contextlib.suppress(OSError):  # NFS keeps an open file's name
+                    os.remove(file.name)
+                    os.rmdir(folder)
 
 
 def main():
