@@ -167,14 +167,6 @@ def paths(text):
     return ",".join(map(os.path.expanduser, text.split(",")))
 
 
-def new_folder(text):
-    """The type of an argument that names a folder to be created."""
-    text = os.path.expanduser(text)
-    if os.path.exists(text):
-        raise argparse.ArgumentTypeError(f"{text} exists already. Choose another folder")
-    return Path(text)
-
-
 def recurrences(text):
     """The type of --steps: "32,1,4,4" becomes [1, 4, 32]."""
     return sorted({positive(part) for part in text.split(",")})
@@ -194,17 +186,21 @@ def refuse_idle(given, rules):
 # --------------------------------------------------------------------------------------- dtypes
 
 DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype
+AMD_BFLOAT16 = "gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"  # gcnArchName
 DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32"
 
 
 def native_bfloat16(device="cpu"):
     """
-    Return whether a device multiplies bfloat16 natively: GPUs do from compute capability 8.0 on,
-    and CPUs by Intel with AMX, by AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). An
+    Return whether a device multiplies bfloat16 natively: NVIDIA's GPUs do from compute capability
+    8.0 on, AMD's from CDNA 1 and RDNA 3 on, and CPUs by Intel with AMX, by AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). An
     Intel with AVX-512 bfloat16 alone is slower in it than in float32: see runs/NOTES.md.
     """
     if device != "cpu":
-        return torch.cuda.get_device_properties().major >= 8
+        gpu = torch.cuda.get_device_properties()
+        if torch.version.hip:
+            return gpu.gcnArchName.startswith(AMD_BFLOAT16)
+        return gpu.major >= 8
     words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
 
@@ -288,8 +284,8 @@ def lock_folder(folder, *names):
 
 
 # What libraries raise for a file that is damaged, or of another kind: the errors of JSON, TOML,
-# UTF-8, npy and parquet are ValueErrors, those of SentencePiece RuntimeErrors.
-DAMAGE = ValueError, RuntimeError, EOFError, OSError, SafetensorError
+# UTF-8, npy and parquet are ValueErrors, those of SentencePiece RuntimeErrors, of gguf IndexErrors.
+DAMAGE = ValueError, RuntimeError, IndexError, EOFError, OSError, SafetensorError
 
 
 @contextlib.contextmanager

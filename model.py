@@ -561,8 +561,7 @@ class RecurrentLM(nn.Module):
         """
         weights = weights or self.state_dict()
         tensors = {name: weights[name] for name, _ in self.named_parameters()}  # tied ones once
-        with write_atomically(f"{folder}/model.safetensors") as new:  # the old one may be in use
-            save_file(tensors, new, {"format": "pt"})
+        save_tensors(f"{folder}/model.safetensors", tensors)
         write_json(f"{folder}/config.json", {"model_type": "loopgraft"} | asdict(self.config))
 
     # ------------------------------------------------------------------------------ counting
@@ -649,6 +648,12 @@ def truncated_normal(seed, row, position, C):
 # ---------------------------------------------------------------------------- the checkpoints
 
 FOREIGN = "It was made by another model.py, or config.json belongs to another model"
+
+
+def save_tensors(path, tensors):
+    """Write {name: tensor} to a .safetensors file. An older one may be in use, memory-mapped."""
+    with write_atomically(path) as new:
+        save_file(tensors, new, {"format": "pt"})
 
 
 def checkpoints(folder):

@@ -17,6 +17,7 @@ released Recurrent-* model, or Huginn-0125. Weights may be stacked in OUT, but a
 
 To support another architecture, start with DEFAULTS; runs/README.md lists what else to change.
 """
+import contextlib
 import functools
 import os
 import re
@@ -24,8 +25,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from common import (Parser, UserError, cli, natural, new_folder, positive, read_json, reading,
-                    refuse_idle, say, write_atomically)
+from common import (Parser, UserError, cli, natural, positive, read_json, reading, refuse_idle,
+                    say)
 
 import torch
 from safetensors.torch import load_file
@@ -155,6 +156,35 @@ def verify(source, layers, folder):
     say(f"verify: all logits of {T} tokens are equal to the last bit, in float32")
 
 
+# ------------------------------------------------------------------------------------------ writing
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What OUT may have before its config.json, which is written last.
+OURS = {SINGLE, "train.json", "README.md", "modeling_loopgraft.py", *TOKENIZER_FILES}
+
+
+def new_folder(text):
+    """The type of OUT: a folder to be created, or one that a kill has left without config.json."""
+    out = Path(text).expanduser()
+    names = {name.partition(".loopgraft-")[0] for name in os.listdir(out)} if out.is_dir() else {""}
+    if out.exists() and not (names <= OURS and SINGLE in names or not names):
+        raise UserError(f"{out} exists already. Choose another folder")
+    return out
+
+
+@contextlib.contextmanager
+def creating(out):
+    """Create the folder OUT, of a new_folder(); delete it if the body fails."""
+    shutil.rmtree(new_folder(out), ignore_errors=True)
+    out.mkdir(parents=True)
+    try:
+        yield out
+    except BaseException:
+        Path(out, "config.json").unlink(missing_ok=True)
+        shutil.rmtree(out)
+        raise
+
+
 # ------------------------------------------------------------------------------------------ reading
 
 def open_source(src):
@@ -190,8 +220,6 @@ def refuse_others(path):
         raise UserError(f"{file}: an adapter, whose weights are not in {SINGLE}. Merge the "
                         "two with PEFT's merge_and_unload(), and remove the adapter")
 
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # Tensors in released files that no model uses; the second line has those of Recurrent-*.
 STALE = re.compile(r"rotary_emb\.inv_freq$|freqs_cis$"
@@ -543,14 +571,14 @@ def main():
     sizes = model.num_params()
     say(f"OUT has {sizes.total():,} parameters: "
         + ", ".join(f"{part} {size:,}" for part, size in sizes.items()))
-    with write_atomically(args.out) as folder:
-        model.save(folder)
-        copy_tokenizer(source.folder, folder)
+    with creating(args.out):
+        copy_tokenizer(source.folder, args.out)
         record = Path(source.folder, "train.json")
         if record.exists() and not layers:  # OUT has all weights of a run, so it has its history
-            shutil.copyfile(record, folder / record.name)
+            shutil.copyfile(record, args.out / record.name)
+        model.save(args.out)
         if args.verify:
-            verify(source, layers, folder)
+            verify(source, layers, args.out)
     say(f"wrote {args.out}")
 
 

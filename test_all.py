@@ -430,6 +430,24 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
     assert contents(".") == before
 
 
+def test_an_unfinished_out_is_begun_again(llama):
+    """What a kill has left of OUT is made again by the same command; others' files are kept."""
+    commands = [f"surgery {llama} a --shape 1,2,1", "tools/export a b --verify"]
+    for command in commands:
+        run_script(command)
+    wanted = contents(".")
+    for out, command in zip("ab", commands):
+        os.remove(f"{out}/config.json")
+        os.mkdir(f"{out}/model.safetensors.loopgraft-unfinished-12345678")
+        Path(out, "chat_template.jinja").write_text("of another SRC")
+        run_script(command)
+        assert "exists already" in error_line(command)
+    assert contents(".") == wanted
+    for kept in ("notes.txt", "tokenizer.json"):
+        common.write_json(f"{kept} alone/{kept}", {})
+        assert "exists already" in error_line(commands[0].replace(" a ", f" '{kept} alone' "))
+
+
 def test_flags_of_surgery(llama):
     """Flags change OUT as they say; --untie gives a tied head its own copy, also in an export."""
     eye = torch.eye(32)
@@ -1298,9 +1316,15 @@ def test_auto_dtype(cpuinfo, auto, monkeypatch):
         Path("cpuinfo").write_text(cpuinfo)
     assert common.choose_dtype("auto", "cpu") == auto
     assert ("float32 can be" in common.dtype_on("bfloat16", "cpu")) == (auto == "float32")
-    for major, wanted in (8, "bfloat16"), (7, "float32"):  # such as an A100 and a T4
-        gpu = SimpleNamespace(major=major)
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda: gpu)
+    for gpu, wanted in (
+        ({"major": 8}, "bfloat16"), ({"major": 7}, "float32"),  # such as an A100 and a T4
+        ({"major": 9, "gcnArchName": "gfx906:sramecc+:xnack-"}, "float32"),
+        ({"major": 10, "gcnArchName": "gfx1030"}, "float32"),
+        ({"major": 9, "gcnArchName": "gfx942:sramecc+:xnack-"}, "bfloat16"),
+        ({"major": 11, "gcnArchName": "gfx1100"}, "bfloat16"),
+    ):
+        monkeypatch.setattr("torch.version.hip", "gcnArchName" in gpu or None)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(**gpu))
         assert common.choose_dtype("auto", "cuda:0") == wanted
 
 

@@ -13,12 +13,10 @@ import shutil
 from pathlib import Path
 from string import Template
 
-from safetensors.torch import save_file
-
-from common import (Parser, UserError, cli, new_folder, positive, read_json, say, write_atomically,
-                    write_json)
+from common import Parser, UserError, cli, positive, say, write_json
 from data import PATTERNS, Tokenizer, copy_tokenizer, read_optional, tokenizer_file
-from surgery import open_source, rotary_order, tensor_names, verify
+from model import save_tensors
+from surgery import creating, new_folder, open_source, rotary_order, tensor_names, verify
 
 HERE = Path(__file__).parent
 
@@ -124,19 +122,16 @@ def export(model, folder):
     """
     Write a model for other software: in Hugging Face's layout if it has no recurrent block,
     otherwise in the released models' layout, with our code for transformers and a model card.
-    folder: a Path, which is created.
+    folder: the Path of an empty folder. config.json is written last.
     """
     c = model.config
     config = to_raven(c) if c.n_core else to_hf(c)
+    write_text_files(model, folder, config["model_type"])
     tensors = model.state_dict()
     out = {}
     for ours, names in tensor_names(c, config["model_type"]).items():
         t = rotary_order(c, ours, tensors[ours], back=True)
         out.update(zip(names, t.split([rows for rows, *_ in names.values()])))
-    folder.mkdir()
-    save_file(out, folder / "model.safetensors", {"format": "pt"})
-    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # all have this one
-    write_json(folder / "config.json", config | {"torch_dtype": dtype})
     if "auto_map" in config:
         shutil.copyfile(HERE / "modeling_loopgraft.py", folder / "modeling_loopgraft.py")
         card = Template((HERE / "model_card.md").read_text()).substitute(
@@ -144,6 +139,9 @@ def export(model, folder):
             mean_recurrence=c.mean_recurrence, slots=cache_slots(c),
             trained=TRAINED if was_trained(model) else "")
         (folder / "README.md").write_text(card)
+    save_tensors(folder / "model.safetensors", out)
+    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")  # all have this one
+    write_json(folder / "config.json", config | {"torch_dtype": dtype})
 
 
 def is_qwens(spec):
@@ -158,10 +156,11 @@ def is_qwens(spec):
     return False
 
 
-def write_text_files(model, folder):
+def write_text_files(model, folder, layout):
     """
     Copy the tokenizer's files and generation_config.json, and tell transformers what BOS and EOS
-    are. There is no chat template if train.py has trained the model, since data.py never uses one.
+    are. If train.py has trained the model, its parent's chat template, which data.py never uses,
+    and settings of sampling are left out. layout: the model_type of OUT.
 
     tokenizer_config.json names the class that reads the tokenizer as we do. PreTrainedTokenizerFast
     reproduces the ids of a tokenizer.json. With a tokenizer.model alone, LlamaTokenizer comes
@@ -173,10 +172,11 @@ def write_text_files(model, folder):
                        "eos_token_id": model.config.eos_token_id}
         if generation.get("pad_token_id") == 65509:  # Huginn's, whatever a released model's is
             del generation["pad_token_id"]
+        if was_trained(model):
+            generation = {key: generation[key] for key in generation if key.endswith("token_id")}
         write_json(folder / "generation_config.json", generation)
     if not tokenizer_file(folder):
         return
-    layout = read_json(folder / "config.json")["model_type"]
     spec = read_optional(folder, "tokenizer.json")
     if layout == "qwen2" and not is_qwens(spec):
         raise UserError(f"{model.folder}: transformers 5 reads any tokenizer of an ordinary Qwen2 "
@@ -217,11 +217,10 @@ def main():
         if not model.config.n_core:
             raise UserError(f"--mean_recurrence: {args.run} has no recurrent block")
         model.config.mean_recurrence = args.mean_recurrence
-    with write_atomically(args.out) as folder:
-        export(model, folder)
-        write_text_files(model, folder)
+    with creating(args.out):
+        export(model, args.out)
         if args.verify:
-            verify(model, None, folder)
+            verify(model, None, args.out)
     say(f"wrote {args.out}")
     if (c := model.config).n_core:
         say(f"It runs at r = {c.mean_recurrence} by default and then caches keys and values of "

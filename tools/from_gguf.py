@@ -11,13 +11,14 @@ The weights are float32; or bfloat16, if the file has bfloat16 and that holds ev
 import tempfile
 from pathlib import Path
 
-from common import (Parser, UserError, cli, new_folder, read_json, reading, write_atomically,
-                    write_json)
+from common import Parser, UserError, cli, read_json, reading, write_json
 
 import torch
-from safetensors.torch import save_file
 
+from model import save_tensors
+from surgery import creating, new_folder
 
+ARCHITECTURES = "llama", "mistral", "qwen2", "qwen3"  # of those that surgery.py reads
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
 # for "smollm", convert() sees to it. With Llama 3's, BOS comes first unless a file says otherwise.
@@ -27,12 +28,17 @@ KNOWN = "gpt-2", "olmo", "smollm", *LLAMA_3, "dbrx", "qwen2"
 
 def check_file(path, file):
     """
-    Raise UserError if transformers would read something else from a GGUFReader's file than
-    llama.cpp does. Returns its tokenizer.ggml.pre.
+    Raise UserError if surgery.py does not support the model in a GGUFReader's file, or transformers
+    would read something else from it than llama.cpp does. Returns its tokenizer.ggml.pre.
     """
     def said(key, otherwise=None):
-        return file.fields[key].contents() if key in file.fields else otherwise
+        with reading(path):
+            return file.fields[key].contents() if key in file.fields else otherwise
 
+    architecture = said("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"{path}: the architecture {architecture!r} is not supported, only "
+                        f"{', '.join(ARCHITECTURES)}")
     if said("split.count", 1) > 1:
         raise UserError(f"{path}: one of several parts. Join them with llama.cpp's "
                         "llama-gguf-split --merge")
@@ -58,14 +64,17 @@ def convert(path, out):
     import transformers
     from tokenizers import normalizers, pre_tokenizers
     transformers.logging.set_verbosity_error()
-    with reading(path), tempfile.TemporaryDirectory() as alone:
+    with reading(path):
         file = gguf.GGUFReader(path)
-        pre = check_file(path, file)
+    pre = check_file(path, file)
+    with tempfile.TemporaryDirectory() as alone:
         # In a folder of its own, or transformers would read a tokenizer.json beside it instead.
         Path(alone, path.name).symlink_to(path.resolve())
         where = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            **where, dtype=torch.float32, output_loading_info=True)
+        with reading(path):
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                **where, dtype=torch.float32, output_loading_info=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
                 raise UserError(f"{path}: {kind.replace('_', ' ')}: {sorted(report[kind])[0]}")
@@ -73,7 +82,6 @@ def convert(path, out):
         if read < len(file.tensors):  # such as biases of a Llama, which the report leaves out
             raise UserError(f"{path}: transformers reads only {read} of its {len(file.tensors)} "
                             "tensors. Use the model's safetensors")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     for name in "bos", "eos":  # transformers 5.17.0 takes SmolLM2's BOS for its EOS
         if field := file.fields.get(f"tokenizer.ggml.{name}_token_id"):
             token = tokenizer.convert_ids_to_tokens(field.contents())
@@ -84,6 +92,8 @@ def convert(path, out):
     if pre == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         coder.pre_tokenizer = pre_tokenizers.Sequence([digits, coder.pre_tokenizer])
+    elif pre == "qwen2":  # which transformers 5.24.0 reads without it
+        coder.normalizer = normalizers.NFC()
     elif pre not in KNOWN:  # SentencePiece, which puts a blank even before a blank
         blanks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         coder.normalizer = normalizers.Sequence(blanks)
@@ -95,16 +105,16 @@ def convert(path, out):
     config = model.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):  # of the file, not of the folder
         config.pop(key, None)
-    with write_atomically(out) as folder:
-        tokenizer.save_pretrained(folder)
-        path = folder / "tokenizer.json"
+    with creating(out):
+        tokenizer.save_pretrained(out)
+        path = out / "tokenizer.json"
         spec = read_json(path)
         # transformers has added GPT-2's <|endoftext|>, as a new token if the file lacks it.
         size = len(file.fields["tokenizer.ggml.tokens"].data)
         spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < size]
         write_json(path, spec)
-        write_json(folder / "config.json", config)
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        save_tensors(out / "model.safetensors", weights)
+        write_json(out / "config.json", config)
     print(f"wrote {out}")
 
 
