@@ -193,8 +193,9 @@ DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it nativel
 def native_bfloat16(device="cpu"):
     """
     Return whether a device multiplies bfloat16 natively: NVIDIA's GPUs do from compute capability
-    8.0 on, AMD's from CDNA 1 and RDNA 3 on, and CPUs by Intel with AMX, by AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). An
-    Intel with AVX-512 bfloat16 alone is slower in it than in float32: see runs/NOTES.md.
+    8.0 on, AMD's from CDNA 1 and RDNA 3 on, and CPUs by Intel with AMX, by AMD with AVX-512
+    bfloat16, and ARM with bf16 (not measured). An Intel with AVX-512 bfloat16 alone is slower in it
+    than in float32: see runs/NOTES.md.
     """
     if device != "cpu":
         gpu = torch.cuda.get_device_properties()
