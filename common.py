@@ -344,7 +344,7 @@ def digest(path):
 
 def code_of(*names):
     """Return {name: digest} of this repository's files with these names, such as "model.py"."""
-    return {name: digest(Path(__file__).with_name(name)) for name in names}
+    return {name: digest(Path(__file__).parent / name) for name in names}
 
 
 def changed_code(earlier, code):

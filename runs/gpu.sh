@@ -14,6 +14,7 @@
 # The first four take up to 8 minutes, beside what compiles in them (first_s, in seconds), and
 # 24 GB of GPU memory. --small: SmolLM2's size, for less memory. --cpu: toy sizes, on a CPU.
 # A part that fails does not stop the others. Logs, models and runs go to out/gpu.
+[ "${BASH_VERSION-}" ] || { echo "error: this needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=tinyllama-4-8-4 cpu='' parts=''

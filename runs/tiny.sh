@@ -7,9 +7,10 @@
 #
 # It takes about 4 minutes on 2 idle cores. --quick runs every stage in about a minute, which is too
 # short to learn anything. Output goes to out/tiny, to out/tiny-quick with --quick, or to
-# out/tiny-seed5 with --seed 5. The same command resumes a run that was stopped; `rm -rf out/tiny`
-# starts over. On a busy machine two threads keep waiting for each other, so a single thread is many
-# times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh
+# out/tiny-seed5 with --seed 5. The same command resumes a run that was stopped, and starts over if
+# code has changed since. On a busy machine two threads keep waiting for each other, so a single
+# thread is many times faster: OMP_NUM_THREADS=1 bash runs/tiny.sh
+[ "${BASH_VERSION-}" ] || { echo "error: this needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 cd "$(dirname "$0")/.."
 quick='' seed=''
@@ -23,6 +24,16 @@ while (($#)); do
 done
 [[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
 out=out/tiny${quick:+-quick}${seed:+-seed$seed}
+
+# An edit must take effect, and most stages find what they made before.
+code=$(cksum *.py tools/*.py runs/tiny.sh runs/tiny_corpus.py config/tiny*.toml)
+if [[ -e $out && $(cat $out/code 2>/dev/null) != "$code" ]]; then
+    changed=$(diff $out/code - <<< "$code" 2>&1 | sed -n 's/^[<>].* //p' | sort -u | xargs || true)
+    echo "$out was made by other code (${changed:-an older version}), so this starts over"
+    rm -rf $out/code $out/*
+fi
+mkdir -p $out
+echo "$code" > $out/code
 
 stage() {  # stage TITLE TIME PURPOSE
     local time=$2
@@ -63,7 +74,7 @@ train pretrain pretrain --data=$out/data/pretrain ${quick:+--updates=4}
 
 stage "3. Surgery" "5 s" \
 "Layer 0 becomes the prelude, 3 and 4 the recurrent block, 5 the coda; 1 and 2 are dropped."
-[[ -e $out/tiny-1-2-1 ]] ||
+[[ -e $out/tiny-1-2-1/config.json ]] ||
     python surgery.py $out/pretrain $out/tiny-1-2-1 --prelude 0 --core 3-4 --coda 5
 
 stage "4. Heal, then teach the task" "1 minute" \

@@ -1,4 +1,5 @@
 """The tests of tools/, runs/ and the pages, one promise per test: `python -m pytest -q tests`."""
+import contextlib
 import functools
 import itertools
 import json
@@ -7,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -18,10 +20,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 # First, because this hides any GPU:
-from helpers import (ASKED, FEED_FORWARD, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
-                     answers_of, beside_the_tests, contents, convert, decode, error_line, expected,
-                     identical, max_difference, need, read_log, relative_error, run_script, save,
-                     small, weights, write_bpe)
+from helpers import (ASKED, FEED_FORWARD, FORKS, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
+                     answers_of, beside_the_tests, contents, convert, decode, error_line, exit_codes,
+                     expected, identical, max_difference, need, read_log, relative_error,
+                     run_script, save, small, wait_until, weights, write_bpe)
 
 import numpy as np
 import pytest
@@ -904,8 +906,8 @@ def test_own_stories(corpus, speaker, capsys):
     assert "created with stories" in error_line("runs/smollm2/cups", *flags, "--out=mine")
     assert contents("mine") == before
     assert "' 7 so' is not one token" in error_line("runs/smollm2/cups", *flags, "--out=no")
-    for events, answers, words in (([" "], ["7"], "no tokens"), (["so"], [7], "story 2"),
-                                   ([None], ["7"], "story 2")):
+    for events, answers, words in (([" "], ["7"], "no tokens"), (["so"], [7], "line 2"),
+                                   ([None], ["7"], "line 2")):
         story = {"events": events, "answers": answers}
         Path("s.jsonl").write_text("\n".join(map(json.dumps, [lines[0], story])))
         assert words in error_line("runs/smollm2/cups", *flags, "--out=no")
@@ -1010,57 +1012,122 @@ def write_task(folder, train, test):
         Path(folder, f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_a_task_is_checked_first(checkpoint, monkeypatch, capfd):
-    """Missing, repeated and mismatched questions, and too little memory, are reported first."""
+def test_a_task_is_checked_first(capfd):
+    """Missing, repeated, mismatched and unreadable questions are reported before anything is made."""
+    def check():
+        flags, stories, _ = task.check_questions(Path("mine/train.jsonl"), Path("mine/test.jsonl"))
+        return " ".join(flags) or stories
+
+    def refused(*lines):
+        Path("mine/train.jsonl").write_text("\n".join(lines))
+        return error_line("runs/task", "mine")
+
     write_task("mine", ["has 1", "so 2"], ["has 1", "gets 3", "so 2"])
-    assert run_script("runs/task", "check", "mine") == "--prompt question --field answer\n"
+    assert check() == "--prompt question --field answer"
     assert "2 of the 3 questions of mine/test.jsonl are also in" in capfd.readouterr().err
     system, *chat = [{"role": "system", "content": "so"}, {"role": "user", "content": "gets 3"},
                      {"role": "assistant", "content": "3"}]
     for messages in chat, json.dumps(chat):
         Path("mine/train.jsonl").write_text(json.dumps({"messages": messages}))
-        assert "--field messages --loss assistant" in run_script("runs/task", "check", "mine")
+        assert check() == "--field messages --loss assistant"
         assert "1 of the 3 questions" in capfd.readouterr().err
     worked = {"role": "assistant", "content": "1 and 2\n#### 3"}
-    for line, words in (
-            ({"messages": [system, *chat]}, "has a system message"),
-            ({"messages": [*chat, worked]}, "end like '#### 18'"),
-            ({"question": "gets 3", "answer": "1 and 2 #### 3"}, "end like '#### 18'")):
-        Path("mine/train.jsonl").write_text(json.dumps(line))
-        assert words in error_line("runs/task", "check", "mine")
-    for line in '{"question": "so 2", "answer": " "}', '{"text": "so"}', "[]":
-        Path("mine/train.jsonl").write_text(line)
-        assert "mine/train.jsonl" in error_line("runs/task", "check", "mine")
+    question = {"question": "so 2", "answer": "2"}
+    story = {"events": [" so.", " 2."], "answers": [" 2", " 2"]}
+    for lines, words in (
+            ([{"messages": [system, *chat]}], "line 1 has a system message"),
+            ([{"messages": chat}, {"messages": [{"role": "user"}]}], "line 2 is not a chat"),
+            ([{"messages": [*chat, worked]}], "end like '#### 18'"),
+            ([{"question": "gets 3", "answer": "1 and 2 #### 3"}], "end like '#### 18'"),
+            ([question, question | {"answer": " "}], "line 2 is not"),
+            ([{"text": "so"}], "line 1 is not"),
+            ([[question]], "line 1 is not a JSON object. Write each"),
+            ([story, story | {"answers": [1, 2]}], "line 2 is not a story"),
+            ([story, story | {"answers": [" 2"]}], "line 2 is not a story")):
+        assert words in refused(*map(json.dumps, lines)), lines
+    assert "line 2 is not a JSON object" in refused("", "[", json.dumps(question), "]")
     write_task("mine", ["has 1"], ["so 2\n"])
-    assert r"'so 2\n' begins or ends" in error_line("runs/task", "check", "mine")
-    for events, answers, question, words in (
-            ([" so.", " 2."], [" 2", " 2"], "so. 2.", "begins or ends"),
-            (["so.", " 2."], [" 2", " 2"], "so. 2. ", "begins or ends"),
-            (["so.", " 2."], [" 2", " 2"], "so. 2. Where?", "begins or ends"),
-            (["so.", "2."], [" 2", " 2"], "so. 2.", "meet as in '.2'")):
+    assert r"'so 2\n' begins or ends" in error_line("runs/task", "mine")
+    for events, question, words in (
+            ([" so.", " 2."], "so. 2.", "begins or ends"),
+            (["so.", " 2."], "so. 2. ", "begins or ends"),
+            (["so.", " 2."], "so. 2. Where?", "begins or ends"),
+            (["so.", "2."], "so. 2.", "meet as in '.2'")):
         write_task("mine", [], [question])
-        story = json.dumps({"events": events, "answers": answers})
-        Path("mine/train.jsonl").write_text(f"{story}\n{story}")
-        assert words in error_line("runs/task", "check", "mine")
+        assert words in refused(*[json.dumps(story | {"events": events})] * 2)
     write_task("mine", [], ["so.", "so. 2."])
-    story = json.dumps({"events": ["so.", " 2.", " 3."], "answers": [" 3", " 3", " 2"]})
-    Path("mine/train.jsonl").write_text(f"{story}\n{story}")
-    assert run_script("runs/task", "check", "mine") == "stories\n"
+    story = {"events": ["so.", " 2.", " 3."], "answers": [" 3", " 3", " 2"]}
+    Path("mine/train.jsonl").write_text("\n".join([json.dumps(story)] * 2))
+    assert check() == [(story["events"], story["answers"])] * 2
     assert "2 of the 2 questions" in capfd.readouterr().err, "an answer follows each event"
+    for flags, words in (
+            ("-- --lr=0.1 --seed=5", "--seed=5, after --"), ("-- lr=1", "lr=1, after --"),
+            ("-- --rate=1", "--rate=1"), ("--arms lop", "'lop' is not one of loop, random, parent"),
+            ("--arms random,parent", "name that, too"), ("--loop x", "--loop needs its --parent"),
+            ("--out mine", "mine: contains other files")):
+        assert words in error_line("runs/task mine", *flags.split())
+    assert task.arms("parent loop,parent") == ["loop", "parent"]
     os.remove("mine/train.jsonl")
-    assert "mine/train.jsonl does not exist" in error_line("runs/task", "check", "mine")
+    assert "mine/train.jsonl does not exist" in error_line("runs/task", "mine")
+    assert os.listdir("mine") == ["test.jsonl"]
 
-    fits = "fits", f"--init_from={checkpoint}", "--data=x", "--out_dir=mine/loop-0", "--updates=9"
-    run_script("runs/task", *fits)
-    monkeypatch.setattr(task, "free_memory", lambda device: 1e6)
-    said = error_line("runs/task", *fits)
-    assert "GB in float32, and 0.0 GB are free" in said and "mine/loop-0" in said
+
+def test_a_tested_answer_after_a_story_is_one_token(corpus):
+    """Answers of several tokens, as they would continue their questions, are refused."""
+    tokenizer = Tokenizer.load(corpus / "task")
+    for answer, words in (("3", None), ("3 so", "'3 so' has 2 tokens after 'has 3'")):
+        asked = [{"question": "has 3", "answer": answer}]
+        with pytest.raises(common.UserError, match=words) if words else contextlib.nullcontext():
+            task.check_one_token(tokenizer, [(["has 3"], [" 3"])], asked, "test.jsonl")
+
+
+def write_files(files):
+    """Write {path: text}."""
+    for path, text in files.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        Path(path).write_text(text)
+
+
+def test_memory_is_estimated_first(checkpoint, monkeypatch):
+    """Too little free memory, a container's, too, refuses a training; fewer questions fit less."""
+    write_files({"proc/meminfo": "MemAvailable:   9000 kB\n", "proc/self/status": "VmSize: 5 kB\n"})
+    monkeypatch.setattr(task, "PROC", Path("proc"))
+    monkeypatch.setattr(task, "GROUPS", Path("groups"))
+    assert task.free_memory("cpu") == 9000 * 1024
+    for line, group, limit, used, stat in (
+            ("0::/", "groups", "memory.max", "memory.current", "inactive_file 1"),
+            ("0::/job/step", "groups/job", "memory.max", "memory.current", "inactive_file 1"),
+            ("4:memory:/gone", "groups/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+             "inactive_file 7\ntotal_inactive_file 1")):
+        shutil.rmtree("groups", ignore_errors=True)
+        write_files({"proc/self/cgroup": f"3:cpu:/\n{line}\n", f"{group}/{limit}": "5000\n",
+                     f"{group}/{used}": "3000\n", f"{group}/memory.stat": f"{stat}\n"})
+        assert task.free_memory("cpu") == 2001
+        Path(group, limit).write_text("max\n")
+        assert task.free_memory("cpu") == 9000 * 1024
+
+    settings = train.read_settings([f"--init_from={checkpoint}", "--data=x", "--out_dir=loop-0",
+                                    "--updates=9", "--batch_size=1", "--context=64"])
+    found = []
+    for free in 1e9, 5e7, 1e5:
+        monkeypatch.setattr(task, "free_memory", lambda device: free)
+        with contextlib.suppress(common.UserError) if free > 1e6 else pytest.raises(
+                common.UserError, match="loop-0: training takes .* GB in float32, and 0.0 GB"):
+            found.append(task.check_memory(settings, length=2000))
+    assert found == [32, 8]
 
 
 # --------------------------------------- tiny.sh, task.sh and gpu.sh, beside the tests above
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-TASK = ("bash runs/task.sh mine --parent out/tiny-quick-seed5/pretrain --shape 1,2,1 "
-        "--row_length 40")
+TASK = "bash ../runs/task.sh {} --row_length 40 -- --updates=2 --compile=false --eval_rows=4"
+
+
+def copy_scripts(folder):
+    """Copy the scripts of the repository to a folder."""
+    for part in ("runs", "config", "tools", "assets"):
+        shutil.copytree(ROOT / part, folder / part)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
 
 
 def beside(request, tmp_path_factory, name, line):
@@ -1069,26 +1136,25 @@ def beside(request, tmp_path_factory, name, line):
         yield None
         return
     folder = tmp_path_factory.mktemp(name)
-    for part in ("runs", "config", "tools", "assets"):
-        shutil.copytree(ROOT / part, folder / part)
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, folder)
+    copy_scripts(folder)
     pairs = [f"{a} and {b}" for a in "ABCDE" for b in "ABCDE"]
     asked = [f"{pair} swap. {cup}" for pair in pairs for cup in "ABCD"]
-    write_task(folder / "mine", asked, ["A B", "A"])
-    write_task(folder / "steps", pairs, ["ball under A. A and A swap."])
+    write_task(folder / "my/own", asked, ["A B", "A"])
+    write_task(folder / "my/steps", pairs, ["ball under A. A and A swap."])
     stories = [{"events": [f"ball under {cup}.", f" {cup} and {cup} swap."],
                 "answers": [f" {cup}"] * 2} for cup in "ABCDEABCD"]
-    Path(folder, "steps/train.jsonl").write_text("\n".join(map(json.dumps, stories)))
+    Path(folder, "my/steps/train.jsonl").write_text("\n".join(map(json.dumps, stories)))
     with beside_the_tests(["bash", "-c", line], folder, PATH=f"{folder}:{PATH}") as output:
         yield output, folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(request, tmp_path_factory):
-    flags = "-- --updates=2 --compile=false --eval_rows=4"
-    of_stories = TASK.replace("mine", "steps --loop mine/cut --arms loop --seeds '0 1'")
-    line = f"bash runs/tiny.sh --quick --seed 5 && {TASK} --seeds 1 {flags} && {of_stories} {flags}"
+    """Run tiny.sh where an older version has been, then task.sh from a folder of its user's."""
+    own = TASK.format("own --parent ../out/tiny-quick-seed5/pretrain --shape 1,2,1 --seeds 1")
+    steps = TASK.format("steps --out tried --loop own/try/cut --arms random")
+    line = "mkdir -p out/tiny-quick-seed5/data; touch out/tiny-quick-seed5/data/meta.json; "
+    line += f"bash runs/tiny.sh --quick --seed 5 && cd my && touch data.py && {own} && {steps}"
     yield from beside(request, tmp_path_factory, "tiny_run", line)
 
 
@@ -1104,14 +1170,58 @@ exec {sys.executable} "$@"
     yield from beside(request, tmp_path_factory, "parts_run", line)
 
 
-def test_tiny_run_and_task_run_end_to_end(tiny_run):
-    """tiny.sh with a seed, in a folder of its own, then task.sh with seeds: equal FLOPs, tables."""
+def test_an_edit_takes_effect(tmp_path):
+    """tiny.sh starts over, and says why, if code has changed; otherwise it resumes."""
+    copy_scripts(tmp_path)
+    Path("python").write_text("#!/bin/sh\nmkdir -p out/tiny/data\n"
+                              "touch out/tiny/data/test.jsonl out/tiny/data/test18.jsonl\n")
+    os.chmod("python", 0o755)
+
+    def again():
+        said = subprocess.check_output(["bash", "runs/tiny.sh"], text=True,
+                                       env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+        return re.findall("made by other code .(.*)., so this starts over", said)
+
+    assert again() == []
+    for name in ("train.py", "model.py", "eval_gsm8k.py", "runs/tiny.sh", "config/tiny_task.toml",
+                 "tools/plan.py"):
+        Path("out/tiny/heal").touch()
+        assert again() == [] and Path("out/tiny/heal").exists()
+        with open(name, "a") as file:
+            file.write("# an edit\n")
+        assert again() == [name] and not Path("out/tiny/heal").exists()
+    os.remove("out/tiny/code")
+    assert again() == ["an older version"]
+
+
+def run_saving(folder):
+    """Run a command by task.run() that takes a while to save when it is told to stop."""
+    os.chdir(folder)
+    signal.signal(signal.SIGTERM, task.pass_on)
+    task.run("bash", "-c", "trap 'sleep 0.3; touch saved; exit 143' TERM; touch ready; "
+                           "while :; do sleep 0.01; done")
+
+
+def test_task_ends_when_its_child_has_saved():
+    """A signal to task.py alone reaches what it runs, and it ends after that, with its exit code."""
+    process = FORKS.Process(target=run_saving, args=(os.getcwd(),))
+    process.start()
+    Path("log").touch()
+    wait_until(Path("ready").exists, [process])
+    process.terminate()
+    assert exit_codes([process]) == [143] and Path("saved").exists()
+
+
+def test_tiny_run_and_task_run_end_to_end(tiny_run, monkeypatch):
+    """tiny.sh with a seed, in a folder of its own, then task.sh: equal FLOPs, tables."""
     output, folder = tiny_run
     of_tiny, _, of_task = output().partition("Ask your own")
-    of_task, _, of_stories = of_task.partition("Serve it")
+    of_task, _, of_stories = of_task.partition("Compare tries")
     out = folder / "out/tiny-quick-seed5"
+    assert "made by other code (an older version), so this starts over" in of_tiny
     assert os.listdir(folder / "out") == [out.name]
-    for place, *names in (out, "task", "parent"), (folder / "mine", "loop-1", "parent-1"):
+    mine = folder / "my/own/try"
+    for place, *names in (out, "task", "parent"), (mine, "loop-1", "parent-1"):
         loop, parent = (read_json(f"{find_checkpoint(place / name)}/train.json") for name in names)
         # Equal to the nearest update of the parent, so off by half of one at most.
         assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
@@ -1124,19 +1234,29 @@ def test_tiny_run_and_task_run_end_to_end(tiny_run):
     assert header == ["", "1", "2"]
     labels = [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
     assert [label for label, *_ in rows] == labels
-    assert "python sample.py --model mine/loop-1" in of_task
+    assert f"python sample.py --model my/own/try/loop-1" in of_task
 
     header, *_ = cells_of(of_stories)
     assert header == ["", "7"]
-    assert read_json(folder / "steps/loop-1/eval_test.json")["settings"]["max_new_tokens"] == 1
-    targets = np.load(folder / "steps/data/train_000000.npy")[1]
-    assert (targets >= 0).sum() == 16, "one of the nine stories is for validation"
+    assert "--model my/tried/random-0" in of_stories
+    tried = folder / "my/tried"
+    assert read_json(tried / "random-0/eval_test.json")["settings"]["max_new_tokens"] == 1
+    assert (np.load(tried / "data/train_000000.npy")[1] >= 0).sum() == 16, "1 of 9 for validation"
 
-    for wrong, words in (("--shape 2,2,2", "was started with"), ("--arms lop", "unknown arm lop"),
-                         ("--seed 0", "unknown flag --seed"), ("-- lr=1", "as --key=value")):
-        end = subprocess.run(f"{TASK} {wrong}", shell=True, cwd=folder, capture_output=True,
-                             text=True, env=os.environ | {"PATH": PATH})
-        assert end.returncode == 2 and words in end.stderr
+    monkeypatch.chdir(folder / "my")
+    assert sorted(os.listdir("own")) == ["test.jsonl", "train.jsonl", "try"]
+    command, before = "runs/task steps --out tried --arms random --row_length 40", contents("tried")
+    for flags, words in (("--loop own/try/cut", "with updates = 2"), ("--shape 2,2,2", "with loop")):
+        assert f"{words}" in error_line(f"{command} {flags}")
+    rest = "--loop own/try/cut -- --updates=2 --compile=false"
+    assert "with eval_rows = 4" in error_line(f"{command} {rest}")
+    with open("tried/.lock") as lock:
+        common.lock_file(lock, "tried")
+        assert "another process" in error_line(f"{command} {rest} --eval_rows=4")
+    with open("steps/train.jsonl", "a") as file:
+        file.write(" \n")
+    assert "with digest of train" in error_line(f"{command} {rest} --eval_rows=4")
+    assert contents("tried") == before
 
 
 def test_parts_run_though_some_fail(parts_run):

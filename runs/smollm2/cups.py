@@ -98,12 +98,22 @@ def read_stories(path):
     """Return the stories of a .jsonl file, [(events, answers), ...]: see the top."""
     with reading(path):
         lines = Path(path).read_text("utf-8-sig").split("\n")
-        stories = [json.loads(line) for line in lines if line.strip()]
-        for number, story in enumerate(stories, 1):
-            assert len(story["events"]) == len(story["answers"]) > 0, f"story {number}"
-            assert {*map(type, story["events"] + story["answers"])} == {str}, f"story {number}"
-        assert len(stories) > 1, "too few stories"
-        return [(story["events"], story["answers"]) for story in stories]
+    stories = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            story = json.loads(line)
+            events, answers = story["events"], story["answers"]
+            if {*map(type, events + answers)} != {str} or len(events) != len(answers):
+                raise ValueError("as many answers as events, all of them texts")
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f'{path}: line {number} is not a story with "events" and "answers" '
+                            f"({e!r})")
+        stories.append((events, answers))
+    if len(stories) < 2:
+        raise UserError(f"{path}: too few stories")
+    return stories
 
 
 def main():
