@@ -392,7 +392,8 @@ def main():
                 signal.signal(number, pass_on)
         if earlier:
             if changed := changed_code(earlier["code"], code):
-                say(f"note: {out} was begun with other code ({changed}). Another --out starts over")
+                say(f"{out}: the code has changed since this try began ({changed}). It goes on; "
+                    "another --out starts over")
         else:
             try:
                 for name in "cut", "data":  # what a killed process left
