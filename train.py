@@ -289,9 +289,10 @@ class Run:
         self.val_sets = [Dataset(folder, "val", settings.context) for folder in data_folders]
         saved = checkpoints(settings.out_dir)
         resumed = saved[-1] if saved else None
-        progress = read_progress(resumed) if resumed else None
-        if resumed and settings.dtype == "auto":  # what it became on the machine that began the run
-            settings.dtype = progress.recipe["dtype"]
+        if resumed:
+            progress = read_progress(resumed)
+            if settings.dtype == "auto":  # what it became on the machine that began the run
+                settings.dtype = progress.recipe["dtype"]
         settings.dtype = choose_dtype(settings.dtype, device)
         recipe = {item.name: getattr(settings, item.name) for item in fields(Recipe)}
         recipe["digest of the data"] = self.train_set.fingerprint()
@@ -301,13 +302,12 @@ class Run:
                            "--out_dir=NEW")
             if changed := changed_code(progress.code, CODE):
                 say(f"{settings.out_dir}: the code has changed since this run began ({changed}). "
-                    "It goes on; another --out_dir starts over")
+                    "Another --out_dir starts over")
 
         source = resumed or settings.init_from
         folder = find_checkpoint(source) if source else None
         config = run_config(settings, load_config(folder) if folder else None, data_folders[0])
-        # exact: the weights before rounding to --dtype, {name: tensor} on the CPU, memory-mapped if
-        # they come from a file.
+        # exact: the weights before they are rounded to --dtype, on the CPU, perhaps memory-mapped.
         if folder and (resumed or not settings.reinit):
             model, self.exact = RecurrentLM.load_mapped(folder, config)
         else:
