@@ -302,7 +302,7 @@ class Run:
                            "--out_dir=NEW")
             if changed := changed_code(progress.code, CODE):
                 say(f"{settings.out_dir}: the code has changed since this run began ({changed}). "
-                    "Another --out_dir starts over")
+                    "It goes on; another --out_dir starts over")
 
         source = resumed or settings.init_from
         folder = find_checkpoint(source) if source else None
