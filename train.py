@@ -22,7 +22,6 @@ bit-identical to that of an uninterrupted one; otherwise it is equal up to round
 Paper: arXiv 2511.07384, sections 3 and 4, appendices B and D.
 """
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -37,9 +36,9 @@ from typing import Literal, get_args
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
                     changed_code, check_settings, choose_dtype, cli, code_of, dtype_on, fraction,
-                    join_ranks, nan_to_null, natural, non_negative, paths, positive, random_seed,
-                    read_json, read_toml, reading, recurrences, refuse_idle, say, write_atomically,
-                    write_json, yes_or_no)
+                    join_ranks, lock_file, nan_to_null, natural, non_negative, paths, positive,
+                    random_seed, read_json, read_toml, reading, recurrences, refuse_idle, say,
+                    write_atomically, write_json, yes_or_no)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -710,14 +709,7 @@ def locked(folder):
     """
     os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
     with open(f"{folder}/.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is writing here. Wait, or choose another "
-                            "--out_dir")
-        except OSError as e:  # of some network file systems
-            say(f"warning: {folder} cannot be locked ({e}). Make sure that no other process writes "
-                "to it")
+        lock_file(file, folder)
         try:
             yield
         finally:
