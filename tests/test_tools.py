@@ -728,19 +728,33 @@ def test_plot_results_from_left_to_right(monkeypatch):
 
 
 def test_plot_losses():
-    """plot.py draws the losses of runs, except null ones and what is cut off at the end."""
+    """
+    plot.py draws the losses of runs, except null ones and what is cut off at the end. Seeds have a
+    mean over updates; over FLOPs, which differ, no line goes through two of them.
+    """
     need("matplotlib")
     for run, more in (("run", 0), ("again", 1)):
         os.mkdir(run)
         with open(f"{run}/log.jsonl", "w") as file:
             for update, loss in enumerate((2 + more, None, 1.5)):
-                print(json.dumps({"loss": loss, "val": {"4": None}, "update": update}), file=file)
+                print(json.dumps({"loss": loss, "val": {"4": None}, "update": update,
+                                  "flops": (10 + more) * update}), file=file)
             print(end='{"loss": 1.2', file=file)
     header, _, *rows = cells_of(run_script("tools/plot", "run", "--out=a.svg"))
     assert header == ["", "0", "2"]
     assert rows == [["run", "2.0000", "1.5000"]]
     *_, row = cells_of(run_script("tools/plot", "run", "again", "--labels=a,a"))
     assert row == ["a", "2.5000 ± 0.5000", "1.5000 ± 0.0000"]
+    _, _, *rows = cells_of(run_script("tools/plot", "run", "again", "--labels=a,a", "--x=flops"))
+    assert rows == [["a (run)", "2.0000", "1.5000", ""], ["a (again)", "3.0000", "", "1.5000"]]
+    config = vars(small().config)
+    row = {"metric": "flexible", "value": 0.5, "steps": 1}
+    for name, model, flops in (("a1", "a/step_1", 1), ("a2", "a/step_2", 2), ("b", "b/step_2", 3)):
+        common.write_json(f"{name}.json", {"model": model, "training": {"flops": flops},
+                                           "config": config, "results": [row]})
+    said = run_script("tools/plot", "a1.json", "a2.json", "b.json", "--labels=c,c,c", "--x=flops")
+    _, _, *rows = cells_of(said)
+    assert rows == [["c (a), r = 1", "50.0", "50.0", ""], ["c (b), r = 1", "", "", "50.0"]]
 
 
 def test_layer_choice(llama, corpus):

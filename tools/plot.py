@@ -1,7 +1,7 @@
 """
 Draw results of eval_gsm8k.py or of lm-evaluation-harness, or the losses of runs, and print what is
 drawn as tables. Files with the same task share a panel; scores are in %. Runs that share a label
-become their mean ± its standard error.
+become their mean ± its standard error, or over FLOPs, which differ between them, a curve each.
 
     python -m tools.plot out/*/eval_gsm8k.json                 # over r
     python -m tools.plot out/tiny/eval_*.json --x difficulty  # a curve for each model and r
@@ -12,6 +12,8 @@ does.
 """
 import json
 import math
+import os
+import re
 import statistics
 from pathlib import Path
 
@@ -54,15 +56,13 @@ def main():
     if not out.endswith(PICTURES):
         raise UserError(f"--out {out}: must end in {', '.join(PICTURES)}")
     axis = args.x or ("update" if Path(files[0]).is_dir() else "steps")
-    curves_of = {}  # {(title, y): {label: [(x, y, error), ...]}}
+    curves_of = {}  # {(title, y): {(label, curve): {run: [(x, y, error), ...]}}}
     for label, path in zip(labels, files):
         read = losses if Path(path).is_dir() else scores
-        with reading(path):
-            found = [*read(label, path, axis)]
-        for title, y, curve, point in found:
+        for title, y, curve, run, point in read(label, path, axis):
             if point[1] is not None:  # null: a loss that was not finite, or had no labels
-                curves = curves_of.setdefault((title, y), {})
-                curves.setdefault(curve, []).append(point)
+                runs = curves_of.setdefault((title, y), {}).setdefault((label, curve), {})
+                runs.setdefault(run, []).append(point)
     if not curves_of:
         raise UserError(f"{files[0]} holds nothing to draw")
     panels = []
@@ -72,7 +72,7 @@ def main():
             "x": AXES[axis],
             "y": y,
             "x_log": LOG_BASE.get(axis),
-            "curves": {label: average(points) for label, points in curves.items()},
+            "curves": {label: average(points) for label, points in join(curves, axis).items()},
         })
     draw(panels, out)
     for panel in panels:
@@ -84,21 +84,20 @@ def main():
 def losses(label, folder, axis):
     """
     Yield the points of a run's training loss, and of its validation loss at each r, as (title of
-    the panel, label of its y axis, label of the curve, (x, y, error)).
+    the panel, label of its y axis, label of the curve, name of the run, (x, y, error)).
     """
     if axis not in ("update", "flops"):
         raise UserError(f"--x {axis}: losses of a run are drawn over update or flops")
-    with open(f"{folder}/log.jsonl") as f:
-        for line in f:
-            if not line.endswith("\n"):  # cut off
-                break
-            entry = json.loads(line)
-            x = entry[axis]
-            if "loss" in entry:
-                yield "", "loss", label, (x, entry["loss"], None)
-            for r, loss in entry.get("val", {}).items():
-                depth = f" at r = {r}" if int(r) else ""
-                yield "", "loss", f"{label}, validation{depth}", (x, loss, None)
+    with reading(f"{folder}/log.jsonl") as path:
+        *lines, _ = Path(path).read_text().split("\n")  # the last is empty, or cut off
+        entries = [*map(json.loads, lines)]
+    for entry in entries:
+        x = entry[axis]
+        if "loss" in entry:
+            yield "", "loss", label, folder, (x, entry["loss"], None)
+        for r, loss in entry.get("val", {}).items():
+            depth = f" at r = {r}" if int(r) else ""
+            yield "", "loss", f"{label}, validation{depth}", folder, (x, loss, None)
 
 
 def scores(label, path, axis):
@@ -112,6 +111,7 @@ def scores(label, path, axis):
         yield from harness_scores(label, content, axis)
         return
     for name, result in content.get("models", {label: content}).items():
+        run = run_of(result.get("model", path))
         for row in result.get("results", []):
             r = row["steps"]
             config = Config(**result["config"])
@@ -124,7 +124,8 @@ def scores(label, path, axis):
                 levels = row["by_difficulty"]
                 words = not all(level.replace(".", "", 1).isdecimal() for level in levels)
                 for level, (score, *_) in levels.items():
-                    yield title, y, curve, (level if words else float(level), score, None)
+                    x = level if words else float(level)
+                    yield title, y, curve, run, (x, score, None)
                 continue
             if axis == "steps":
                 x = r if config.n_core else None
@@ -133,7 +134,7 @@ def scores(label, path, axis):
                 x = size["prelude"] + r * size.get("core", 0) + size.get("coda", 0)
             else:
                 x = result.get("training", {}).get(axis)
-            yield title, y, curve, (x, row["value"], row.get("standard_error"))
+            yield title, y, curve, run, (x, row["value"], row.get("standard_error"))
 
 
 def harness_scores(label, content, axis):
@@ -157,8 +158,29 @@ def harness_scores(label, content, axis):
             if f"{metric},none" in result:
                 error = result[f"{metric}_stderr,none"]
                 error = None if error == "N/A" else error
-                yield task, metric, label, (x, result[f"{metric},none"], error)
+                run = run_of(os.path.dirname(model["pretrained"]))
+                yield task, metric, label, run, (x, result[f"{metric},none"], error)
                 break
+
+
+def run_of(checkpoint):
+    """The folder of the run that a checkpoint belongs to."""
+    return re.sub(r"/step_\d+$", "", checkpoint)
+
+
+def join(curves, axis):
+    """
+    Return {curve: points} of {(label, curve): {run: points}}. Runs with the same label share a
+    curve, except for those of a training with different x, through which no line can go.
+    """
+    joined = {}
+    for (label, curve), runs in curves.items():
+        xs = {frozenset(x for x, *_ in points) for points in runs.values()}
+        for run, points in runs.items():
+            apart = len(xs) > 1 and axis in ("update", "flops")
+            name = curve.replace(label, f"{label} ({run})", 1) if apart else curve
+            joined.setdefault(name, []).extend(points)
+    return joined
 
 
 def average(points):
