@@ -92,30 +92,32 @@ def retrofit_config(parent, sizes, adapter="linear"):
                    tie_embeddings=parent.tie_embeddings and not n_core)
 
 
-def initial_adapter(config, how="identity"):
+def new_weights(config, how="identity"):
     """
-    Return the initial weights {name: tensor} of the adapter; an additive one has none, nor has an
-    ordinary model. how: "identity" passes the prelude's output through, so that r = 1 equals the
-    kept layers in a row; "half" adds half of the state to it; "torch" is torch's default
-    initialization of a Linear, as in the paper, with seed 0.
+    Return {name: tensor} of the weights that a loop has and its parent lacks: those of a linear
+    adapter. how: "identity" passes the prelude's output through, so that r = 1 equals the kept
+    layers in a row; "half" adds half of the state to it; "torch" is torch's default initialization
+    of a Linear, as in the paper, with seed 0. If a fork adds a weight to the loop, its initial
+    value belongs here.
     """
-    if config.adapter != "linear" or not config.n_core:
-        return {}
+    weights = {}
     C = config.n_embd
-    weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
-    if how == "half":
-        weight += 0.5 * torch.eye(C, 2 * C)
-    elif how == "torch":
-        torch.manual_seed(0)
-        weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
-    return {"adapter.weight": weight}
+    if config.n_core and config.adapter == "linear":
+        weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
+        if how == "half":
+            weight += 0.5 * torch.eye(C, 2 * C)
+        elif how == "torch":
+            torch.manual_seed(0)
+            weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
+        weights["adapter.weight"] = weight
+    return weights
 
 
 def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
     """
     Build a model from layers of an ordinary parent. layers: three lists of layer numbers, for
     prelude, core and coda, such as ([0, 1], [4, 5], [7]). adapter_init: the `how` of
-    initial_adapter().
+    new_weights().
     """
     config = retrofit_config(parent.config, map(len, layers), adapter)
     weights = {"embed.weight": parent.embed.weight.data, "norm_f.weight": parent.norm_f.weight.data}
@@ -125,7 +127,7 @@ def retrofit(parent, layers, adapter="linear", adapter_init="identity"):
         for i, layer in enumerate(chosen):
             for name, p in parent.prelude[layer].named_parameters():
                 weights[f"{part}.{i}.{name}"] = p.data
-    for name, t in initial_adapter(config, adapter_init).items():
+    for name, t in new_weights(config, adapter_init).items():
         weights[name] = t.to(parent.embed.weight.dtype)
     model = RecurrentLM.empty(config)
     model.fill(weights)
@@ -145,7 +147,7 @@ def verify(source, layers, folder):
     expected, steps = source, 2
     if layers:
         expected, steps = retrofit(source, [sum(layers, []), [], []]), 1
-        written.load_state_dict(initial_adapter(config), strict=False)
+        written.load_state_dict(new_weights(config), strict=False)
     T = min(64, config.context)
     ids = torch.arange(T)[None] * 7 % config.vocab_size  # T different ones
     state = torch.zeros(1, T, config.n_embd)  # so that an additive adapter passes only e on

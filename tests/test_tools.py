@@ -23,7 +23,7 @@ from unittest import mock
 from helpers import (ASKED, FEED_FORWARD, FORKS, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
                      answers_of, beside_the_tests, contents, convert, decode, error_line, exit_codes,
                      expected, identical, max_difference, need, read_log, relative_error,
-                     run_script, save, small, wait_until, weights, write_bpe)
+                     run_script, same_end, save, small, train_until, wait_until, weights, write_bpe)
 
 import numpy as np
 import pytest
@@ -341,6 +341,40 @@ def test_an_export_says_its_depth(checkpoint, llama):
     assert model(ids).logits.equal(model(ids, num_steps=9).logits)
     said = error_line("tools/export", llama, "x", "--mean_recurrence=9")
     assert "has no recurrent block" in said
+
+
+def test_a_fork_that_adds_a_weight_to_the_loop(llama, corpus, monkeypatch):
+    """
+    A weight that model.py and new_weights() have goes through surgery, training and resuming. An
+    export, which cannot have it, names it; and if only the formula has changed, it says so.
+    """
+    init, run_core = RecurrentLM.__init__, RecurrentLM.run_core
+    new_weights = surgery.new_weights
+
+    def with_gate(model, c):
+        init(model, c)
+        if c.n_core:
+            model.gate = torch.nn.Parameter(torch.ones(c.n_embd))
+
+    def gated(model, s, *rest):
+        return s + getattr(model, "gate", 0.5) * (run_core(model, s, *rest) - s)
+
+    with monkeypatch.context() as fork:
+        fork.setattr(RecurrentLM, "__init__", with_gate)
+        fork.setattr(RecurrentLM, "run_core", gated)
+        fork.setattr(surgery, "new_weights", lambda c, *how:
+                     new_weights(c, *how) | {"gate": torch.ones(c.n_embd)} if c.n_core else {})
+        assert "equal to the last bit" in run_script(f"surgery {llama} m --shape 1,2,1 --verify")
+        flags = [*RUN, f"--data={corpus}/task", "--context=39", "--init_from=m"]
+        run_script("train", *flags, "--out_dir=whole")
+        train_until(6, *flags, "--out_dir=run")
+        run_script("train", *flags, "--out_dir=run")
+        assert same_end("run", "whole")
+        assert not weights(find_checkpoint("run"))["gate"].equal(torch.ones(32))
+        assert "has changed (gate)" in error_line("tools/export run out")
+    assert "['gate']. It was made by another model.py" in error_line("sample --model run")
+    monkeypatch.setattr(RecurrentLM, "run_core", gated)
+    assert "has changed (other logits)" in error_line(f"tools/export {llama} out")
 
 
 def test_two_threads_of_a_server(looped):

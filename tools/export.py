@@ -9,14 +9,20 @@ layout, with a model card and the code that lets transformers load it (modeling_
 Tensors may be split, but are never rounded. Other software runs an export at one r unless it is
 told otherwise: --mean_recurrence, by default the mean of r in training.
 """
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from string import Template
 
 from common import Parser, UserError, cli, positive, say, write_json
+
+import torch
+
 from data import PATTERNS, Tokenizer, copy_tokenizer, read_optional, tokenizer_file
-from model import save_tensors
-from surgery import creating, new_folder, open_source, rotary_order, tensor_names, verify
+from model import Config, RecurrentLM, save_tensors
+from surgery import (RAVEN_KEYS, creating, new_folder, open_source, rotary_order, tensor_names,
+                     verify)
 
 HERE = Path(__file__).parent
 
@@ -107,6 +113,35 @@ def to_raven(c):
 
 # ------------------------------------------------------------------------------------------- files
 
+# What other software's code and modeling_loopgraft.py know: the names of weights, and the logits of
+# a small model (see check_known).
+KNOWN = re.compile(
+    r"(embed|adapter|norm_f|head)\.weight|(prelude|core|coda)\.\d+\.(norm_[1-4]\.weight|"
+    r"mlp\.(fc|proj)\.weight|attn\.(qk_bias|qkv\.(weight|bias)|(proj|[qk]_norm)\.weight))")
+LOGITS = 4.0898, 1.3905, -1.3089, -4.0082
+
+
+@torch.no_grad()
+def check_known(model):
+    """
+    Raise UserError if model.py is a fork's, with weights, fields of Config or a forward pass that
+    other software would ignore.
+    """
+    new = [name for name in model.state_dict() if not KNOWN.fullmatch(name)]
+    new += [item.name for item in fields(Config) if item.name not in RAVEN_KEYS]
+    small = RecurrentLM(Config(vocab_size=4, n_embd=8, n_head=2, n_kv_head=1, n_ffn=16,
+                               n_prelude=1, n_core=1, n_coda=1))
+    for p in small.parameters():
+        p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+    logits, _ = small(torch.arange(4)[None], steps=3, state=small.initial_state(1, 4, seed=0))
+    if not new and not logits[0, -1].allclose(torch.tensor(LOGITS), atol=1e-3):
+        new = ["other logits"]
+    if new:
+        raise UserError(f"model.py has changed ({', '.join(new[:3])}), so other software would "
+                        "compute something else. Make the same change in modeling_loopgraft.py, "
+                        "then adapt check_known() in tools/export.py")
+
+
 # How to ask a model that train.py has trained, in its card.
 TRAINED = """
 It was trained without a chat template: a question, then a newline and its answer. So a prompt is
@@ -124,6 +159,7 @@ def export(model, folder):
     otherwise in the released models' layout, with our code for transformers and a model card.
     folder: the Path of an empty folder. config.json is written last.
     """
+    check_known(model)
     c = model.config
     config = to_raven(c) if c.n_core else to_hf(c)
     write_text_files(model, folder, config["model_type"])
