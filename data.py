@@ -16,11 +16,11 @@ loss. It consists of rows of T tokens that hold whole documents and some padding
 loses its question. `meta.json` lists the shards. It is written last, so a folder that has one is
 complete. Its "row_length" is that T, or null if any T is allowed.
 
-This file has three parts that hardly depend on each other: the loader; tokenizers, the longest,
-because token ids have to be those of transformers; and `prepare`, with its command line.
+This file has four parts that hardly depend on each other: the loader; documents, made of what files
+hold; `prepare`, which packs them, with its command line; and tokenizers, the longest, because token
+ids have to be those of transformers.
 """
 import bisect
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -29,6 +29,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -36,8 +37,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import (Parser, UserError, between, check_settings, cli, digest, lock_folder, paths,
-                    positive, read_json, reading, say, write_atomically, write_json)
+from common import (Parser, UserError, between, check_settings, cli, digest, paths, positive,
+                    read_json, reading, say, write_atomically, write_json)
 
 import numpy as np
 import torch
@@ -117,8 +118,9 @@ class Shards:
         for name, count, *_ in self.meta["shards"][split]:
             with reading(f"{folder}/{name}") as path:
                 tokens = np.load(path, mmap_mode="r")
-                if tokens.shape[-1] != count:
-                    raise ValueError(f"meta.json lists {count:,} tokens")
+            if tokens.shape[-1] != count:
+                raise UserError(f"{path}: has {tokens.shape[-1]:,} tokens, but meta.json lists "
+                                f"{count:,}")
             ids, targets = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append((ids, targets))
             self.starts.append(self.num_rows)
@@ -166,424 +168,116 @@ def read_mixture(data):
     return mixture
 
 
-# --------------------------------------------------------------------------------------- tokenizers
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-                   "generation_config.json")
-
-# Usual names of the end-of-text token, tried in this order if no file names one.
-EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
-
-
-def read_tokenizer_files(folder):
-    """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
-    paths = [Path(folder, name) for name in TOKENIZER_FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
-def copy_tokenizer(source, target):
-    """Copy a folder's TOKENIZER_FILES to another, in place of those there."""
-    files = read_tokenizer_files(source)
-    for name in TOKENIZER_FILES:
-        Path(target, name).unlink(missing_ok=True)
-    for name, content in files.items():
-        Path(target, name).write_bytes(content)
-
-
-@dataclass
-class Tokenizer:
-    """Turns text into ids, and ids into text."""
-    folder: str            # that it was loaded from
-    encode_text: Callable  # text -> ids; the name of a control token is ordinary text
-    decode_ids: Callable   # list of ids below vocab_size -> text
-    vocab_size: int        # the highest id + 1; there may be gaps
-    special: dict          # {name: id} of control tokens
-    bos_id: int | None     # put before a text; None if nothing is
-    eos_id: int | None     # ends a document; None if the tokenizer has no such token
-    unknown: int | None    # stands for any word that the vocabulary lacks
-    fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
-    noted: bool = False    # that a text has the name of a control token
-
-    @staticmethod
-    def load(folder):
-        """Load a folder's Tokenizer. Raises UserError if two files there contradict each other."""
-        path = tokenizer_file(folder)
-        if not path:
-            raise UserError(f"{folder}: has no tokenizer.json or tokenizer.model")
-        config = read_optional(folder, "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # as in transformers
-            config |= read_optional(folder, "special_tokens_map.json")
-        fingerprint = digest(path)
-        with reading(path):
-            if path.suffix == ".json":
-                spec = read_json(path)
-                tokens = all_tokens(spec)
-                added = spec["added_tokens"]
-                special = {token["content"]: token["id"] for token in added if token["special"]}
-                in_text = {token["content"]: token for token in added if not token["special"]}
-                encode, decode = read_tokenizer_json(path, spec, in_text)
-                bos_id = template_bos(path, spec)
-                unknown = tokens.get(spec["model"].get("unk_token"))
-            else:
-                model, tokens = read_sentencepiece(path, config.get("add_prefix_space"))
-                encode, decode = model.encode, model.decode
-                special = {name: i for name, i in tokens.items() if model.is_control(i)}
-                in_text = {}
-                unknown = model.unk_id()
-                if config.get("add_prefix_space") is False:
-                    fingerprint += ", no blank before a text"
-                # As in transformers' LlamaTokenizer, since the file itself does not say.
-                bos = config.get("bos_token", "<s>" if "<s>" in special else None)
-                bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
-            check_other_files(path, config, tokens, in_text, encode)
-            eos = next((name for name in EOS_NAMES if name in special), None)
-            eos_id = token_id(path, special, config.get("eos_token") or eos)
-        fingerprint += f", BOS {bos_id}, EOS {eos_id}"
-        vocab_size = max(tokens.values()) + 1
-        return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, unknown,
-                         fingerprint)
-
-    def encode(self, text, bos=False):
-        """
-        Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
-        text is four characters, not EOS, unless the tokenizer has only whole words. Raises
-        UserError if the text is not Unicode.
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise UserError(f"a text has a lone surrogate, which cannot be encoded in UTF-8 ({e})")
-        ids = self.encode_text(text)
-        found = not self.noted and self.control.search(text)
-        if found and self.special[found[0]] not in ids:
-            self.noted = True  # once: chat templates put them into every text, a page by accident
-            say(f"note: {found[0]} in a text is read as plain text, not as the control token of "
-                f"{self.folder}", sys.stderr)
-        if self.unknown is not None and self.unknown in ids:
-            word = next((w for w in text.split() if self.unknown in self.encode_text(w)), text)
-            say(f"warning: {self.folder}: its tokenizer lacks {word!r:.100}. The model cannot tell "
-                "one unknown word from another", sys.stderr)
-            self.unknown = None  # once is enough
-        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
-
-    @functools.cached_property
-    def control(self):
-        """The pattern of the names of control tokens."""
-        return re.compile("|".join(map(re.escape, self.special)) or "(?!)")
-
-    def decode(self, ids):
-        """Turn ids into text. Skips ids beyond the vocabulary, with which a model may be padded."""
-        return self.decode_ids([i for i in ids if i < self.vocab_size])
-
-
-def load_tokenizer(folder, config):
-    """Load the Tokenizer of a model's folder, and add its EOS to config.eos_token_id."""
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model only "
-                        f"{config.vocab_size}. Use the model's own, or remove added tokens such as "
-                        f"{tokenizer.decode([tokenizer.vocab_size - 1])} from its files")
-    if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
-        ends = [*sorted(config.ends), tokenizer.eos_id]
-        config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
-    return tokenizer
-
-
-def check_same_tokenizer(tokenizer, folder):
-    """Raise UserError if a data set was made with another tokenizer than the model's."""
-    theirs = read_json(f"{folder}/meta.json").get("tokenizer")  # None in an older version's
-    if theirs != tokenizer.fingerprint:
-        raise UserError(f"{folder}: its tokenizer ({theirs}) differs from the model's "
-                        f"({tokenizer.fingerprint}). Prepare it again with "
-                        f"--tokenizer={tokenizer.folder}")
-
-
-def tokenizer_file(folder):
-    """A folder's tokenizer.json, which decides, as in transformers 5, or its tokenizer.model."""
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"):
-        path = Path(folder, name)
-        if path.exists():
-            if name in TOKENIZER_FILES:
-                return path
-            raise UserError(f"{path}: not a supported tokenizer. Make a tokenizer.json of it "
-                            "with transformers' AutoTokenizer and save_pretrained()")
-
-
-def read_optional(folder, name):
-    """Read the dict in a folder's JSON file; {} if there is no such file."""
-    with reading(Path(folder, name)) as path:
-        return dict(read_json(path)) if path.exists() else {}
-
-
-def token_id(path, tokens, token):
-    """The id of a token that a file beside `path` names, as text or a dict; None gives None."""
-    name = token["content"] if isinstance(token, dict) else token
-    if name and name not in tokens:
-        raise UserError(f"{path}: lacks the token {name}, or defines it differently from "
-                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there, or merge the files "
-                        "with transformers' AutoTokenizer and save_pretrained()")
-    return tokens.get(name)
-
-
-def check_other_files(path, config, tokens, in_text, encode):
-    """Raise UserError if another file disagrees with `path` about a token or a leading space."""
-    extra = config.get("extra_special_tokens") or []
-    if isinstance(extra, dict):  # transformers 5 writes a list
-        extra = extra.values()
-    for token in [*read_optional(path.parent, "added_tokens.json"),
-                  *config.get("added_tokens_decoder", {}).values(),
-                  *(config.get("additional_special_tokens") or []),
-                  *extra]:
-        if isinstance(token, dict) and token.get("special") is False:
-            if not token.items() <= in_text.get(token["content"], {}).items():
-                tokens = {}  # so it is refused as one that `path` lacks
-        token_id(path, tokens, token)
-    says = config.get("add_prefix_space")
-    if says is None and re.match("GPT|Qwen", config.get("tokenizer_class") or ""):
-        says = False  # by default
-    blank = not {*encode("a")}.isdisjoint(map(tokens.get, "▁ ▁a Ġ Ġa".split()))
-    if says not in (None, blank):
-        raise UserError(f"{path}: puts {'a' if blank else 'no'} space before a text, but "
-                        "add_prefix_space or tokenizer_class in tokenizer_config.json says "
-                        "otherwise. Correct one of them")
-
-
-def read_sentencepiece(path, add_prefix_space=None):
-    """Read a SentencePiece model. Returns it and {name: id}. None: as the file itself says."""
-    import sentencepiece
-    with reading(path):
-        proto = path.read_bytes()
-        if re.match(rb"\S+ \d+\n", proto[:100]):
-            raise UserError(f"{path}: Meta's own format of Llama 3's tokenizer, not SentencePiece. "
-                            "Use the tokenizer.json of a Hugging Face repository instead")
-        if add_prefix_space is not None:  # a second normalizer_spec.add_dummy_prefix, which counts
-            proto += b"\x1a\x02\x18" + bytes([add_prefix_space])
-        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    return model, {model.id_to_piece(i): i for i in range(model.vocab_size())}
-
-
-def all_tokens(spec):
-    """{name: id} of a tokenizer.json. Raises ValueError if the library renumbers them."""
-    vocab = spec["model"]["vocab"]
-    if isinstance(vocab, list):  # Unigram: pairs (name, score)
-        vocab = {name: i for i, (name, _) in enumerate(vocab)}
-    tokens = vocab.copy()
-    for token in spec["added_tokens"]:
-        name, i = token["content"], token["id"]
-        if tokens.setdefault(name, len(tokens)) != i:
-            raise ValueError(f"{name} has the id {i}, but in transformers {tokens[name]}")
-    return tokens
-
-
-def template_bos(path, spec):
-    """The id that a tokenizer.json puts before a text, or None; one after it is left out."""
-    processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
-    before = []
-    for step in processor.get("processors", [processor]):
-        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
-            raise UserError(f"{path}: a post-processor {step['type']} is not supported")
-        for piece in step.get("single", []):
-            if "Sequence" in piece:  # the text
-                break
-            before += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-    if len(before) > 1:
-        raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
-    return before[0] if before else None
-
-
-def read_tokenizer_json(path, spec, in_text):
-    """
-    Return encode_text and decode_ids of a tokenizer.json: from one of our readers, which give the
-    same ids, if it knows this kind, else from the tokenizers library, which is slower and optional.
-    """
-    for reader in whole_words, byte_level, sentencepiece_beside:
-        if found := reader(path, spec, in_text):
-            return found
-    import tokenizers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
-    coder = tokenizers.Tokenizer.from_file(str(path))
-    coder.no_truncation()
-    coder.no_padding()
-    coder.encode_special_tokens = True  # as ordinary text
-    # Unlike encode(), encode_batch_fast() releases the GIL, so that threads encode in parallel.
-    return (lambda text: coder.encode_batch_fast([text], add_special_tokens=False)[0].ids,
-            functools.partial(coder.decode, skip_special_tokens=False))
-
-
-def whole_words(path, spec, in_text):
-    """Read a vocabulary of whole words between blanks, such as that of assets/tiny."""
-    match spec:
-        case {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab},
-              "pre_tokenizer": {"type": "WhitespaceSplit"},
-              } if not (in_text or spec.get("normalizer") or spec.get("decoder")):
-            words = {i: word for word, i in all_tokens(spec).items()}
-            split = re.compile(r"[\S\x1c-\x1f]+").findall  # only Python counts these as whitespace
-            return (lambda text: [vocab.get(word, vocab["<unk>"]) for word in split(text)],
-                    lambda ids: " ".join(words[i] for i in ids if i in words))
-
-
-def sentencepiece_beside(path, spec, in_text):
-    """Read Llama 2's BPE, with SentencePiece, if tokenizer.model beside it has the same tokens."""
-    match spec:
-        case {"model": {"byte_fallback": True},
-              "normalizer": {"normalizers": [
-                  {"prepend": "▁"},
-                  {"pattern": {"String": " "}, "content": "▁"}]},
-              "pre_tokenizer": None,
-              } if not in_text and (beside := path.with_name("tokenizer.model")).exists():
-            model, tokens = read_sentencepiece(beside)
-            scores = [model.get_score(tokens.get(token, 0)) for token in merged_tokens(spec)]
-            if (tokens == all_tokens(spec)
-                    and not any(t["id"] in model.encode(t["content"]) for t in spec["added_tokens"])
-                    and scores == sorted(scores, reverse=True)
-                    and model.normalize(" ﬁ  x ") == "▁▁ﬁ▁▁x▁"):
-                return model.encode, model.decode
-
-
-def merged_tokens(spec):
-    """The tokens that BPE's merges make, in their order. A merge is "a b" or [a, b]."""
-    return ["".join(pair).replace(" ", "") for pair in spec["model"]["merges"]]
-
-
-# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
-# (from 0) as character 256 + n.
-UNPRINTABLE = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
-BYTES = {chr(256 + UNPRINTABLE.index(b) if b in UNPRINTABLE else b): b for b in range(256)}
-
-# How Llama 3 and OLMo 2 split a text into words, and Qwen, which splits off every digit.
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-PATTERNS = WORDS, WORDS.replace("{1,3}", "")
-
-# What tiktoken gets at a time, because it fails on a million spaces in a row. If possible, a piece
-# ends between a letter or digit and whitespace, where words end anyway.
-PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
-
-
-def byte_level(path, spec, in_text):
-    """Byte-level BPE with the words of Llama 3, OLMo 2 or Qwen, with tiktoken."""
-    match spec:
-        case {"model": {"merges": _, "vocab": vocab},
-              "normalizer": None | {"type": "NFC"},
-              "pre_tokenizer": {"pretokenizers": [
-                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
-                  | {"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
-                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
-              } if words in PATTERNS:
-            pass
-        case _:
-            return None
-    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    tokens = sorted(vocab.keys() - added.keys(), key=vocab.get)
-    # tiktoken needs a token for each byte, then merges, in the order of their ids.
-    merged = dict.fromkeys(merged_tokens(spec))
-    if set(tokens[:256]) != BYTES.keys() or tokens[256:] != list(merged):
-        return None
-    # Added tokens that are recognized in a text must need no preprocessing.
-    if any(flag is True for token in in_text.values() for flag in token.values()):
-        return None
-    import tiktoken
-    ranks = {bytes(map(BYTES.get, token)): vocab[token] for token in tokens}
-    coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
-    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
-    names = re.compile("|".join(longest_first))
-
-    def encode_ordinary(text):
-        text = unicodedata.normalize("NFC", text) if spec["normalizer"] else text
-        return [*itertools.chain.from_iterable(map(coder.encode_ordinary, PIECE.findall(text)))]
-
-    def encode(text):
-        ids = []
-        start = 0
-        for match in names.finditer(text) if in_text else ():
-            if match[0] in in_text:  # not the name of a control token, which is ordinary text
-                ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
-                start = match.end()
-        return ids + encode_ordinary(text[start:])
-
-    known = {*vocab.values(), *added.values()}
-    return encode, lambda ids: coder.decode([i for i in ids if i in known])
-
-
-# ------------------------------------------------------------------------------------------ prepare
+# ---------------------------------------------------------------------------------------- documents
 # A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
 # one document.
 
-MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
-BUFFER = 4096  # documents that fill_rows() distributes at once
-
-# What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
-# at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
-ROLE = "(?:user|human|assistant|system)"
-TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
-ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
+ABSENT = None, "", [], {}  # what parquet files hold where there is nothing
+BESIDE = "labels", "attention_mask", "system", "tools"  # columns that would change ids or chats
 
 
 def read_records(path, args):
-    """
-    Yield the records of a file: dicts, or lines of JSON as bytes, which tokenize() parses in its
-    thread. args: the flags of prepare, which name the columns of a .parquet file that are read.
-    """
+    """Yield the records of a file: dicts, or lines as bytes. args: the flags of prepare."""
+    with reading(path), open(path, "rb") as file:
+        if file.read(20) == b"version https://git-":  # text, but not the user's
+            raise ValueError
     suffix = Path(path).suffix
-    with reading(path):
-        with open(path, "rb") as file:
-            if file.read(20) == b"version https://git-":  # text, but not the user's
-                raise ValueError
-        if suffix in (".txt", ".md", ".rst"):
+    if suffix in (".txt", ".md", ".rst"):
+        with reading(path):
             text = Path(path).read_text("utf-8-sig")
-            if "\0" in text:
-                raise UserError(f"{path}: not UTF-8 text. Convert it, for example with iconv")
-            yield {"text": text}
-        elif suffix == ".jsonl":
-            with open(path, "rb") as file:
-                yield from filter(bytes.strip, file)
-        elif suffix == ".parquet":
-            from pyarrow import parquet
-            columns = [args.field, args.prompt or args.field]
-            columns += [rule.partition("=")[0] for rule in args.drop]
-            for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
-                yield from batch.to_pylist()
-        else:
-            raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
+        if "\0" in text:
+            raise UserError(f"{path}: not UTF-8 text. Convert it, for example with iconv")
+        yield {"text": text}
+    elif suffix == ".jsonl":
+        with reading(path), open(path, "rb") as file:
+            yield from filter(bytes.strip, file)
+    elif suffix == ".parquet":
+        dropped_by = [rule.partition("=")[0] for rule in args.drop]
+        columns = [args.field, args.prompt or args.field, *dropped_by, *BESIDE]
+        for batch in read_batches(path, columns):
+            yield from (shortest(row, batch.schema) for row in batch.to_pylist())
+    else:
+        raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
+
+
+def read_batches(path, columns):
+    """Yield those of these columns that a .parquet file has, some rows at a time."""
+    from pyarrow import parquet
+    with reading(path):
+        yield from parquet.ParquetFile(path).iter_batches(256, columns=columns)
+
+
+def shortest(value, kind):
+    """A row, or a value of an Arrow type, whose float32 is 0.7 instead of 0.699999988079071."""
+    if isinstance(value, dict):
+        return {field.name: shortest(value[field.name], field.type) for field in kind}
+    if value is not None and str(kind) in ("float", "halffloat"):
+        return float(str(kind.to_pandas_dtype()(value)))
+    return value
 
 
 def column_value(record, column):
-    """The value of a column. "a.b" is column b of the dict in column a, or None if a is null."""
-    for name in column.split("."):
-        record = None if record is None else record[name]
-    return record
+    """The value of a column. "a.b" is that, or column b of the dict in a; None if a is null."""
+    if record is None or column in record:
+        return record and record[column]
+    first, _, rest = column.partition(".")
+    return column_value(record[first], rest) if rest else record[first]
 
 
-UNREAD = "tool_calls", "function_call", "reasoning_content", "thinking"  # beside a message's text
+SPEAKERS = "system", "developer", "user", "tool", "assistant"
+# What excludes a message from the loss: OpenAI's key, ms-swift's, axolotl's and torchtune's.
+EXCLUDES = {"weight": 0, "loss": 0, "train": 0, "masked": 1}
+SHAREGPT = """\
+ShareGPT's from and value are not read. Convert each row: roles = {'system': 'system', \
+'human': 'user', 'gpt': 'assistant', 'function_call': 'assistant', 'observation': 'tool'}; \
+row['messages'] = [{'role': roles[m['from']], 'content': m['value']} \
+for m in row['conversations']]"""
 
 
 def read_message(message):
-    """Return (role, text) of a message, also in ShareGPT's form. One with more is refused."""
-    role, text = ("from", "value") if "from" in message and message["from"] else ("role", "content")
-    text = message[text]  # a TypeError if the message is only a text
-    if more := next(filter(message.get, UNREAD), None):
-        raise ValueError(f"a message has {more}, which is not read. Put it into the text")
-    return message.get(role), "" if text is None else text
+    """Return (role, text, has_loss) of a chat's message. Refuses what would be lost, by name."""
+    if not isinstance(message, dict):
+        raise TypeError(f"{message!r:.40} is not a message with a role and a content")
+    if message.get("from"):
+        raise ValueError(SHAREGPT)
+    role, content = str(message["role"]).lower(), message["content"]
+    if role not in SPEAKERS:
+        raise ValueError(f"a message has the role {role}, which is none of {', '.join(SPEAKERS)}")
+    has_loss = role == "assistant"
+    for key, value in message.items():
+        if key in EXCLUDES and value in (0, 1):  # or false, true
+            has_loss &= value != EXCLUDES[key]
+        elif key not in ("role", "content", "name", "id") and value not in ABSENT:
+            raise ValueError(f"a message has {key}, which is not read: {value!r:.40}. Put it into "
+                             "the text, or remove it")
+    if isinstance(content, list):
+        content = "".join(map(read_part, content))
+    return role, "" if content is None else as_text(content), has_loss
 
 
-def parse_chat(value):
-    """Return the messages of a chat that is stored as a string of JSON, or any other value."""
-    no_chat = json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError, RecursionError
-    with contextlib.suppress(*no_chat):  # but not the ValueError of read_message()
-        chat = json.loads(value)
-        if chat and all(role for role, _ in map(read_message, chat)):
-            return chat
-    return value
+def read_part(part):
+    """Return the text of a part of a message's content; another part, such as an image, is bad."""
+    match part:
+        case {"type": "text", "text": text, **more} if all(x in ABSENT for x in more.values()):
+            return as_text(text)
+    raise ValueError(f"a message's content has a part that is more than a text: {part!r:.80}")
+
+
+def read_chat(value):
+    """Return the read_message() of each message of a chat, which may be a string of JSON."""
+    messages = value if isinstance(value, list) else json.loads(value)
+    if not isinstance(messages, list):
+        raise TypeError("a chat has to be a list of messages")
+    return [*map(read_message, messages)]
 
 
 def as_text(value):
     """
     Return a text, or that of a number, true, false, bytes in UTF-8 or a chat's messages, joined by
-    newlines. Raises an exception for anything else, such as null, NaN or a lone surrogate.
+    newlines. Raises ValueError, KeyError or TypeError for null, NaN and the like.
     """
     if isinstance(value, list):
-        return "\n".join(as_text(text) for _, text in map(read_message, value))
+        return "\n".join(text for _, text, _ in read_chat(value))
     if isinstance(value, bytes):  # from parquet files that do not say that a column is text
         return value.decode()
     if isinstance(value, (bool, int, float)):
@@ -592,75 +286,106 @@ def as_text(value):
     return value
 
 
-def document(tokenizer, record, args):
-    """
-    Turn a record into an array of token ids (1, N) int32; or (2, N), with targets, which are
-    already shifted, with -100 for no loss, if only a part carries loss. args: the flags of prepare.
+# What --strip_roles removes: `User:`, `### User:`, <|user|>, <|im_start|>user or <extra_id_1>User
+# at the start of a line, with the newline if nothing else is on that line, and any <|im_end|>.
+ROLE = "(?:user|human|assistant|system)"
+TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
+ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
-    The document begins with BOS, a newline separates its parts, and EOS follows each answer, also
-    one that its file excludes from the loss; a column of ids is used unchanged. Each part is
-    tokenized separately, so that a prompt has the same ids here as at inference. Raises an
-    exception, whatever its type, for a bad record.
+
+NOTED = set()
+
+
+def note(text):
+    """Say something about the input, once."""
+    if text not in NOTED:
+        NOTED.add(text)
+        say(f"note: {text}", sys.stderr)
+
+
+def read_parts(record, args, vocab_size):
     """
-    value = parse_chat(column_value(record, args.field))
-    parts = [(column_value(record, args.prompt), False, False)] if args.prompt else []
-    if args.loss == "all":
-        parts.append((value, True, True))
+    Return the parts of a record's document, [(text or ids, is_answer, has_loss), ...], none of them
+    empty; [] if --drop names it. Raises ValueError, KeyError or TypeError if the record is bad.
+    """
+    if isinstance(record, bytes):
+        record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
+    for rule in args.drop:
+        column, _, text = rule.partition("=")
+        value = column_value(record, column)
+        value = value.decode() if isinstance(value, bytes) else value
+        if value is not None and text.lower() in str(value).lower():
+            return []
+    value = column_value(record, args.field)
+    parts = []
+    if args.prompt:
+        parts.append((as_text(column_value(record, args.prompt)), False, False))
+    if args.loss == "assistant":
+        parts += [(text, role == "assistant", loss) for role, text, loss in read_chat(value)]
+    elif isinstance(value, list) and all(type(item) is int for item in value) and not args.prompt:
+        if value and not 0 <= min(value) <= max(value) < vocab_size:
+            raise ValueError("ids that the tokenizer does not have")
+        parts.append((value, False, True))
     else:
-        for message in value:
-            role, text = read_message(message)
-            is_answer = role.lower() in ("assistant", "gpt")
-            excluded = 0 in (message.get("weight"), message.get("loss"))  # OpenAI's, ms-swift's key
-            parts.append((text, is_answer, is_answer and not excluded))
+        parts.append((as_text(value), True, True))
+        if parts[0][0].startswith('[{"'):
+            note(f"{args.field} looks like a chat in JSON, which only --loss assistant reads")
+    for name in BESIDE if args.loss == "assistant" or isinstance(value, list) else ():
+        if record.get(name) not in ABSENT and name not in (args.field, args.prompt):
+            note(f"records have {name} beside {args.field}, which is not read")
+    for i, (part, is_answer, has_loss) in enumerate(parts):
+        if isinstance(part, str):
+            part = ROLES.sub("", part) if args.strip_roles else part
+            parts[i] = part.strip() if is_answer else part, is_answer, has_loss
+    parts = [part for part in parts if part[0]]
+    if parts and not any(has_loss for _, _, has_loss in parts):
+        raise ValueError("no token carries loss")
+    return parts
+
+
+def document(tokenizer, parts, args):
+    """
+    Turn the parts of a record into an array of token ids (1, N) int32; or (2, N), with targets,
+    which are already shifted, with -100 for no loss, if only a part carries loss.
+
+    It begins with BOS, a newline separates its parts, and EOS follows each answer, also one that is
+    excluded from the loss; ids are used unchanged. Each part is tokenized separately, so that a
+    prompt has the same ids here as at inference.
+    """
     ids, labels = [], []
     for part, is_answer, has_loss in parts:
-        is_ids = isinstance(part, list) and all(type(item) is int for item in part)  # no bools
-        if not is_ids:
-            text = as_text(part)
-            if args.strip_roles:
-                text = ROLES.sub("", text)
-            if is_answer:
-                text = text.strip()
-            if not text:
-                continue
-            part = tokenizer.encode("\n" + text if ids else text, bos=not ids)
+        if isinstance(part, str):
+            part = tokenizer.encode("\n" + part if ids else part, bos=not ids)
             part += [tokenizer.eos_id] * is_answer
         ids += part
         labels += part if has_loss else [IGNORE] * len(part)
-    if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
-        raise ValueError("ids that the tokenizer does not have")
     if not args.prompt and args.loss == "all":
         return np.array([ids], np.int32)
-    targets = [*labels, IGNORE][1:]  # the target is the next token
-    if ids and max(targets) < 0:
-        raise ValueError("no token carries loss")
-    return np.array([ids, targets], np.int32)
+    return np.array([ids, [*labels, IGNORE][1:]], np.int32)  # the target is the next token
 
 
 def tokenize(tokenizer, record, path, args):
     """Return ("kept", the document() of a record), ("dropped", None), or ("bad", path and why)."""
     try:
-        if isinstance(record, bytes):
-            record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
-        for rule in args.drop:
-            column, _, text = rule.partition("=")
-            value = column_value(record, column)
-            value = value.decode() if isinstance(value, bytes) else value
-            if value is not None and text.lower() in str(value).lower():
-                return "dropped", None
-        tokens = document(tokenizer, record, args)
-        return ("kept", tokens) if tokens.size else ("dropped", None)
-    except Exception as e:  # not JSON, or a column is missing or has the wrong type
-        return "bad", f"{path}: {record!r:.80} ({e!r:.300})"
+        # This statement reads the record. Errors of any other, and other errors, are bugs.
+        parts = read_parts(record, args, tokenizer.vocab_size)
+    except (ValueError, KeyError, TypeError) as e:
+        return "bad", f"{path}: {record!r:.80} ({e!r:.400})"
+    return ("kept", document(tokenizer, parts, args)) if parts else ("dropped", None)
 
 
-def tokenize_all(args, tokenizer, first=0):
+# ------------------------------------------------------------------------------------------ prepare
+
+MAX_BAD = 0.01  # a larger fraction of bad records means that something else is wrong
+BUFFER = 4096  # documents that fill_rows() distributes at once
+
+
+def tokenize_all(args, tokenizer):
     """
-    Yield the outcomes of tokenize() for the records from number `first` on, in groups of up to
-    1,000. Threads are enough, because the tokenizer libraries release the GIL.
+    Yield the outcomes of tokenize() for all records, in groups of up to 1,000. Threads are enough,
+    because the tokenizer libraries release the GIL.
     """
     records = ((record, path) for path in args.input for record in read_records(path, args))
-    records = itertools.islice(records, first, None)
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(records, 1000)):
             yield pool.map(lambda item: tokenize(tokenizer, *item, args), group)
@@ -680,10 +405,10 @@ def choose_row_length(args, tokenizer):
 
 
 def pack(args, tokenizer, meta):
-    """Tokenize the records that are not in a shard yet, and write each shard when it is full."""
+    """Tokenize all records, write each shard when it is full, and complete what meta.json says."""
     counts = meta["counts"]
     documents, size = [], 0  # those of the next shard, and their tokens
-    for group in tokenize_all(args, tokenizer, sum(counts.values())):
+    for group in tokenize_all(args, tokenizer):
         for outcome, result in group:
             if outcome == "kept" and result.shape[1] > (meta["row_length"] or math.inf):
                 start = tokenizer.decode(result[0, :20].tolist())
@@ -715,8 +440,8 @@ def hold_out(documents, share, T):
     """
     Split a shard's documents into those for training and those for validation: the fraction
     `share`, but at least 32, or a tenth if that is fewer, or one; at least one stays for training.
-    They are evenly spaced, since files are often sorted. Of fewer than 10, such as a single book,
-    it is the last tokens instead, unless rows of T tokens hold whole documents.
+    They are drawn, since files may be sorted, or their rows come in a cycle. Of fewer than 10, such
+    as a single book, it is the last tokens instead, unless rows of T tokens hold whole documents.
     """
     count = len(documents)
     if count < 10 and not T:
@@ -726,11 +451,8 @@ def hold_out(documents, share, T):
         return [tokens[:, :rest]], [tokens[:, rest:]]
     number = max(math.ceil(share * count), min(32, count // 10))
     number = min(number, count - 1)
-    held_out = {(2 * i + 1) * count // (2 * number) for i in range(number)}
-    splits = [], []
-    for i, tokens in enumerate(documents):
-        splits[i in held_out].append(tokens)
-    return splits
+    drawn = np.random.default_rng(0).permutation(count)
+    return [[documents[i] for i in sorted(part)] for part in (drawn[number:], drawn[:number])]
 
 
 def fill_rows(documents, T, eos_id):
@@ -780,35 +502,24 @@ def write_train_and_val(out, meta, documents, share):
             name = f"{split}_{number:06d}.npy"
             meta["shards"][split].append(write_shard(out, name, tokens))
             say(f"{out}: {name}, {tokens.shape[-1]:,} tokens")
-    write_json(f"{out}/progress.json", meta)
 
 
-def new_meta(args, tokenizer):
-    """What meta.json says of a data set that has no shard yet."""
-    return {
-        "arguments": vars(args) | {
-            "input": [[os.path.basename(path), digest(path)] for path in args.input],
-            "tokenizer": tokenizer.fingerprint,
-            "out": None,  # may change on resume
-        },
-        "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
-        "left_out": None,                # one that was bad or too long
-        "tokens": 0,                     # in all documents
-        "shards": {"train": [], "val": []},
-        "row_length": None,              # any T is allowed
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-    }
+def begin_folder(folder):
+    """
+    Create the folder of a data set, or remove the shards that a killed process left in it. Raises
+    UserError if it holds anything but these and a tokenizer.
+    """
+    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
+    left = sorted(path for path in Path(folder).iterdir() if path.name not in TOKENIZER_FILES)
+    for path in left:
+        if not re.match(r"meta\.json|(train|val)_\d{6}\.npy", path.name):
+            raise UserError(f"{folder}: contains other files ({path.name}). Choose another --out")
+    for path in left:  # meta.json first; what write_atomically() leaves behind is a folder
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def prepare(args):
-    """
-    Turn the records of files into a data set. args: the command's flags.
-
-    If it is killed, the same command resumes: it keeps complete shards, whose records it reads but
-    does not tokenize again, and ends with the same bytes.
-    """
+    """Turn the records of files into a data set. args: the command's flags."""
     in_rows = bool(args.prompt) or args.loss == "assistant"  # only a part carries loss
     if args.row_length and not in_rows:
         raise UserError("--row_length: only for --prompt or --loss assistant. train.py cuts other "
@@ -819,39 +530,44 @@ def prepare(args):
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
                         "Name it as eos_token in tokenizer_config.json")
-    meta = new_meta(args, tokenizer)
-    out = Path(args.out)
-    finished, unfinished = out / "meta.json", out / "progress.json"
-    with lock_folder(out, "*"):
-        state = finished if finished.exists() else unfinished
-        if state.exists():
-            earlier = read_json(state)
-            if earlier["shards"]["train"]:  # otherwise there is nothing to keep
-                check_settings(out, earlier["arguments"], meta["arguments"], "Choose another --out")
-                meta |= earlier
-        elif set(os.listdir(out)) - {".lock"}:
-            raise UserError(f"{out}: contains other files. Choose another --out")
-        if state == finished:
-            say(f"{out} is already complete")
-            return
-        names = {i: name for name, i in tokenizer.special.items()}
-        bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
-        say(f"{tokenizer_file(args.tokenizer)}: each document begins with BOS {bos} and ends with "
-            f"EOS {names[tokenizer.eos_id]}")
-        if in_rows and not meta["shards"]["train"]:
-            meta["row_length"] = args.row_length or choose_row_length(args, tokenizer)
-        write_json(unfinished, meta)
-        copy_tokenizer(args.tokenizer, out)  # now, because a run may delete its checkpoint
-        pack(args, tokenizer, meta)
-        write_json(unfinished, meta)
-        unfinished.rename(finished)
+    meta = {
+        "arguments": vars(args) | {
+            "input": [[os.path.basename(path), digest(path)] for path in args.input],
+            "tokenizer": tokenizer.fingerprint,
+            "out": None,  # it may be moved
+        },
+        "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
+        "left_out": None,                # one that was bad or too long
+        "tokens": 0,                     # in all documents
+        "shards": {"train": [], "val": []},
+        "row_length": None,              # any T is allowed
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+    }
+    finished = f"{args.out}/meta.json"
+    if os.path.exists(finished):
+        earlier = read_json(finished).get("arguments", {})
+        check_settings(args.out, earlier, meta["arguments"], "Choose another --out")
+        say(f"{args.out} is already complete")
+        return
+    begin_folder(args.out)
+    copy_tokenizer(args.tokenizer, args.out)  # now, because a run may delete its checkpoint
+    names = {i: name for name, i in tokenizer.special.items()}
+    bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
+    say(f"{tokenizer_file(args.tokenizer)}: each document begins with BOS {bos} and ends with "
+        f"EOS {names[tokenizer.eos_id]}")
+    if in_rows:
+        meta["row_length"] = args.row_length or choose_row_length(args, tokenizer)
+    pack(args, tokenizer, meta)
+    write_json(finished, meta)
     report = f"Records: {meta['counts']}, with {meta['tokens']:,} tokens"
     if in_rows:
         size = sum(tokens for shards in meta["shards"].values() for _, tokens, _ in shards)
         report += f". Rows of {meta['row_length']:,} tokens are {meta['tokens'] / size:.0%} full"
     if meta["left_out"]:
         report += f". Left out, for example: {meta['left_out']}"
-    say(f"{out}: complete. {report}")
+    say(f"{args.out}: complete. {report}")
 
 
 def drop_rule(rule):
@@ -866,7 +582,9 @@ def main():
                                    "--out FOLDER [flags]")
     flag = parser.add_argument
     flag("command", choices=["prepare"],
-         help="pack files into a data set. If it is killed, the same command resumes")
+         help="pack files into a data set. If it is killed, the same command begins again, which "
+              "costs two hours for the largest recipe, 120 billion tokens. To risk less, prepare "
+              "parts and mix them in training: --data=A:1,B:1")
     flag("--input", type=paths, nargs="+", action="extend", required=True, metavar="FILE",
          help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
     flag("--tokenizer", type=paths, required=True, metavar="FOLDER",
@@ -885,7 +603,7 @@ def main():
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
     flag("--val", type=between(0.001, 0.9, float), default=0.01,
-         help="fraction of each shard's documents, evenly spaced, to use for validation (0.01), "
+         help="fraction of each shard's documents, drawn at random, to use for validation (0.01), "
               "but at least 32, or a tenth if that is fewer; never none, since train.py needs some")
     flag("--row_length", type=positive, metavar="T",
          help="with --prompt or --loss assistant: tokens in a row, which holds whole documents; "
@@ -894,6 +612,318 @@ def main():
          help="approximate number of tokens in a shard (100 million)")
     flag("--out", type=paths, required=True, metavar="FOLDER", help="folder of the new data set")
     prepare(parser.parse_args())
+
+
+# --------------------------------------------------------------------------------------- tokenizers
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+                   "generation_config.json")
+
+# Usual names of the end-of-text token, tried in this order if no file names one.
+EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
+
+
+def read_tokenizer_files(folder):
+    """Read those of TOKENIZER_FILES that exist in a folder. Returns {name: bytes}."""
+    paths = [Path(folder, name) for name in TOKENIZER_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def copy_tokenizer(source, target):
+    """Copy a folder's TOKENIZER_FILES to another, in place of those there."""
+    files = read_tokenizer_files(source)
+    for name in TOKENIZER_FILES:
+        Path(target, name).unlink(missing_ok=True)
+    for name, content in files.items():
+        Path(target, name).write_bytes(content)
+
+
+@dataclass
+class Tokenizer:
+    """Turns text into ids, and ids into text."""
+    folder: str            # that it was loaded from
+    encode_text: Callable  # text -> ids; the name of a control token is ordinary text
+    decode_ids: Callable   # list of ids below vocab_size -> text
+    vocab_size: int        # the highest id + 1; there may be gaps
+    special: dict          # {name: id} of control tokens
+    bos_id: int | None     # put before a text; None if nothing is
+    eos_id: int | None     # ends a document; None if the tokenizer has no such token
+    unknown: int | None    # stands for any word that the vocabulary lacks
+    fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
+    noted: bool = False    # that a text has the name of a control token
+
+    @staticmethod
+    def load(folder):
+        """Load a folder's Tokenizer. Raises UserError if another file names a token it lacks."""
+        path = tokenizer_file(folder)
+        if not path:
+            raise UserError(f"{folder}: has no tokenizer.json or tokenizer.model")
+        config = read_optional(folder, "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # as in transformers
+            config |= read_optional(folder, "special_tokens_map.json")
+        fingerprint = digest(path)
+        if path.suffix == ".json":
+            spec = read_json(path)
+            match spec:
+                case {"model": {"vocab": _}, "added_tokens": [*added]}:
+                    tokens = all_tokens(spec)
+                case _:
+                    raise UserError(f"{path}: has no model.vocab or no added_tokens")
+            special = {token["content"]: token["id"] for token in added if token["special"]}
+            in_text = {token["content"]: token for token in added if not token["special"]}
+            encode, decode = read_tokenizer_json(path, spec, in_text)
+            bos_id = template_bos(path, spec)
+            model = spec["model"]  # of which Unigram names its unknown token by number
+            unknown = model.get("unk_id", tokens.get(model.get("unk_token")))
+        else:
+            model, tokens = read_sentencepiece(path, config.get("add_prefix_space"))
+            encode, decode = model.encode, model.decode
+            special = {name: i for name, i in tokens.items() if model.is_control(i)}
+            unknown = model.unk_id()
+            if config.get("add_prefix_space") is False:
+                fingerprint += ", no blank before a text"
+            # As in transformers' LlamaTokenizer, since the file itself does not say.
+            bos = config.get("bos_token", "<s>" if "<s>" in special else None)
+            bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
+        # Models trained with Alpaca's code have Llama's tokenizer.model, and [PAD] in another file.
+        for token in (*read_optional(folder, "added_tokens.json"),
+                      *config.get("added_tokens_decoder", {}).values()):
+            token_id(path, tokens, token)
+        eos = next((name for name in EOS_NAMES if name in special), None)
+        eos_id = token_id(path, special, config.get("eos_token") or eos)
+        fingerprint += f", BOS {bos_id}, EOS {eos_id}"
+        vocab_size = max(tokens.values()) + 1
+        return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, unknown,
+                         fingerprint)
+
+    def encode(self, text, bos=False):
+        """
+        Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
+        text is four characters, not EOS, unless the tokenizer has only whole words. Raises
+        UserError if the text is not Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UserError(f"a text has a lone surrogate, which cannot be encoded in UTF-8 ({e})")
+        ids = self.encode_text(text)
+        found = not self.noted and self.control.search(text)
+        if found and self.special.get(found[0]) not in ids:
+            self.noted = True  # once: chat templates put them into every text, a page by accident
+            say(f"note: {found[0]} in a text is read as plain text, not as a control token of "
+                f"{self.folder}", sys.stderr)
+        if self.unknown is not None and self.unknown in ids:
+            unknown, self.unknown = self.unknown, None  # once is enough
+            word = next((w for w in text.split() if unknown in self.encode_text(w)), text)
+            say(f"warning: {self.folder}: its tokenizer lacks {word!r:.100}. The model cannot tell "
+                "one unknown word from another", sys.stderr)
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    @functools.cached_property
+    def control(self):
+        """The pattern of the names of control tokens, of which others may end texts in a file."""
+        return re.compile("|".join(map(re.escape, [*self.special, *EOS_NAMES])))
+
+    def decode(self, ids):
+        """Turn ids into text. Skips ids beyond the vocabulary, with which a model may be padded."""
+        return self.decode_ids([i for i in ids if i < self.vocab_size])
+
+
+def load_tokenizer(folder, config):
+    """Load the Tokenizer of a model's folder, and add its EOS to config.eos_token_id."""
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model only "
+                        f"{config.vocab_size}. Use the model's own, or remove added tokens such as "
+                        f"{tokenizer.decode([tokenizer.vocab_size - 1])} from its files")
+    if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
+        ends = [*sorted(config.ends), tokenizer.eos_id]
+        config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
+    return tokenizer
+
+
+def check_same_tokenizer(tokenizer, folder):
+    """Raise UserError if a data set was made with another tokenizer than the model's."""
+    theirs = read_json(f"{folder}/meta.json").get("tokenizer")  # None in an older version's
+    if theirs != tokenizer.fingerprint:
+        raise UserError(f"{folder}: its tokenizer ({theirs}) differs from the model's "
+                        f"({tokenizer.fingerprint}). Prepare it again with "
+                        f"--tokenizer={tokenizer.folder}")
+
+
+def tokenizer_file(folder):
+    """A folder's tokenizer.json, which decides, as in transformers 5, or its tokenizer.model."""
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"):
+        path = Path(folder, name)
+        if path.exists():
+            if name in TOKENIZER_FILES:
+                return path
+            raise UserError(f"{path}: not a supported tokenizer. Make a tokenizer.json of it "
+                            "with transformers' AutoTokenizer and save_pretrained()")
+
+
+def read_optional(folder, name):
+    """Read the dict in a folder's JSON file; {} if there is no such file."""
+    path = Path(folder, name)
+    return read_json(path) if path.exists() else {}
+
+
+def token_id(path, tokens, token):
+    """The id of a token that a file beside `path` names, as text or a dict; None gives None."""
+    name = token.get("content") if isinstance(token, dict) else token
+    if name and name not in tokens:
+        raise UserError(f"{path}: lacks the token {name}, or defines it differently from "
+                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there, or merge the files "
+                        "with transformers' AutoTokenizer and save_pretrained()")
+    return tokens.get(name)
+
+
+def read_sentencepiece(path, add_prefix_space=None):
+    """Read a SentencePiece model. Returns it and {name: id}. None: as the file itself says."""
+    import sentencepiece
+    proto = path.read_bytes()
+    if re.match(rb"\S+ \d+\n", proto[:100]):
+        raise UserError(f"{path}: Meta's own format of Llama 3's tokenizer, not SentencePiece. "
+                        "Use the tokenizer.json of a Hugging Face repository instead")
+    if add_prefix_space is not None:  # a second normalizer_spec.add_dummy_prefix, which counts
+        proto += b"\x1a\x02\x18" + bytes([add_prefix_space])
+    with reading(path):
+        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    return model, {model.id_to_piece(i): i for i in range(model.vocab_size())}
+
+
+def all_tokens(spec):
+    """{name: id} of a tokenizer.json."""
+    vocab = spec["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram: pairs (name, score)
+        vocab = {name: i for i, (name, _) in enumerate(vocab)}
+    return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
+
+
+def template_bos(path, spec):
+    """The id that a tokenizer.json puts before a text, or None; one after it is left out."""
+    processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
+    before = []
+    for step in processor.get("processors", [processor]):
+        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
+            raise UserError(f"{path}: a post-processor {step['type']} is not supported")
+        for piece in step.get("single", []):
+            if "Sequence" in piece:  # the text
+                break
+            before += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    if len(before) > 1:
+        raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
+    return before[0] if before else None
+
+
+def read_tokenizer_json(path, spec, in_text):
+    """
+    Return encode_text and decode_ids of a tokenizer.json: from one of our readers, which give the
+    same ids, if it knows this kind, else from the tokenizers library, which is slower and optional.
+    """
+    for reader in whole_words, byte_level, sentencepiece_beside:
+        if found := reader(path, spec, in_text):
+            return found
+    import tokenizers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare() uses its own threads
+    with reading(path):
+        coder = tokenizers.Tokenizer.from_file(str(path))
+    coder.no_truncation()
+    coder.no_padding()
+    coder.encode_special_tokens = True  # as ordinary text
+    # Unlike encode(), encode_batch_fast() releases the GIL, so that threads encode in parallel.
+    return (lambda text: coder.encode_batch_fast([text], add_special_tokens=False)[0].ids,
+            functools.partial(coder.decode, skip_special_tokens=False))
+
+
+def whole_words(path, spec, in_text):
+    """Read a vocabulary of whole words between blanks, such as that of assets/tiny."""
+    match spec:
+        case {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab},
+              "pre_tokenizer": {"type": "WhitespaceSplit"},
+              } if not (in_text or spec.get("normalizer") or spec.get("decoder")):
+            words = {i: word for word, i in all_tokens(spec).items()}
+            split = re.compile(r"[\S\x1c-\x1f]+").findall  # only Python counts these as whitespace
+            return (lambda text: [vocab.get(word, vocab["<unk>"]) for word in split(text)],
+                    lambda ids: " ".join(words[i] for i in ids if i in words))
+
+
+def sentencepiece_beside(path, spec, in_text):
+    """
+    Read Llama 2's BPE, with SentencePiece, if tokenizer.model beside it has the same tokens: not
+    where a fine-tune such as TinyLlama's added some.
+    """
+    match spec:
+        case {"model": {"byte_fallback": True},
+              "normalizer": {"normalizers": [
+                  {"prepend": "▁"},
+                  {"pattern": {"String": " "}, "content": "▁"}]},
+              "pre_tokenizer": None,
+              } if not in_text and (beside := path.with_name("tokenizer.model")).exists():
+            model, tokens = read_sentencepiece(beside)
+            if tokens == all_tokens(spec):
+                return model.encode, model.decode
+
+
+# Byte-level BPE writes each byte as a character: a printable one as itself, the n-th of the others
+# (from 0) as character 256 + n.
+UNPRINTABLE = [b for b in range(256) if b == 32 or not chr(b).isprintable()]
+BYTES = {chr(256 + UNPRINTABLE.index(b) if b in UNPRINTABLE else b): b for b in range(256)}
+
+# How Llama 3 and OLMo 2 split a text into words, and Qwen, which splits off every digit.
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+PATTERNS = WORDS, WORDS.replace("{1,3}", "")
+
+# What tiktoken gets at a time, because it fails on a million spaces in a row. If possible, a piece
+# ends between a letter or digit and whitespace, where words end anyway.
+PIECE = re.compile(r"(?s).{1,400000}(?:(?<=[^\W_])(?=\s)|\Z)|.{1,400000}")
+
+
+def byte_level(path, spec, in_text):
+    """Byte-level BPE with the words of Llama 3, OLMo 2 or Qwen, with tiktoken."""
+    match spec:
+        case {"model": {"merges": merges, "vocab": vocab},
+              "normalizer": None | {"type": "NFC"},
+              "pre_tokenizer": {"pretokenizers": [
+                  {"pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+                  | {"pattern": {"Regex": words}, "behavior": "Removed", "invert": True},
+                  {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
+              } if words in PATTERNS:
+            pass
+        case _:
+            return None
+    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    tokens = sorted(vocab.keys() - added.keys(), key=vocab.get)
+    # tiktoken needs a token for each byte, then merges, in the order of their ids.
+    merged = {"".join(pair).replace(" ", ""): None for pair in merges}  # each is "a b" or [a, b]
+    if set(tokens[:256]) != BYTES.keys() or tokens[256:] != list(merged):
+        return None
+    # Added tokens that are recognized in a text must need no preprocessing.
+    if any(flag is True for token in in_text.values() for flag in token.values()):
+        return None
+    import tiktoken
+    ranks = {bytes(map(BYTES.get, token)): vocab[token] for token in tokens}
+    coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
+    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
+    names = re.compile("|".join(longest_first))
+
+    def encode_ordinary(text):
+        text = unicodedata.normalize("NFC", text) if spec["normalizer"] else text
+        return [*itertools.chain.from_iterable(map(coder.encode_ordinary, PIECE.findall(text)))]
+
+    def encode(text):
+        ids = []
+        start = 0
+        for match in names.finditer(text) if in_text else ():
+            if match[0] in in_text:  # not the name of a control token, which is ordinary text
+                ids += [*encode_ordinary(text[start:match.start()]), added[match[0]]]
+                start = match.end()
+        return ids + encode_ordinary(text[start:])
+
+    known = {*vocab.values(), *added.values()}
+    return encode, lambda ids: coder.decode([i for i in ids if i in known])
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from common import (Parser, UserError, changed_code, check_settings, choose_dtyp
 import torch
 
 import surgery
-from data import as_text, load_tokenizer, parse_chat, read_message
+from data import load_tokenizer, read_chat
 from eval_gsm8k import read_questions, reference_text
 from model import RecurrentLM, load_config
 from runs.smollm2.cups import read_stories
@@ -93,14 +93,14 @@ def check_questions(train, test):
         flags = ["--field", chat, "--loss", "assistant"]
         for number, line in lines:
             try:
-                messages = [read_message(message) for message in parse_chat(json.loads(line)[chat])]
+                messages = read_chat(json.loads(line)[chat])
             except (ValueError, KeyError, TypeError) as e:
                 raise UserError(f"{train}: line {number} is not a chat ({e!r})")
-            if "system" in [role for role, _ in messages]:
+            if "system" in [role for role, _, _ in messages]:
                 raise UserError(f"{train}: line {number} has a system message, which the test "
                                 "cannot give. Put it into the user's message, and into the "
                                 f"questions of {test}")
-            known += [as_text(text) for _, text in messages]
+            known += [text for _, text, _ in messages]
             answers += known[-1:]
     elif "events" in first:
         stories = read_stories(train)

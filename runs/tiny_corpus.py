@@ -29,16 +29,16 @@ questions may also occur in training. Another --seed makes another corpus and an
 """
 import itertools
 import json
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
-from common import (Parser, check_settings, cli, natural, paths, positive, read_json,
+from common import (Parser, UserError, check_settings, cli, natural, paths, positive, read_json,
                     write_atomically, write_json)
 
 import numpy as np
 
-from data import Tokenizer, write_shard
+from data import Tokenizer, begin_folder, write_shard
 from model import IGNORE
 
 SENTENCES = 12  # in a worked row, and in the longest questions of test.jsonl
@@ -183,7 +183,8 @@ def write_rows(folder, split, ids, rows):
 
 
 def write_set(folder, ids, arguments, train_rows, val_rows):
-    """Write a data set, as `data.py prepare` would: its shards, meta.json and tokenizer."""
+    """Write a data set, as `data.py prepare` would: its tokenizer, shards and meta.json."""
+    begin_folder(folder)
     write_json(folder / "tokenizer.json", make_tokenizer(ids))
     train = write_rows(folder, "train", ids, train_rows)
     val = write_rows(folder, "val", ids, val_rows)
@@ -201,7 +202,7 @@ def write_set(folder, ids, arguments, train_rows, val_rows):
 def write_questions(path, stories, seed):
     """Write stories in random order to a .jsonl file as questions."""
     np.random.default_rng(seed).shuffle(stories)
-    with open(path, "w") as file:
+    with write_atomically(path) as new, open(new, "w") as file:
         for story in stories:
             words = []
             for sentence in story:
@@ -212,13 +213,20 @@ def write_questions(path, stories, seed):
 
 
 def tiny(out, task="cups", seed=0, rows=50_000):
-    """Write the corpus of a task, which depends only on the seed. rows: per training set."""
+    """
+    Write the corpus of a task, which depends only on the seed. rows: per training set. It is
+    complete if its last file exists, and otherwise begun again.
+    """
     arguments = {"task": task, "seed": seed, "rows": rows}
-    if os.path.exists(out):
+    out = Path(out)
+    last = out / "test18.jsonl"
+    if last.exists():
         earlier = read_json(f"{out}/task/meta.json")["arguments"]
         check_settings(out, earlier, arguments, "choose another --out")
         print(f"{out} is already complete")
         return
+    if (out / "test.jsonl").exists() and not (out / "pretrain").exists():
+        raise UserError(f"{out}: contains other files. Choose another --out")
     words, step, written, short = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     rng = np.random.default_rng(seed)
@@ -236,23 +244,22 @@ def tiny(out, task="cups", seed=0, rows=50_000):
         fresh = [story for story in stories if tuple(story) not in seen]
         return fresh[:count]
 
-    with write_atomically(out) as new:
-        # The rows of both sets are generators: they are made as they are written, to save memory.
-        write_set(
-            new / "pretrain", ids, arguments,
-            train_rows=pretrain_rows(train_rows, step, rng, short),
-            val_rows=pretrain_rows(val_rows, step, rng, short),
-        )
-        write_set(
-            new / "task", ids, arguments,
-            train_rows=(task_row(step, rng) for _ in range(rows)),
-            val_rows=(validation_row(step, rng) for _ in range(VAL_ROWS)),
-        )
-        test = []
-        for length in range(1, SENTENCES + 1):
-            test += questions(100, length)
-        write_questions(new / "test.jsonl", test, seed)
-        write_questions(new / "test18.jsonl", questions(300, 18), seed)
+    # The rows of both sets are generators: they are made as they are written, to save memory.
+    write_set(
+        out / "pretrain", ids, arguments,
+        train_rows=pretrain_rows(train_rows, step, rng, short),
+        val_rows=pretrain_rows(val_rows, step, rng, short),
+    )
+    write_set(
+        out / "task", ids, arguments,
+        train_rows=(task_row(step, rng) for _ in range(rows)),
+        val_rows=(validation_row(step, rng) for _ in range(VAL_ROWS)),
+    )
+    test = []
+    for length in range(1, SENTENCES + 1):
+        test += questions(100, length)
+    write_questions(out / "test.jsonl", test, seed)
+    write_questions(last, questions(300, 18), seed)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 

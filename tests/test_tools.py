@@ -864,6 +864,12 @@ def test_corpus_follows_from_its_seed_and_tells_the_truth(task, solve):
     for name, other in (("one", 0), ("again", 0), ("other", 1)):
         tiny(name, task, other, rows=64)
     assert contents("one") == contents("again") != contents("other")
+    os.remove("again/test18.jsonl")  # which is written last
+    os.truncate("again/task/train_000000.npy", 99)
+    tiny("again", task, 0, rows=64)
+    assert contents("one") == contents("again"), "what a kill left is begun again"
+    with pytest.raises(common.UserError, match="created with seed = 0"):
+        tiny("again", task, 1, rows=64)
     tiny("out", task, 7, rows=1000)  # draws a question that begins a worked story of counts
     rows = [json.loads(line) for name in ("test", "test18") for line in open(f"out/{name}.jsonl")]
     lengths = Counter(row["difficulty"] for row in rows)
