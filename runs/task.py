@@ -33,7 +33,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 from common import (Parser, UserError, changed_code, check_settings, choose_dtype, cli, code_of,
@@ -58,8 +57,8 @@ OURS = "seed", "out_dir", "init_from", "data", "reinit", "config"
 SHARED = re.compile("--(batch_size|micro_batch|context|dtype|compile|activation_budget|eval_\\w+"
                     "|save_every|log_every|keep|wandb)\\b")
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-CODE = ("common.py", "data.py", "eval_gsm8k.py", "model.py", "muon.py", "sample.py", "surgery.py",
-        "train.py", "runs/task.py", "runs/smollm2/cups.py")
+CODE = code_of("common.py", "data.py", "eval_gsm8k.py", "model.py", "muon.py", "sample.py",
+               "surgery.py", "train.py", "runs/task.py", "runs/smollm2/cups.py")
 
 
 # ---------------------------------------------------------------------- checks before any training
@@ -279,22 +278,8 @@ def train_flags(args, own, arm, seed):
 
 
 def words(text):
-    """Split "a b" or "a,b", without what is there twice."""
+    """Split "a b" or "a,b". Returns each word once."""
     return [*dict.fromkeys(re.split("[, ]+", text.strip()))]
-
-
-def arms(text):
-    """The type of --arms. Returns them in the order of training."""
-    if unknown := {*words(text)} - {*ARMS}:
-        raise ArgumentTypeError(f"{unknown.pop()!r} is not one of {', '.join(ARMS)}")
-    if "parent" in words(text) and "loop" not in words(text):
-        raise ArgumentTypeError("parent trains for as many FLOPs as loop did, so name that, too")
-    return [arm for arm in ARMS if arm in words(text)]
-
-
-def seeds(text):
-    """The type of --seeds."""
-    return [*map(random_seed, words(text))]
 
 
 def parse_args():
@@ -311,10 +296,11 @@ def parse_args():
          help="layers in the prelude, the recurrent block and the coda (2,2,2)")
     flag("--loop", type=paths, default="", metavar="RUN",
          help="start from this model, which was cut from SRC before, and perhaps healed")
-    flag("--arms", type=arms, default="loop,parent",
+    flag("--arms", type=words, default="loop,parent",
          help="what to train: loop, parent, random (the loop from random weights); default: "
               "loop,parent")
-    flag("--seeds", type=seeds, default="0", help='train each with each of these, as in "0 1" (0)')
+    flag("--seeds", type=lambda text: [*map(random_seed, words(text))], default="0",
+         help='train each of them with each of these, as in "0 1" (0)')
     flag("--parent_lr", type=non_negative, default=3e-4, metavar="LR",
          help="the parent's learning rate, with AdamW (3e-4)")
     flag("--row_length", type=positive, metavar="T",
@@ -328,24 +314,34 @@ def parse_args():
         if key in OURS or not flag.startswith("--"):
             parser.error(f"{flag}, after --: task.py sets {', '.join(OURS)} itself; write other "
                          "flags of train.py as --key=value")
+    if unknown := {*args.arms} - {*ARMS}:
+        parser.error(f"--arms: {unknown.pop()!r} is not one of {', '.join(ARMS)}")
+    if "parent" in args.arms and "loop" not in args.arms:
+        parser.error("--arms: parent trains for as many FLOPs as loop did, so name that, too")
     if args.loop and args.shape:
         parser.error("--loop has a --shape already")
     if args.loop and "parent" in args.arms and not args.parent:
         parser.error("--loop needs its --parent, or --arms loop")
+    args.arms = [arm for arm in ARMS if arm in args.arms]
     args.shape = args.shape or "2,2,2"
     return args, own
 
 
-def train_and_score(args, own, stories, tested, test):
-    """Train and score all arms with all seeds, in OUT, and draw the table."""
-    if "parent" in args.arms and not Path("parent/config.json").exists():
-        python("surgery", find_parent(args.parent), "parent", "--feed_forward")
+def how_to_ask(args, own, stories, tested):
+    """
+    Return how many tokens an answer may have, and how many questions to ask an arm at once, {arm:
+    number}. Raises UserError if an arm's training or its answers need too much memory.
+    """
     tokenizer = load_tokenizer("cut", load_config("cut"))
     longest = 1 if stories else 8 + max(len(tokenizer.encode(f"\n{row['answer']}"))
                                         for row in tested)
     length = longest + max(len(tokenizer.encode(row["question"], bos=True)) for row in tested)
-    rows = {arm: check_memory(read_settings(train_flags(args, own, arm, args.seeds[0])), length)
-            for arm in args.arms}
+    return longest, {arm: check_memory(read_settings(train_flags(args, own, arm, 0)), length)
+                     for arm in args.arms}
+
+
+def train_and_score(args, own, test, longest, rows):
+    """Train and score all arms with all seeds: see how_to_ask(). Returns the results' files."""
     runs = [(arm, seed) for seed in args.seeds for arm in args.arms]
     for arm, seed in runs:
         flags = train_flags(args, own, arm, seed)
@@ -357,10 +353,7 @@ def train_and_score(args, own, stories, tested, test):
         python("eval_gsm8k", "--model", f"{arm}-{seed}", "--data", test, "--template=plain",
                f"--steps={','.join(map(str, STEPS))}", f"--max_new_tokens={longest}",
                f"--batch_size={rows[arm]}")
-    x = "difficulty" if any(row["difficulty"] for row in tested) else "steps"
-    python("tools.plot", *(f"{arm}-{seed}/eval_test.json" for arm, seed in runs), "--x", x,
-           "--labels", ",".join(arm for arm, _ in runs), "--out=accuracy.png")
-    return x
+    return {f"{arm}-{seed}/eval_test.json": arm for arm, seed in runs}
 
 
 def main():
@@ -385,26 +378,32 @@ def main():
         made |= {name: value for name, value in settings.items() if name not in OURS}
         made["digest of train.jsonl"] = digest(train)
         check_settings(out, made | earlier, made, "Choose another --out")
-        code = code_of(*CODE)
         os.chdir(out)  # all names below are relative to it, so that it may be moved
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, pass_on)
-        if earlier:
-            if changed := changed_code(earlier["code"], code):
-                say(f"{out}: the code has changed since this try began ({changed}). It goes on; "
-                    "another --out starts over")
-        else:
-            try:
-                for name in "cut", "data":  # what a killed process left
+        if earlier and (changed := changed_code(earlier["code"], CODE)):
+            say(f"{out}: the code has changed since this try began ({changed}). It goes on; another "
+                "--out starts over")
+        try:
+            if not earlier:
+                for name in "cut", "data", "parent":  # what a killed process left
                     shutil.rmtree(name, ignore_errors=True)
                 write_json("settings.json", {})
                 make_parts(args, train, test, flags, stories, tested)
-                write_json("settings.json", made | {"code": code})
-            except (SystemExit, UserError, OSError):  # a refused command leaves nothing
+            if "parent" in args.arms and not Path("parent/config.json").exists():
+                python("surgery", find_parent(args.parent), "parent", "--feed_forward")
+            how = how_to_ask(args, own, stories, tested)
+            if not earlier:  # complete
+                write_json("settings.json", made | {"code": CODE})
+        except (SystemExit, UserError, OSError):
+            if not earlier:  # a refused command leaves nothing behind
                 shutil.rmtree(out, ignore_errors=True)
-                raise
-        x = train_and_score(args, own, stories, tested, test)
+            raise
+        results = train_and_score(args, own, test, *how)
+        x = "difficulty" if any(row["difficulty"] for row in tested) else "steps"
+        python("tools.plot", *results, "--x", x, "--labels", ",".join(results.values()),
+               "--out=accuracy.png")
     if out.is_relative_to(ROOT):
         out = out.relative_to(ROOT)
     model = f"{args.arms[0]}-{args.seeds[0]}"

@@ -1120,7 +1120,7 @@ def test_a_task_is_checked_first(capfd):
             ("--arms random,parent", "name that, too"), ("--loop x", "--loop needs its --parent"),
             ("--out mine", "mine: contains other files")):
         assert words in error_line("runs/task mine", *flags.split())
-    assert task.arms("parent loop,parent") == ["loop", "parent"]
+    assert task.words("parent loop,parent") == ["parent", "loop"]
     os.remove("mine/train.jsonl")
     assert "mine/train.jsonl does not exist" in error_line("runs/task", "mine")
     assert os.listdir("mine") == ["test.jsonl"]
