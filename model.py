@@ -40,15 +40,6 @@ from safetensors.torch import load_file, save_file
 from torch.utils import flop_counter
 from torch.utils.checkpoint import checkpoint
 
-# cuDNN's attention builds a plan for each new shape, up to 0.4 s while decoding, and torch's
-# partitioner does not know that it is expensive to recompute. Others report NaN gradients on an
-# H100, and wrong output on a B200 with fewer than 8 kv heads.
-torch.backends.cuda.enable_cudnn_sdp(False)
-# torch.compile's partitioner counts the FLOPs of attention with this function, which fails before
-# torch 2.12 if there are fewer kv heads than heads. q, k and v are shapes.
-if torch.__version__ < "2.12":
-    flop_counter.sdpa_flop_count = lambda q, k, v: 4 * math.prod(q) * k[2]
-
 STATE_STD = 0.008703882797784892   # sqrt(2 / (5 * 5280)), for Huginn's width; the paper keeps it
 IGNORE = -100                      # marks a target without loss, as in torch
 LOGITS_AT_ONCE = 1 << 26           # the most logits in memory at once: 256 MB in float32
@@ -242,32 +233,6 @@ def recomputed(function):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
     return call
-
-
-def or_eager(run):
-    """Wrap a function that uses torch.compile. If the compiler fails, go on without it."""
-    def call(*args):
-        try:
-            return run(*args)
-        except torch._dynamo.exc.BackendCompilerFailed as e:
-            warn_of_compiler(e)
-            torch.compiler.set_stance("force_eager")
-            return run(*args)
-
-    return call
-
-
-def warn_of_compiler(e):
-    """Print why torch.compile failed, without its long command."""
-    reason = re.sub(r"(?s)Command:.*?Output:|Set TORCHDYNAMO.*", "", f"{type(e).__name__}: {e}")
-    say(f"warning: {' '.join(reason.split()):.300}. Continuing without torch.compile", sys.stderr)
-
-
-def to_device(tensor, device):
-    """Copy a tensor from the CPU to a device, without waiting for a GPU: from pinned memory."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def run_blocks(blocks, x, rope, caches=None):
@@ -468,28 +433,6 @@ class RecurrentLM(nn.Module):
         angle = torch.arange(T, device=f.device)[:, None, None] * f
         return angle.cos(), angle.sin()
 
-    def compile_parts(self, **how):
-        """
-        Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
-        of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
-        head. how: arguments of torch.compile. Returns False, with a warning, if compiling fails.
-        """
-        try:  # something small first, to see whether compiling works at all
-            torch.compile(torch.sin)(self.norm_f.weight.data)
-        except Exception as e:  # of many kinds: no compiler, an odd path or locale, no disk space
-            warn_of_compiler(e)
-            return False
-        say("compiling takes half a minute on a CPU, a minute on an H100", sys.stderr)
-        # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
-        # many, and for each view of the cache.
-        torch._dynamo.config.recompile_limit = 32
-        layer = or_eager(torch.compile(Block.forward, **how))
-        for block in [*self.prelude, *self.coda]:
-            block.forward = functools.partial(layer, block)
-        for part in ("run_core", "logits", "chunk_losses"):
-            setattr(self, part, or_eager(torch.compile(getattr(self, part), **how)))
-        return True
-
     # ---------------------------------------------------------- initializing and checkpoints
 
     @torch.no_grad()
@@ -613,6 +556,30 @@ class RecurrentLM(nn.Module):
         times = (2 + needs_gradient + head.requires_grad) if training else 1
         return flops + times * 2 * head.numel() * labelled
 
+    # ------------------------------------------------------------------------- torch.compile
+
+    def compile_parts(self, **how):
+        """
+        Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
+        of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
+        head. how: arguments of torch.compile. Returns False, with a warning, if compiling fails.
+        """
+        try:  # something small first, to see whether compiling works at all
+            torch.compile(torch.sin)(self.norm_f.weight.data)
+        except Exception as e:  # of many kinds: no compiler, an odd path or locale, no disk space
+            warn_of_compiler(e)
+            return False
+        say("compiling takes half a minute on a CPU, a minute on an H100", sys.stderr)
+        # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
+        # many, and for each view of the cache.
+        torch._dynamo.config.recompile_limit = 32
+        layer = or_eager(torch.compile(Block.forward, **how))
+        for block in [*self.prelude, *self.coda]:
+            block.forward = functools.partial(layer, block)
+        for part in ("run_core", "logits", "chunk_losses"):
+            setattr(self, part, or_eager(torch.compile(getattr(self, part), **how)))
+        return True
+
 
 # -------------------------------------------------------------------------------- the noise
 
@@ -682,15 +649,13 @@ def make_config(path, raw, keys, **known):
     Config: key in raw}. known: other fields. Raises UserError if a key is missing, or if its value
     has another type or is too small.
     """
-    for item in fields(Config):
-        key = keys.get(item.name)
-        if not key:
-            continue
+    described = {item.name: item for item in fields(Config)}
+    for name, key in keys.items():
         if key not in raw:
             raise UserError(f"{path}: lacks {key}")
-        value = known[item.name] = raw[key]
+        item, value = described[name], raw[key]
         kinds = get_args(item.type) or (item.type,)  # types, or the values of a Literal
-        least = 0 if item.default in (0, None) or item.name == "n_prelude" else 1
+        least = 0 if item.default in (0, None) or name == "n_prelude" else 1
         fits = type(value) in kinds or value in kinds or item.type is float and type(value) is int
         if isinstance(value, list):  # of ids
             fits = fits and {*map(type, value)} <= {int}
@@ -698,6 +663,7 @@ def make_config(path, raw, keys, **known):
             names = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
             raise UserError(f"{path}: {key} = {value!r:.80} must be {names}"
                             + f", at least {least}" * (int in kinds))
+        known[name] = value
     try:
         return Config(**known)
     except UserError as e:
@@ -717,3 +683,41 @@ def load_config(folder):
     if unknown := raw.keys() - keys.keys():
         raise UserError(f"{path}: unknown {sorted(unknown)[:3]}. {FOREIGN}")
     return make_config(path, raw, keys)
+
+
+# ------------------------------------------------------------------------- plumbing for torch
+
+# cuDNN's attention builds a plan for each new shape, up to 0.4 s while decoding, and torch's
+# partitioner does not know that it is expensive to recompute. Others report NaN gradients on an
+# H100, and wrong output on a B200 with fewer than 8 kv heads.
+torch.backends.cuda.enable_cudnn_sdp(False)
+# torch.compile's partitioner counts the FLOPs of attention with this function, which fails before
+# torch 2.12 if there are fewer kv heads than heads. q, k and v are shapes.
+if torch.__version__ < "2.12":
+    flop_counter.sdpa_flop_count = lambda q, k, v: 4 * math.prod(q) * k[2]
+
+
+def to_device(tensor, device):
+    """Copy a tensor from the CPU to a device, without waiting for a GPU: from pinned memory."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def or_eager(run):
+    """Wrap a function that uses torch.compile. If the compiler fails, go on without it."""
+    def call(*args):
+        try:
+            return run(*args)
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            warn_of_compiler(e)
+            torch.compiler.set_stance("force_eager")
+            return run(*args)
+
+    return call
+
+
+def warn_of_compiler(e):
+    """Print why torch.compile failed, without its long command."""
+    reason = re.sub(r"(?s)Command:.*?Output:|Set TORCHDYNAMO.*", "", f"{type(e).__name__}: {e}")
+    say(f"warning: {' '.join(reason.split()):.300}. Continuing without torch.compile", sys.stderr)
