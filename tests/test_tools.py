@@ -21,9 +21,10 @@ from unittest import mock
 
 # First, because this hides any GPU:
 from helpers import (ASKED, FEED_FORWARD, FORKS, HARD, ORACLE, RECURRENT, ROOT, RUN, TOKENIZERS,
-                     answers_of, beside_the_tests, contents, convert, decode, error_line, exit_codes,
-                     expected, identical, max_difference, need, read_log, relative_error,
-                     run_script, same_end, save, small, train_until, wait_until, weights, write_bpe)
+                     answers_of, beside_the_tests, contents, convert, decode, error_line,
+                     exit_codes, expected, identical, max_difference, need, outcome, read_log,
+                     relative_error, run_script, same_end, save, small, train_until, wait_until,
+                     weights, write_bpe)
 
 import numpy as np
 import pytest
@@ -1171,9 +1172,80 @@ def test_memory_is_estimated_first(checkpoint, monkeypatch):
     assert found == [32, 8]
 
 
+def test_a_try_from_questions_to_a_table(llama, monkeypatch):
+    """
+    The road trains loop and parent with equal FLOPs, all in OUT. The same command resumes, seeds
+    and arms may grow, FOLDER may move, and a changed test is asked again. Other settings are
+    refused, and a command that fails at first leaves nothing behind.
+    """
+    def in_this_process(script, *flags, **options):
+        code, printed = outcome(script, *flags)
+        print(printed)
+        return printed if code == 0 else sys.exit(code)
+
+    def road(flags, run=run_script):
+        with contextlib.chdir("."):
+            return run(f"runs/task {flags}")
+
+    monkeypatch.setattr(task, "python", in_this_process)
+    small = f"--parent {llama} --shape 1,2,1"
+    fast = "-- --updates=2 --compile=false --eval_rows=4 --eval_recurrences=1"
+    write_task("own", [f"has {a} gets {b} so {b}" for a in range(10) for b in range(10)],
+               ["has 7 so 2", "so 1"])
+    for wrong, words in (("--parent own/no", "no: no such folder"), ("--shape 4,8,4", "SRC has"),
+                         ("--row_length 3", "are long"), (fast, "GB are free")):
+        with mock.patch.object(task, "free_memory", lambda device: 1):
+            assert words in road(f"own {small} {wrong}", error_line)
+        assert sorted(os.listdir("own")) == ["test.jsonl", "train.jsonl"]
+
+    header, _, *rows = cells_of(road(f"own {small} --seeds 1 {fast}"))[-8:]
+    assert header == ["", "2", "4"]
+    assert [label for label, *_ in rows] == [*(f"loop, r = {r}" for r in task.STEPS), "parent"]
+    loop, parent = (read_json(f"{find_checkpoint(f'own/try/{arm}-1')}/train.json")
+                    for arm in ("loop", "parent"))
+    # Equal to the nearest update of the parent, so off by half of one at most.
+    assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
+    before = contents("own/try")
+
+    os.rename("own", "mine")
+    asked = Path("mine/test.jsonl").read_text()
+    Path("mine/test.jsonl").write_text(asked.partition("\n")[0])
+    here = os.path.abspath("mine")
+    said = road(f"{here} {small} --arms 'random loop' --seeds '2 1' {fast}")
+    assert cells_of(said)[-12] == ["", "4"]
+    assert f"sample.py --model {here}/try/loop-2 " in said
+    after = contents("mine/try")
+    assert "random-2/eval_test.json" in after
+    for name in before:
+        assert before[name] == after[name] or "eval_test" in name or name == "accuracy.png", name
+
+    story = {"events": ["has 1 so", " gets 2 so"], "answers": [" 1", " 2"]}
+    write_task("mine", [], ["has 7 so gets 2 so"])
+    Path("mine/train.jsonl").write_text("\n".join([json.dumps(story)] * 9))
+    stories = "mine --out tried --loop mine/try/cut --arms random --row_length 40"
+    assert "sample.py --model" in road(f"{stories} {fast}")
+    assert read_json("tried/random-0/eval_test.json")["settings"]["max_new_tokens"] == 1
+    before = contents("tried")
+    for command, words in ((f"mine {small} {fast}", "with digest of train.jsonl ="),
+                           (f"mine --out tried {small} {fast}", "with parent ="),
+                           (f"{stories} {fast} --lr=0.1", "with lr = 0.005"),
+                           (f"{stories}1 {fast}", "with row_length = 40")):
+        assert f"created {words}" in road(command, error_line)
+    with open("tried/.lock") as lock:
+        common.lock_file(lock, "tried")
+        assert "another process" in road(f"{stories} {fast}", error_line)
+    assert contents("tried") == before
+
+
+def test_the_entry_of_the_road():
+    """task.sh runs from any folder, and under sh, where a module's namesake does not hide it."""
+    write_files({"./data.py": "1 / 0", "mine/train.jsonl": ""})
+    end = subprocess.run(["sh", ROOT / "runs/task.sh", "mine"], capture_output=True, text=True)
+    assert re.fullmatch("error: .*/mine/test.jsonl does not exist.*\n", end.stderr)
+
+
 # --------------------------------------- tiny.sh, task.sh and gpu.sh, beside the tests above
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-TASK = "bash ../runs/task.sh {} --row_length 40 -- --updates=2 --compile=false --eval_rows=4"
 
 
 def copy_scripts(folder):
@@ -1191,24 +1263,15 @@ def beside(request, tmp_path_factory, name, line):
         return
     folder = tmp_path_factory.mktemp(name)
     copy_scripts(folder)
-    pairs = [f"{a} and {b}" for a in "ABCDE" for b in "ABCDE"]
-    asked = [f"{pair} swap. {cup}" for pair in pairs for cup in "ABCD"]
-    write_task(folder / "my/own", asked, ["A B", "A"])
-    write_task(folder / "my/steps", pairs, ["ball under A. A and A swap."])
-    stories = [{"events": [f"ball under {cup}.", f" {cup} and {cup} swap."],
-                "answers": [f" {cup}"] * 2} for cup in "ABCDEABCD"]
-    Path(folder, "my/steps/train.jsonl").write_text("\n".join(map(json.dumps, stories)))
     with beside_the_tests(["bash", "-c", line], folder, PATH=f"{folder}:{PATH}") as output:
         yield output, folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(request, tmp_path_factory):
-    """Run tiny.sh where an older version has been, then task.sh from a folder of its user's."""
-    own = TASK.format("own --parent ../out/tiny-quick-seed5/pretrain --shape 1,2,1 --seeds 1")
-    steps = TASK.format("steps --out tried --loop own/try/cut --arms random")
+    """Run tiny.sh where an older version has been."""
     line = "mkdir -p out/tiny-quick-seed5/data; touch out/tiny-quick-seed5/data/meta.json; "
-    line += f"bash runs/tiny.sh --quick --seed 5 && cd my && touch data.py && {own} && {steps}"
+    line += "bash runs/tiny.sh --quick --seed 5"
     yield from beside(request, tmp_path_factory, "tiny_run", line)
 
 
@@ -1266,51 +1329,19 @@ def test_task_ends_when_its_child_has_saved():
     assert exit_codes([process]) == [143] and Path("saved").exists()
 
 
-def test_tiny_run_and_task_run_end_to_end(tiny_run, monkeypatch):
-    """tiny.sh with a seed, in a folder of its own, then task.sh: equal FLOPs, tables."""
+def test_tiny_run_end_to_end(tiny_run):
+    """tiny.sh with a seed, in a folder of its own: equal FLOPs, and a table."""
     output, folder = tiny_run
-    of_tiny, _, of_task = output().partition("Ask your own")
-    of_task, _, of_stories = of_task.partition("Compare tries")
-    out = folder / "out/tiny-quick-seed5"
-    assert "made by other code (an older version), so this starts over" in of_tiny
+    said, out = output(), folder / "out/tiny-quick-seed5"
+    assert "made by other code (an older version), so this starts over" in said
     assert os.listdir(folder / "out") == [out.name]
-    mine = folder / "my/own/try"
-    for place, *names in (out, "task", "parent"), (mine, "loop-1", "parent-1"):
-        loop, parent = (read_json(f"{find_checkpoint(place / name)}/train.json") for name in names)
-        # Equal to the nearest update of the parent, so off by half of one at most.
-        assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
-
-    header, _, *rows = cells_of(of_tiny)[-6:]
+    loop, parent = (read_json(f"{find_checkpoint(out / name)}/train.json")
+                    for name in ("task", "parent"))
+    assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
+    header, _, *rows = cells_of(said.partition("Where the looped")[0])[-6:]
     assert header == ["", *map(str, range(1, 13)), "18"]
     labels = ["looped, r = 1", "looped, r = 4", "looped, r = 32", "parent (equal FLOPs)"]
     assert [label for label, *_ in rows] == labels
-    header, _, *rows = cells_of(of_task)
-    assert header == ["", "1", "2"]
-    labels = [*(f"loop, r = {r}" for r in (1, 4, 8, 16, 32)), "parent"]
-    assert [label for label, *_ in rows] == labels
-    assert f"python sample.py --model my/own/try/loop-1" in of_task
-
-    header, *_ = cells_of(of_stories)
-    assert header == ["", "7"]
-    assert "--model my/tried/random-0" in of_stories
-    tried = folder / "my/tried"
-    assert read_json(tried / "random-0/eval_test.json")["settings"]["max_new_tokens"] == 1
-    assert (np.load(tried / "data/train_000000.npy")[1] >= 0).sum() == 16, "1 of 9 for validation"
-
-    monkeypatch.chdir(folder / "my")
-    assert sorted(os.listdir("own")) == ["test.jsonl", "train.jsonl", "try"]
-    command, before = "runs/task steps --out tried --arms random --row_length 40", contents("tried")
-    for flags, words in (("--loop own/try/cut", "with updates = 2"), ("--shape 2,2,2", "with loop")):
-        assert f"{words}" in error_line(f"{command} {flags}")
-    rest = "--loop own/try/cut -- --updates=2 --compile=false"
-    assert "with eval_rows = 4" in error_line(f"{command} {rest}")
-    with open("tried/.lock") as lock:
-        common.lock_file(lock, "tried")
-        assert "another process" in error_line(f"{command} {rest} --eval_rows=4")
-    with open("steps/train.jsonl", "a") as file:
-        file.write(" \n")
-    assert "with digest of train" in error_line(f"{command} {rest} --eval_rows=4")
-    assert contents("tried") == before
 
 
 def test_parts_run_though_some_fail(parts_run):
