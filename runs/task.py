@@ -136,7 +136,7 @@ def check_questions(train, test):
 
 
 def check_one_token(tokenizer, stories, tested, test):
-    """Raise UserError if a tested answer has several tokens, after the space of those of stories."""
+    """Raise UserError if a tested answer has several tokens, with the space of those of stories."""
     spaces = {answer[:-len(answer.lstrip())] for _, answers in stories for answer in answers}
     for row in tested:
         question, answer = row["question"], reference_text(row["answer"])
@@ -383,8 +383,8 @@ def main():
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, pass_on)
         if earlier and (changed := changed_code(earlier["code"], CODE)):
-            say(f"{out}: the code has changed since this try began ({changed}). It goes on; another "
-                "--out starts over")
+            say(f"{out}: the code has changed since this try began ({changed}). It goes on; "
+                "another --out starts over")
         try:
             if not earlier:
                 for name in "cut", "data", "parent":  # what a killed process left

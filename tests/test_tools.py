@@ -1068,7 +1068,7 @@ def write_task(folder, train, test):
 
 
 def test_a_task_is_checked_first(capfd):
-    """Missing, repeated, mismatched and unreadable questions are reported before anything is made."""
+    """Missing, repeated, mismatched and unreadable questions are reported at first."""
     def check():
         flags, stories, _ = task.check_questions(Path("mine/train.jsonl"), Path("mine/test.jsonl"))
         return " ".join(flags) or stories
@@ -1295,8 +1295,8 @@ def test_an_edit_takes_effect(tmp_path):
     os.chmod("python", 0o755)
 
     def again():
-        said = subprocess.check_output(["bash", "runs/tiny.sh"], text=True,
-                                       env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        said = subprocess.check_output(["bash", "runs/tiny.sh"], text=True, env=env)
         return re.findall("made by other code .(.*)., so this starts over", said)
 
     assert again() == []
@@ -1320,7 +1320,7 @@ def run_saving(folder):
 
 
 def test_task_ends_when_its_child_has_saved():
-    """A signal to task.py alone reaches what it runs, and it ends after that, with its exit code."""
+    """A signal to task.py alone reaches what it runs; it ends after that, with its exit code."""
     process = FORKS.Process(target=run_saving, args=(os.getcwd(),))
     process.start()
     Path("log").touch()
