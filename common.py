@@ -230,7 +230,7 @@ def write_atomically(path):
 
     Yields a Path inside a temporary folder beside `path`, where the caller creates the file or the
     folder. It is then flushed to disk and renamed to `path`. A killed process leaves the temporary
-    folder behind; lock_folder() removes it from the folder of a run or a data set.
+    folder behind.
     """
     target = Path(path).resolve()
     try:
@@ -256,32 +256,15 @@ def write_atomically(path):
 
 def lock_file(file, path):
     """
-    Lock an open file, which stands for `path`, until it is closed. Returns False if the file system
-    has no locks. Raises UserError if another process holds the lock.
+    Lock an open file, which stands for `path`, until it is closed. Raises UserError if another
+    process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
     except BlockingIOError:
         raise UserError(f"{path}: another process is writing here. Wait, or choose another path")
     except OSError as e:  # of some network file systems
         say(f"warning: {path} cannot be locked ({e}). Make sure that no other process writes to it")
-        return False
-
-
-def lock_folder(folder, *names):
-    """
-    Create a folder if necessary, lock it, and remove what a killed write_atomically() left of files
-    with these names, such as "step_*", which only the lock's holder writes. Closing the file that
-    it returns releases the lock. See lock_file().
-    """
-    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
-    file = open(f"{folder}/.lock", "w")
-    if lock_file(file, folder):
-        for name in names:
-            for path in Path(folder).glob(f"{name}.loopgraft-unfinished-????????/"):
-                shutil.rmtree(path, ignore_errors=True)
-    return file
 
 
 # What libraries raise for a file that is damaged, or of another kind: the errors of JSON, TOML,
