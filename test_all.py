@@ -1786,7 +1786,8 @@ def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
     others, and all checkpoints while the next is not saved, so that a full disk loses nothing. It
     resumes only from its newest. chmod is not needed.
     """
-    for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt"):
+    for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt",
+                 "step_000001/of_another_trainer"):
         common.write_json(f"run/{path}", {})
     os.mkdir("run/notes.tmp-20261127")
     names = {*os.listdir("run"), "eval.json", "log.jsonl", ".lock"}
@@ -1874,11 +1875,11 @@ def test_wandb_goes_on_in_its_run(base, monkeypatch):
     class NoLogin(Exception):
         pass
 
-    wandb = mock.Mock(Error=NoLogin, init=mock.Mock(side_effect=NoLogin("no API key")))
+    wandb = mock.Mock(Error=NoLogin, init=mock.Mock(side_effect=NoLogin("no API key\n")))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = [*base, "--wandb", "--updates=6", "--out_dir=run"]
-    code, said = outcome("train", *flags)
-    assert "no API key" in code and "warm-up" not in said and not os.path.exists("run")
+    error, said = outcome("train", *flags)
+    assert "no API key" in error and "\n" not in error and "warm-up" not in said
     wandb.init = mock.Mock(side_effect=init)
     train_until(3, *flags)
     run_script("train", *flags)

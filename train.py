@@ -359,8 +359,7 @@ class Run:
                 wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings),
                            id=progress.wandb_id, resume="allow")
             except wandb.Error as e:
-                raise UserError(f"--wandb: {' '.join(str(e).split())} (WANDB_MODE=offline needs "
-                                "neither login nor network)")
+                raise UserError(f"--wandb: {e!r}. WANDB_MODE=offline needs no login")
             progress.wandb_id = wandb.run.id
         if start < settings.updates:
             if settings.compile:
@@ -514,14 +513,15 @@ class Run:
         Gather a checkpoint from all ranks, and write it to out_dir/step_* on rank 0: the tokenizer,
         the optimizer's moments, the progress, the weights (float32 masters, and frozen ones as in
         `exact`) and, last, config.json, without which it does not count. Then delete the oldest
-        checkpoints, leaving --keep and those to which somebody has added files, such as an
-        evaluation, and the optimizer's state of all but the newest.
+        checkpoints, leaving --keep, and the optimizer's state of all but the newest.
         """
         kept = self.optimizer.gather()
         if RANK > 0:
             return
         settings, progress = self.settings, self.progress
-        remove_unfinished(settings.out_dir)
+        folders = [path for path in Path(settings.out_dir).glob("step_*/")
+                   if path.name[5:].isdecimal()]
+        self.delete({*folders} - {*checkpoints(settings.out_dir)})  # what a kill left
         folder = Path(settings.out_dir, f"step_{progress.update:06d}")
         for name, content in self.tokenizer_files.items():
             with write_atomically(folder / name) as new:
@@ -532,21 +532,19 @@ class Run:
         self.model.save(folder, self.exact | kept)
 
         saved = checkpoints(settings.out_dir)
-        ours = {*os.listdir(folder)}
-        for path in saved[:-settings.keep]:
-            # A kill may have left train.json.loopgraft-unfinished-*.
-            if ours.issuperset(name.split(".loopgraft-")[0] for name in os.listdir(path)):
-                (path / "config.json").unlink()
-        remove_unfinished(settings.out_dir)
+        self.delete(saved[:-settings.keep])
         for path in saved[:-1]:
             (path / "optimizer.safetensors").unlink(missing_ok=True)
 
-
-def remove_unfinished(out_dir):
-    """Remove checkpoints without a config.json: what a kill left, and old ones."""
-    for path in Path(out_dir).glob("step_*/"):
-        if path.name[5:].isdecimal() and not (path / "config.json").exists():
-            shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open somewhere
+    def delete(self, folders):
+        """Delete checkpoints to which nobody has added files, such as an evaluation."""
+        ours = {"config.json", "model.safetensors", "optimizer.safetensors", "train.json",
+                *self.tokenizer_files}
+        for path in folders:
+            # A kill may have left train.json.loopgraft-unfinished-*.
+            if ours.issuperset(name.split(".loopgraft-")[0] for name in os.listdir(path)):
+                (path / "config.json").unlink(missing_ok=True)  # first: now it does not count
+                shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that are still open
 
 
 def to_inputs(model, batch, seed):
