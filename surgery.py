@@ -169,7 +169,7 @@ def new_folder(text):
     """The type of OUT: a folder to be created, or one that a kill has left without config.json."""
     out = Path(text).expanduser()
     names = {name.partition(".loopgraft-")[0] for name in os.listdir(out)} if out.is_dir() else {""}
-    if out.exists() and not (names <= OURS and SINGLE in names or not names):
+    if out.exists() and not {SINGLE} <= (names or {SINGLE}) <= OURS:
         raise UserError(f"{out} exists already. Choose another folder")
     return out
 
@@ -178,7 +178,7 @@ def new_folder(text):
 def creating(out):
     """Create the folder OUT, of a new_folder(); delete it if the body fails."""
     shutil.rmtree(new_folder(out), ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     try:
         yield out
     except BaseException:

@@ -2470,8 +2470,7 @@ def needs_module_above(*args, **options):
     (RecurrentLM.rope, "sample --model={model} --prompt=has"),
     (Optimizer.step, "train {base} --out_dir=out"),
     (train.read_settings, "train {base} --out_dir=out"),
-    pytest.param(data.document, "data prepare --input={asked} --tokenizer={model} "
-                 "--field=question --out=out", marks=pytest.mark.xfail(reason="pending")),
+    (data.document, "data prepare --input={asked} --tokenizer={model} --field=question --out=out"),
     (data.fill_rows, "data prepare --input={asked} --tokenizer={model} --field=answer "
                      "--prompt=question --out=out"),
     (same_answer, "eval_gsm8k --model={model} --data={asked} --template=plain --limit=1 --steps=1 "
@@ -2480,8 +2479,6 @@ def needs_module_above(*args, **options):
 def test_a_bug_keeps_its_traceback(function, command, mistake, error, llama, checkpoint, corpus,
                                    base, monkeypatch):
     """A mistake in our code, or a fork's, ends in a traceback whose last line is the mistake."""
-    if function is data.document and mistake is lacks_key:
-        pytest.skip("a column that a record lacks is a KeyError, too")
     Path("fork.py").write_text("import modle")
     monkeypatch.syspath_prepend(".")
     monkeypatch.setattr(inspect.unwrap(function), "__code__", mistake.__code__)
