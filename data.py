@@ -228,10 +228,9 @@ SPEAKERS = "system", "developer", "user", "tool", "assistant"
 # What excludes a message from the loss: OpenAI's key, ms-swift's, axolotl's and torchtune's.
 EXCLUDES = {"weight": 0, "loss": 0, "train": 0, "masked": 1}
 SHAREGPT = """\
-ShareGPT's from and value are not read. Convert each row: roles = {'system': 'system', \
-'human': 'user', 'gpt': 'assistant', 'function_call': 'assistant', 'observation': 'tool'}; \
-row['messages'] = [{'role': roles[m['from']], 'content': m['value']} \
-for m in row['conversations']]"""
+ShareGPT's from and value are not read. Convert each row: role = dict(system='system', \
+human='user', gpt='assistant', function_call='assistant', observation='tool'); row['messages'] = \
+[dict(role=role[m['from']], content=m['value']) for m in row['conversations']]"""
 
 
 def read_message(message):
@@ -265,10 +264,7 @@ def read_part(part):
 
 def read_chat(value):
     """Return the read_message() of each message of a chat, which may be a string of JSON."""
-    messages = value if isinstance(value, list) else json.loads(value)
-    if not isinstance(messages, list):
-        raise TypeError("a chat has to be a list of messages")
-    return [*map(read_message, messages)]
+    return [*map(read_message, value if isinstance(value, list) else json.loads(value))]
 
 
 def as_text(value):
@@ -328,7 +324,7 @@ def read_parts(record, args, vocab_size):
         parts.append((value, False, True))
     else:
         parts.append((as_text(value), True, True))
-        if parts[0][0].startswith('[{"'):
+        if not args.prompt and parts[0][0].startswith('[{"'):
             note(f"{args.field} looks like a chat in JSON, which only --loss assistant reads")
     for name in BESIDE if args.loss == "assistant" or isinstance(value, list) else ():
         if record.get(name) not in ABSENT and name not in (args.field, args.prompt):
@@ -367,7 +363,7 @@ def document(tokenizer, parts, args):
 def tokenize(tokenizer, record, path, args):
     """Return ("kept", the document() of a record), ("dropped", None), or ("bad", path and why)."""
     try:
-        # This statement reads the record. Errors of any other, and other errors, are bugs.
+        # This alone reads the record: errors of the other statements are bugs, as are other errors.
         parts = read_parts(record, args, tokenizer.vocab_size)
     except (ValueError, KeyError, TypeError) as e:
         return "bad", f"{path}: {record!r:.80} ({e!r:.400})"
@@ -381,12 +377,9 @@ BUFFER = 4096  # documents that fill_rows() distributes at once
 
 
 def tokenize_all(args, tokenizer):
-    """
-    Yield the outcomes of tokenize() for all records, in groups of up to 1,000. Threads are enough,
-    because the tokenizer libraries release the GIL.
-    """
+    """Yield the outcomes of tokenize() for all records, in groups of up to 1,000."""
     records = ((record, path) for path in args.input for record in read_records(path, args))
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:  # the tokenizer libraries release the GIL
         while group := list(itertools.islice(records, 1000)):
             yield pool.map(lambda item: tokenize(tokenizer, *item, args), group)
 
@@ -446,11 +439,9 @@ def hold_out(documents, share, T):
     count = len(documents)
     if count < 10 and not T:
         tokens = np.concatenate(documents, axis=1)
-        length = tokens.shape[1]
-        rest = max(1, length - round(share * length))
+        rest = max(1, tokens.shape[1] - round(share * tokens.shape[1]))
         return [tokens[:, :rest]], [tokens[:, rest:]]
-    number = max(math.ceil(share * count), min(32, count // 10))
-    number = min(number, count - 1)
+    number = min(max(math.ceil(share * count), min(32, count // 10)), count - 1)
     drawn = np.random.default_rng(0).permutation(count)
     return [[documents[i] for i in sorted(part)] for part in (drawn[number:], drawn[:number])]
 
@@ -505,10 +496,7 @@ def write_train_and_val(out, meta, documents, share):
 
 
 def begin_folder(folder):
-    """
-    Create the folder of a data set, or remove the shards that a killed process left in it. Raises
-    UserError if it holds anything but these and a tokenizer.
-    """
+    """Create a data set's folder, or empty that of a killed process. Refuses other content."""
     os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
     left = sorted(path for path in Path(folder).iterdir() if path.name not in TOKENIZER_FILES)
     for path in left:
@@ -537,10 +525,10 @@ def prepare(args):
             "out": None,  # it may be moved
         },
         "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
-        "left_out": None,                # one that was bad or too long
-        "tokens": 0,                     # in all documents
+        "left_out": None,  # one that was bad or too long
+        "tokens": 0,  # in all documents
         "shards": {"train": [], "val": []},
-        "row_length": None,              # any T is allowed
+        "row_length": None,  # any T is allowed
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
@@ -590,11 +578,9 @@ def main():
     flag("--tokenizer", type=paths, required=True, metavar="FOLDER",
          help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
     flag("--field", default="text", metavar="COLUMN",
-         help="the column to train on (default: text), which may hold text, chat messages, or "
-              "token ids")
+         help="the column to train on (text): a text, a chat's messages, or token ids")
     flag("--prompt", metavar="COLUMN",
-         help="a column of text that precedes --field and carries no loss, such as the question; a "
-              "newline separates the two")
+         help="a column of text before --field, such as the question, which carries no loss")
     flag("--loss", choices=("all", "assistant"), default="all",
          help="assistant: in a chat, only the assistant's messages carry loss")
     flag("--drop", nargs="+", action="extend", type=drop_rule, default=[], metavar="COLUMN=TEXT",
@@ -604,7 +590,7 @@ def main():
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
     flag("--val", type=between(0.001, 0.9, float), default=0.01,
          help="fraction of each shard's documents, drawn at random, to use for validation (0.01), "
-              "but at least 32, or a tenth if that is fewer; never none, since train.py needs some")
+              "but at least 32, or a tenth if that is fewer")
     flag("--row_length", type=positive, metavar="T",
          help="with --prompt or --loss assistant: tokens in a row, which holds whole documents; "
               "default: at least twice the usual longest one")
@@ -666,7 +652,7 @@ class Tokenizer:
         if path.suffix == ".json":
             spec = read_json(path)
             match spec:
-                case {"model": {"vocab": _}, "added_tokens": [*added]}:
+                case {"model": {"vocab": dict() | list()}, "added_tokens": [*added]}:
                     tokens = all_tokens(spec)
                 case _:
                     raise UserError(f"{path}: has no model.vocab or no added_tokens")
@@ -850,10 +836,7 @@ def whole_words(path, spec, in_text):
 
 
 def sentencepiece_beside(path, spec, in_text):
-    """
-    Read Llama 2's BPE, with SentencePiece, if tokenizer.model beside it has the same tokens: not
-    where a fine-tune such as TinyLlama's added some.
-    """
+    """Read Llama 2's BPE, with SentencePiece, if tokenizer.model beside it has the same tokens."""
     match spec:
         case {"model": {"byte_fallback": True},
               "normalizer": {"normalizers": [
@@ -862,7 +845,7 @@ def sentencepiece_beside(path, spec, in_text):
               "pre_tokenizer": None,
               } if not in_text and (beside := path.with_name("tokenizer.model")).exists():
             model, tokens = read_sentencepiece(beside)
-            if tokens == all_tokens(spec):
+            if tokens == all_tokens(spec):  # unlike a fine-tune's for ChatML, which has two more
                 return model.encode, model.decode
 
 
@@ -896,7 +879,7 @@ def byte_level(path, spec, in_text):
             return None
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     tokens = sorted(vocab.keys() - added.keys(), key=vocab.get)
-    # tiktoken needs a token for each byte, then merges, in the order of their ids.
+    # tiktoken needs a token for each byte (SmolLM2 lacks 21), then merges, in the order of ids.
     merged = {"".join(pair).replace(" ", ""): None for pair in merges}  # each is "a b" or [a, b]
     if set(tokens[:256]) != BYTES.keys() or tokens[256:] != list(merged):
         return None
@@ -906,8 +889,7 @@ def byte_level(path, spec, in_text):
     import tiktoken
     ranks = {bytes(map(BYTES.get, token)): vocab[token] for token in tokens}
     coder = tiktoken.Encoding("", pat_str=words, mergeable_ranks=ranks, special_tokens=added)
-    longest_first = sorted(map(re.escape, added), key=len, reverse=True)
-    names = re.compile("|".join(longest_first))
+    names = re.compile("|".join(sorted(map(re.escape, added), key=len, reverse=True)))
 
     def encode_ordinary(text):
         text = unicodedata.normalize("NFC", text) if spec["normalizer"] else text
