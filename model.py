@@ -168,8 +168,8 @@ class Attention(nn.Module):
         """
         x (B, T, C) -> (B, T, C). rope: see rotate().
 
-        Attention is causal. With a cache, cache.attend(q, k, v) stores the new keys and values,
-        each (B, n_kv_head, T, D), and lets q (B, n_head, T, D) attend to everything in the cache.
+        Attention is causal. With a cache, cache(q, k, v) stores the new keys and values, each (B,
+        n_kv_head, T, D), and lets q (B, n_head, T, D) attend to everything in the cache.
         """
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
@@ -184,7 +184,7 @@ class Attention(nn.Module):
         if cache is None:
             y = attend(q, k, v, is_causal=True)
         else:
-            y = cache.attend(q, k, v)
+            y = cache(q, k, v)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -659,7 +659,7 @@ def make_config(path, raw, keys, **known):
         fits = type(value) in kinds or value in kinds or item.type is float and type(value) is int
         if isinstance(value, list):  # of ids
             fits = fits and {*map(type, value)} <= {int}
-        if not fits or type(value) is int and value < least:
+        if not fits or int in kinds and type(value) is int and value < least:
             names = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
             raise UserError(f"{path}: {key} = {value!r:.80} must be {names}"
                             + f", at least {least}" * (int in kinds))

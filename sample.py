@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain, pairwise
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, Parser, UserError, choose_dtype, cli, dtype_on,
@@ -66,7 +67,10 @@ class Decoder:
         self.recording = compile and self.on_gpu
         self.chunk = 256 if self.on_gpu else 64  # a pass reads the cache in multiples of this
         self.cache = None
-        self.rng = None  # of the current generate()
+        self.steps = {}   # for this cache, {what make_step() takes: the step}
+        self.graphs = {}  # the recorded ones, {...: a function that replays it}
+        self.pool = None  # their memory
+        self.rng = None   # of the current generate()
         self.look_up = look_up
         self.choose_likeliest = choose
         if compile:
@@ -162,7 +166,8 @@ class Decoder:
         visible = self.visible(end)
         cache = self.cache
         if not cache or rows > cache.rows or visible >= cache.capacity or r > cache.r:
-            self.cache = cache = None  # frees its memory and its graphs first
+            self.cache = cache = self.pool = None
+            self.steps, self.graphs = {}, {}  # frees the memory of all first
             # One position more than any pass reads: the whole cache would be contiguous, which a
             # part of it is not, and torch.compile would compile again for that.
             self.cache = cache = KVCache(self.model, rows, visible + 1, r)
@@ -197,48 +202,60 @@ class Decoder:
         after which they can be read.
         """
         kind = self.size(rows), self.visible(end), r, temperature, top_k
-        step = self.cache.kinds.get(kind)
-        if not step:  # not recorded yet, since its first run compiles and tunes
-            step = self.cache.kinds[kind] = Step(self.cache, *kind)
-        elif self.recording and not step.graph:
-            self.record(step)
-        if step.temperature:
-            step.draws.exponential_(generator=self.rng)
-        if step.graph:
-            step.graph.replay()
-        else:
-            step.new = self.run_step(step)
-        new = step.new.to("cpu", non_blocking=True, copy=True)  # from a GPU, to pinned memory
+        if kind not in self.steps:  # not recorded yet, since its first run compiles and tunes
+            self.steps[kind] = self.make_step(*kind)
+        elif self.recording and kind not in self.graphs:
+            self.graphs[kind] = self.record(self.steps[kind])
+        if temperature:
+            self.cache.draws[:self.size(rows)].exponential_(generator=self.rng)
+        new = self.graphs.get(kind, self.steps[kind])()
+        new = new.to("cpu", non_blocking=True, copy=True)  # from a GPU, to pinned memory
         event = None
         if self.on_gpu:
             event = torch.cuda.Event()
             event.record()
         return new, event
 
+    def make_step(self, rows, visible, r, temperature, top_k):
+        """
+        Return a function that continues each of `rows` rows by a token, reading `visible` positions
+        of the cache. It returns the tokens (rows, 1), or NO_TOKEN: see choose(). All that it uses
+        stays in place, because a CUDA graph has the same addresses at each replay.
+        """
+        cache = self.cache
+        tokens, positions, draws = cache.tokens[:rows], cache.positions[:rows], cache.draws[:rows]
+        mask = cache.rope.new_empty(rows, 1, 1, visible)
+        layers = cache.layers(rows, positions, r, visible, mask)
+
+        def step():
+            rope, noise = self.look_up(cache.rope, cache.noise, positions, mask)
+            logits = self.model.logits(self.run(tokens, rope, noise, *layers))
+            if temperature:
+                chosen, new = choose(logits, draws, temperature, top_k)
+            else:
+                chosen, new = self.choose_likeliest(logits)
+            tokens.copy_(chosen)
+            positions.add_(1)
+            return new
+
+        return step
+
     def record(self, step):
-        """Record a Step as a CUDA graph."""
+        """Record a step as a CUDA graph. Returns a function that replays it."""
         graph = torch.cuda.CUDAGraph()
         gc.disable()  # a graph or a kernel that is freed meanwhile would invalidate the recording
         try:
-            with torch.cuda.graph(graph, pool=self.cache.pool):
-                step.new = self.run_step(step)
+            with torch.cuda.graph(graph, pool=self.pool):
+                new = step()
         finally:
             gc.enable()
-        self.cache.pool = graph.pool()  # for the other graphs, too, as no two run at once
-        step.graph = graph
+        self.pool = graph.pool()  # for the other graphs, too, as no two run at once
 
-    def run_step(self, step):
-        """Run a Step. Returns the new tokens (rows, 1), or NO_TOKEN: see choose()."""
-        cache = self.cache
-        rope, noise = self.look_up(cache.rope, cache.noise, step.positions, step.mask)
-        logits = self.model.logits(self.run(step.tokens, rope, noise, *step.layers))
-        if step.temperature:
-            tokens, new = choose(logits, step.draws, step.temperature, step.top_k)
-        else:
-            tokens, new = self.choose_likeliest(logits)
-        step.tokens.copy_(tokens)
-        step.positions.add_(1)
-        return new
+        def replay():
+            graph.replay()
+            return new
+
+        return replay
 
 
 def one_late(items):
@@ -335,8 +352,6 @@ class KVCache:
         self.tokens = self.index.new_zeros(rows, 1)     # the last token of each row
         self.positions = self.index.new_zeros(rows, 1)  # and its position
         self.draws = self.noise.new_empty(rows, 1, c.vocab_size)  # for sampling
-        self.kinds = {}   # {what Step() takes: Step}
-        self.pool = None  # the memory of their CUDA graphs
 
     def start(self, model, prompts, seed):
         """Set the last tokens of a batch, and the noise of a seed."""
@@ -355,65 +370,43 @@ class KVCache:
 
     def layers(self, rows, positions, r, visible=None, mask=None):
         """
-        Return the LayerCaches of the prelude, of each recurrence, and of the coda, for a pass over
-        the tokens of the first `rows` rows at positions, (rows, T) or (1, T).
+        Return the caches of the prelude, of each recurrence, and of the coda, for a pass over the
+        tokens of the first `rows` rows at positions, (rows, T) or (1, T): functions of q, k and v.
         """
         c = self.config
         write = torch.arange(rows, device=positions.device)[:, None], positions
-        layers = [LayerCache(keys[:rows, :visible], values[:rows, :visible], write, mask)
-                  for keys, values in zip(self.keys, self.values)]
+        layers = [partial(attend_cached, keys[:rows, :visible], values[:rows, :visible], write,
+                          mask) for keys, values in zip(self.keys, self.values)]
         prelude, layers = layers[:c.n_prelude], layers[c.n_prelude:]
         coda, layers = layers[:c.n_coda], layers[c.n_coda:]
         core = [layers[i * c.n_core:(i + 1) * c.n_core] for i in range(r)]
         return prelude, core, coda
 
 
-class Step:
+def attend_cached(keys, values, write, mask, q, k, v):
     """
-    What a step needs that runs `rows` rows, reads `visible` positions and recurs r times. All of it
-    stays in place: a CUDA graph reads and writes the same addresses at each replay.
+    Store the keys and values of new tokens, k and v (rows, n_kv_head, T, head_dim), in those of one
+    layer at one recurrence, both (rows, visible, n_kv_head, head_dim). Returns the attention (rows,
+    n_head, T, head_dim) of the queries q.
+
+    write: the indices (rows, 1) and (rows, T) of the new tokens. mask: (rows, 1, 1, visible), to
+    add to the scores of one token per row; None for a pass over whole prompts.
     """
-
-    def __init__(self, cache, rows, visible, r, temperature, top_k):
-        self.temperature, self.top_k = temperature, top_k
-        self.tokens = cache.tokens[:rows]
-        self.positions = cache.positions[:rows]
-        self.mask = cache.rope.new_empty(rows, 1, 1, visible)
-        self.layers = cache.layers(rows, self.positions, r, visible, self.mask)
-        self.draws = cache.draws[:rows]
-        self.graph = None
-
-
-class LayerCache:
-    """
-    The keys and values of one layer at one recurrence, as a pass sees them, both (rows, visible,
-    n_kv_head, head_dim). write: the indices (rows, 1) and (rows, T) of its tokens. mask: (rows, 1,
-    1, visible), to add to the scores of one token per row; None for a pass over whole prompts.
-    """
-
-    def __init__(self, keys, values, write, mask):
-        self.keys, self.values, self.write, self.mask = keys, values, write, mask
-
-    def attend(self, q, k, v):
-        """
-        Store the keys and values of new tokens, each (rows, n_kv_head, T, head_dim). Returns the
-        attention (rows, n_head, T, head_dim) of their queries.
-        """
-        self.keys[self.write] = k.transpose(1, 2)
-        self.values[self.write] = v.transpose(1, 2)
-        if self.mask is None:
-            return attend(q, k, v, is_causal=True)
-        # Tells torch.compile that the cache's n_kv_head and head_dim are those of k, constants.
-        assert self.keys.shape[2:] == self.values.shape[2:] == k.shape[1::2]
-        k, v = self.keys.transpose(1, 2), self.values.transpose(1, 2)
-        # One token per row has n_head queries. Those that share a kv head become tokens of one
-        # head, so that the cache is read once.
-        rows, n_kv_head, _, head_dim = k.shape
-        heads = q.reshape(rows, n_kv_head, -1, head_dim)
-        # On a GPU, SDPA uses a multiprocessor for each row and kv head: for one row, too few.
-        by_inductor = torch.compiler.is_compiling() and (rows == 1 or not q.is_cuda)
-        y = (attend_one if by_inductor else attend)(heads, k, v, self.mask)
-        return y.reshape(q.shape)  # on a GPU, a copy: SDPA's output is laid out as (rows, T, H, D)
+    keys[write] = k.transpose(1, 2)
+    values[write] = v.transpose(1, 2)
+    if mask is None:
+        return attend(q, k, v, is_causal=True)
+    # Tells torch.compile that the cache's n_kv_head and head_dim are those of k, constants.
+    assert keys.shape[2:] == values.shape[2:] == k.shape[1::2]
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    # One token per row has n_head queries. Those that share a kv head become tokens of one
+    # head, so that the cache is read once.
+    rows, n_kv_head, _, head_dim = k.shape
+    heads = q.reshape(rows, n_kv_head, -1, head_dim)
+    # On a GPU, SDPA uses a multiprocessor for each row and kv head: for one row, too few.
+    by_inductor = torch.compiler.is_compiling() and (rows == 1 or not q.is_cuda)
+    y = (attend_one if by_inductor else attend)(heads, k, v, mask)
+    return y.reshape(q.shape)  # on a GPU, a copy: SDPA's output is laid out as (rows, T, H, D)
 
 
 def attend_one(q, k, v, mask):
@@ -546,6 +539,8 @@ def respond(decoder, tokenizer, args, prompt):
 
 def converse(decoder, tokenizer, args):
     """Read prompts from the terminal, and answer each independently."""
+    if not sys.stdin:
+        raise UserError("there is no input to read prompts from. Give a --prompt")
     with suppress(ImportError):
         import readline  # noqa: F401, for arrow keys and lines of any length in input()
     say("Type a prompt. Ctrl-D ends.", sys.stderr)

@@ -2565,7 +2565,10 @@ def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
-    """Without --prompt, each line is a prompt, answered alone; a mistake ends only its own."""
+    """
+    Without --prompt, each line is a prompt, answered alone; a mistake ends only its own, and the
+    lack of a terminal is one line.
+    """
     ask = f"sample --model {checkpoint} --tokens=2 --steps=2,4"
     answers = [run_script(f"{ask} --prompt='{prompt}'") for prompt in ("has 1", "so")]
     capfd.readouterr()
@@ -2575,6 +2578,8 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["2", "4"] * 2
     assert errors.count("lone surrogate") == 1
+    monkeypatch.setattr(sys, "stdin", None)  # as after `<&-`
+    assert "Give a --prompt" in error_line(ask)
 
 
 def test_trace_is_what_the_model_says(speaker, corpus, capsys):
