@@ -1046,6 +1046,28 @@ def test_prepare_says_what_it_found(corpus, speaker, capsys):
         assert re.findall("note: (.*) in a text is read as plain", capsys.readouterr().err) == names
 
 
+def test_unknown_words_are_named(capsys):
+    """A word that the tokenizer lacks is named, also where its file has a number for it."""
+    tokenizers = need("tokenizers")
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    unigram.train_from_iterator(["once upon a time"] * 20, tokenizers.trainers.UnigramTrainer(
+        vocab_size=40, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False))
+    unigram.save("tokenizer.json")
+    for text in ("once upon", "once \u6f22 upon"):
+        Tokenizer.load(".").encode(text)
+        assert ("tokenizer lacks '\u6f22'" in capsys.readouterr().err) == ("\u6f22" in text)
+
+
+def test_a_data_set_has_its_models_tokenizer(corpus, speaker):
+    """train.py refuses a data set whose meta.json names another tokenizer, or none."""
+    data.check_same_tokenizer(Tokenizer.load(corpus / "task"), corpus / "pretrain")
+    with pytest.raises(UserError, match="differs from the model's"):
+        data.check_same_tokenizer(Tokenizer.load(speaker), corpus / "task")
+    common.write_json("meta.json", {})
+    with pytest.raises(UserError, match="its tokenizer .None. .* Prepare it again"):
+        data.check_same_tokenizer(Tokenizer.load(speaker), ".")
+
+
 # --------------------------------------------------------------------------------------- the loader
 def test_each_epoch_has_its_own_order(corpus):
     """Each epoch and seed has the same rows in its own order."""
