@@ -49,6 +49,9 @@ PACKAGES = ("torch numpy tiktoken sentencepiece safetensors requests pytest pyar
             "transformers accelerate gguf tokenizers huggingface_hub wandb lm_eval").split()
 
 
+FULL_MEMORY = "MemoryError|out of memory|DefaultCPUAllocator|bad_alloc|Cannot allocate memory"
+
+
 class UserError(Exception):
     """An error that the user can fix. Scripts print its one-line message, without a traceback."""
 
@@ -71,7 +74,7 @@ def cli(main, on_every_rank=False):
     except (UserError, OSError) as e:
         end = f"error: {e}"
     except (MemoryError, RuntimeError) as e:
-        if not re.search("MemoryError|out of memory|DefaultCPUAllocator|bad_alloc", repr(e)):
+        if not re.search(FULL_MEMORY, repr(e)):
             raise
         end = ("error: out of memory. Lower --batch_size, --tokens or --steps, if the script has "
                "them; in training, --micro_batch or --context, or try --activation_budget=0.5, "
@@ -284,7 +287,8 @@ def reading(path):
     except BaseException as e:
         # Rust's libraries raise bare Exceptions, and panics, which are not even Exceptions.
         from_rust = type(e) is Exception or type(e).__name__ == "PanicException"
-        if isinstance(e, OSError) and e.filename or not (from_rust or isinstance(e, DAMAGE)):
+        damage = isinstance(e, DAMAGE) and not re.search(FULL_MEMORY, repr(e))
+        if isinstance(e, OSError) and e.filename or not (from_rust or damage):
             raise
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(20) == b"version https://git-":

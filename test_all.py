@@ -2025,7 +2025,7 @@ def test_full_memory_is_met_in_the_warm_up_and_ends_in_one_line(base, monkeypatc
     for full in (MemoryError(), RuntimeError("std::bad_alloc"),  # on a CPU
                  RuntimeError("DefaultCPUAllocator: can't allocate memory")):
         with pytest.raises(SystemExit, match="out of memory. Lower --batch_size"):
-            common.cli(mock.Mock(side_effect=full))
+            common.cli(common.reading("file")(mock.Mock(side_effect=full)))
     for bug in (RecursionError("too deep"), RuntimeError("a bug")):
         with pytest.raises(type(bug)):
             common.cli(mock.Mock(side_effect=bug))

@@ -60,6 +60,7 @@ def check_file(path, file):
 
 def convert(path, out):
     """Convert a .gguf file to a new folder. Raises UserError if it is corrupt or not supported."""
+    import accelerate  # noqa: F401, which transformers needs for such a file
     import gguf
     import transformers
     from tokenizers import normalizers, pre_tokenizers
