@@ -11,27 +11,40 @@ swaps the ball's cup and another one change places, otherwise two of the others.
 holds three stories, of 3, 4 and 5 events in random order; a validation row holds one of 12 events.
 OUT is a data set for train.py. In it, test.jsonl has 400 stories of 24 events and dev.jsonl 200
 others, whose answers score.py scores after each event. fair.jsonl has 400 more, whose swaps are of
-any two cups, so that they do not betray where the ball is.
+any two cups, so that they do not betray where the ball is, and fair48.jsonl 400 of 48 events. With
+--written, targets are the steps that the model writes after a story: ` B D D` (places), or
+` The ball is under B: B. B and D swap: D. A and C swap: D.` (events).
 
 A line of --stories is a story:
 
     {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}
 
-An answer has to be a single token after its event, here with the space before it. Every 20th story
-is for validation.
+An answer has to be a single token after its event, here with the space before it. A twentieth of
+the stories, drawn at random, is for validation.
 """
 import json
+import math
 from pathlib import Path
 
 from common import (Parser, UserError, check_settings, cli, digest, paths, positive, read_json,
-                    reading, write_atomically, write_json)
+                    reading, write_json)
 
 import numpy as np
 
-from data import Tokenizer, copy_tokenizer, write_shard
+from data import Tokenizer, begin_folder, copy_tokenizer, write_shard
 from model import IGNORE
 
 CUPS = "ABCDE"
+
+# Name, stories, events in each, and share: see tell().
+TESTS = (("dev", 200, 24, 0.6), ("test", 400, 24, 0.6),
+         ("fair", 400, 24, 0.4), ("fair48", 400, 48, 0.4))
+
+# How a model writes its steps: what it writes for each event. The last letter is its answer.
+WRITTEN = {
+    "events": lambda events, answers: [f"{e[:-1]}:{a}." for e, a in zip(events, answers)],
+    "places": lambda events, answers: answers,
+}
 
 
 def tell(rng, length, share=0.6):
@@ -74,22 +87,36 @@ def encode_story(tokenizer, events, answers):
     return ids, targets
 
 
-def pack(tokenizer, stories, length):
-    """Return the tokens (2, N) of rows of as many whole stories as fit, padded with EOS."""
+def encode_written(tokenizer, events, answers, form):
+    """
+    Return ids and targets of a story and the steps that a model writes after it, in one of the
+    forms WRITTEN, up to EOS. Only what it writes is a target.
+    """
+    asked = tokenizer.encode("".join(events), bos=True)
+    steps = WRITTEN[form](events, answers)
+    ids = tokenizer.encode("".join([*events, *steps]), bos=True)
+    if ids[:len(asked)] != asked:
+        raise UserError(f"{steps[0]!r} has no tokens of its own after {events[-1]!r}")
+    return ids, [IGNORE] * (len(asked) - 1) + ids[len(asked):] + [tokenizer.eos_id]
+
+
+def pack(stories, eos_id, length):
+    """
+    Return the tokens (2, N) of rows of as many whole stories as fit, padded with EOS. stories: ids
+    and targets of each.
+    """
     rows = []
-    for events, answers in stories:
-        ids, targets = encode_story(tokenizer, events, answers)
+    for ids, targets in stories:
         if len(ids) >= length:
-            raise UserError(f"the story {events[0]!r} ... has {len(ids)} tokens and an EOS. Give a "
-                            "larger --row_length")
+            raise UserError(f"a story has {len(ids)} tokens and an EOS. Give a larger --row_length")
         if not rows or len(rows[-1][0]) + len(ids) + 1 > length:
             rows.append(([], []))
         row, row_targets = rows[-1]
-        row += [*ids, tokenizer.eos_id]
+        row += [*ids, eos_id]
         row_targets += [*targets, IGNORE]
     for row, row_targets in rows:
         padding = length - len(row)
-        row += [tokenizer.eos_id] * padding
+        row += [eos_id] * padding
         row_targets += [IGNORE] * padding
     return np.concatenate(rows, axis=1, dtype=np.int32)
 
@@ -116,49 +143,76 @@ def read_stories(path):
     return stories
 
 
+def write_lines(path, lines):
+    """Write a .jsonl file."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def lengths(text):
+    """The type of --lengths: "3-24" becomes range(3, 25)."""
+    first, last = map(positive, text.split("-"))
+    return range(first, last + 1)
+
+
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--tokenizer", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
-    parser.add_argument("--stories", type=paths, metavar="FILE",
-                        help="your own; default: the shell game")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--stories", type=paths, metavar="FILE",
+                       help="your own; default: the shell game")
+    which.add_argument("--lengths", type=lengths, default="3-5", metavar="A-B",
+                       help="events in the shell game's training stories (3-5)")
+    parser.add_argument("--written", choices=WRITTEN,
+                        help="let the model write its steps after each story")
     parser.add_argument("--row_length", type=positive, default=66,
                         help="tokens in a row: those of its stories, with BOS and EOS (66, for "
                              "three stories of the shell game)")
     args = parser.parse_args()
-    made_from = {"stories": args.stories and digest(args.stories), "row_length": args.row_length}
-    if Path(args.out).exists():
-        earlier = read_json(f"{args.out}/meta.json")
-        check_settings(args.out, earlier, made_from, "Choose another folder")
+    made_from = {
+        "stories": args.stories and digest(args.stories),
+        "lengths": [*args.lengths],
+        "written": args.written,
+        "row_length": args.row_length,
+    }
+    folder = Path(args.out)
+    if (folder / "meta.json").exists():
+        earlier = read_json(folder / "meta.json")
+        check_settings(folder, earlier, made_from, "Choose another folder")
         return
     tokenizer = Tokenizer.load(args.tokenizer)
+    if tokenizer.eos_id is None:
+        raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a story with. "
+                        "Name it as eos_token in tokenizer_config.json")
     rng = np.random.default_rng(0)
     if args.stories:
         told = read_stories(args.stories)
-        val = told[::20]
-        train = [story for i, story in enumerate(told) if i % 20]
+        drawn, held_out = rng.permutation(len(told)), math.ceil(len(told) / 20)
+        train, val = ([told[i] for i in sorted(part)]
+                      for part in (drawn[held_out:], drawn[:held_out]))
     else:
-        train = (tell(rng, n) for _ in range(40_000) for n in rng.permutation([3, 4, 5]))
+        times = 480_000 // sum(args.lengths)  # stories of each length
+        train = (tell(rng, n) for _ in range(times) for n in rng.permutation(args.lengths))
         val = (tell(rng, 12) for _ in range(256))
-    with write_atomically(args.out) as folder:
-        folder.mkdir()
-        shards = {}
-        for split, stories in ("train", train), ("val", val):
-            tokens = pack(tokenizer, stories, args.row_length)
-            shards[split] = [write_shard(folder, f"{split}_000000.npy", tokens)]
-        copy_tokenizer(args.tokenizer, folder)
-        write_json(folder / "meta.json", {
-            "tokenizer": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "shards": shards,
-        } | made_from)
-        parts = ("dev", 200, 0.6), ("test", 400, 0.6), ("fair", 400, 0.4)
-        for name, count, share in () if args.stories else parts:
-            with open(folder / f"{name}.jsonl", "w") as file:
-                for _ in range(count):
-                    events, answers = tell(rng, 24, share)
-                    print(json.dumps({"events": events, "answers": answers}), file=file)
+    tokens = {}
+    for split, stories in ("train", train), ("val", val):
+        encoded = (encode_written(tokenizer, *story, args.written) if args.written else
+                   encode_story(tokenizer, *story) for story in stories)
+        tokens[split] = pack(encoded, tokenizer.eos_id, args.row_length)
+    begin_folder(folder)
+    shards = {split: [write_shard(folder, f"{split}_000000.npy", tokens[split])]
+              for split in tokens}
+    copy_tokenizer(args.tokenizer, folder)
+    for name, count, length, share in () if args.stories else TESTS:
+        told = (tell(rng, length, share) for _ in range(count))
+        write_lines(folder / f"{name}.jsonl",
+                    ({"events": events, "answers": answers} for events, answers in told))
+    write_json(folder / "meta.json", {
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "tokenizer": tokenizer.fingerprint,
+        "shards": shards,
+    } | made_from)
 
 
 if __name__ == "__main__":

@@ -5,25 +5,22 @@ with an answer after each event.
     python -m runs.smollm2.questions --out out/mine
     python -m runs.smollm2.questions --out out/steps --steps
     python -m runs.smollm2.questions --out out/counts --game counts
-    python -m runs.smollm2.questions --out out/worked --worked
 
 A line of the shell game is {"question": "The ball is under B. B and D swap. A and C swap.",
 "answer": "D", "difficulty": "3"}: the difficulty is the number of events. Every two cups are as
 likely to swap. Counts, such as "Tom has 7, loses 4, gets 2,", stay between 0 and 9. train.jsonl
 has 40,000 questions of 1 to 5 events, with repeats; dev.jsonl and test.jsonl have 100 and 200
 others of each of the LENGTHS. With --steps, the lines of train.jsonl are stories, which begin with
-none of those: {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}. With
---worked, an answer is a chain of thought, which repeats each event and says what follows from it:
-"The ball is under B: B. B and D swap: D. ... #### D".
+none of those: {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}.
 """
 import itertools
-import json
+from pathlib import Path
 
-from common import Parser, cli, paths, write_atomically
+from common import Parser, cli, paths
 
 import numpy as np
 
-from runs.smollm2.cups import tell
+from runs.smollm2.cups import tell, write_lines
 
 LENGTHS = 3, 4, 5, 6, 7, 8, 10, 12, 16
 NAMES = "Tom Anna Ben Mary Sam Lucy Jack Emma".split()
@@ -47,37 +44,29 @@ def main():
     parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--game", choices=["cups", "counts"], default="cups")
     parser.add_argument("--steps", action="store_true", help="an answer after each event")
-    parser.add_argument("--worked", action="store_true", help="answers with their steps (cups)")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     train = rng.choice([1, 2, 3, 4, 5], 40_000, p=[0.2] * 5)  # without p, other draws
     asked = set()
-    with write_atomically(args.out) as folder:
-        folder.mkdir()
-        for name, lengths in (("test", LENGTHS * 200), ("dev", LENGTHS * 100), ("train", train)):
-            questions = []
-            while len(questions) < len(lengths):
-                length = int(lengths[len(questions)])
-                if args.game == "cups":
-                    events, answers = tell(rng, length, share=0.4)
-                else:
-                    events, answers = count(rng, length)
-                events[0] = events[0].strip()
-                question = "".join(events)
-                steps = args.steps and name == "train"  # then the start of a story is asked, too
-                if asked.isdisjoint(itertools.accumulate(events) if steps else [question]):
-                    answer = answers[-1].strip()
-                    if args.worked:
-                        parts = (f"{event[:-1]}:{said}." for event, said in zip(events, answers))
-                        answer = f"{''.join(parts).strip()} #### {answer}"
-                    line = {"question": question, "answer": answer, "difficulty": str(length)}
-                    if steps:
-                        line = {"events": events, "answers": answers}
-                    questions.append(line)
-            asked |= {line["question"] for line in questions if name != "train"}
-            with open(folder / f"{name}.jsonl", "w") as file:
-                for line in questions:
-                    print(json.dumps(line), file=file)
+    files = {}
+    for name, lengths in (("test", LENGTHS * 200), ("dev", LENGTHS * 100), ("train", train)):
+        questions = files[name] = []
+        while len(questions) < len(lengths):
+            length = int(lengths[len(questions)])
+            events, answers = (tell(rng, length, share=0.4) if args.game == "cups" else
+                               count(rng, length))
+            events[0] = events[0].strip()
+            question = "".join(events)
+            steps = args.steps and name == "train"  # then the start of a story is asked, too
+            if asked.isdisjoint(itertools.accumulate(events) if steps else [question]):
+                questions.append({"events": events, "answers": answers} if steps else
+                                 {"question": question, "answer": answers[-1].strip(),
+                                  "difficulty": str(length)})
+        asked |= {line["question"] for line in questions if name != "train"}
+    folder = Path(args.out)
+    folder.mkdir(parents=True)
+    for name, questions in files.items():
+        write_lines(folder / f"{name}.jsonl", questions)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@ Print the tables of runs/smollm2/README.md, and draw its pictures if matplotlib 
 
     python -m runs.smollm2.report                   of the published results.json
     python -m runs.smollm2.report out/smollm2       the tables of your own runs, made by run.sh
+    python -m runs.smollm2.report out/smollm2 --publish     add those of `run.sh costs` to it
 """
 import importlib.util
+import json
 import math
+import re
 import statistics
 from pathlib import Path
 
-from common import Parser, cli, read_json
+from common import Parser, cli, read_json, write_atomically
 
 import numpy as np
 
@@ -17,178 +20,176 @@ from model import find_checkpoint
 
 HERE = Path(__file__).resolve().parent
 ASSETS = HERE.parents[1] / "assets"
-CUPS = {"3 to 5": (3, 5), "6 to 8": (6, 8), "9 to 12": (9, 12), "13 to 24": (13, 24)}
+RESULTS = HERE / "results.json"
+RANGES = "3 to 5", "6 to 8", "9 to 12", "13 to 24"  # events
 ARMS = {
     "retrofit": "looped, 6 of 30 layers, 2 in a loop",
     "random": "a random start of the same shape",
     "parent": "its full parent, 30 layers",
     "no-loop": "the same 6 layers without a loop",
 }
+TUNING = "10"  # the seed of the trials that chose rates, whose runs no table counts
 
 
 def collect(out):
-    """Read the runs of run.sh under `out`: {"retrofit 0": its scores and its settings, ...}."""
+    """Read the runs of run.sh under `out`: {"cups": {"retrofit 0": its scores and settings}}."""
     found = {}
-    for score in sorted(Path(out).glob("cups-*/score.json")):
-        arm, seed = score.parent.name.removeprefix("cups-").rsplit("-", 1)
+    for score in sorted(Path(out).glob("c*/score.json")):
+        experiment, arm, seed = re.fullmatch(r"(\w+)-(.+)-(\d+)", score.parent.name).groups()
         made = read_json(Path(find_checkpoint(score.parent), "train.json"))
         settings = {key: made["config"][key] for key in ("lr", "batch_size", "dtype")}
-        found[f"{arm} {seed}"] = read_json(score) | settings | {
+        found.setdefault(experiment, {})[f"{arm} {seed}"] = read_json(score) | settings | {
             "updates": made["update"], "flops": made["flops"]}
     return found
 
 
+def publish(experiment, found):
+    """Add runs, {name: ...}, to an experiment of results.json."""
+    results = read_json(RESULTS)
+    results.setdefault(experiment, {}).update(found)
+    text = json.dumps(results, indent=1)
+    text = re.sub(r"(?<=[\[{])\n {4,}|\n {3,}(?=[\]}])", "", text)  # scores at one r: a line
+    with write_atomically(RESULTS) as new:
+        new.write_text(re.sub(r"\n {4,}", " ", text) + "\n")
+
+
 # ------------------------------------------------------------------------------------- statistics
 
-def mean_and_error(values):
-    """Return "12.3 ± 0.4": the mean over seeds and its standard error; "12.3" for one seed."""
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.fmean(values):.1f} ± {error:.1f}"
+def mean_and_error(*groups):
+    """
+    Return "12.3 ± 0.4": the mean over a group's runs and its standard error, without it if there is
+    only one. Of two groups, it is their difference.
+    """
+    mean = statistics.fmean(groups[0]) - sum(map(statistics.fmean, groups[1:]))
+    if min(map(len, groups)) == 1:
+        return f"{mean:.1f}"
+    error = math.hypot(*(statistics.stdev(runs) / math.sqrt(len(runs)) for runs in groups))
+    return f"{mean:.1f} ± {error:.1f}"
 
 
 def runs_of(found, arm):
-    """Return an arm's runs as {seed: run}."""
-    return {name.split()[1]: run for name, run in found.items() if name.split()[0] == arm}
+    """Return the runs of an arm, such as "retrofit", with any seed but that of the trials."""
+    return [run for name, run in found.items()
+            if name.rpartition(" ")[0] == arm and not name.endswith(f" {TUNING}")]
 
 
-def accuracy(shares, first, last):
-    """Return the percentage of right answers after events number `first` to `last`."""
-    return 100 * statistics.fmean(shares[first - 1:last])
+def accuracy(shares, events):
+    """
+    Return the percentage of right answers. shares: after each event, or {events: share}. events:
+    "12", or "9 to 12".
+    """
+    if isinstance(shares, dict):
+        return 100 * shares[events]
+    first, *last = map(int, events.split(" to "))
+    return 100 * statistics.fmean(shares[first - 1:last[0] if last else first])
 
 
-def best_depth(runs, lengths):
+def best_depth(runs, events):
     """Return the r with the best mean accuracy on the stories of dev.jsonl; 0 without a loop."""
     def quality(r):
-        return statistics.fmean(accuracy(run["dev"][r], *lengths) for run in runs.values())
-    return max(next(iter(runs.values()))["dev"], key=quality)  # of equal ones the smallest
+        return statistics.fmean(accuracy(run["dev"][r], events) for run in runs)
+    return max(runs[0]["dev"], key=quality)  # of equal ones the smallest
 
 
-def scores_at(found, arm, part, lengths, r=None):
-    """Return r, or an arm's best r for these lengths, and its runs' accuracies there."""
+def scores_of(found, arm, part, events, r=None):
+    """Return the accuracies of an arm's runs at this r, or at the best one for these events."""
     runs = runs_of(found, arm)
-    r = r or best_depth(runs, lengths)
-    return r, [accuracy(run[part][r], *lengths) for run in runs.values()]
-
-
-def gain_and_error(ours, theirs):
-    """Return "12.3 ± 0.4": the difference of two arms' means, and its error over seeds."""
-    gain = statistics.fmean(ours) - statistics.fmean(theirs)
-    if min(len(ours), len(theirs)) == 1:
-        return f"{gain:.1f}"
-    error = math.hypot(*(statistics.stdev(x) / math.sqrt(len(x)) for x in (ours, theirs)))
-    return f"{gain:.1f} ± {error:.1f}"
+    r = r or best_depth(runs, events)
+    return [accuracy(run[part][r], events) for run in runs]
 
 
 # ------------------------------------------------------------------------------------------ tables
 
-def print_table(found, rows, part):
-    """
-    Print accuracy by number of events, and how many runs it is the mean of. rows: (title, arm, r);
-    r None: the best one for each number of events.
-    """
-    print("| (runs) | " + " | ".join(f"{name} events" for name in CUPS) + " |")
-    print("| --- " * (1 + len(CUPS)) + "|")
-    for title, arm, r in rows:
-        cells = []
-        for lengths in CUPS.values():
-            depth, scores = scores_at(found, arm, part, lengths, r)
-            best = f" (r = {depth})" if r is None and depth != "0" else ""
-            cells.append(mean_and_error(scores) + best)
-        print(f"| {title} ({len(scores)}) | {' | '.join(cells)} |")
+def print_table(title, found, part, columns):
+    """Print accuracy by number of events of each arm at each r, and how many runs it is of."""
+    print(f"\n{title}\n\n| (runs) | {' | '.join(columns)} |\n{'| --- ' * (1 + len(columns))}|")
+    for arm in dict.fromkeys(name.rpartition(" ")[0] for name in found):
+        runs = [run for run in runs_of(found, arm) if part in run]
+        for r in runs[0][part] if runs else ():
+            cells = (mean_and_error([accuracy(run[part][r], n) for run in runs]) for n in columns)
+            depth = f", r = {r}" if r != "0" else ""
+            print(f"| {arm}{depth} ({len(runs)}) | {' | '.join(cells)} |")
+
+
+def print_gains(found, part, ours, others, columns, r=None):
+    """Print by how much an arm leads others at each number of events, all at r or their best r."""
+    for events in columns:
+        for arm in filter(lambda arm: runs_of(found, arm), others):
+            theirs = scores_of(found, arm, part, events, r if arm != "parent" else "0")
+            gain = mean_and_error(scores_of(found, ours, part, events, r), theirs)
+            print(f"{events} events: {ours} over {arm} at {f'r = {r}' if r else 'the best r'}: "
+                  f"{gain} points")
 
 
 def print_cups(found):
-    """
-    Print the shell game's outcome: accuracy at each r and of each arm, what the looped model gains
-    over the others, and how far each r gets.
-    """
-    arms = {arm: title for arm, title in ARMS.items() if runs_of(found, arm)}
-    depths = next(iter(runs_of(found, "retrofit").values()))["test"]
-    for part, kind in (("fair", "fair stories"), ("test", "stories whose swaps tell")):
-        if part not in next(iter(found.values())):
-            continue
-        print(f"\n{kind}\n")
-        rows = [(f"looped, r = {r}", "retrofit", r) for r in depths]
-        if "random" in arms:
-            rows.append(("random start, r = 32", "random", "32"))
-        print_table(found, rows, part)
+    """Print the shell game's outcome, and how far each r gets."""
+    for part, title in ("fair", "Fair stories"), ("test", "Ordinary stories"):
+        print_table(title, found, part, RANGES)
         print()
-        print_table(found, [(title, arm, None) for arm, title in arms.items()], part)
-        print()
-        for name, lengths in CUPS.items():
-            r, ours = scores_at(found, "retrofit", part, lengths)
-            for arm, title in list(arms.items())[1:]:
-                _, theirs = scores_at(found, arm, part, lengths)
-                print(f"{name} events: looped at r = {r} over {title}: "
-                      f"{gain_and_error(ours, theirs)} points")
-        for r in [*depths, "0"]:
-            runs = runs_of(found, "parent" if r == "0" else "retrofit").values()
-            means = map(statistics.fmean, zip(*(run[part][r] for run in runs)))
-            horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
-            name = "parent" if r == "0" else f"r = {r}"
-            print(f"at least 70% right up to {horizon} events: {name}")
+        print_gains(found, part, "retrofit", ["random", "parent", "no-loop"], RANGES)
         for arm in ARMS:
-            shares = [run[part].get("32", run[part].get("0"))[13]
-                      for run in runs_of(found, arm).values()]
-            if shares:
-                mean = statistics.fmean(shares)
-                print(f"after 14 events, at r = 32 if looped: {arm} {mean:.1%}, of",
-                      *(f"{share:.1%}" for share in shares))
+            for r in (runs := runs_of(found, arm)) and runs[0][part]:
+                means = map(statistics.fmean, zip(*(run[part][r] for run in runs)))
+                horizon = next((n for n, share in enumerate(means) if share < 0.7), 24)
+                after = sorted(scores_of(found, arm, part, "14", r))
+                print(f"{arm}, r = {r}: at least 70% right up to {horizon} events; after 14, "
+                      f"{statistics.fmean(after):.1f}%, of {after[0]:.1f} to {after[-1]:.1f}")
+
+
+def print_runs(found):
+    """Print what each run took."""
+    for name, run in found.items():
+        facts = (f"{key} {value:.3g}" if key == "flops" else f"{key} {value}"
+                 for key, value in run.items() if not isinstance(value, dict))
+        print(f"{name}: {', '.join(facts)}")
+
+
+def print_seconds(found):
+    """Print the seconds and the FLOPs of an answer, measured by costs.py."""
+    print(f"\nseconds and FLOPs of an answer, {found['machine']}\n")
+    print(f"| events | {' | '.join(found['loop'])} |\n{'| --- ' * (1 + len(found['loop']))}|")
+    for arm, by_events in found.items():
+        for r in by_events["12"] if arm != "machine" else ():
+            cells = (f"{seconds:.3f} s, {flops:.1e}" for seconds, flops in
+                     (of_r[r] for of_r in by_events.values()))
+            print(f"| {arm}{f', r = {r}' if arm == 'loop' else ''} | {' | '.join(cells)} |")
+
+
+def print_all(results):
+    """Print the tables of the experiments that there are, then what each run took."""
+    if "cups" in results:
+        print_cups(results["cups"])
+    for name in ("final answers", "final answers, counts", "songs", "twice the training"):
+        if found := results.get(name):
+            columns = list(next(iter(next(iter(found.values()))["test"].values())))
+            print_table(name, found, "test", columns)
+            if name.startswith("final"):
+                print_gains(found, "test", "loop", ["parent"], columns, "32")
+    if costs := results.get("costs"):
+        print_table("costs, fair stories", costs, "fair", ["3", "5", "8", "12", "16", "24"])
+        print_table("costs, fair stories", costs, "fair48", ["48"])
+        print_table("costs, on which seed 10 is chosen", costs, "dev", ["3 to 24"])
+    if "seconds" in results:
+        print_seconds(results["seconds"])
     print()
-    for name, run in found.items():
-        minutes = f", {run['minutes']} minutes" if "minutes" in run else ""
-        print(f"{name}: {run['updates']} updates of {run['batch_size']} rows, {run['flops']:.3g} "
-              f"FLOPs, learning rate {run['lr']:g}, {run['dtype']}{minutes}")
+    for name, found in results.items():
+        if name != "seconds":
+            print_runs(found)
 
 
-def print_final(found, part="test", unit="events"):
-    """Print accuracy by difficulty, such as the number of events, of questions with one answer."""
-    depths = found["loop 0"][part]
-    lengths, deepest = list(depths["1"]), list(depths)[-1]
-    print("| (runs) | " + " | ".join(lengths) + " |")
-    print("| --- " * (1 + len(lengths)) + "|")
-    rows = [(f"looped, r = {r}", "loop", r) for r in depths]
-    rows += [("looped on an H100, r = 32", "loop/H100", "32"),
-             ("random start on an H100, r = 32", "random", "32"), ("parent", "parent", "0"),
-             ("parent that writes out its steps", "worked", "0")]
-    for title, arm, r in rows:
-        runs = runs_of(found, arm).values()
-        if runs:
-            cells = [mean_and_error([100 * run[part][r][n] for run in runs]) for n in lengths]
-            print(f"| {title} ({len(runs)}) | {' | '.join(cells)} |")
-    for n in lengths if runs_of(found, "parent") else ():
-        ours, theirs = ([100 * run[part][r][n] for run in runs_of(found, arm).values()]
-                        for arm, r in (("loop", deepest), ("parent", "0")))
-        gain = gain_and_error(ours, theirs)
-        print(f"{n} {unit}: looped at r = {deepest} over parent: {gain} points")
-
-
-def print_trials(found):
-    """Print the accuracy on dev.jsonl by which the parent's recipe was chosen."""
-    for name, run in found.items():
-        shares = run["dev"].get("32") or run["dev"]["0"]
-        mean = statistics.fmean(shares[n] for n in ("6", "7", "8", "10", "12"))
-        print(f"{name}, dev.jsonl, 6 to 12 events: {mean:.1%}")
-
+# ---------------------------------------------------------------------------------------- pictures
 
 def draw(found):
     """
     Draw accuracy on fair stories by number of events: the looped model at each r, and all arms at
     their best r.
     """
-    import matplotlib
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     lengths = range(1, 25)
 
     def curve(panel, arm, style, color, r=None, **label):
-        runs = runs_of(found, arm)
-        depths = [r or best_depth(runs, (n, n)) for n in lengths]
-        values = np.array([[100 * run["fair"][d][n - 1] for run in runs.values()]
-                           for n, d in zip(lengths, depths)])
-        mean, error = values.mean(1), values.std(1, ddof=1) / math.sqrt(len(runs))
+        values = np.array([scores_of(found, arm, "fair", str(n), r) for n in lengths])
+        mean, error = values.mean(1), values.std(1, ddof=1) / math.sqrt(values.shape[1])
         panel.plot(lengths, mean, style, c=color, **label)
         panel.fill_between(lengths, mean - error, mean + error, color=color, alpha=0.15, lw=0)
         return mean
@@ -200,50 +201,87 @@ def draw(found):
         panel.text(x, y, text, color=color, fontsize=9, va="center", ha="center",
                    bbox={"fc": "white", "ec": "none", "pad": 1})
 
+    def finish(figure, panel, file):
+        """Add what guessing gives and the lengths in training."""
+        panel.axhline(20, ls=":", c="gray", label="guessing")
+        panel.axvspan(3, 5, alpha=0.1, color="gray", label="lengths in training")
+        panel.set(xlabel="events in the story", ylabel="accuracy, %", ylim=(0, 103))
+        panel.margins(x=0)
+        panel.legend(fontsize=8, loc="upper right")
+        figure.savefig(ASSETS / file, dpi=110)
+
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
     depths = "1", "2", "4", "8", "16", "32"  # at r = 64, the curve is almost that of r = 32
     for i, r in enumerate(depths):
         color = plt.cm.plasma(0.9 - 0.9 * i / len(depths))
         name(panel, curve(panel, "retrofit", "-", color, r), f"r = {r}", color, 70)
     name(panel, curve(panel, "parent", "--", "black"), "parent", "black", 45)
-    finish(figure, panel, "smollm2.png", 20, (3, 5), "events in the story")
+    finish(figure, panel, "smollm2.png")
 
     figure, panel = plt.subplots(figsize=(8, 3.8), constrained_layout=True)
     for (arm, title), color in zip(ARMS.items(), ("C0", "C1", "black", "C3")):
-        if runs_of(found, arm):
-            looped = arm in ("retrofit", "random")
-            label = f"{title} (best r)" if looped else title
-            curve(panel, arm, "-" if looped else "--", color, label=label)
-    finish(figure, panel, "smollm2_arms.png", 20, (3, 5), "events in the story")
+        looped = arm in ("retrofit", "random")
+        label = f"{title} (best r)" if looped else title
+        curve(panel, arm, "-" if looped else "--", color, label=label)
+    finish(figure, panel, "smollm2_arms.png")
 
 
-def finish(figure, panel, name, chance, trained, xlabel, **legend):
-    """Add to a picture what guessing gives and the lengths in training, and write it to assets."""
-    panel.axhline(chance, ls=":", c="gray", label="guessing")
-    panel.axvspan(*trained, alpha=0.1, color="gray", label="lengths in training")
-    panel.set(xlabel=xlabel, ylabel="accuracy, %", ylim=(0, 103))
-    panel.margins(x=0)
-    panel.legend(fontsize=8, loc="upper right", **legend)
-    figure.savefig(ASSETS / name, dpi=110)
+def chosen(costs, arm):
+    """Return the runs of an arm with the value that has most runs: its name is arm-value."""
+    names = {name.rpartition(" ")[0] for name in costs if name.startswith(f"{arm}-")}
+    return max((runs_of(costs, name) for name in sorted(names)), key=len, default=[])
+
+
+def draw_costs(results):
+    """
+    Draw accuracy on fair stories of 12 and 24 events over the seconds of an answer, after training
+    on short stories and on long ones: the looped model's curve has a point for each r.
+    """
+    from matplotlib import pyplot as plt
+    seconds, costs = results["seconds"], results.get("costs", {})
+    figure, panels = plt.subplots(2, 2, figsize=(8, 6), sharex=True, sharey=True,
+                                  constrained_layout=True)
+    for row, n in zip(panels, ("12", "24")):
+        for panel, trained in zip(row, ("short", "long")):
+            arms = {arm: chosen(costs, f"{trained}-{arm}")
+                    for arm in ("loop", "parent", "events", "places")}
+            if trained == "short":
+                arms |= {"loop": runs_of(results["cups"], "retrofit"),
+                         "parent": runs_of(results["cups"], "parent")}
+            for timed, by_events in seconds.items():
+                arm = timed.rpartition(" ")[2]  # that of "llama.cpp, events" is events
+                if runs := arms.get(arm):
+                    x = [cost for cost, _ in by_events[n].values()]
+                    y = [statistics.fmean(accuracy(run["fair"][r], n) for run in runs)
+                         for r in by_events[n]]
+                    panel.plot(x, y, "o-", label=f"{timed} ({len(runs)})")
+                    for r, *point in zip(by_events[n], x, y) if arm == "loop" else ():
+                        panel.annotate(r, point, textcoords="offset points", xytext=(3, 3),
+                                       fontsize=7)
+            panel.axhline(20, ls=":", c="gray")
+            panel.set(xscale="log", ylim=(0, 105), title=f"{n} events, trained on {trained} ones")
+            panel.legend(fontsize=7, loc="upper left")
+    figure.supxlabel("seconds per answer")
+    figure.supylabel("accuracy, %")
+    figure.savefig(ASSETS / "smollm2_costs.png", dpi=110)
 
 
 def main():
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="?", metavar="FOLDER", help="print the tables of these runs")
+    parser.add_argument("--publish", action="store_true",
+                        help="add the runs of `run.sh costs` to results.json")
     args = parser.parse_args()
-    if args.runs:
-        print_cups(collect(args.runs))
-        return
-    found = read_json(HERE / "results.json")
-    print_cups(found["cups"])
-    print("\nthe same on a GPU")
-    print_cups(found["cups on a GPU"])
-    for task in ("final answers", "final answers, counts"):
-        print(f"\n{task}\n")
-        print_final(found[task])
-    print_trials(found["final answers, trials"])
-    if importlib.util.find_spec("matplotlib"):
-        draw(found["cups"])
+    results = collect(args.runs) if args.runs else read_json(RESULTS)
+    print_all(results)
+    if args.publish:
+        publish("costs", results["costs"])
+    elif not args.runs and importlib.util.find_spec("matplotlib"):
+        import matplotlib
+        matplotlib.use("Agg")
+        draw(results["cups"])
+        if "seconds" in results:
+            draw_costs(results)
 
 
 if __name__ == "__main__":

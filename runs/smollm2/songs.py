@@ -10,17 +10,17 @@ A story tells part of a song by its intervals: {"events": ["The song begins on G
 the last note. Every tenth song is only for the test, and no training story begins with a question.
 """
 import itertools
-import json
 import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from common import Parser, UserError, cli, paths, write_atomically
+from common import Parser, UserError, cli, paths
 
 import numpy as np
 
+from runs.smollm2.cups import write_lines
 
 PACKAGE = "music21-10.5.1-py3-none-any.whl"
 LENGTHS = 4, 5, 6, 7, 8, 10, 12, 16
@@ -66,29 +66,29 @@ def main():
     rng = np.random.default_rng(0)
     songs = read_songs()
     known = set()
-    with write_atomically(args.out) as folder:
-        folder.mkdir()
-        for name, lengths in ("train", rng.integers(1, 6, 40_000)), ("test", LENGTHS * 200):
-            lines = []
-            while len(lines) < len(lengths):
-                number, length = int(rng.integers(len(songs))), int(lengths[len(lines)])
-                if (number % 10 == 0) != (name == "test") or len(songs[number]) < length:
-                    continue
-                start = rng.integers(len(songs[number]) - length + 1)
-                melody = songs[number][start:start + length]
-                if any(abs(np.diff(melody)) > 7):
-                    continue
-                events, answers = tell(melody)
-                if name == "train":
-                    known.update(itertools.accumulate(events))
-                    lines.append({"events": events, "answers": answers})
-                elif "".join(events) not in known:
-                    known.add("".join(events))
-                    lines.append({"question": "".join(events), "answer": answers[-1].strip(),
-                                  "difficulty": str(length)})
-            with open(folder / f"{name}.jsonl", "w") as file:
-                for line in lines:
-                    print(json.dumps(line), file=file)
+    files = {}
+    for name, lengths in ("train", rng.integers(1, 6, 40_000)), ("test", LENGTHS * 200):
+        lines = files[name] = []
+        while len(lines) < len(lengths):
+            number, length = int(rng.integers(len(songs))), int(lengths[len(lines)])
+            if (number % 10 == 0) != (name == "test") or len(songs[number]) < length:
+                continue
+            start = rng.integers(len(songs[number]) - length + 1)
+            melody = songs[number][start:start + length]
+            if any(abs(np.diff(melody)) > 7):
+                continue
+            events, answers = tell(melody)
+            if name == "train":
+                known.update(itertools.accumulate(events))
+                lines.append({"events": events, "answers": answers})
+            elif "".join(events) not in known:
+                known.add("".join(events))
+                lines.append({"question": "".join(events), "answer": answers[-1].strip(),
+                              "difficulty": str(length)})
+    folder = Path(args.out)
+    folder.mkdir(parents=True)
+    for name, lines in files.items():
+        write_lines(folder / f"{name}.jsonl", lines)
 
 
 if __name__ == "__main__":
