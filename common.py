@@ -229,11 +229,10 @@ def dtype_on(dtype, device):
 @contextlib.contextmanager
 def write_atomically(path):
     """
-    Write a file or a new folder completely or not at all: `with write_atomically(path) as new: ...`
+    Write a file completely or not at all: `with write_atomically(path) as new: ...`
 
-    Yields a Path inside a temporary folder beside `path`, where the caller creates the file or the
-    folder. It is then flushed to disk and renamed to `path`. A killed process leaves the temporary
-    folder behind.
+    Yields a Path inside a temporary folder beside `path`, where the caller creates the file. It is
+    then flushed to disk and renamed to `path`. A killed process leaves the temporary folder behind.
     """
     target = Path(path).resolve()
     try:
@@ -242,16 +241,14 @@ def write_atomically(path):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
             new = Path(folder, target.name)
             yield new
-            # safetensors creates files that only their owner can read, so all files get the
-            # permissions that the umask gives to a new one.
+            # safetensors creates files that only their owner can read. Give this one the
+            # permissions that the umask gives to a new file.
             empty = Path(folder, f".{target.name}")
             empty.touch()
-            for item in (*new.rglob("*"), new):
-                if item.is_file():
-                    with contextlib.suppress(OSError):  # some file systems have no permissions
-                        shutil.copymode(empty, item)
-                    with open(item) as file:
-                        os.fsync(file)
+            with contextlib.suppress(OSError):  # some file systems have no permissions
+                shutil.copymode(empty, new)
+            with open(new) as file:
+                os.fsync(file)
             new.rename(target)
     except (OSError, SafetensorError) as e:  # safetensors reports a full disk as its own error
         raise UserError(f"{path}: not written ({e})")
