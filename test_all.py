@@ -227,7 +227,7 @@ def test_defaults_are_those_of_transformers(kind):
 
 
 @pytest.mark.parametrize("wrong", [
-    {"model_type": "gemma"},
+    {"model_type": "gemma"}, {"model_type": None},
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e4}},
     {"is_causal": False}, {"hidden_act": "gelu"},
@@ -1160,31 +1160,32 @@ def test_muon_beside_adamw_is_torchs(products):
         assert max_difference(ours[name], p) <= (0 if exact else 1e-6), name
 
 
-def test_muon_alone_trains_in_another_project():
-    """The five lines of muon.py's docstring train a model in a folder with nothing else of ours."""
-    shutil.copy(ROOT / "muon.py", ".")
+def test_muon_alone_trains_in_another_project(monkeypatch):
+    """The five lines of muon.py's docstring train a model, with nothing else of ours."""
+    monkeypatch.delitem(sys.modules, "muon")
+    for ours in ("common", "model", "data", "train"):
+        monkeypatch.setitem(sys.modules, ours, None)
     lines = re.findall(r"^    (.+)", muon.__doc__, re.M)
     assert len(lines) == 5
-    setup, update = "\n".join(lines[:2]), "\n    ".join(lines[2:])
-    Path("other.py").write_text(f"""
-import torch, torch.nn as nn, torch.nn.functional as F
-from muon import Optimizer
-torch.manual_seed(0)
-model = nn.ModuleDict({{"wte": nn.Embedding(9, 16), "blocks": nn.Linear(16, 16, bias=False),
-                       "lm_head": nn.Linear(16, 9)}})
-batch, labels = torch.arange(9), 9
-losses = []
-def loss(model, batch):
-    logits = model.lm_head(model.blocks(model.wte(batch)).tanh())
-    losses.append(F.cross_entropy(logits, batch.roll(1), reduction="sum"))
-    return losses[-1]
-{setup}
-for _ in range(99):
-    {update}
-assert [piece.name for piece in opt.pieces if piece.rule == "muon"] == ["blocks.weight"]
-assert losses[-1] < losses[0] / 4, losses
-""")
-    subprocess.run([sys.executable, "other.py"], check=True, env={})
+    setup, update = "\n".join(lines[:2]), "\n".join(lines[2:])
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(9, 16),
+                                 "blocks": torch.nn.Linear(16, 16, bias=False),
+                                 "lm_head": torch.nn.Linear(16, 9)})
+    losses = []
+
+    def loss(model, batch):
+        logits = model.lm_head(model.blocks(model.wte(batch)).tanh())
+        losses.append(F.cross_entropy(logits, batch.roll(1), reduction="sum"))
+        return losses[-1]
+
+    names = {"model": model, "loss": loss, "batch": torch.arange(9), "labels": 9}
+    exec(f"from muon import Optimizer\n{setup}", names)
+    for _ in range(99):
+        exec(update, names)
+    by_muon = [piece.name for piece in names["opt"].pieces if piece.rule == "muon"]
+    assert by_muon == ["blocks.weight"]
+    assert losses[-1] < losses[0] / 4, losses
 
 
 def test_adamw_star_is_the_papers():
@@ -2107,24 +2108,22 @@ def test_answers_to_plain_questions(right, answers):
 
 def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     """
-    --template plain scores equal text as right, and has room for the longest reference of the file;
-    the summary lists difficulties in order, counts the answers that were cut off, and has the
-    training cost, even if the run has deleted the checkpoint by then. Another scorer scores them
-    anew, without asking again; what it raises is shown.
+    With --template plain, equal texts are right, and an answer may be 8 tokens longer than any
+    reference. The summary has each difficulty, in order, how many answers were cut, and the cost of
+    training, though the run deletes the checkpoint. Another scorer scores the same answers.
     """
     Path("asked.jsonl").write_text("""{"question": "has", "answer": "so gets", "difficulty": "easy"}
         {"question": "so", "answer": 7, "difficulty": 2.0}
         {"question": "loses", "answer": "so gets", "difficulty": 10}
         {"question": "gets", "answer": "gets", "difficulty": "10 "}""")
-    folder = "run/step_000009"
-    shutil.copytree(checkpoint, folder)
-    common.write_json(f"{folder}/train.json", {"update": 9, "flops": 10**9, "config": {}})
-    said = {"has": ("so gets", False), "so": ("7", True), "loses": ("gets", False),
-            "gets": ("gets", False)}
+    said = {"has": "so gets", "so": "7", "loses": "gets", "gets": "gets"}
+    shutil.copytree(checkpoint, "run/step_000009")
+    common.write_json("run/step_000009/train.json", {"update": 9, "flops": 10**9, "config": {}})
 
     def answer(decoder, tokenizer, prompts, *_):
-        shutil.rmtree(folder)
-        return [said[tokenizer.decode(ids)] for ids in prompts]
+        os.remove("run/step_000009/train.json")
+        words = map(tokenizer.decode, prompts)
+        return [(said[word], word == "so") for word in words]
 
     answer_batch = mock.Mock(side_effect=answer)
     monkeypatch.setattr(eval_gsm8k, "answer_batch", answer_batch)
@@ -2141,13 +2140,9 @@ def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
     shares = [(level, share) for level, (share, *_) in result["by_difficulty"].items()]
     assert shares == [("2", 1.0), ("10", 0.5), ("easy", 1.0)]
 
-    shutil.copytree(checkpoint, folder)
     monkeypatch.setitem(METRICS["plain"], "accuracy", lambda *_: False)
     run_script(ask)
     assert read_json("run/eval_asked.json")["results"][0]["value"] == 0
-    monkeypatch.setitem(METRICS["plain"], "accuracy", lambda *_: typo)
-    with pytest.raises(NameError, match="typo"):
-        run_script(ask)
     answer_batch.assert_called_once()
 
 
@@ -2384,7 +2379,6 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
 MISTAKES = [
     ("surgery llama out", "--prelude"),
     ("surgery llama out --shape 4,4,4", "0-5"),
-    ("surgery llama out --prelude 0-3 --core 3-4 --coda 5", "only once"),
     ("surgery llama m --feed_forward", "exists already"),
     ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
     ("surgery llama out --shape 1,2,1 --prelude 0", "--prelude: --shape chooses the layers"),
@@ -2394,9 +2388,6 @@ MISTAKES = [
     ("surgery llama out --feed_forward --adapter add --mean_recurrence 4",
      "--adapter, --mean_recurrence: --feed_forward makes a model without a loop"),
     ("surgery ./lama out --feed_forward", "no such folder"),
-    ("surgery truncated out --feed_forward", "model.safetensors: damaged"),
-    ("surgery typeless out --feed_forward", "model_type = None is not supported"),
-    ("surgery unscaled out --feed_forward", "low_freq_factor"),
     ("surgery pointer out --feed_forward", "only a pointer of Git LFS"),
     ("data prepare --input test.jsonl --tokenizer meta --out out", "tokenizer.model: Meta's own"),
     ("surgery slow out --feed_forward", "vocab.json: not a supported tokenizer"),
@@ -2408,7 +2399,6 @@ MISTAKES = [
     ("train --config=tiny.toml --data=task --out_dir=out --draws=3", "--draws"),
     ("train --config=tiny.toml --data=task --context=30 --out_dir=out", "--context"),
     ("train --config=tiny.toml --data=task --out_dir=out --train=norm|heads", "named 'heads'"),
-    ("train --config=tiny.toml --data=task --out_dir=out --updates=1 --train=m|", "named ''"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_core=0", "n_coda"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_kv_head=4", "n_kv_head = 4"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_embd=30", "head_dim = 15"),
@@ -2420,8 +2410,6 @@ MISTAKES = [
     ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "--curriculum=none"),
     ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
     ("train --config=tiny.toml --reinit", "--reinit: no effect without --init_from"),
-    ("train --config=tiny.toml --data=task --n_embd=8 --n_head=16 --context=39",
-     "head_dim = 0 an even"),
     ("train --config=tiny.toml --data=half --out_dir=out", "meta.json lists"),
     ("data prepare --input test.jsonl --tokenizer m --out out --drop answer=", "--drop"),
     ("data prepare --input test.jsonl --tokenizer m --out out --val 0", "from 0.001 to 0.9"),
@@ -2430,14 +2418,12 @@ MISTAKES = [
     ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
     ("train --config=tiny.toml --data=task:0.5 --out_dir=out", "whole numbers above 0"),
     ("train --config=tiny.toml --data=task:3,./task:2 --out_dir=out", "task twice"),
-    ("sample --prompt 3 --model none", "no such folder"),
     ("sample --prompt 3 --model llama", "surgery.py llama OUT"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
     ("sample --trace --model m --prompt=", "no tokens"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k: needs a --temperature"),
     ("sample --trace --model m --temperature 1 --tokens=9", "--tokens, --temperature: no effect"),
     ("sample --prompt 3 --model m --temperature inf --top_k=5", "finite number"),
-    ("sample --prompt 3 --model m --temperature nan", "finite number"),
     ("eval_gsm8k --model m --data test.jsonl --out test.jsonl", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --out .", "is a folder"),
     ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
@@ -2446,7 +2432,6 @@ MISTAKES = [
     ("tools/plot m/config.json", "nothing to draw"),
     ("tools/block_influence llama out --text test.jsonl --shape 4,4,4", "at least 12 layers"),
     ("tools/block_influence m out --text test.jsonl --shape 1,1,1", "not an ordinary model"),
-    ("tools/block_influence llama m --text none --shape 1,1,1", "exists already"),
 ]
 
 
@@ -2604,8 +2589,8 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     assert "Give a --prompt" in error_line(ask)
 
 
-def test_trace_is_what_the_model_says(speaker, corpus, capsys):
-    """--trace shows the choices of model(idx, steps=r) at each r, for short and long prompts."""
+def test_trace_is_what_the_model_says(speaker, corpus):
+    """--trace shows the choices of model(idx, steps=r) at each r, or those that end a piece."""
     loud = small(seed=2, context=40, state_std=1.0)  # another choice at each r
     for p in loud.core.parameters():
         p.data *= 3
@@ -2613,7 +2598,6 @@ def test_trace_is_what_the_model_says(speaker, corpus, capsys):
     stars = 0
     for folder, prompt, steps, *flags in (
         ("loud", "has 7 loses 4 times 3 gets 2 gets 1", [1, 2, 3, 6], "--steps=1,2,3,6"),
-        ("loud", "has", [1, 4], "--steps=1,4"),
         (speaker, "na\u00efve 漢字 🙂", [0]),  # an ordinary model: one column
     ):
         model = RecurrentLM.load(folder)
@@ -2642,11 +2626,7 @@ def test_trace_is_what_the_model_says(speaker, corpus, capsys):
     for name, piece, line in zip(("has", "7 loses", "4 times"), pieces, lines[::2], strict=True):
         assert piece.startswith(f"{name}  ")
         assert piece.split()[len(name.split()):] == line.split()[1:]
-    assert "no token" in error_line(ask.format("=x"))
-    fused = SimpleNamespace(special={}, decode=lambda ids: "".join(("a", ".\n")[i] for i in ids))
-    sample.trace(small(vocab_size=2), fused, [0, 1, 0, 1], [1], end=".")
-    assert [line[:5] for line in capsys.readouterr().out.splitlines()[1:3]] == ["a.   "] * 2
-    assert "context of 40" in error_line("sample --trace --model=loud --prompt", "has 7 " * 21)
+    assert "no tokens that end" in error_line(ask.format("=x"))
 
 
 def test_characters_are_shown_whole(speaker, monkeypatch):

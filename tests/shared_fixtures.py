@@ -106,15 +106,8 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "m").symlink_to(checkpoint)
     (folder / "task").symlink_to(corpus / "task")
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
-    shutil.copytree(llama, folder / "truncated")
-    os.truncate(folder / "truncated" / "model.safetensors", 100_000)
     shutil.copytree(checkpoint, folder / "damaged")
     os.truncate(folder / "damaged" / "model.safetensors", 10_000)
-    config = read_json(llama / "config.json")
-    scaling = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
-    for name, changed in (("typeless", {}), ("unscaled", config | scaling)):
-        shutil.copytree(llama, folder / name)
-        common.write_json(folder / name / "config.json", changed)
     shutil.copytree(llama, folder / "slow")
     os.rename(folder / "slow" / "tokenizer.json", folder / "slow" / "vocab.json")
     os.mkdir(folder / "pointer")

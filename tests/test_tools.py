@@ -95,28 +95,21 @@ def test_text_files_follow_the_model(llama, corpus):
     for name in ("chat_template.jinja", "hf_token", ".env.token"):
         Path("parent", name).write_text("<|user|>")
 
-    run_script("surgery", "parent", "m", "--shape", "1,2,1")
-    shutil.copytree(llama, "silent")
-    two_ends = read_json("parent/config.json") | {"eos_token_id": [1, 3]}
-    common.write_json("silent/config.json", two_ends)
-    common.write_json("silent/generation_config.json", {"eos_token_id": None})
-    assert convert("silent", "s", "--feed_forward").config.eos_token_id == [1, 3]
+    run_script("surgery parent m --shape 1,2,1")
     flags = f"--data={corpus}/task", "--context=39", "--updates=1", "--init_from=m"
     run_script("train", *RUN, *flags, "--out_dir=run")
-    run_script("surgery", "run", "again", "--mean_recurrence=2")
+    run_script("surgery run again --mean_recurrence=2")
     for folder in ("m", "run", "again"):
-        run_script("tools/export", folder, f"{folder}-hf")
+        run_script(f"tools/export {folder} {folder}-hf")
     # train.py never uses the template, so an export of a trained model omits it.
     with_template = "m", "m-hf", find_checkpoint("run"), "again"
     for folder in (*with_template, "run-hf", "again-hf"):
-        files = contents(folder)
+        files, is_asked_so = contents(folder), folder in with_template
         assert not [name for name in files if name.endswith("token")]
         said = read_json(f"{folder}/generation_config.json")
-        assert said["eos_token_id"] == [1, 3]
-        assert ("top_k" in said) == (folder in with_template), "a trained model is asked greedily"
-        assert read_json(f"{folder}/config.json")["eos_token_id"] == [1, 3]
-        assert ("chat_template.jinja" in files) == (folder in with_template)
-        assert (b"<|user|>" in files["tokenizer_config.json"]) == (folder in with_template)
+        assert said["eos_token_id"] == read_json(f"{folder}/config.json")["eos_token_id"] == [1, 3]
+        assert ("top_k" in said) == ("chat_template.jinja" in files) == is_asked_so
+        assert (b"<|user|>" in files["tokenizer_config.json"]) == is_asked_so
         if folder.endswith("-hf"):
             assert (b"the question alone" in files["README.md"]) == (folder != "m-hf")
             said = read_json(f"{folder}/tokenizer_config.json")
@@ -508,50 +501,42 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
     need("accelerate")
     tokenizers = need("tokenizers")
     small(vocab_size=259, n_core=0, n_coda=0).save("parent")
-    run_script("tools/export", "parent", "hf")
+    run_script("tools/export parent hf")
+    common.write_json("tokenizer.json", {"of": "another model"})
     twos = np.full(4, 2, np.float32)
-    for words, options in (
-        ("several parts", {"add": lambda file: file.add_uint16("split.count", 2)}),
-        ("'bert' is not supported",
-         {"add": lambda file: file.add_string("general.architecture", "bert")}),
-        ("scales RoPE", {"add": lambda file: file.add_tensor("rope_freqs.weight", twos)}),
-        ("scales RoPE", {"add": lambda file: file.add_string("llama.rope.scaling.type", "linear")}),
-        ("scales RoPE", {"add": lambda file: file.add_float32("llama.rope.scale_linear", 4.0)}),
-        ("tokenizer.ggml.pre is x", {"pre": "x"}),
-        ("no blank before a text",
-         {"pre": "default", "add": lambda file: (file.add_tokenizer_model("llama"),
-                                                 file.add_add_space_prefix(False))}),
-        ("missing keys: model.norm.weight", {"lost": "output_norm.weight"}),
-        ("only 12 of its 13 tensors",
-         {"add": lambda file: file.add_tensor("blk.0.attn_v.bias", twos)}),
+    for words, add, *options in (
+        ("several parts", lambda file: file.add_uint16("split.count", 2)),
+        ("'bert' is not supported", lambda file: file.add_string("general.architecture", "bert")),
+        ("scales RoPE", lambda file: file.add_tensor("rope_freqs.weight", twos)),
+        ("scales RoPE", lambda file: file.add_string("llama.rope.scaling.type", "linear")),
+        ("scales RoPE", lambda file: file.add_float32("llama.rope.scale_linear", 4.0)),
+        ("only 12 of its 13 tensors", lambda file: file.add_tensor("blk.0.attn_v.bias", twos)),
+        ("tokenizer.ggml.pre is x", None, "x"),
+        ("missing keys: model.norm.weight", None, "gpt-2", "output_norm.weight"),
+        ("no blank before a text", lambda file: (file.add_tokenizer_model("llama"),
+                                                 file.add_add_space_prefix(False)), "default"),
     ):
-        write_gguf("m.gguf", Path("hf"), **options)
-        assert words in error_line("tools/from_gguf", "m.gguf", "out"), words
-        os.remove("m.gguf")
+        write_gguf("m.gguf", Path("hf"), "F32", *options, add=add)
+        assert words in error_line("tools/from_gguf m.gguf out"), words
     Path("m.gguf").write_bytes(b"GGUF")
-    assert "m.gguf: damaged" in error_line("tools/from_gguf", "m.gguf", "out")
-    os.remove("m.gguf")
+    assert "m.gguf: damaged" in error_line("tools/from_gguf m.gguf out")
 
     words = tokenizers.pre_tokenizers
-    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, "<unk>"))
-    other.save("tokenizer.json")  # of another model
-    write_gguf("m.gguf", Path("hf"), pre="smollm")
-    run_script("tools/from_gguf", "m.gguf", "converted")
-    spec = read_json("converted/tokenizer.json")
-    steps = [words.Digits(individual_digits=True), words.ByteLevel(add_prefix_space=False)]
-    coder = tokenizers.Tokenizer(tokenizers.models.BPE(spec["model"]["vocab"], [("a", "b")]))
-    coder.pre_tokenizer = words.Sequence(steps)
-    text = "ab  1\n\n23 ab"
-    assert Tokenizer.load("converted").encode(text) == coder.encode(text).ids
-
-    for add, bos in (
-        (None, 257),
-        (lambda file: file.add_add_bos_token(False), None),
+    for pre, add, bos in (
+        ("smollm", None, None),
+        ("llama-bpe", None, 257),
+        ("llama-bpe", lambda file: file.add_add_bos_token(False), None),
     ):
-        write_gguf(f"{bos}.gguf", Path("hf"), pre="llama-bpe", add=add)
-        run_script("tools/from_gguf", f"{bos}.gguf", f"{bos}")
-        assert Tokenizer.load(f"{bos}").bos_id == bos
-        run_script("surgery", f"{bos}", f"m{bos}", "--feed_forward")  # no more ids than the model
+        write_gguf("m.gguf", Path("hf"), pre=pre, add=add)
+        run_script(f"tools/from_gguf m.gguf {pre}{bos}")
+        assert Tokenizer.load(f"{pre}{bos}").bos_id == bos
+        run_script(f"surgery {pre}{bos} m{pre}{bos} --feed_forward")  # no more ids than the model
+    vocab = read_json("smollmNone/tokenizer.json")["model"]["vocab"]
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
+    coder.pre_tokenizer = words.Sequence([words.Digits(individual_digits=True),
+                                          words.ByteLevel(add_prefix_space=False)])
+    text = "ab  1\n\n23 ab"
+    assert Tokenizer.load("smollmNone").encode(text) == coder.encode(text).ids
 
 
 def test_gguf_has_the_blanks_of_its_sentencepiece_model(speaker):
@@ -721,10 +706,30 @@ def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
 
 
 # --------------------------------------------------------------------------------- plots and layers
+def write_lines(path, rows):
+    """Write objects as .jsonl."""
+    Path(path).write_text("\n".join(map(json.dumps, rows)))
+
+
+def write_files(files):
+    """Write {path: text}."""
+    for path, text in files.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        Path(path).write_text(text)
+
+
 def cells_of(text):
     """The texts in the cells of all lines of a Markdown table."""
     rows = re.findall(r"^\|(.*)\|$", text, re.M)
     return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
+def write_result(name, values, n_core=2, more=(), **row):
+    """Write an evaluation's summary. values: {r: value}, each with an error of a quarter of it."""
+    rows = [{"metric": "flexible", "steps": r, "value": value, "standard_error": value / 4} | row
+            for r, value in values.items()]
+    config = vars(small(n_core=n_core, n_coda=n_core).config)
+    common.write_json(f"{name}.json", {"config": config, "results": rows} | dict(more))
 
 
 def test_plot_results_from_left_to_right(monkeypatch):
@@ -732,18 +737,11 @@ def test_plot_results_from_left_to_right(monkeypatch):
     need("matplotlib")
     drawn = mock.Mock(side_effect=plot.draw)
     monkeypatch.setattr(plot, "draw", drawn)
-    for name, n_core, value, steps in (
-        ("loop", 2, 0.5, (32, 1)),
-        ("more", 2, 0.25, (4, 2)),
-        ("parent", 0, 1, (0,)),
-    ):
-        row = {"metric": "flexible", "value": value, "standard_error": 0.25 * value}
-        result = {"config": vars(small(n_core=n_core, n_coda=n_core).config), "task": "count"}
-        result["results"] = [row | {"steps": r} for r in steps]
-        common.write_json(f"{name}.json", result)
-
-    files = "loop.json", "more.json", "parent.json"
-    header, _, *rows = cells_of(run_script("tools/plot", *files, "--out=a.svg", "--labels=a,a,b"))
+    write_result("loop", {32: 0.5, 1: 0.5})
+    write_result("more", {4: 0.25, 2: 0.25})
+    write_result("parent", {0: 1}, n_core=0)
+    command = "tools/plot loop.json more.json parent.json --out=a.svg --labels=a,a,b"
+    header, _, *rows = cells_of(run_script(command))
     assert header == ["", "1", "2", "4", "32"]
     half, quarter = "50.0 ± 12.5", "25.0 ± 6.2"
     assert rows == [["a", half, quarter, quarter, half], ["b", *["100.0 ± 25.0"] * 4]]
@@ -752,14 +750,14 @@ def test_plot_results_from_left_to_right(monkeypatch):
     assert "recurrences r at test time" in Path("a.svg").read_text()
 
     for name, value in (("one", 0.5), ("two", 0.7)):
-        row["by_difficulty"] = {level: [value, 0, 1] for level in ("hard", "10", "9", "easy")}
-        common.write_json(f"{name}.json", result | {"results": [row | {"steps": 0}]})
-    said = run_script("tools/plot", "two.json", "one.json", "--x=difficulty", "--labels=a,a")
+        levels = {level: [value, 0, 1] for level in ("hard", "10", "9", "easy")}
+        write_result(name, {0: value}, n_core=0, by_difficulty=levels)
+    said = run_script("tools/plot two.json one.json --x=difficulty --labels=a,a")
     header, _, row = cells_of(said)
     assert header == ["", "9", "10", "easy", "hard"]
     assert row == ["a", *["60.0 ± 10.0"] * 4]
     assert "wrote two.png" in said
-    assert "--out b: must end in .png" in error_line("tools/plot", "one.json", "--out=b")
+    assert "--out b: must end in .png" in error_line("tools/plot one.json --out=b")
 
 
 def test_plot_losses():
@@ -769,27 +767,27 @@ def test_plot_losses():
     """
     need("matplotlib")
     for run, more in (("run", 0), ("again", 1)):
+        lines = [{"loss": loss, "val": {"4": None}, "update": i, "flops": (10 + more) * i}
+                 for i, loss in enumerate((2 + more, None, 1.5))]
         os.mkdir(run)
-        with open(f"{run}/log.jsonl", "w") as file:
-            for update, loss in enumerate((2 + more, None, 1.5)):
-                print(json.dumps({"loss": loss, "val": {"4": None}, "update": update,
-                                  "flops": (10 + more) * update}), file=file)
-            print(end='{"loss": 1.2', file=file)
-    header, _, *rows = cells_of(run_script("tools/plot", "run", "--out=a.svg"))
-    assert header == ["", "0", "2"]
-    assert rows == [["run", "2.0000", "1.5000"]]
-    *_, row = cells_of(run_script("tools/plot", "run", "again", "--labels=a,a"))
+        write_lines(f"{run}/log.jsonl", lines)
+        with open(f"{run}/log.jsonl", "a") as file:
+            print(end='\n{"loss": 1.2', file=file)
+
+    def rows(command):
+        header, _, *rows = cells_of(run_script(f"tools/plot {command}"))
+        return rows
+
+    assert rows("run --out=a.svg") == [["run", "2.0000", "1.5000"]]
+    *_, row = rows("run again --labels=a,a")
     assert row == ["a", "2.5000 ± 0.5000", "1.5000 ± 0.0000"]
-    _, _, *rows = cells_of(run_script("tools/plot", "run", "again", "--labels=a,a", "--x=flops"))
-    assert rows == [["a (run)", "2.0000", "1.5000", ""], ["a (again)", "3.0000", "", "1.5000"]]
-    config = vars(small().config)
-    row = {"metric": "flexible", "value": 0.5, "steps": 1}
+    assert rows("run again --labels=a,a --x=flops") == [
+        ["a (run)", "2.0000", "1.5000", ""], ["a (again)", "3.0000", "", "1.5000"]]
     for name, model, flops in (("a1", "a/step_1", 1), ("a2", "a/step_2", 2), ("b", "b/step_2", 3)):
-        common.write_json(f"{name}.json", {"model": model, "training": {"flops": flops},
-                                           "config": config, "results": [row]})
-    said = run_script("tools/plot", "a1.json", "a2.json", "b.json", "--labels=c,c,c", "--x=flops")
-    _, _, *rows = cells_of(said)
-    assert rows == [["c (a), r = 1", "50.0", "50.0", ""], ["c (b), r = 1", "", "", "50.0"]]
+        write_result(name, {1: 0.5}, more={"model": model, "training": {"flops": flops}},
+                     standard_error=None)
+    assert rows("a1.json a2.json b.json --labels=c,c,c --x=flops") == [
+        ["c (a), r = 1", "50.0", "50.0", ""], ["c (b), r = 1", "", "", "50.0"]]
 
 
 def test_layer_choice(llama, corpus):
@@ -798,25 +796,17 @@ def test_layer_choice(llama, corpus):
     for i in (1, 3):
         model.prelude[i].attn.proj.weight.data.zero_()
         model.prelude[i].mlp.proj.weight.data.zero_()
-
     torch.nn.init.normal_(model.norm_f.weight)  # must not matter: influence is measured before it
     save(model, "idle", corpus)
     noted = []
-
-    def note(block, given, out):
-        x, *_ = given
-        cosine = F.cosine_similarity(x.double(), out.double(), -1)
-        noted.append(1 - cosine.mean().item())
-
     for block in model.prelude:
-        block.register_forward_hook(note)
-    idx = torch.randint(17, (1, 30))
-    model(idx)
-    # block_influence() calls note(), too.
-    assert block_influence(model, idx) == pytest.approx(noted[:6], abs=1e-6)
+        block.register_forward_hook(lambda block, given, out: noted.append((given[0], out)))
+    found = block_influence(model, torch.randint(17, (1, 30)))
+    cosines = [F.cosine_similarity(x.double(), y.double(), -1).mean().item() for x, y in noted]
+    assert found == pytest.approx([1 - cosine for cosine in cosines], abs=1e-6)
 
-    text = "--text", f"{corpus}/test.jsonl"
-    said = run_script("tools/block_influence", "idle", "out", "--shape", "1,2,1", *text)
+    text = f"{corpus}/test.jsonl"
+    said = run_script(f"tools/block_influence idle out --shape 1,2,1 --text {text}")
     assert "core and coda: [0] [2, 4] [5]" in said
 
 
@@ -919,19 +909,21 @@ def test_readmes_trace_is_right():
     assert re.sub(r"\d+%", "", said) == re.sub(r"\d+%", "", trace)
 
 
-def test_own_stories(corpus, speaker, capsys):
+def test_own_stories(corpus, capsys):
     """
     cups.py packs whole stories of one's own, whose events ask for their answers at their end, and
-    names a word that the tokenizer lacks.
+    names a word that the tokenizer lacks, or the line of a story that it cannot read.
     """
     rng = np.random.default_rng(0)
     stories = [rng.integers(10, size=n).astype(str).tolist() for n in rng.integers(1, 5, size=60)]
+    stories[3] = ["7", "1", "7", "2"]  # the longest, with 13 tokens and an EOS
     lines = [{"events": [f" has {x} so" for x in story], "answers": [f" {x}" for x in story]}
              for story in stories]
-    Path("s.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    # The longest takes 13 tokens and an EOS.
-    flags = f"--tokenizer={corpus}/task", "--stories=s.jsonl", "--row_length=14"
-    run_script("runs/smollm2/cups", *flags, "--out=mine")
+    lines[5]["events"][0] = " has then so"
+    write_lines("s.jsonl", lines)
+    flags = f"runs/smollm2/cups --tokenizer={corpus}/task --stories=s.jsonl --row_length"
+    run_script(f"{flags}=14 --out=mine")
+    assert re.fullmatch(r"warning: .*/task: .* lacks 'then'\. .*\n", capsys.readouterr().err)
 
     tokenizer = Tokenizer.load("mine")
     found = []
@@ -943,47 +935,43 @@ def test_own_stories(corpus, speaker, capsys):
                 if token == tokenizer.eos_id:
                     told.append([])
                 if target >= 0:
-                    answer = tokenizer.decode([target])
-                    assert tokenizer.decode(ids[i - 2:i + 1]) == f"has {answer} so"
-                    told[-1].append(answer)
+                    assert tokenizer.decode(ids[i:i + 1]) == "so"
+                    told[-1].append(tokenizer.decode([target]))
         found.append([story for story in told if story])
     assert sorted(sum(found, [])) == sorted(stories)
     assert len(found[1]) == 3 and found[1] != stories[::20], "drawn, since lengths may come in turn"
 
-    said = error_line("runs/smollm2/cups", *flags, "--row_length=12", "--out=no")
-    assert "larger --row_length" in said
-    assert not capsys.readouterr().err
-    Path("unknown.jsonl").write_text(Path("s.jsonl").read_text().replace("so", "then"))
-    run_script("runs/smollm2/cups", *flags, "--stories=unknown.jsonl", "--out=unknown")
-    assert re.fullmatch(r"warning: .*/task: .* lacks 'then'\. .*\n", capsys.readouterr().err)
     before = contents("mine")
     for _ in range(2):  # it is complete, then unfinished
-        run_script("runs/smollm2/cups", *flags, "--out=mine")
+        run_script(f"{flags}=14 --out=mine")
         assert contents("mine") == before
         os.remove("mine/meta.json")
-    Path("endless").mkdir()
-    spec = Path(f"{corpus}/task/tokenizer.json").read_text()
-    Path("endless/tokenizer.json").write_text(spec.replace("</s>", "<x>"))
-    said = error_line("runs/smollm2/cups", "--tokenizer=endless", *flags[1:], "--out=no")
-    assert "no known end-of-text" in said
-    run_script("runs/smollm2/cups", *flags, "--out=mine")
-    Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace('" 7"', '" 7 so"'))
-    assert "created with stories" in error_line("runs/smollm2/cups", *flags, "--out=mine")
+    spec = Path(f"{corpus}/task/tokenizer.json").read_text().replace("</s>", "<x>")
+    write_files({"endless/tokenizer.json": spec})
+    assert "no known end-of-text" in error_line(f"{flags}=14 --out=no --tokenizer=endless")
+    run_script(f"{flags}=14 --out=mine")
+    story = {"events": [" has 7 so"], "answers": [" 7"]}
+    for change, more, words in (
+        ({}, "14 --out=mine", "created with stories"),
+        ({}, "12 --out=no", "larger --row_length"),
+        ({"answers": [" 7 so"]}, "14 --out=no", "' 7 so' is not one token"),
+        ({"events": [" "]}, "14 --out=no", "no tokens of its own"),
+        ({"events": [None]}, "14 --out=no", "line 61 is"),
+        ({"answers": [7]}, "14 --out=no", "line 61 is"),
+    ):
+        write_lines("s.jsonl", [*lines, story | change])
+        assert words in error_line(f"{flags}={more}")
     assert contents("mine") == before
-    assert "' 7 so' is not one token" in error_line("runs/smollm2/cups", *flags, "--out=no")
-    for events, answers, words in (([" "], ["7"], "no tokens"), (["so"], [7], "line 2"),
-                                   ([None], ["7"], "line 2")):
-        story = {"events": events, "answers": answers}
-        Path("s.jsonl").write_text("\n".join(map(json.dumps, [lines[0], story])))
-        assert words in error_line("runs/smollm2/cups", *flags, "--out=no")
-    Path("s.jsonl").write_text((json.dumps(lines[0]) + "\n").replace("has", "has\u2028") * 2)
+    Path("s.jsonl").write_text((json.dumps(story) + "\n").replace("has", "has\u2028") * 2)
     assert len(cups.read_stories("s.jsonl")) == 2
-    for folder in TOKENIZERS / "olmo2", speaker:
-        if not folder.exists():
-            continue
+
+
+def test_stories_have_the_tokens_of_a_question(speaker):
+    """Whatever the tokenizer, a story's ids are its text's, and its events have their own."""
+    for folder in filter(Path.exists, (TOKENIZERS / "olmo2", speaker)):
         tokenizer = Tokenizer.load(folder)
         ids, targets = cups.encode_story(tokenizer, ["A", " B"], [" B", " A"])
-        assert ids == tokenizer.encode("A B", bos=True), "as in a question"
+        assert ids == tokenizer.encode("A B", bos=True)
         assert targets[:-2] == [-100] * (len(ids) - 2)
         assert [tokenizer.decode([i]).strip() for i in targets[-2:]] == ["B", "A"]
         for form, steps in (("places", " B A"), ("events", " A: B. B: A.")):
@@ -993,7 +981,7 @@ def test_own_stories(corpus, speaker, capsys):
             assert tokenizer.decode(written).strip() == steps.strip() and end == tokenizer.eos_id
             assert written == ids[-len(written):]
         for events in ["A ", "B"], ["A", "", "B"]:
-            with pytest.raises(common.UserError, match="of two events|of its own"):
+            with pytest.raises(common.UserError, match="of its own"):
                 cups.encode_story(tokenizer, events, [" B"] * len(events))
 
 
@@ -1050,110 +1038,96 @@ def test_figures_in_tables_come_from_results(monkeypatch):
 
 def test_plot_results_of_the_harness():
     """plot.py reads the harness's files: one metric a task, and groups without their parts."""
-    results = {
-        "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.5, "acc_norm_stderr,none": 0.01},
-        "mmlu": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
-        "mmlu_anatomy": {"acc,none": 0.1, "acc_stderr,none": 0.2},
-    }
-    for name, args in (("loop", {"mean_recurrence": 8}), ("parent", {})):
-        common.write_json(f"{name}/train.json", {"update": 5, "flops": 1e9})
-        common.write_json(f"{name}/lm_eval.json", {
-            "lm_eval_version": "0.4.13",
-            "results": results,
-            "group_subtasks": {"mmlu": ["mmlu_anatomy"]},
-            "config": {"model_args": {"pretrained": f"{name}/hf"} | args},
-        })
-    files = "loop/lm_eval.json", "parent/lm_eval.json", "--labels=a,b", "--out=a.svg"
+    common.write_json("run/train.json", {"update": 5, "flops": 1e9})
+    common.write_json("run/lm_eval.json", {
+        "lm_eval_version": "0.4.13",
+        "results": {
+            "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.5, "acc_norm_stderr,none": 0.01},
+            "mmlu": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
+            "mmlu_anatomy": {"acc,none": 0.1, "acc_stderr,none": 0.2},
+        },
+        "group_subtasks": {"mmlu": ["mmlu_anatomy"]},
+        "config": {"model_args": {"pretrained": "run/hf", "mean_recurrence": 8}},
+    })
     for axis, x, label in (("steps", "8", "a"), ("update", "5", "a, r = 8")):
-        header, _, *rows = cells_of(run_script("tools/plot", *files, f"--x={axis}"))
-        assert header == ["", x]
-        assert rows[:2] == [[label, "50.0 ± 1.0"], ["b", "50.0 ± 1.0"]], "hellaswag"
-        assert rows[4:] == [[label, "25.0"], ["b", "25.0"]], "mmlu, and no more"
+        said = run_script(f"tools/plot run/lm_eval.json --labels=a --out=a.svg --x={axis}")
+        header, _, hellaswag, _, _, mmlu = cells_of(said)
+        assert (header, hellaswag, mmlu) == (["", x], [label, "50.0 ± 1.0"], [label, "25.0"])
 
 
-def write_task(folder, train, test):
-    """Write the questions of a task; each is answered with its last word."""
-    os.makedirs(folder, exist_ok=True)
-    for name, questions in (("train", train), ("test", test)):
-        rows = [{"question": text, "answer": text.split()[-1], "difficulty": len(text.split())}
-                for text in questions]
-        Path(folder, f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+def write_task(train, test):
+    """Write the task "mine": its training rows and its test's questions."""
+    os.makedirs("mine", exist_ok=True)
+    write_lines("mine/train.jsonl", train)
+    write_lines("mine/test.jsonl", test)
 
 
-def test_a_task_is_checked_first(capfd):
-    """Missing, repeated, mismatched and unreadable questions are reported at first."""
-    def check():
-        flags, stories, _ = task.check_questions(Path("mine/train.jsonl"), Path("mine/test.jsonl"))
-        return " ".join(flags) or stories
+def asked(*texts):
+    """Questions, each answered with its last word."""
+    return [{"question": text, "answer": text.split()[-1], "difficulty": len(text.split())}
+            for text in texts]
 
-    def refused(*lines):
-        Path("mine/train.jsonl").write_text("\n".join(lines))
-        return error_line("runs/task", "mine")
 
-    write_task("mine", ["has 1", "so 2"], ["has 1", "gets 3", "so 2"])
-    assert check() == "--prompt question --field answer"
-    assert "2 of the 3 questions of mine/test.jsonl are also in" in capfd.readouterr().err
-    system, *chat = [{"role": "system", "content": "so"}, {"role": "user", "content": "gets 3"},
-                     {"role": "assistant", "content": "3"}]
-    for messages in chat, json.dumps(chat):
-        Path("mine/train.jsonl").write_text(json.dumps({"messages": messages}))
-        assert check() == "--field messages --loss assistant"
-        assert "1 of the 3 questions" in capfd.readouterr().err
-    worked = {"role": "assistant", "content": "1 and 2\n#### 3"}
-    question = {"question": "so 2", "answer": "2"}
-    story = {"events": [" so.", " 2."], "answers": [" 2", " 2"]}
-    for lines, words in (
-            ([{"messages": [system, *chat]}], "line 1 has a system message"),
-            ([{"messages": chat}, {"messages": [{"role": "user"}]}], "line 2 is not a chat"),
-            ([{"messages": [*chat, worked]}], "end like '#### 18'"),
-            ([{"question": "gets 3", "answer": "1 and 2 #### 3"}], "end like '#### 18'"),
-            ([question, question | {"answer": " "}], "line 2 is not"),
-            ([{"text": "so"}], "line 1 is not"),
-            ([[question]], "line 1 is not a JSON object. Write each"),
-            ([story, story | {"answers": [1, 2]}], "line 2 is not a story"),
-            ([story, story | {"answers": [" 2"]}], "line 2 is not a story")):
-        assert words in refused(*map(json.dumps, lines)), lines
-    assert "line 2 is not a JSON object" in refused("", "[", json.dumps(question), "]")
-    write_task("mine", ["has 1"], ["so 2\n"])
-    assert r"'so 2\n' begins or ends" in error_line("runs/task", "mine")
-    for events, question, words in (
-            ([" so.", " 2."], "so. 2.", "begins or ends"),
-            (["so.", " 2."], "so. 2. ", "begins or ends"),
-            (["so.", " 2."], "so. 2. Where?", "begins or ends"),
-            (["so.", "2."], "so. 2.", "meet as in '.2'")):
-        write_task("mine", [], [question])
-        assert words in refused(*[json.dumps(story | {"events": events})] * 2)
-    write_task("mine", [], ["so.", "so. 2."])
-    story = {"events": ["so.", " 2.", " 3."], "answers": [" 3", " 3", " 2"]}
-    Path("mine/train.jsonl").write_text("\n".join([json.dumps(story)] * 2))
-    assert check() == [(story["events"], story["answers"])] * 2
-    assert "2 of the 2 questions" in capfd.readouterr().err, "an answer follows each event"
-    for flags, words in (
-            ("-- --lr=0.1 --seed=5", "--seed=5, after --"), ("-- lr=1", "lr=1, after --"),
-            ("-- --rate=1", "--rate=1"), ("--arms lop", "'lop' is not one of loop, random, parent"),
-            ("--arms random,parent", "name that, too"), ("--loop x", "--loop needs its --parent"),
-            ("--out mine", "mine: contains other files")):
-        assert words in error_line("runs/task mine", *flags.split())
-    assert task.words("parent loop,parent") == ["parent", "loop"]
-    os.remove("mine/train.jsonl")
-    assert "mine/train.jsonl does not exist" in error_line("runs/task", "mine")
-    assert os.listdir("mine") == ["test.jsonl"]
+SYSTEM, *CHAT = [{"role": "system", "content": "so"}, {"role": "user", "content": "gets 3"},
+                 {"role": "assistant", "content": "3"}]
+STORY = {"events": [" so.", " 2."], "answers": [" 2", " 2"]}
+
+
+@pytest.mark.parametrize("rows, tested, words", [
+    ([{"messages": [SYSTEM, *CHAT]}], "gets 3", "line 1 has a system message"),
+    ([{"messages": CHAT}, {"messages": [{"role": "user"}]}], "gets 3", "line 2 is not a chat"),
+    ([{"messages": [*CHAT, CHAT[1] | {"content": "1\n#### 3"}]}], "gets 3", "end like '#### 18'"),
+    ([{"question": "gets 3", "answer": "1 #### 3"}], "gets 3", "end like '#### 18'"),
+    ([*asked("so 2"), {"question": "so", "answer": " "}], "so 2", "line 2 is not"),
+    ([asked("so 2")], "so 2", "line 1 is not a JSON object. Write each"),
+    ([STORY, STORY | {"answers": [1, 2]}], " so.", "line 2 is not a story"),
+    ([STORY, STORY | {"answers": [" 2"]}], " so.", "line 2 is not a story"),
+    (asked("has 1"), "so 2\n", r"'so 2\n' begins or ends"),
+    ([STORY] * 2, "so. 2.", "begins or ends"),
+    ([STORY | {"events": ["so.", " 2."]}] * 2, "so. 2. Where?", "begins or ends"),
+    ([STORY | {"events": ["so.", "2."]}] * 2, "so. 2.", "meet as in '.2'"),
+])
+def test_questions_of_a_task_are_checked_first(rows, tested, words):
+    """Mismatched and unreadable questions are reported before anything is made of them."""
+    write_task(rows, asked(tested))
+    assert words in error_line("runs/task mine")
+    assert len(os.listdir("mine")) == 2
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("mine -- --lr=0.1 --seed=5", "--seed=5, after --"), ("mine -- lr=1", "lr=1, after --"),
+    ("mine -- --rate=1", "--rate=1"), ("mine --out mine", "mine: contains other files"),
+    ("mine --arms lop", "'lop' is not one of loop, random, parent"),
+    ("mine --arms random,parent", "name that, too"), ("mine --loop x", "needs its --parent"),
+    ("no", "no/train.jsonl does not exist"),
+])
+def test_flags_of_a_task(flags, words):
+    """A flag that would be ignored, or is misspelled, ends in one line."""
+    write_task(asked("has 1"), asked("so 2"))
+    assert words in error_line("runs/task", *flags.split())
+
+
+def test_forms_of_a_task(capfd):
+    """Questions, chats and stories are read, and questions of the test among them are counted."""
+    for rows, tested, wanted, both in (
+        (asked("has 1", "so 2"), ["has 1", "so 2", "so 3"], "--prompt question --field answer", 2),
+        ([{"messages": CHAT}], ["gets 3"], "--field messages --loss assistant", 1),
+        ([{"messages": json.dumps(CHAT)}], ["gets 3"], "--field messages --loss assistant", 1),
+        ([STORY] * 2, [" so.", " so. 2."], "", 2),  # an answer follows each event
+    ):
+        write_task(rows, asked(*tested))
+        flags, *_ = task.check_questions(Path("mine/train.jsonl"), Path("mine/test.jsonl"))
+        assert " ".join(flags) == wanted
+        assert f"{both} of the {len(tested)} questions of mine/test.j" in capfd.readouterr().err
 
 
 def test_a_tested_answer_after_a_story_is_one_token(corpus):
     """Answers of several tokens, as they would continue their questions, are refused."""
-    tokenizer = Tokenizer.load(corpus / "task")
-    for answer, words in (("3", None), ("3 so", "'3 so' has 2 tokens after 'has 3'")):
-        asked = [{"question": "has 3", "answer": answer}]
-        with pytest.raises(common.UserError, match=words) if words else contextlib.nullcontext():
-            task.check_one_token(tokenizer, [(["has 3"], [" 3"])], asked, "test.jsonl")
-
-
-def write_files(files):
-    """Write {path: text}."""
-    for path, text in files.items():
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        Path(path).write_text(text)
+    check = functools.partial(task.check_one_token, Tokenizer.load(corpus / "task"),
+                              [(["has 3"], [" 3"])], test="test.jsonl")
+    check([{"question": "has 3", "answer": "3"}])
+    with pytest.raises(common.UserError, match="'3 so' has 2 tokens after 'has 3'"):
+        check([{"question": "has 3", "answer": "3 so"}])
 
 
 def test_memory_is_estimated_first(checkpoint, monkeypatch):
@@ -1161,7 +1135,6 @@ def test_memory_is_estimated_first(checkpoint, monkeypatch):
     write_files({"proc/meminfo": "MemAvailable:   9000 kB\n", "proc/self/status": "VmSize: 5 kB\n"})
     monkeypatch.setattr(task, "PROC", Path("proc"))
     monkeypatch.setattr(task, "GROUPS", Path("groups"))
-    assert task.free_memory("cpu") == 9000 * 1024
     for line, group, limit, used, stat in (
             ("0::/", "groups", "memory.max", "memory.current", "inactive_file 1"),
             ("0::/job/step", "groups/job", "memory.max", "memory.current", "inactive_file 1"),
@@ -1176,13 +1149,11 @@ def test_memory_is_estimated_first(checkpoint, monkeypatch):
 
     settings = train.read_settings([f"--init_from={checkpoint}", "--data=x", "--out_dir=loop-0",
                                     "--updates=9", "--batch_size=1", "--context=64"])
-    found = []
-    for free in 1e9, 5e7, 1e5:
+    for free, fit in (1e9, 32), (5e7, 8), (1e5, None):
         monkeypatch.setattr(task, "free_memory", lambda device: free)
-        with contextlib.suppress(common.UserError) if free > 1e6 else pytest.raises(
+        with contextlib.nullcontext() if fit else pytest.raises(
                 common.UserError, match="loop-0: training takes .* GB in float32, and 0.0 GB"):
-            found.append(task.check_memory(settings, length=2000))
-    assert found == [32, 8]
+            assert task.check_memory(settings, length=2000) == fit
 
 
 def test_a_try_from_questions_to_a_table(llama, monkeypatch):
@@ -1203,8 +1174,9 @@ def test_a_try_from_questions_to_a_table(llama, monkeypatch):
     monkeypatch.setattr(task, "python", in_this_process)
     small = f"--parent {llama} --shape 1,2,1"
     fast = "-- --updates=2 --compile=false --eval_rows=4 --eval_recurrences=1"
-    write_task("own", [f"has {a} gets {b} so {b}" for a in range(10) for b in range(10)],
-               ["has 7 so 2", "so 1"])
+    write_task(asked(*(f"has {a} gets {b} so {b}" for a in range(10) for b in range(10))),
+               asked("has 7 so 2", "so 1"))
+    os.rename("mine", "own")
     for wrong, words in (("--parent own/no", "no: no such folder"), ("--shape 4,8,4", "SRC has"),
                          ("--row_length 3", "are long"), (fast, "GB are free")):
         with mock.patch.object(task, "free_memory", lambda device: 1):
@@ -1233,8 +1205,8 @@ def test_a_try_from_questions_to_a_table(llama, monkeypatch):
         assert before[name] == after[name] or "eval_test" in name or name == "accuracy.png", name
 
     story = {"events": ["has 1 so", " gets 2 so"], "answers": [" 1", " 2"]}
-    write_task("mine", [], ["has 7 so gets 2 so"])
-    Path("mine/train.jsonl").write_text("\n".join([json.dumps(story)] * 9))
+    write_lines("mine/train.jsonl", [story] * 9)
+    write_lines("mine/test.jsonl", asked("has 7 so gets 2 so"))
     stories = "mine --out tried --loop mine/try/cut --arms random --row_length 40"
     assert "sample.py --model" in road(f"{stories} {fast}")
     assert read_json("tried/random-0/eval_test.json")["settings"]["max_new_tokens"] == 1
