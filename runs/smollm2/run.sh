@@ -8,6 +8,7 @@
 #
 # A RUN is named DATA-ARM-VALUE-SEED, such as long-loop-6-0 or short-places-1e-4-2. The older
 # experiments, with counts and with GSM8K's text, are at a3a72d3.
+[ "${BASH_VERSION-}" ] || { echo "error: this needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ ! ${1-} =~ ^(model|cups|costs)$ ]]; then
