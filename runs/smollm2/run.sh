@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ ! ${1-} =~ ^(model|cups|costs)$ ]]; then
-    sed -n '2,/^set/s/^# \{0,1\}//p' runs/smollm2/run.sh | head -n -1
+    sed -n '2,/^set/s/^# \{0,1\}//p' runs/smollm2/run.sh
     exit 2
 fi
 export OMP_NUM_THREADS=1
