@@ -41,7 +41,7 @@ import train
 from common import read_json
 from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
-from model import ADAPTERS, RecurrentLM, find_checkpoint, load_config
+from model import RecurrentLM, find_checkpoint, load_config
 from runs import task
 from runs.smollm2 import cups, report, songs
 from runs.tiny_corpus import tiny
@@ -152,8 +152,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 @pytest.mark.parametrize("changes", [
-    *({"adapter": adapter, "rope_scaling": LLAMA3, "embed_scale": 3.0} for adapter in ADAPTERS),
-    {"norm": "post"},
+    {"rope_scaling": LLAMA3, "embed_scale": 3.0},
+    {"adapter": "add", "norm": "post"},
     {"head_norm": True, "qkv_bias": True, "head_dim": 16},
 ])
 def test_transformers_runs_the_export(changes):
@@ -382,7 +382,7 @@ def test_two_threads_of_a_server(looped):
     alone = [answer(2), answer(8)]
     assert alone[0] != alone[1]
     with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(answer, [2, 8] * 8)] == alone * 8
+        assert [*pool.map(answer, [2, 8] * 4)] == alone * 4
     assert model.config.mean_recurrence == 3, "as before"
 
 
@@ -625,25 +625,20 @@ def test_plan_of_a_retrofit(corpus):
     """`tools/plan.py` estimates the cost of a run whose model and data do not exist yet."""
     config = f"--config={ROOT}/config/fig7.toml"
     said = run_script("tools/plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
-    for words in (
-        "counts 2.554e+20",
-        "memory: about 32.7 GB on each of 8 GPUs",
-        "about 23.9 hours on 8 H100 (80 GB)",
-    ):
+    for words in ("counts 2.554e+20", "memory: about 32.7 GB on each of 8 GPUs",
+                  "about 23.9 hours on 8 H100 (80 GB)"):
         assert words in said, said
 
     evening = f"--config={ROOT}/config/evening.toml", "--preset=tinyllama-4-8-4"
     said = run_script("tools/plan", *evening, "--memory=80")
-    for budget, rows, gigabytes in re.findall(r"(--act\S+) --micro_batch=(\d+): (\S+) GB", said):
-        for factor, fits in (1, True), (2, False):
-            said = run_script("tools/plan", *evening, budget, f"--micro_batch={factor * int(rows)}")
-            needed = re.search(r"memory: about (\S+) GB", said)[1]
-            assert (float(needed) <= 78) == fits and (needed == gigabytes) == fits
+    budget, rows, wanted = re.search(r"(--act\S+) --micro_batch=(\d+): (\S+) GB", said).groups()
+    fits, too_much = (
+        float(re.search(r"memory: about (\S+) GB", run_script(
+            "tools/plan", *evening, budget, f"--micro_batch={n * int(rows)}"))[1]) for n in (1, 2))
+    assert fits == float(wanted) <= 78 < too_much
 
     flags = *RUN, f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
     assert "0.14 epochs" in run_script("tools/plan", *flags), "8,000 rows in batches of 16"
-    line = error_line("tools/plan", *flags, "--preset=tinyllama-4-8-4", "--n_core=2")
-    assert "--n_core: no effect with --init_from" in line
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -852,15 +847,16 @@ def read_stories(folder):
 @pytest.mark.parametrize("task, solve", [("cups", solve_cups), ("counts", solve_counts)])
 def test_corpus_follows_from_its_seed_and_tells_the_truth(task, solve):
     """Its seed decides its bytes, answers are right, and no long test question begins a story."""
-    for name, other in (("one", 0), ("again", 0), ("other", 1)):
+    for name, other in (("one", 0), ("other", 1)):
         tiny(name, task, other, rows=64)
-    assert contents("one") == contents("again") != contents("other")
-    os.remove("again/test18.jsonl")  # which is written last
-    os.truncate("again/task/train_000000.npy", 99)
-    tiny("again", task, 0, rows=64)
-    assert contents("one") == contents("again"), "what a kill left is begun again"
+    before = contents("one")
+    assert before != contents("other")
+    os.remove("one/test18.jsonl")  # which is written last
+    os.truncate("one/task/train_000000.npy", 99)
+    tiny("one", task, 0, rows=64)
+    assert contents("one") == before, "what a kill left is begun again"
     with pytest.raises(common.UserError, match="created with seed = 0"):
-        tiny("again", task, 1, rows=64)
+        tiny("one", task, 1, rows=64)
     tiny("out", task, 7, rows=1000)  # draws a question that begins a worked story of counts
     rows = [json.loads(line) for name in ("test", "test18") for line in open(f"out/{name}.jsonl")]
     lengths = Counter(row["difficulty"] for row in rows)
@@ -1174,7 +1170,7 @@ def test_a_try_from_questions_to_a_table(llama, monkeypatch):
     monkeypatch.setattr(task, "python", in_this_process)
     small = f"--parent {llama} --shape 1,2,1"
     fast = "-- --updates=2 --compile=false --eval_rows=4 --eval_recurrences=1"
-    write_task(asked(*(f"has {a} gets {b} so {b}" for a in range(10) for b in range(10))),
+    write_task(asked(*(f"has {n // 10} gets 1 so {n % 10}" for n in range(100))),
                asked("has 7 so 2", "so 1"))
     os.rename("mine", "own")
     for wrong, words in (("--parent own/no", "no: no such folder"), ("--shape 4,8,4", "SRC has"),
@@ -1193,8 +1189,7 @@ def test_a_try_from_questions_to_a_table(llama, monkeypatch):
     before = contents("own/try")
 
     os.rename("own", "mine")
-    asked = Path("mine/test.jsonl").read_text()
-    Path("mine/test.jsonl").write_text(asked.partition("\n")[0])
+    write_lines("mine/test.jsonl", asked("has 7 so 2"))
     here = os.path.abspath("mine")
     said = road(f"{here} {small} --arms 'random loop' --seeds '2 1' {fast}")
     assert cells_of(said)[-12] == ["", "4"]
