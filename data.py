@@ -16,9 +16,7 @@ loss. It consists of rows of T tokens that hold whole documents and some padding
 loses its question. `meta.json` lists the shards. It is written last, so a folder that has one is
 complete. Its "row_length" is that T, or null if any T is allowed.
 
-This file has four parts that hardly depend on each other: the loader; documents, made of what files
-hold; `prepare`, which packs them, with its command line; and tokenizers, the longest, because token
-ids have to be those of transformers.
+Four parts follow: the loader, documents, prepare and tokenizers.
 """
 import bisect
 import functools
@@ -32,6 +30,7 @@ import resource
 import shutil
 import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -146,8 +145,8 @@ class Shards:
 
 def row_length(data):
     """The T of a data set or mixture: that of its rows if it has some, otherwise 1,024."""
-    folders = [source.partition(":")[0] for source in data.split(",")]
-    lengths = [read_optional(folder, "meta.json").get("row_length") for folder in folders]
+    lengths = [read_json(f"{folder}/meta.json").get("row_length")
+               for folder, _ in read_mixture(data)]
     return next(filter(None, lengths), 1024)
 
 
@@ -185,8 +184,8 @@ def read_records(path, args):
     if suffix in (".txt", ".md", ".rst"):
         with reading(path):
             text = Path(path).read_text("utf-8-sig")
-        if "\0" in text:
-            raise UserError(f"{path}: not UTF-8 text. Convert it, for example with iconv")
+            if "\0" in text:
+                raise ValueError("not UTF-8 text")
         yield {"text": text}
     elif suffix == ".jsonl":
         with reading(path), open(path, "rb") as file:
@@ -289,14 +288,10 @@ TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
 
-NOTED = set()
-
-
+@functools.cache
 def note(text):
     """Say something about the input, once."""
-    if text not in NOTED:
-        NOTED.add(text)
-        say(f"note: {text}", sys.stderr)
+    say(f"note: {text}", sys.stderr)
 
 
 def read_parts(record, args, vocab_size):
@@ -361,13 +356,19 @@ def document(tokenizer, parts, args):
 
 
 def tokenize(tokenizer, record, path, args):
-    """Return ("kept", the document() of a record), ("dropped", None), or ("bad", path and why)."""
+    """Return ("kept", document() of a record), ("dropped", None), or ("bad" or "long", why)."""
     try:
         # This alone reads the record: errors of the other statements are bugs, as are other errors.
         parts = read_parts(record, args, tokenizer.vocab_size)
     except (ValueError, KeyError, TypeError) as e:
         return "bad", f"{path}: {record!r:.80} ({e!r:.400})"
-    return ("kept", document(tokenizer, parts, args)) if parts else ("dropped", None)
+    if not parts:
+        return "dropped", None
+    tokens = document(tokenizer, parts, args)
+    if tokens.shape[1] > (args.row_length or math.inf):
+        start = tokenizer.decode(tokens[0, :20].tolist())
+        return "long", f"{tokens.shape[1]:,} tokens that begin with {start!r}"
+    return "kept", tokens
 
 
 # ------------------------------------------------------------------------------------------ prepare
@@ -397,15 +398,12 @@ def choose_row_length(args, tokenizer):
     return min(1 << math.ceil(math.log2(usual)), context)
 
 
-def pack(args, tokenizer, meta):
-    """Tokenize all records, write each shard when it is full, and complete what meta.json says."""
+def collect(args, tokenizer, meta):
+    """Yield the documents of one shard after another. Counts records and tokens in meta."""
     counts = meta["counts"]
     documents, size = [], 0  # those of the next shard, and their tokens
     for group in tokenize_all(args, tokenizer):
         for outcome, result in group:
-            if outcome == "kept" and result.shape[1] > (meta["row_length"] or math.inf):
-                start = tokenizer.decode(result[0, :20].tolist())
-                outcome, result = "long", f"{result.shape[1]:,} tokens that begin with {start!r}"
             counts[outcome] += 1
             if outcome == "kept":
                 documents.append(result)
@@ -414,19 +412,16 @@ def pack(args, tokenizer, meta):
             elif outcome != "dropped":
                 meta["left_out"] = result
             if size >= args.shard_tokens:
-                write_train_and_val(args.out, meta, documents, args.val)
+                yield documents
                 documents, size = [], 0
         total = sum(counts.values())
         for fault, advice in (("bad", "Check the flags that name columns"),
-                              ("long", f"A row has {meta['row_length']}. Use --row_length")):
+                              ("long", f"A row has {args.row_length}. Use --row_length")):
             if counts[fault] > MAX_BAD * total:
                 raise UserError(f"{args.out}: {counts[fault]} of {total} records so far are "
                                 f"{fault}. {advice}. One of them: {meta['left_out']}")
     if documents:
-        write_train_and_val(args.out, meta, documents, args.val)
-    if not meta["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
-                        "--field and --drop")
+        yield documents
 
 
 def hold_out(documents, share, T):
@@ -480,21 +475,6 @@ def write_shard(folder, name, tokens):
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
-def write_train_and_val(out, meta, documents, share):
-    """Write the next shards and list them in meta. share: of the documents, for validation."""
-    number = len(meta["shards"]["train"])
-    T = meta["row_length"]
-    for split, part in zip(("train", "val"), hold_out(documents, share, T)):
-        tokens = fill_rows(part, T, meta["eos_id"]) if T else np.concatenate(part, axis=1)
-        if len(tokens) == 1:  # ids alone
-            dtype = np.uint16 if meta["vocab_size"] <= 65536 else np.uint32
-            tokens = tokens[0].astype(dtype)
-        if tokens.size:
-            name = f"{split}_{number:06d}.npy"
-            meta["shards"][split].append(write_shard(out, name, tokens))
-            say(f"{out}: {name}, {tokens.shape[-1]:,} tokens")
-
-
 def begin_folder(folder):
     """Create a data set's folder, or empty that of a killed process. Refuses other content."""
     os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
@@ -512,31 +492,24 @@ def prepare(args):
     if args.row_length and not in_rows:
         raise UserError("--row_length: only for --prompt or --loss assistant. train.py cuts other "
                         "text into rows, at any --context")
+    path, times = Counter(map(os.path.realpath, args.input)).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"--input: names {path} {times} times")
     if not tokenizer_file(args.tokenizer) and (saved := checkpoints(args.tokenizer)):
         args.tokenizer = str(saved[-1])  # a run has its tokenizer in each of those
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
                         "Name it as eos_token in tokenizer_config.json")
-    meta = {
-        "arguments": vars(args) | {
-            "input": [[os.path.basename(path), digest(path)] for path in args.input],
-            "tokenizer": tokenizer.fingerprint,
-            "out": None,  # it may be moved
-        },
-        "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
-        "left_out": None,  # one that was bad or too long
-        "tokens": 0,  # in all documents
-        "shards": {"train": [], "val": []},
-        "row_length": None,  # any T is allowed
+    arguments = vars(args) | {
+        "input": [[os.path.basename(path), digest(path)] for path in args.input],
         "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
+        "out": None,  # it may be moved
     }
     finished = f"{args.out}/meta.json"
     if os.path.exists(finished):
         earlier = read_json(finished).get("arguments", {})
-        check_settings(args.out, earlier, meta["arguments"], "Choose another --out")
+        check_settings(args.out, earlier, arguments, "Choose another --out")
         say(f"{args.out} is already complete")
         return
     begin_folder(args.out)
@@ -545,24 +518,40 @@ def prepare(args):
     bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
     say(f"{tokenizer_file(args.tokenizer)}: each document begins with BOS {bos} and ends with "
         f"EOS {names[tokenizer.eos_id]}")
-    if in_rows:
-        meta["row_length"] = args.row_length or choose_row_length(args, tokenizer)
-    pack(args, tokenizer, meta)
+    if in_rows and not args.row_length:
+        args.row_length = choose_row_length(args, tokenizer)
+    T = args.row_length
+    meta = {
+        "arguments": arguments,
+        "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
+        "left_out": None,  # one that was bad or too long
+        "tokens": 0,  # in all documents
+        "shards": {"train": [], "val": []},
+        "row_length": T,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+    }
+    for number, documents in enumerate(collect(args, tokenizer, meta)):
+        for split, part in zip(("train", "val"), hold_out(documents, args.val, T)):
+            tokens = fill_rows(part, T, tokenizer.eos_id) if T else np.concatenate(part, axis=1)
+            if len(tokens) == 1:  # ids alone
+                tokens = tokens[0].astype(np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
+            if tokens.size:
+                shard = write_shard(args.out, f"{split}_{number:06d}.npy", tokens)
+                meta["shards"][split].append(shard)
+                say(f"{args.out}: {shard[0]}, {shard[1]:,} tokens")
+    if not meta["shards"]["train"]:
+        raise UserError(f"{args.out}: no text is left to train on. Records: {meta['counts']}. "
+                        "Check --field and --drop")
     write_json(finished, meta)
     report = f"Records: {meta['counts']}, with {meta['tokens']:,} tokens"
-    if in_rows:
+    if T:
         size = sum(tokens for shards in meta["shards"].values() for _, tokens, _ in shards)
-        report += f". Rows of {meta['row_length']:,} tokens are {meta['tokens'] / size:.0%} full"
+        report += f". Rows of {T:,} tokens are {meta['tokens'] / size:.0%} full"
     if meta["left_out"]:
         report += f". Left out, for example: {meta['left_out']}"
     say(f"{args.out}: complete. {report}")
-
-
-def drop_rule(rule):
-    """The type of --drop: COLUMN=TEXT. Neither may be empty, because any text contains ""."""
-    if not all(rule.partition("=")):
-        raise ValueError
-    return rule
 
 
 def main():
@@ -583,7 +572,7 @@ def main():
          help="a column of text before --field, such as the question, which carries no loss")
     flag("--loss", choices=("all", "assistant"), default="all",
          help="assistant: in a chat, only the assistant's messages carry loss")
-    flag("--drop", nargs="+", action="extend", type=drop_rule, default=[], metavar="COLUMN=TEXT",
+    flag("--drop", nargs="+", action="extend", default=[], metavar="COLUMN=TEXT",
          help="skip records whose COLUMN contains TEXT, ignoring case; a.b is column b inside "
               "column a, here and in --field")
     flag("--strip_roles", action="store_true",
@@ -605,6 +594,8 @@ def main():
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                    "generation_config.json")
+
+CONVERT = "Make a tokenizer.json with transformers' AutoTokenizer and save_pretrained()"
 
 # Usual names of the end-of-text token, tried in this order if no file names one.
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
@@ -637,7 +628,6 @@ class Tokenizer:
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
     unknown: int | None    # stands for any word that the vocabulary lacks
     fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
-    noted: bool = False    # that a text has the name of a control token
 
     @staticmethod
     def load(folder):
@@ -648,7 +638,6 @@ class Tokenizer:
         config = read_optional(folder, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # as in transformers
             config |= read_optional(folder, "special_tokens_map.json")
-        fingerprint = digest(path)
         if path.suffix == ".json":
             spec = read_json(path)
             match spec:
@@ -657,18 +646,17 @@ class Tokenizer:
                 case _:
                     raise UserError(f"{path}: has no model.vocab or no added_tokens")
             special = {token["content"]: token["id"] for token in added if token["special"]}
-            in_text = {token["content"]: token for token in added if not token["special"]}
-            encode, decode = read_tokenizer_json(path, spec, in_text)
+            encode, decode = read_tokenizer_json(path, spec)
             bos_id = template_bos(path, spec)
             model = spec["model"]  # of which Unigram names its unknown token by number
             unknown = model.get("unk_id", tokens.get(model.get("unk_token")))
         else:
-            model, tokens = read_sentencepiece(path, config.get("add_prefix_space"))
+            if config.get("add_prefix_space") is False:  # the file itself says otherwise
+                raise UserError(f"{path}: add_prefix_space = false is not supported. {CONVERT}")
+            model, tokens = read_sentencepiece(path)
             encode, decode = model.encode, model.decode
             special = {name: i for name, i in tokens.items() if model.is_control(i)}
             unknown = model.unk_id()
-            if config.get("add_prefix_space") is False:
-                fingerprint += ", no blank before a text"
             # As in transformers' LlamaTokenizer, since the file itself does not say.
             bos = config.get("bos_token", "<s>" if "<s>" in special else None)
             bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
@@ -678,10 +666,8 @@ class Tokenizer:
             token_id(path, tokens, token)
         eos = next((name for name in EOS_NAMES if name in special), None)
         eos_id = token_id(path, special, config.get("eos_token") or eos)
-        fingerprint += f", BOS {bos_id}, EOS {eos_id}"
-        vocab_size = max(tokens.values()) + 1
-        return Tokenizer(folder, encode, decode, vocab_size, special, bos_id, eos_id, unknown,
-                         fingerprint)
+        return Tokenizer(folder, encode, decode, max(tokens.values()) + 1, special, bos_id, eos_id,
+                         unknown, f"{digest(path)}, BOS {bos_id}, EOS {eos_id}")
 
     def encode(self, text, bos=False):
         """
@@ -694,11 +680,10 @@ class Tokenizer:
         except UnicodeEncodeError as e:
             raise UserError(f"a text has a lone surrogate, which cannot be encoded in UTF-8 ({e})")
         ids = self.encode_text(text)
-        found = not self.noted and self.control.search(text)
+        found = self.control.search(text)
         if found and self.special.get(found[0]) not in ids:
-            self.noted = True  # once: chat templates put them into every text, a page by accident
-            say(f"note: {found[0]} in a text is read as plain text, not as a control token of "
-                f"{self.folder}", sys.stderr)
+            note(f"{found[0]} in a text is read as plain text, not as a control token of "
+                 f"{self.folder}")
         if self.unknown is not None and self.unknown in ids:
             unknown, self.unknown = self.unknown, None  # once is enough
             word = next((w for w in text.split() if unknown in self.encode_text(w)), text)
@@ -745,8 +730,7 @@ def tokenizer_file(folder):
         if path.exists():
             if name in TOKENIZER_FILES:
                 return path
-            raise UserError(f"{path}: not a supported tokenizer. Make a tokenizer.json of it "
-                            "with transformers' AutoTokenizer and save_pretrained()")
+            raise UserError(f"{path}: not a supported tokenizer. {CONVERT}")
 
 
 def read_optional(folder, name):
@@ -760,22 +744,15 @@ def token_id(path, tokens, token):
     name = token.get("content") if isinstance(token, dict) else token
     if name and name not in tokens:
         raise UserError(f"{path}: lacks the token {name}, or defines it differently from "
-                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there, or merge the files "
-                        "with transformers' AutoTokenizer and save_pretrained()")
+                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there. Or: {CONVERT}")
     return tokens.get(name)
 
 
-def read_sentencepiece(path, add_prefix_space=None):
-    """Read a SentencePiece model. Returns it and {name: id}. None: as the file itself says."""
+def read_sentencepiece(path):
+    """Read a SentencePiece model. Returns it and {name: id}."""
     import sentencepiece
-    proto = path.read_bytes()
-    if re.match(rb"\S+ \d+\n", proto[:100]):
-        raise UserError(f"{path}: Meta's own format of Llama 3's tokenizer, not SentencePiece. "
-                        "Use the tokenizer.json of a Hugging Face repository instead")
-    if add_prefix_space is not None:  # a second normalizer_spec.add_dummy_prefix, which counts
-        proto += b"\x1a\x02\x18" + bytes([add_prefix_space])
     with reading(path):
-        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     return model, {model.id_to_piece(i): i for i in range(model.vocab_size())}
 
 
@@ -803,11 +780,12 @@ def template_bos(path, spec):
     return before[0] if before else None
 
 
-def read_tokenizer_json(path, spec, in_text):
+def read_tokenizer_json(path, spec):
     """
     Return encode_text and decode_ids of a tokenizer.json: from one of our readers, which give the
     same ids, if it knows this kind, else from the tokenizers library, which is slower and optional.
     """
+    in_text = {token["content"]: token for token in spec["added_tokens"] if not token["special"]}
     for reader in whole_words, byte_level, sentencepiece_beside:
         if found := reader(path, spec, in_text):
             return found
@@ -820,7 +798,7 @@ def read_tokenizer_json(path, spec, in_text):
     coder.encode_special_tokens = True  # as ordinary text
     # Unlike encode(), encode_batch_fast() releases the GIL, so that threads encode in parallel.
     return (lambda text: coder.encode_batch_fast([text], add_special_tokens=False)[0].ids,
-            functools.partial(coder.decode, skip_special_tokens=False))
+            lambda ids: coder.decode(ids, skip_special_tokens=False))
 
 
 def whole_words(path, spec, in_text):

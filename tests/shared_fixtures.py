@@ -114,8 +114,6 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 499723\n"
         Path(folder, "pointer", name).write_text(text)
-    os.mkdir(folder / "meta")
-    Path(folder, "meta", "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     Path(folder, "latin.toml").write_text("# caf\xe9", "latin-1")
     settings = (ROOT / "config/tiny.toml").read_text()
     (folder / "tiny.toml").write_text(settings.replace("context = 54", "context = 39"))
