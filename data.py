@@ -67,8 +67,8 @@ class Dataset:
         self.folders, weights = zip(*read_mixture(data))
         self.sources = [Shards(folder, split, T) for folder in self.folders]
         self.weights = [weight // math.gcd(*weights) for weight in weights]
-        # A round has `weight` samples of each source, evenly spread: weights 1 and 2 give B A B.
-        # Each is its source, k, and how many samples of that source precede it in the round, i.
+        # Each sample of a round is its source, k, and how many of that source precede it, i.
+        # Weights 1 and 2 give B A B.
         places = [((i + 0.5) / weight, k, i) for k, weight in enumerate(self.weights)
                   for i in range(weight)]
         self.round = [(k, i) for _, k, i in sorted(places)]
@@ -127,11 +127,11 @@ class Shards:
         if not self.num_rows:
             raise UserError(f"{folder}: has too few {split} tokens for one row of {T}. Use a "
                             "smaller --context, more data, or a larger --val")
-        self.order = functools.lru_cache(maxsize=2)(self.shuffle)
 
-    def shuffle(self, seed, epoch):
-        """The rows in the random order of an epoch."""
-        return np.random.default_rng((seed, epoch)).permutation(self.num_rows)
+        @functools.lru_cache(maxsize=2)
+        def order(seed, epoch):
+            return np.random.default_rng((seed, epoch)).permutation(self.num_rows)
+        self.order = order
 
     def sample(self, seed, number):
         """Sample `number`, ids and targets (2, T) int64. Epoch e begins with e * num_rows."""
@@ -482,7 +482,7 @@ def begin_folder(folder):
     for path in left:
         if not re.match(r"meta\.json|(train|val)_\d{6}\.npy", path.name):
             raise UserError(f"{folder}: contains other files ({path.name}). Choose another --out")
-    for path in left:  # meta.json first; what write_atomically() leaves behind is a folder
+    for path in left:  # meta.json first; write_atomically() may have left a folder
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -559,9 +559,8 @@ def main():
                                    "--out FOLDER [flags]")
     flag = parser.add_argument
     flag("command", choices=["prepare"],
-         help="pack files into a data set. If it is killed, the same command begins again, which "
-              "costs two hours for the largest recipe, 120 billion tokens. To risk less, prepare "
-              "parts and mix them in training: --data=A:1,B:1")
+         help="pack files into a data set. If it is killed, it begins again: at most two hours, "
+              "for 120 billion tokens. To risk less, prepare parts and mix them: --data=A:1,B:1")
     flag("--input", type=paths, nargs="+", action="extend", required=True, metavar="FILE",
          help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
     flag("--tokenizer", type=paths, required=True, metavar="FOLDER",
@@ -671,7 +670,7 @@ class Tokenizer:
 
     def encode(self, text, bos=False):
         """
-        Turn a text into a list of ids. bos: begin with BOS, if the tokenizer has one. "</s>" in the
+        Turn a text into a list of ids, after BOS if `bos` and the tokenizer has one. "</s>" in the
         text is four characters, not EOS, unless the tokenizer has only whole words. Raises
         UserError if the text is not Unicode.
         """

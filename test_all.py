@@ -770,8 +770,8 @@ def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
     documents(20)
     shutil.copytree(corpus / "task", "run/step_000001")
     Path("run/step_000001/config.json").touch()
-    pack = data.pack
-    monkeypatch.setattr(data, "pack", lambda *args: shutil.rmtree("run") or pack(*args))
+    collect = data.collect
+    monkeypatch.setattr(data, "collect", lambda *args: shutil.rmtree("run") or collect(*args))
     run_script("data prepare --input=a.jsonl --tokenizer=run --out=out")
     Tokenizer.load("out")
 
@@ -929,14 +929,6 @@ def test_floats_of_parquet(corpus):
             assert [data.column_value(row, field) for row in rows] == tenths
 
 
-def test_a_mistake_in_our_code_is_no_bad_record(corpus, monkeypatch):
-    """An error of document() ends prepare with its traceback: the records are not bad."""
-    documents(30)
-    monkeypatch.setattr(data, "IGNORE", None)
-    with pytest.raises(TypeError):
-        run_script("data", *prepare(corpus, "a.jsonl", "out", "--prompt=text"))
-
-
 def test_what_lies_beside_is_named_once(speaker, capsys):
     """Columns and marks that would change a text, but are not read, are named, each once."""
     rows = {
@@ -944,6 +936,7 @@ def test_what_lies_beside_is_named_once(speaker, capsys):
         "chat": {"a": [ANSWER], "system": "so", "tools": []},
         "json": {"a": json.dumps([ANSWER])},
         "marks": {"a": "so\n<|endoftext|>\nso"},
+        "controls": {"a": "<s> [INST] has [/INST] 1 </s>"},
     }
     data.note.cache_clear()
     for name, row in rows.items():
@@ -953,7 +946,7 @@ def test_what_lies_beside_is_named_once(speaker, capsys):
     said = capsys.readouterr().err
     assert re.findall("note: (records have )?(\\S+)", said) == [
         ("records have ", "labels"), ("records have ", "attention_mask"),
-        ("records have ", "system"), ("", "a"), ("", "<|endoftext|>")]
+        ("records have ", "system"), ("", "a"), ("", "<|endoftext|>"), ("", "<s>")]
 
 
 def test_validation_has_whole_documents(corpus):
@@ -1023,10 +1016,10 @@ def test_row_length_fits_the_questions(corpus):
         assert "100 of 100 records so far are long. A row has 90" in said and "100 tokens" in said
 
 
-def test_prepare_says_what_it_found(corpus, speaker, capsys):
+def test_prepare_says_what_it_found(corpus, speaker):
     """
-    prepare says what begins and ends a document, by which file, and, once, that a control token's
-    name is plain text; the data set has no other tokenizer, although an earlier attempt had one.
+    prepare says what begins and ends a document, by which file; the data set has no other
+    tokenizer, although an earlier attempt had one.
     """
     documents(30)
     shutil.copy(corpus / "task" / "tokenizer.json", ".")
@@ -1038,13 +1031,6 @@ def test_prepare_says_what_it_found(corpus, speaker, capsys):
     said = run_script("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.")
     assert "tokenizer.model: each document begins with BOS <s> and ends with EOS </s>" in said
     assert os.path.exists("model/tokenizer.model") and not os.path.exists("model/tokenizer.json")
-    templated = json.dumps({"text": "<s> [INST] has [/INST] 1 </s>"})
-    Path("b.jsonl").write_text(f"{templated}\n" * 30)
-    for folder, names in (".", ["<s>"]), (corpus / "task", []):  # whose words are the tokens
-        capsys.readouterr()
-        data.note.cache_clear()
-        run_script("data", *prepare(corpus, "b.jsonl", f"b{len(names)}"), f"--tokenizer={folder}")
-        assert re.findall("note: (.*) in a text is read as plain", capsys.readouterr().err) == names
 
 
 def test_unknown_words_are_named(capsys):

@@ -14,18 +14,17 @@ the answer so far:
 
 OUT gets two data sets, with several stories in each row, and two files of questions:
 
-    pretrain        Every other row holds worked stories of 12 sentences in total, with the answer
-                    written out after each sentence. The rows in between hold short stories, of 2 or
-                    3 sentences, in which the answers are not part of the text but are the targets.
+    pretrain        Every other row holds stories of 12 sentences in total, with the answer written
+                    out after each. The rows in between hold stories of 2 or 3 sentences, whose
+                    answers are not part of the text but are the targets.
     task            Each row holds three stories, of 3, 4 and 5 sentences in random order, again
-                    with the answers as targets only. A validation row holds a story of 8 sentences
-                    and two short ones. Only the last 3 answers of the long one count.
+                    with the answers as targets only. A validation row holds a story of 8 sentences,
+                    of which only the last 3 answers count, and two short ones.
     test.jsonl      100 questions of each length from 1 to 12 sentences
     test18.jsonl    300 questions of 18 sentences
 
 So a training story is no longer than 5 sentences. Only where answers are written out do counts go
-up to 11 sentences, but no such story starts with a test question of more than 5. Shorter test
-questions may also occur in training. Another --seed makes another corpus and another test.
+up to 11, but no such story starts with a test question of more than 5; shorter ones may.
 """
 import itertools
 import json
@@ -74,14 +73,8 @@ def count(total, draw):
         digit = draw % 10
         return ["has", str(digit), "so"], digit
     verb = ("gets", "loses", "times")[draw % 12 // 4]
-    x = 1 + draw % 4
-    if verb == "gets":
-        total += x
-    elif verb == "loses":
-        total -= x
-    else:
-        x = 2 + draw % 2
-        total *= x
+    x = 2 + draw % 2 if verb == "times" else 1 + draw % 4
+    total = {"gets": total + x, "loses": total - x, "times": total * x}[verb]
     return [verb, str(x), "so"], total % 10
 
 
@@ -138,24 +131,16 @@ def worked_row(step, rng, lengths):
     return [make_story(step, rng, length) for length in lengths]
 
 
+def direct_row(step, rng, lengths, first=1):
+    """Stories of these lengths, direct()."""
+    return [direct(make_story(step, rng, length), first) for length in lengths]
+
+
 def pretrain_rows(rows, step, rng, short):
     """Yield each row, a list of stories, worked; then one of stories of `short` lengths, direct."""
     for row in rows:
         yield [worked(story) for story in row]
-        yield [direct(make_story(step, rng, length)) for length in short]
-
-
-def task_row(step, rng):
-    """Stories of LENGTHS in random order, with all of their answers as targets."""
-    return [direct(make_story(step, rng, length)) for length in rng.permutation(LENGTHS)]
-
-
-def validation_row(step, rng):
-    """
-    A story whose last three answers are targets, and two without targets, which pad the row to the
-    length of a task_row().
-    """
-    return [direct(make_story(step, rng, length), first=6) for length in (8, 3, 1)]
+        yield direct_row(step, rng, short)
 
 
 # ---------------------------------------------------------------------------------------- files
@@ -204,11 +189,8 @@ def write_questions(path, stories, seed):
     np.random.default_rng(seed).shuffle(stories)
     with write_atomically(path) as new, open(new, "w") as file:
         for story in stories:
-            words = []
-            for sentence in story:
-                words += sentence[:-1]
-            answer = story[-1][-1]
-            row = {"question": " ".join(words), "answer": answer, "difficulty": len(story)}
+            question = " ".join(word for *words, _ in story for word in words)
+            row = {"question": question, "answer": story[-1][-1], "difficulty": len(story)}
             print(json.dumps(row), file=file)
 
 
@@ -233,10 +215,8 @@ def tiny(out, task="cups", seed=0, rows=50_000):
     train_rows = [worked_row(step, rng, written) for _ in range(rows // 2)]
     val_rows = [worked_row(step, rng, written) for _ in range(VAL_ROWS // 2)]
     # Beginnings of worked stories that are longer than any training question.
-    seen = set()
-    for story in itertools.chain(*train_rows):
-        for n in range(max(LENGTHS) + 1, len(story) + 1):
-            seen.add(tuple(story[:n]))
+    seen = {tuple(story[:n]) for story in itertools.chain(*train_rows)
+            for n in range(max(LENGTHS) + 1, len(story) + 1)}
 
     def questions(count, length):
         """Draw random stories of the given length that are not in `seen`."""
@@ -252,13 +232,12 @@ def tiny(out, task="cups", seed=0, rows=50_000):
     )
     write_set(
         out / "task", ids, arguments,
-        train_rows=(task_row(step, rng) for _ in range(rows)),
-        val_rows=(validation_row(step, rng) for _ in range(VAL_ROWS)),
+        train_rows=(direct_row(step, rng, rng.permutation(LENGTHS)) for _ in range(rows)),
+        # The two short stories, without targets, pad a row to the length of a training row.
+        val_rows=(direct_row(step, rng, (8, 3, 1), first=6) for _ in range(VAL_ROWS)),
     )
-    test = []
-    for length in range(1, SENTENCES + 1):
-        test += questions(100, length)
-    write_questions(out / "test.jsonl", test, seed)
+    test = [questions(100, length) for length in range(1, SENTENCES + 1)]
+    write_questions(out / "test.jsonl", [*itertools.chain(*test)], seed)
     write_questions(last, questions(300, 18), seed)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
