@@ -43,7 +43,7 @@ from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
 from model import RecurrentLM, find_checkpoint, load_config
 from runs import task
-from runs.smollm2 import cups, report, songs
+from runs.smollm2 import cups, report, score, songs
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
 from tools import plan, plot
@@ -1002,6 +1002,27 @@ def test_questions_of_the_games(flag):
             assert (line["answer"], line["difficulty"]) == (str(answer), str(len(events)))
             asked[part].add(line["question"])
     assert not asked["train"] & (asked["dev"] | asked["test"])
+
+
+def test_written_steps_are_scored():
+    """score.py asks after the first events of each story, and the last letter must be right."""
+    tokenizer = Tokenizer.load(ROOT / "assets/tiny")
+    rng = np.random.default_rng(0)
+    stories = [dict(zip(("events", "answers"), cups.tell(rng, 24))) for _ in range(3)]
+
+    def generate(prompts, most, *_, **__):
+        for row, ids in enumerate(prompts):
+            said = solve_cups(tokenizer.decode(ids).split())
+            if row == 2:
+                said[-1] = "E" if said[-1] != "E" else "A"
+            steps = tokenizer.encode(" ".join(["", *said])) + [tokenizer.eos_id]
+            assert len(steps) <= most
+            yield from ((row, token) for token in steps)
+
+    model = SimpleNamespace(config=SimpleNamespace(ends={tokenizer.eos_id}))
+    decoder = SimpleNamespace(model=model, generate=generate)
+    found = score.right_when_written(decoder, tokenizer, stories, "places")
+    assert found == dict.fromkeys((3, 5, 8, 12, 16, 24), 2 / 3)
 
 
 def test_songs_are_told_by_their_intervals(monkeypatch):

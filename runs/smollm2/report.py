@@ -28,6 +28,12 @@ ARMS = {
     "parent": "its full parent, 30 layers",
     "no-loop": "the same 6 layers without a loop",
 }
+TIMED = {  # arms of the picture of costs: what it calls them, and their color
+    "loop": ("looped, at each r", "C0"),
+    "parent": ("parent", "black"),
+    "events": ("parent, writes events", "C1"),
+    "places": ("parent, writes places", "C2"),
+}
 TUNING = "10"  # the seed of the trials that chose rates, whose runs no table counts
 
 
@@ -144,6 +150,16 @@ def print_runs(found):
         print(f"{name}: {', '.join(facts)}")
 
 
+def print_choice(found):
+    """Print by what the protocol chooses: the mean accuracy on dev.jsonl after events 3 to 24."""
+    print()
+    for name, run in found.items():
+        if name.endswith(f" {TUNING}"):
+            shares = run["dev"].get("32") or run["dev"]["0"]
+            asked = shares.values() if isinstance(shares, dict) else shares[2:]
+            print(f"{name}, dev.jsonl: {statistics.fmean(asked):.1%}")
+
+
 def print_seconds(found):
     """Print the seconds and the FLOPs of an answer, measured by costs.py."""
     print(f"\nseconds and FLOPs of an answer, {found['machine']}\n")
@@ -168,7 +184,7 @@ def print_all(results):
     if costs := results.get("costs"):
         print_table("costs, fair stories", costs, "fair", ["3", "5", "8", "12", "16", "24"])
         print_table("costs, fair stories", costs, "fair48", ["48"])
-        print_table("costs, on which seed 10 is chosen", costs, "dev", ["3 to 24"])
+        print_choice(costs)
     if "seconds" in results:
         print_seconds(results["seconds"])
     print()
@@ -243,24 +259,27 @@ def draw_costs(results):
                                   constrained_layout=True)
     for row, n in zip(panels, ("12", "24")):
         for panel, trained in zip(row, ("short", "long")):
-            arms = {arm: chosen(costs, f"{trained}-{arm}")
-                    for arm in ("loop", "parent", "events", "places")}
+            runs = {arm: chosen(costs, f"{trained}-{arm}") for arm in TIMED}
             if trained == "short":
-                arms |= {"loop": runs_of(results["cups"], "retrofit"),
+                runs |= {"loop": runs_of(results["cups"], "retrofit"),
                          "parent": runs_of(results["cups"], "parent")}
             for timed, by_events in seconds.items():
                 arm = timed.rpartition(" ")[2]  # that of "llama.cpp, events" is events
-                if runs := arms.get(arm):
-                    x = [cost for cost, _ in by_events[n].values()]
-                    y = [statistics.fmean(accuracy(run["fair"][r], n) for run in runs)
-                         for r in by_events[n]]
-                    panel.plot(x, y, "o-", label=f"{timed} ({len(runs)})")
-                    for r, *point in zip(by_events[n], x, y) if arm == "loop" else ():
-                        panel.annotate(r, point, textcoords="offset points", xytext=(3, 3),
-                                       fontsize=7)
+                if not runs.get(arm):
+                    continue
+                title, color = TIMED[arm]
+                points = [(cost, statistics.fmean(accuracy(run["fair"][r], n) for run in runs[arm]))
+                          for r, (cost, _) in by_events[n].items()]
+                panel.plot(*zip(*points), "o-", c=color, label=timed.replace(arm, title),
+                           mfc=color if timed == arm else "white")
+                for r, point in zip(by_events[n], points) if arm == "loop" else ():
+                    panel.annotate(r, point, (3, 4), textcoords="offset points", fontsize=7)
             panel.axhline(20, ls=":", c="gray")
-            panel.set(xscale="log", ylim=(0, 105), title=f"{n} events, trained on {trained} ones")
-            panel.legend(fontsize=7, loc="upper left")
+            kind = "3 to 5" if trained == "short" else "3 to 24"
+            panel.set(xscale="log", ylim=(0, 108), title=f"{n} events, trained on {kind}")
+    lines = {line.get_label(): line for panel in panels.flat for line in panel.lines
+             if not line.get_label().startswith("_")}
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=3, fontsize=8)
     figure.supxlabel("seconds per answer")
     figure.supylabel("accuracy, %")
     figure.savefig(ASSETS / "smollm2_costs.png", dpi=110)

@@ -51,7 +51,7 @@ def right_when_written(decoder, tokenizer, stories, form):
             batch = prompts[i:i + ROWS]
             texts += answer_batch(decoder, tokenizer, batch, longest, [], None)
         right = [text.rstrip(".").endswith(story["answers"][n - 1])
-                 for (text, _), story in zip(texts, stories)]
+                 for (text, _), story in zip(texts, stories, strict=True)]
         found[n] = sum(right) / len(right)
     return found
 
