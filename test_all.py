@@ -195,7 +195,7 @@ def test_losses_in_chunks(compiled, monkeypatch):
         (5, 36, [5] * 8), (5, 0, [5]), (5, 44, [5] * 8 + [4]), (99, 11, [11]), (99, 12, [11] * 2),
         (99, 43, [11] * 4), (99, 44, [44]),
     )
-    for most, asked, sizes in cases[1:3] if compiled else cases:  # each new size takes seconds
+    for most, asked, sizes in cases[:1] if compiled else cases:  # each new size takes seconds
         monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * most)
         idx, targets = torch.randint(17, (2, 4, 11))
         targets.view(-1)[torch.randperm(44)[asked:]] = -100
@@ -1742,22 +1742,21 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
         assert (f"begin after the {first} of" in said) == (first > 0)
 
     check("one", "", "a", first=0)
-    check("two", "one", "a", first=48)
-    check("three", "two", "a", "--updates=6", "--batch_size=8", first=96)
-    check("four", "three", "a", first=144)
-    check("other_seed", "four", "a", "--seed=4", first=0)
-    check("new", "four", "a", "--reinit", first=0)
-    check("other_data", "four", "b", first=0)
+    check("two", "one", "a", "--updates=6", "--batch_size=8", first=48)
+    check("three", "two", "a", first=96)
+    check("other_seed", "three", "a", "--seed=4", first=0)
+    check("new", "three", "a", "--reinit", first=0)
+    check("other_data", "three", "b", first=0)
 
-    again = flags("again", "three", "a")
+    again = flags("again", "two", "a")
     train_until(2, *again)
     run_script("train", *again)
-    assert same_end("again", "four")
+    assert same_end("again", "three")
 
     # An older version counted the rows of each source.
-    path = f"{find_checkpoint('four')}/train.json"
+    path = f"{find_checkpoint('three')}/train.json"
     common.write_json(path, read_json(path) | {"used": {"a": [48, 3]}, "rows": {"a": 48}})
-    assert "train.json: not of this version" in error_line("train", *flags("x", "four", "a"))
+    assert "train.json: not of this version" in error_line("train", *flags("x", "three", "a"))
 
 
 def test_context_follows_the_data_and_extends_the_parents(base, corpus):
@@ -2193,9 +2192,10 @@ def test_one_place_decides_what_ends_a_text(corpus):
         for config in (load_config(f"{i}/loop"), model.config):
             assert config.eos_token_id == wanted
         assert read_json(f"{i}/hf/config.json")["eos_token_id"] == wanted
-        common.write_json(f"{i}/hf/generation_config.json", {"eos_token_id": 0})
-        _, config = surgery.read_config(f"{i}/hf", [])
-        assert config.eos_token_id == 0, "an id, and not a missing one"
+        for said, end in ((None, wanted), (0, 0)):  # 0 is an id, not a missing one
+            common.write_json(f"{i}/hf/generation_config.json", {"eos_token_id": said})
+            _, config = surgery.read_config(f"{i}/hf", [])
+            assert config.eos_token_id == end
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
@@ -2366,7 +2366,6 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
 MISTAKES = [
     ("surgery llama out", "--prelude"),
     ("surgery llama out --shape 4,4,4", "0-5"),
-    ("surgery llama m --feed_forward", "exists already"),
     ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
     ("surgery llama out --shape 1,2,1 --prelude 0", "--prelude: --shape chooses the layers"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
@@ -2374,12 +2373,10 @@ MISTAKES = [
     ("surgery llama out --shape 1,2,1 --untie", "--untie: only with --feed_forward"),
     ("surgery llama out --feed_forward --adapter add --mean_recurrence 4",
      "--adapter, --mean_recurrence: --feed_forward makes a model without a loop"),
-    ("surgery ./lama out --feed_forward", "no such folder"),
     ("surgery pointer out --feed_forward", "only a pointer of Git LFS"),
     ("surgery slow out --feed_forward", "vocab.json: not a supported tokenizer"),
     ("train --data=task --context=39 --out_dir=out --config=latin.toml", "latin.toml: damaged"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
-    ("data prepare --input test.jsonl --tokenizer m --out m", "other files"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
     ("train --data=task --context=39 --out_dir=out --uptades=3", "--uptades=3"),
     ("train --config=tiny.toml --data=task --out_dir=out --draws=3", "--draws"),
@@ -2396,7 +2393,6 @@ MISTAKES = [
     ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "--curriculum=none"),
     ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
     ("train --config=tiny.toml --reinit", "--reinit: no effect without --init_from"),
-    ("train --config=tiny.toml --data=half --out_dir=out", "meta.json lists"),
     ("data prepare --input test.jsonl ./test.jsonl --tokenizer m --out out", "test.jsonl 2 times"),
     ("data prepare --input test.jsonl --tokenizer m --out out --val 0", "from 0.001 to 0.9"),
     ("data prepare --input test.jsonl --tokenizer m --out out --field question --row_length 90",
@@ -2406,15 +2402,12 @@ MISTAKES = [
     ("train --config=tiny.toml --data=task:3,./task:2 --out_dir=out", "task twice"),
     ("sample --prompt 3 --model llama", "surgery.py llama OUT"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
-    ("sample --trace --model m --prompt=", "no tokens"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k: needs a --temperature"),
     ("sample --trace --model m --temperature 1 --tokens=9", "--tokens, --temperature: no effect"),
     ("sample --prompt 3 --model m --temperature inf --top_k=5", "finite number"),
     ("eval_gsm8k --model m --data test.jsonl --out test.jsonl", "over the questions"),
     ("eval_gsm8k --model m --data test.jsonl --out .", "is a folder"),
-    ("eval_gsm8k --model m --data test.jsonl --max_new_tokens 4096", "context of 40"),
     ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
-    ("tools/export m llama", "exists already"),
     ("tools/plot m/config.json", "nothing to draw"),
     ("tools/block_influence llama out --text test.jsonl --shape 4,4,4", "at least 12 layers"),
     ("tools/block_influence m out --text test.jsonl --shape 1,1,1", "not an ordinary model"),
