@@ -117,10 +117,7 @@ def test_recurrence_is_the_papers_code(name):
 
 
 def test_roundings_of_a_bfloat16_model():
-    """
-    A bfloat16 model's norms round like Llama's; its states, logits and losses are float32; its
-    gradients at (n, k) = (24, 8) differ from float32's by less than 0.77%.
-    """
+    """A bfloat16 model rounds as Llama does; its states, logits and losses are float32."""
     model = small(n_embd=256, n_kv_head=4).bfloat16()
     weight = torch.nn.init.normal_(model.norm_f.weight)
     x = torch.randn(64, 256)
@@ -1017,10 +1014,7 @@ def test_row_length_fits_the_questions(corpus):
 
 
 def test_prepare_says_what_it_found(corpus, speaker):
-    """
-    prepare says what begins and ends a document, by which file; the data set has no other
-    tokenizer, although an earlier attempt had one.
-    """
+    """What begins and ends a document, by which file; a control token's name is plain text."""
     documents(30)
     shutil.copy(corpus / "task" / "tokenizer.json", ".")
     said = run_script("data", *prepare(corpus, "a.jsonl", "json"), "--tokenizer=.")
@@ -1292,10 +1286,7 @@ def test_a_gpu_compiles_whole_recurrences(monkeypatch):
 
 
 def test_sampling_follows_its_settings(corpus):
-    """
-    Sampled tokens have the frequencies of softmax(logits / temperature), cut to the top k; a row
-    with an infinite or undefined logit gets NO_TOKEN. sample.py obeys its flags, and so its --seed.
-    """
+    """Tokens have the frequencies of softmax(logits / temperature), cut to the top k, by --seed."""
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(20000, 1, 4)
     for temperature, top_k, wanted in (
         (1.0, 0, [0.15, 0.5, 0.05, 0.3]),
@@ -1716,10 +1707,7 @@ def test_refused_commands_leave_nothing(base, unbroken):
 
 
 def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
-    """
-    On the same data, in the same order, and train.py says so; with other data, another seed or
-    --reinit it begins with row 0. A killed and resumed run does the same.
-    """
+    """On the same data, in the same order; otherwise, and with --reinit, it begins with row 0."""
     numbers, sample_row = [], data.Shards.sample
 
     def spy(shards, seed, number):
@@ -1789,11 +1777,7 @@ def test_train_some_parameters(base, unbroken):
 
 
 def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
-    """
-    A run deletes its old checkpoints. It keeps those to which somebody has added a file, folders of
-    others, and all checkpoints while the next is not saved, so that a full disk loses nothing. It
-    resumes only from its newest. chmod is not needed.
-    """
+    """A run deletes an old checkpoint once the next is saved, but nothing of others."""
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt",
                  "step_000001/of_another_trainer"):
         common.write_json(f"run/{path}", {})
@@ -2093,11 +2077,7 @@ def test_answers_to_plain_questions(right, answers):
 
 
 def test_an_answer_of_words_is_scored_as_text(checkpoint, monkeypatch):
-    """
-    With --template plain, equal texts are right, and an answer may be 8 tokens longer than any
-    reference. The summary has each difficulty, in order, how many answers were cut, and the cost of
-    training, though the run deletes the checkpoint. Another scorer scores the same answers.
-    """
+    """The summary of --template plain, from stored outputs, which another scorer scores anew."""
     Path("asked.jsonl").write_text("""{"question": "has", "answer": "so gets", "difficulty": "easy"}
         {"question": "so", "answer": 7, "difficulty": 2.0}
         {"question": "loses", "answer": "so gets", "difficulty": 10}
@@ -2199,10 +2179,7 @@ def test_one_place_decides_what_ends_a_text(corpus):
 
 
 def test_questions(checkpoint, corpus, monkeypatch, capfd):
-    """
-    --limit draws questions, a larger one asks only what is new, prompts that are longer than the
-    context lose their start, and GSM8K is downloaded once.
-    """
+    """--limit draws questions, and a larger one asks only what is new; GSM8K is downloaded once."""
     body = (corpus / "test.jsonl").read_bytes()
     get = mock.Mock(return_value=SimpleNamespace(content=body, raise_for_status=lambda: None))
     monkeypatch.setattr("requests.get", get)
@@ -2494,10 +2471,7 @@ def test_ranks_that_nobody_started_or_needs(checkpoint, monkeypatch, capsys):
 
 
 def test_closed_pipes(checkpoint, corpus):
-    """
-    Results are written and texts end quietly if a pipe is closed or cannot encode "±"; so do they
-    under `python -OO`, which drops docstrings and asserts.
-    """
+    """Scripts end quietly if a pipe is closed or cannot encode "±", under `python -OO`, too."""
     env = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
     read, write = os.pipe()
     os.close(read)
@@ -2551,10 +2525,7 @@ def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
-    """
-    Without --prompt, each line is a prompt, answered alone; a mistake ends only its own, and the
-    lack of a terminal is one line.
-    """
+    """Without --prompt, each line is a prompt, answered alone; a mistake ends only its own."""
     ask = f"sample --model {checkpoint} --tokens=2 --steps=2,4"
     answers = [run_script(f"{ask} --prompt='{prompt}'") for prompt in ("has 1", "so")]
     capfd.readouterr()

@@ -338,10 +338,7 @@ def test_an_export_says_its_depth(checkpoint, llama):
 
 
 def test_a_fork_that_adds_a_weight_to_the_loop(llama, corpus, monkeypatch):
-    """
-    A weight that model.py and new_weights() have goes through surgery, training and resuming. An
-    export, which cannot have it, names it; and if only the formula has changed, it says so.
-    """
+    """It is cut, trained and resumed; an export, which cannot have what changed, names it."""
     init, run_core = RecurrentLM.__init__, RecurrentLM.run_core
     new_weights = surgery.new_weights
 
@@ -757,10 +754,7 @@ def test_plot_results_from_left_to_right(monkeypatch):
 
 
 def test_plot_losses():
-    """
-    plot.py draws the losses of runs, except null ones and what is cut off at the end. Seeds have a
-    mean over updates; over FLOPs, which differ, no line goes through two of them.
-    """
+    """plot.py draws losses, except null ones; seeds have a mean over updates, not over FLOPs."""
     need("matplotlib")
     for run, more in (("run", 0), ("again", 1)):
         lines = [{"loss": loss, "val": {"4": None}, "update": i, "flops": (10 + more) * i}
@@ -907,10 +901,7 @@ def test_readmes_trace_is_right():
 
 
 def test_own_stories(corpus, capsys):
-    """
-    cups.py packs whole stories of one's own, whose events ask for their answers at their end, and
-    names a word that the tokenizer lacks, or the line of a story that it cannot read.
-    """
+    """cups.py packs whole stories, labels their events' ends, and names what it cannot read."""
     rng = np.random.default_rng(0)
     stories = [rng.integers(10, size=n).astype(str).tolist() for n in rng.integers(1, 5, size=60)]
     stories[3] = ["7", "1", "7", "2"]  # the longest, with 13 tokens and an EOS
@@ -1175,11 +1166,7 @@ def test_memory_is_estimated_first(checkpoint, monkeypatch):
 
 
 def test_a_try_from_questions_to_a_table(llama, monkeypatch):
-    """
-    The road trains loop and parent with equal FLOPs, all in OUT. The same command resumes, seeds
-    and arms may grow, FOLDER may move, and a changed test is asked again. Other settings are
-    refused, and a command that fails at first leaves nothing behind.
-    """
+    """The road trains arms with equal FLOPs, resumes, takes more of them, refuses another try."""
     def in_this_process(script, *flags, **options):
         code, printed = outcome(script, *flags)
         print(printed)
