@@ -20,8 +20,8 @@ import json
 import time
 from statistics import median
 
-from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, dtype_on, natural,
-                    paths, positive, recurrences, yes_or_no)
+from common import (DTYPE_HELP, DTYPES, Parser, between, choose_dtype, cli, natural, paths,
+                    positive, recurrences, yes_or_no)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -187,7 +187,7 @@ def main():
     model.init_weights(0)
     model.to(getattr(torch, dtype))
     device, _ = device_and_dtype(model)
-    print(dtype_on(dtype, device))
+    print(f"{dtype} on {device}")
     rows = []
     for row in args.bench(model, args):
         if DEVICE == "cuda":

@@ -34,8 +34,8 @@ except ModuleNotFoundError as e:
 CPUINFO = Path("/proc/cpuinfo")
 
 # torchrun sets all of these. If one is missing, the others are left over, and this is rank 0 of 1.
-MISSING = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} - os.environ.keys()
-LAUNCH = {} if MISSING else os.environ
+TORCHRUNS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
+LAUNCH = os.environ if TORCHRUNS <= os.environ.keys() else {}
 WORLD = int(LAUNCH.get("WORLD_SIZE", 1))
 RANK = int(LAUNCH.get("RANK", 0))
 LOCAL_RANK = int(LAUNCH.get("LOCAL_RANK", 0))  # on this machine
@@ -47,7 +47,6 @@ LOCAL_RANK = int(LAUNCH.get("LOCAL_RANK", 0))  # on this machine
 # is a typo, for which nobody should install a package.
 PACKAGES = ("torch numpy tiktoken sentencepiece safetensors requests pytest pyarrow matplotlib "
             "transformers accelerate gguf tokenizers huggingface_hub wandb lm_eval").split()
-
 
 FULL_MEMORY = "MemoryError|out of memory|DefaultCPUAllocator|bad_alloc|Cannot allocate memory"
 
@@ -65,8 +64,9 @@ def cli(main, on_every_rank=False):
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
     try:
-        check_launch(on_every_rank)
-        end = main()
+        if WORLD > 1 and not on_every_rank:
+            say(f"only rank 0 of {WORLD} works; this script uses a single process", sys.stderr)
+        end = main() if on_every_rank or RANK == 0 else 0
     except KeyboardInterrupt:
         end = 128 + signal.SIGINT
     except BrokenPipeError:
@@ -85,17 +85,6 @@ def cli(main, on_every_rank=False):
         end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet
     sys.exit(end)
-
-
-def check_launch(on_every_rank):
-    """Warn if torchrun's variables are incomplete, and end the ranks that have nothing to do."""
-    if MISSING and "RANK" in os.environ:
-        names = ", ".join(sorted(MISSING))
-        say(f"RANK is ignored, because torchrun also sets {names}", sys.stderr)
-    if WORLD > 1 and not on_every_rank:
-        say(f"only rank 0 of {WORLD} works; this script uses a single process", sys.stderr)
-        if RANK > 0:
-            sys.exit()
 
 
 def join_ranks(device):
@@ -193,35 +182,23 @@ AMD_BFLOAT16 = "gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"  # gcnArch
 DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32"
 
 
-def native_bfloat16(device="cpu"):
-    """
-    Return whether a device multiplies bfloat16 natively: NVIDIA's GPUs do from compute capability
-    8.0 on, AMD's from CDNA 1 and RDNA 3 on, and CPUs by Intel with AMX, by AMD with AVX-512
-    bfloat16, and ARM with bf16 (not measured). An Intel with AVX-512 bfloat16 alone is slower in it
-    than in float32: see runs/NOTES.md.
-    """
-    if device != "cpu":
-        gpu = torch.cuda.get_device_properties()
-        if torch.version.hip:
-            return gpu.gcnArchName.startswith(AMD_BFLOAT16)
-        return gpu.major >= 8
-    words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
-    return not words.isdisjoint(("amx_bf16", "bf16")) or words >= {"AuthenticAMD", "avx512_bf16"}
-
-
 def choose_dtype(dtype, device):
-    """Resolve --dtype: auto is bfloat16 where that is native, else float32."""
+    """
+    Resolve --dtype: auto is bfloat16 on a device that multiplies it natively, else float32. NVIDIA's
+    GPUs do from compute capability 8.0 on, AMD's from CDNA 1 and RDNA 3 on, and CPUs by Intel with
+    AMX, by AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). An Intel with AVX-512
+    bfloat16 alone is slower in it than in float32: see runs/NOTES.md.
+    """
     if dtype != "auto":
         return dtype
-    return "bfloat16" if native_bfloat16(device) else "float32"
-
-
-def dtype_on(dtype, device):
-    """Describe a model's dtype and device, such as "float32 on cpu (no native bfloat16)"."""
-    if native_bfloat16(device):
-        return f"{dtype} on {device}"
-    factor = ": float32 can be 19 times as fast" if dtype == "bfloat16" else ""
-    return f"{dtype} on {device} (no native bfloat16{factor})"
+    if device == "cpu":
+        words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
+        native = words & {"amx_bf16", "bf16"} or words >= {"AuthenticAMD", "avx512_bf16"}
+    else:
+        gpu = torch.cuda.get_device_properties()
+        amd = torch.version.hip
+        native = gpu.gcnArchName.startswith(AMD_BFLOAT16) if amd else gpu.major >= 8
+    return "bfloat16" if native else "float32"
 
 
 # --------------------------------------------------------------------------------------- files
@@ -254,17 +231,25 @@ def write_atomically(path):
         raise UserError(f"{path}: not written ({e})")
 
 
-def lock_file(file, path):
+@contextlib.contextmanager
+def locked(folder):
     """
-    Lock an open file, which stands for `path`, until it is closed. Raises UserError if another
-    process holds the lock.
+    Create a folder if necessary, and lock it. If nothing was written there, because the command was
+    refused, the folder is removed again. Raises UserError if another process holds the lock.
     """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{path}: another process is writing here. Wait, or choose another path")
-    except OSError as e:  # of some network file systems
-        say(f"warning: {path} cannot be locked ({e}). Make sure that no other process writes to it")
+    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
+    with open(f"{folder}/.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is writing here. Wait, or choose another")
+        except OSError as e:  # of some network file systems
+            say(f"warning: {folder} cannot be locked ({e}). Let no other process write there")
+        try:
+            yield
+        finally:
+            if [path.name for path in Path(folder).glob("*")] == [".lock"]:
+                shutil.rmtree(folder, ignore_errors=True)  # NFS keeps an open file's name
 
 
 # What libraries raise for a file that is damaged, or of another kind: the errors of JSON, TOML,
@@ -309,15 +294,10 @@ def read_toml(path):
         return tomllib.loads(Path(path).read_text("utf-8-sig"))
 
 
-def nan_to_null(value):
-    """Return a copy that JSON can store, with None in place of NaN and infinity."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: None)
-
-
 def write_json(path, value):
-    """Write a JSON file, completely or not at all. NaN and infinity become null."""
+    """Write a JSON file, completely or not at all."""
     with write_atomically(path) as new:
-        new.write_text(json.dumps(nan_to_null(value), indent=1) + "\n")
+        new.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def digest(path):

@@ -34,8 +34,8 @@ from pathlib import Path
 
 import requests
 from common import (DTYPE_HELP, DTYPES, RANK, WORLD, Parser, UserError, changed_code, choose_dtype,
-                    cli, code_of, digest, dtype_on, join_ranks, paths, positive, random_seed,
-                    read_json, reading, recurrences, say, write_atomically, write_json)
+                    cli, code_of, digest, join_ranks, paths, positive, random_seed, read_json,
+                    reading, recurrences, say, write_atomically, write_json)
 
 import torch
 import torch.distributed as dist
@@ -398,7 +398,7 @@ def main():
     model, tokenizer = load_model(summary["model"], summary["dtype"])
     device, dtype = device_and_dtype(model)
     steps = args.steps if model.config.n_core else [0]
-    say(f"{model.folder}, {dtype_on(dtype, device)}: {len(questions)} questions at r = {steps}; "
+    say(f"{model.folder}, {dtype} on {device}: {len(questions)} questions at r = {steps}; "
         f"{answers_path} holds {len(answers)} answers already", sys.stderr)
     answer_rest(Decoder(model, args.compile), tokenizer, questions, steps, answers, answers_path,
                 summary["settings"], args.batch_size)

@@ -25,7 +25,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain, pairwise
 
-from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, Parser, UserError, choose_dtype, cli, dtype_on,
+from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, Parser, UserError, choose_dtype, cli,
                     natural, non_negative, paths, positive, random_seed, recurrences, refuse_idle,
                     say)
 
@@ -595,7 +595,7 @@ def main():
     c = model.config
     device, dtype = device_and_dtype(model)
     # Everything but the model's text goes to stderr.
-    say(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, {dtype_on(dtype, device)}",
+    say(f"{model.folder}: ({c.n_prelude},{c.n_core},{c.n_coda}) layers, {dtype} on {device}",
         sys.stderr)
     tracing = args.trace is not None
     args.steps = args.steps or (DEPTHS if tracing else [c.mean_recurrence])

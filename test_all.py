@@ -1329,7 +1329,6 @@ def test_auto_dtype(cpuinfo, auto, monkeypatch):
     if cpuinfo:
         Path("cpuinfo").write_text(cpuinfo)
     assert common.choose_dtype("auto", "cpu") == auto
-    assert ("float32 can be" in common.dtype_on("bfloat16", "cpu")) == (auto == "float32")
     for gpu, wanted in (
         ({"major": 8}, "bfloat16"), ({"major": 7}, "float32"),  # such as an A100 and a T4
         ({"major": 9, "gcnArchName": "gfx906:sramecc+:xnack-"}, "float32"),
@@ -2451,8 +2450,8 @@ def test_a_bug_keeps_its_traceback(function, command, mistake, error, llama, che
 
 
 # ------------------------------------------------------------------------------------- the terminal
-def test_ranks_that_nobody_started_or_needs(checkpoint, monkeypatch, capsys):
-    """Incomplete variables of torchrun are ignored with a warning; sample.py runs on one rank."""
+def test_ranks_that_nobody_started_or_needs(checkpoint, monkeypatch):
+    """Incomplete variables of torchrun are ignored; sample.py runs on one rank."""
     run_on_ranks(f"sample --model={checkpoint} --prompt=has --tokens=1", world=2)
     said = Path("log").read_text()
     assert said.count("only rank 0 of 2") == said.count("--- 1 tokens") == 1
@@ -2463,11 +2462,6 @@ def test_ranks_that_nobody_started_or_needs(checkpoint, monkeypatch, capsys):
         monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "1"} | left)
         common_then = runpy.run_path(str(ROOT / "common.py"))
         assert [common_then[name] for name in ("RANK", "LOCAL_RANK", "WORLD")] == [0, 0, 1]
-        with pytest.raises(SystemExit):
-            common_then["cli"](lambda: 0)
-        said = capsys.readouterr().err
-        warns = f"RANK is ignored, because torchrun also sets {missing}" in said
-        assert warns == (missing != "RANK")
 
 
 def test_closed_pipes(checkpoint, corpus):

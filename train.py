@@ -32,13 +32,12 @@ import time
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import mean
-from typing import Literal, get_args
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
-                    changed_code, check_settings, choose_dtype, cli, code_of, dtype_on, fraction,
-                    join_ranks, lock_file, nan_to_null, natural, non_negative, paths, positive,
-                    random_seed, read_json, read_toml, reading, recurrences, refuse_idle, say,
-                    write_atomically, write_json, yes_or_no)
+                    changed_code, check_settings, choose_dtype, cli, code_of, fraction, join_ranks,
+                    locked, natural, non_negative, paths, positive, random_seed, read_json,
+                    read_toml, reading, recurrences, refuse_idle, say, write_atomically, write_json,
+                    yes_or_no)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -68,7 +67,8 @@ CURRICULA = {
 def setting(default, meaning, **option):
     """Return a field for Settings. Its annotation is the flag's type, `meaning` the help text."""
     shown = "" if default is None else f" [{default}]"
-    return field(default=default, metadata={"help": f"{meaning}{shown}", **option})
+    name = None if "choices" in option else "X"
+    return field(default=default, metadata={"help": meaning + shown, "metavar": name, **option})
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Recipe:
     batch size, B the backprop depth; the paper's text or its result files have the others.
     """
     init_from: paths = setting("", "a checkpoint or run to start from; empty: random weights")
-    reinit: bool = setting(False, "random weights in the shape of --init_from")
+    reinit: yes_or_no = setting(False, "random weights in the shape of --init_from")
     embed_scale: float = setting(1.0, "factor on embeddings with random weights (Huginn: 72.7)")
     seed: random_seed = setting(0, "seed of weights, data order, draws of r and initial states")
     # shape, for random weights without init_from
@@ -97,23 +97,23 @@ class Recipe:
     context: natural = setting(0, "T, tokens per row; 0: the data's row length, or else 1,024")
     # recurrence
     mean_recurrence: positive = setting(32, "R; poisson-lognormal draws r with a mean of R + 1")
-    recurrence_sampler: Literal["poisson-lognormal", "fixed"] = setting(
-        "poisson-lognormal", "how r is drawn; fixed: always the mean")
-    curriculum: Literal[tuple(CURRICULA)] = setting("linear", "how the mean rises from 1 to R")
+    recurrence_sampler: str = setting("poisson-lognormal", "how r is drawn; fixed: always the mean",
+                                      choices=["poisson-lognormal", "fixed"])
+    curriculum: str = setting("linear", "how the mean rises from 1 to R", choices=CURRICULA)
     curriculum_warmup: fraction = setting(0.25, "fraction of the updates over which it rises")
     backprop_depth: positive = setting(8, "k: gradients flow through the last k recurrences")
     backprop_warmup: fraction = setting(0.0, "fraction of the updates over which k rises from 2")
     # optimizer
     train: str = setting("", "a|b: train only parameters whose names contain a or b; empty: all")
-    optimizer: Literal[tuple(MOMENTS)] = setting(
-        "muon", "muon: Muon for the layers' matrices, AdamW for the rest; adamw*: Huginn's AdamW")
+    optimizer: str = setting("muon", "muon: Muon for the layers' matrices, AdamW for the rest; "
+                             "adamw*: Huginn's AdamW", choices=MOMENTS)
     lr: non_negative = setting(0.001, "learning rate of Muon, or of all parameters with adamw(*)")
     adam_lr: non_negative = setting(5e-5, "learning rate of AdamW with --optimizer=muon")
     weight_decay: non_negative = setting(1e-4, "weight decay, applied to all parameters")
     clip: non_negative = setting(1.0, "clip gradients to this norm; 0: do not clip")
     warmup: fraction = setting(0.005, "fraction of the updates over which the learning rates rise")
     cooldown: fraction = setting(0.9, "last fraction of the updates, over which they fall (cosine)")
-    dtype: Literal[DTYPES] = setting("auto", DTYPE_HELP)
+    dtype: str = setting("auto", DTYPE_HELP, choices=DTYPES)
 
 
 @dataclass
@@ -123,17 +123,17 @@ class Settings(Recipe):
     out_dir: paths = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: paths = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
     micro_batch: positive = setting(8, "rows per forward and backward pass on a device")
-    compile: bool = setting(True, "use torch.compile")
+    compile: yes_or_no = setting(True, "use torch.compile")
     activation_budget: between(0.3, 1, float) = setting(
         1.0, "fraction of activations that a compiled model keeps; less saves memory, costs time")
-    recompute: bool = setting(False, "recompute recurrences in the backward pass; least memory")
+    recompute: yes_or_no = setting(False, "recompute recurrences in the backward pass; least memory")
     eval_every: positive = setting(1000, "updates between validations, besides the first and last")
     eval_rows: positive = setting(1024, "validation rows of each data set, at most")
     eval_recurrences: recurrences = setting("1,2,4,8,16,32", "recurrences to validate at")
     save_every: positive = setting(500, "updates between checkpoints, besides the last")
     keep: positive = setting(2, "checkpoints to keep; all but the newest hold weights alone")
     log_every: positive = setting(1, "updates between lines of the log")
-    wandb: bool = setting(False, "also log to Weights & Biases")
+    wandb: yes_or_no = setting(False, "also log to Weights & Biases")
 
 
 SHAPE = "n_embd", "n_head", "n_kv_head", "n_ffn", "n_prelude", "n_core", "n_coda"
@@ -151,13 +151,9 @@ def read_settings(argv, world=1):
     parser = Parser(__doc__, usage="train.py --config=FILE --key=value ...")
     for item in fields(Settings):
         option = {"default": item.default, **item.metadata}
-        if choices := get_args(item.type):  # of a Literal
-            option["choices"] = choices
-        elif item.type is bool:  # --key alone means true
-            option |= {"type": yes_or_no, "metavar": "X", "nargs": "?", "const": True}
-        else:
-            option |= {"type": item.type, "metavar": "X"}
-        parser.add_argument(f"--{item.name}", **option)
+        if item.type is yes_or_no:  # --key alone means true
+            option |= {"nargs": "?", "const": True}
+        parser.add_argument(f"--{item.name}", type=item.type, **option)
     flags = []
     for file in parser.parse_known_args(argv)[0].config or []:
         for name, value in read_toml(file).items():
@@ -344,7 +340,7 @@ class Run:
         start = progress.update
         epochs = settings.updates * settings.batch_size / self.train_set.num_rows
         say(f"data: {settings.data}, {epochs:.2g} epochs of {self.train_set.num_rows:,} rows; "
-            f"{dtype_on(settings.dtype, self.device)}; from {model.folder or 'random weights'}")
+            f"{settings.dtype} on {self.device}; from {model.folder or 'random weights'}")
         if progress.first_row:
             say(f"rows begin after the {progress.first_row:,} of earlier runs on this data")
         describe_run(settings, model)
@@ -500,7 +496,7 @@ class Run:
             return
         progress = self.progress
         spent = {"update": progress.update, "tokens": progress.tokens, "flops": progress.flops}
-        entry = nan_to_null(entry | spent)
+        entry = json.loads(json.dumps(entry | spent), parse_constant=lambda name: None)
         with open(f"{self.settings.out_dir}/log.jsonl", "a") as f:
             f.write(json.dumps(entry) + "\n")
             progress.log_bytes = f.tell()
@@ -697,24 +693,6 @@ def attention_kernels(device, T):
     # The backward pass of SDPA's fused kernel for CPUs takes twice as long for short rows.
     short = device == "cpu" and T <= 128
     return sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """
-    Create a run's folder if necessary, and lock it. If nothing was written there, because the
-    command was refused, the folder is removed again.
-    """
-    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
-    with open(f"{folder}/.lock", "w") as file:
-        lock_file(file, folder)
-        try:
-            yield
-        finally:
-            if os.listdir(folder) == [".lock"]:
-                with contextlib.suppress(OSError):  # NFS keeps an open file's name
-                    os.remove(file.name)
-                    os.rmdir(folder)
 
 
 def main():

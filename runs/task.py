@@ -36,7 +36,7 @@ import sys
 from pathlib import Path
 
 from common import (Parser, UserError, changed_code, check_settings, choose_dtype, cli, code_of,
-                    digest, lock_file, non_negative, paths, positive, random_seed, read_json,
+                    digest, locked, non_negative, paths, positive, random_seed, read_json,
                     reading, say, write_json)
 
 import torch
@@ -365,9 +365,7 @@ def main():
     names = {*os.listdir(out)} if out.exists() else set()
     if names - {".lock"} and "settings.json" not in names:
         raise UserError(f"{out}: contains other files. Choose another --out")
-    os.makedirs(out, exist_ok=True)
-    with open(out / ".lock", "w") as lock:
-        lock_file(lock, out)
+    with locked(out):
         earlier = read_json(out / "settings.json") if "settings.json" in names else {}
         for name in "parent", "loop":  # a folder, which may be gone by now, or a name on the hub
             path = os.path.abspath(source := getattr(args, name))

@@ -1220,8 +1220,7 @@ def test_a_try_from_questions_to_a_table(llama, monkeypatch):
                            (f"{stories} {fast} --lr=0.1", "with lr = 0.005"),
                            (f"{stories}1 {fast}", "with row_length = 40")):
         assert f"created {words}" in road(command, error_line)
-    with open("tried/.lock") as lock:
-        common.lock_file(lock, "tried")
+    with common.locked("tried"):
         assert "another process" in road(f"{stories} {fast}", error_line)
     assert contents("tried") == before
 
