@@ -145,8 +145,8 @@ class Shards:
 
 def row_length(data):
     """The T of a data set or mixture: that of its rows if it has some, otherwise 1,024."""
-    lengths = [read_json(f"{folder}/meta.json").get("row_length")
-               for folder, _ in read_mixture(data)]
+    metas = [Path(source.partition(":")[0], "meta.json") for source in data.split(",")]
+    lengths = [read_json(meta).get("row_length") for meta in metas if meta.exists()]  # for a plan
     return next(filter(None, lengths), 1024)
 
 
