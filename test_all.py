@@ -1799,11 +1799,7 @@ def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
     os.mkdir("run/step_000006/train.json.loopgraft-unfinished-12345678")  # as a kill may leave it
     run_script("train", *flags)
     assert {*os.listdir("run")} == names and same_end("run", unbroken)
-    for newer in ("run/step_999999", "run/step_1000000"):
-        common.write_json(f"{newer}/config.json", {})
-        assert find_checkpoint("run") == newer
-
-    for path in Path("run").glob("step_*[029]"):
+    for path in Path("run").glob("step_*[29]"):
         shutil.rmtree(path)
     said = error_line("train", *flags)
     assert "weights alone" in said and "--init_from=run/step_000003" in said
@@ -2399,31 +2395,16 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
     assert not contents("out")
 
 
-# A forker's mistakes, each with its error.
-def misspelled(*args, **options):
-    return contxt  # noqa: F821
+MUTANTS = [  # a forker's mistakes, each with its error
+    (lambda *args, **options: contxt, NameError),  # noqa: F821
+    (lambda *args, **options: {}["hiden_size"], KeyError),
+    (lambda *args, **options: torch.ones(2) @ torch.ones(3), RuntimeError),
+    (lambda *args, **options: __import__("modle"), ModuleNotFoundError),
+    (lambda *args, **options: __import__("fork"), ModuleNotFoundError),  # which imports modle
+]
 
 
-def lacks_key(*args, **options):
-    return {}["hiden_size"]
-
-
-def wrong_shape(*args, **options):
-    return torch.ones(2) @ torch.ones(3)
-
-
-def needs_module(*args, **options):
-    import modle  # noqa: F401
-
-
-def needs_module_above(*args, **options):
-    import fork  # noqa: F401
-
-
-@pytest.mark.parametrize("mistake, error", [
-    (misspelled, NameError), (lacks_key, KeyError), (wrong_shape, RuntimeError),
-    (needs_module, ModuleNotFoundError), (needs_module_above, ModuleNotFoundError),
-])
+@pytest.mark.parametrize("mistake, error", MUTANTS)
 @pytest.mark.parametrize("function, command", [
     (surgery.from_hf, "surgery {llama} out --feed_forward"),
     (surgery.tensor_names, "surgery {llama} out --feed_forward"),
@@ -2446,7 +2427,8 @@ def test_a_bug_keeps_its_traceback(function, command, mistake, error, llama, che
     inputs = {"llama": llama, "model": checkpoint, "base": " ".join(base)}
     with pytest.raises(error) as caught:
         outcome(command.format(asked=f"{corpus}/test.jsonl", **inputs))
-    assert caught.traceback[-1].name in (mistake.__name__, "<module>")
+    last = caught.traceback[-1].frame.code
+    assert last.raw is mistake.__code__ or last.path == Path("fork.py").resolve()
 
 
 # ------------------------------------------------------------------------------------- the terminal
