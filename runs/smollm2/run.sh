@@ -41,7 +41,6 @@ if [[ $1 == costs ]]; then
         {long,short}-places-1e-4-0 {long,short}-events-1e-4-0
     for name; do
         run=$out/costs-$name
-        [[ -e $run/score.json ]] && continue
         IFS=- read -r trained arm value <<< "${name%-*}"
         data=$out/cups-$trained
         flags="--seed=${name##*-} --out_dir=$run" told='' written='' length=264
@@ -62,11 +61,13 @@ if [[ $1 == costs ]]; then
         esac
         [[ $arm =~ loop|parent ]] || { written="--written=$arm" data+=-$arm; }
         rows=$((1056 / length))  # 16 rows of 66 tokens in the picture's runs
-        cups --out $data $told $written --row_length=$length
-        python train.py --config=config/smollm2.toml $flags --data=$data --context=$length \
-            --updates=$updates --batch_size=$rows --micro_batch=$rows --eval_rows=$((4 * rows))
-        python -m runs.smollm2.score --model $run --data $out/cups --parts dev,fair,fair48 \
-            $written --out $run/score.json
+        if [[ ! -e $run/score.json ]]; then
+            cups --out $data $told $written --row_length=$length
+            python train.py --config=config/smollm2.toml $flags --data=$data --context=$length \
+                --updates=$updates --batch_size=$rows --micro_batch=$rows --eval_rows=$((4 * rows))
+            python -m runs.smollm2.score --model $run --data $out/cups --parts dev,fair,fair48 \
+                $written --out $run/score.json
+        fi
         python -m runs.smollm2.report $out --publish
     done
     exit
