@@ -99,10 +99,8 @@ class Dataset:
 
 class Shards:
     """
-    The rows of T tokens of a data set's split, "train" or "val".
-
-    Each epoch goes through all .num_rows of them in a new random order. The last two orders stay in
-    memory; one of 25 million rows takes 1 to 2 s to compute, and 200 MB.
+    The rows of T tokens of a data set's split, "train" or "val". Each epoch goes through all
+    .num_rows of them in a new random order; that of 25 million takes 1 to 2 s, and 200 MB.
     """
 
     def __init__(self, folder, split, T):
@@ -127,11 +125,11 @@ class Shards:
         if not self.num_rows:
             raise UserError(f"{folder}: has too few {split} tokens for one row of {T}. Use a "
                             "smaller --context, more data, or a larger --val")
+        self.order = functools.lru_cache(maxsize=2)(self.shuffle)
 
-        @functools.lru_cache(maxsize=2)
-        def order(seed, epoch):
-            return np.random.default_rng((seed, epoch)).permutation(self.num_rows)
-        self.order = order
+    def shuffle(self, seed, epoch):
+        """The rows in the random order of an epoch."""
+        return np.random.default_rng((seed, epoch)).permutation(self.num_rows)
 
     def sample(self, seed, number):
         """Sample `number`, ids and targets (2, T) int64. Epoch e begins with e * num_rows."""
@@ -336,12 +334,11 @@ def read_parts(record, args, vocab_size):
 
 def document(tokenizer, parts, args):
     """
-    Turn the parts of a record into an array of token ids (1, N) int32; or (2, N), with targets,
-    which are already shifted, with -100 for no loss, if only a part carries loss.
+    Turn the parts of a record into an array of token ids (1, N) int32; or, if only a part carries
+    loss, (2, N), with targets, which are already shifted, with -100 for no loss.
 
-    It begins with BOS, a newline separates its parts, and EOS follows each answer, also one that is
-    excluded from the loss; ids are used unchanged. Each part is tokenized separately, so that a
-    prompt has the same ids here as at inference.
+    It begins with BOS, a newline separates its parts, and EOS follows each answer, also one without
+    loss. Each part is tokenized separately: a prompt has the same ids here as at inference.
     """
     ids, labels = [], []
     for part, is_answer, has_loss in parts:

@@ -666,7 +666,6 @@ def test_configured_end_of_text(corpus):
     token, *_ = spec["added_tokens"]
     spec["added_tokens"] = [token | {"content": name, "id": i} for name, i in names.items()]
     common.write_json("tokenizer.json", spec)
-    prints = set()
     for config, eos in (
         ({}, 1),
         ({"eos_token": None}, 1),
@@ -675,9 +674,7 @@ def test_configured_end_of_text(corpus):
     ):
         common.write_json("tokenizer_config.json", config)
         tokenizer = Tokenizer.load(".")
-        assert tokenizer.eos_id == eos
-        prints.add(tokenizer.fingerprint)
-    assert len(prints) == 3
+        assert tokenizer.eos_id == eos and tokenizer.fingerprint.endswith(f"EOS {eos}")
 
     for skipped in (29, 33):  # in the gap, and in the padding of a model's vocabulary
         assert tokenizer.decode([5, skipped, 7]) == tokenizer.decode([5, 7])
@@ -762,17 +759,6 @@ def test_a_killed_prepare_begins_again(source, corpus):
     assert "created with drop = " in said
 
 
-def test_a_tokenizer_that_its_run_deletes(corpus, monkeypatch):
-    """A data set has its tokenizer, even if the run that it came from has deleted it by then."""
-    documents(20)
-    shutil.copytree(corpus / "task", "run/step_000001")
-    Path("run/step_000001/config.json").touch()
-    collect = data.collect
-    monkeypatch.setattr(data, "collect", lambda *args: shutil.rmtree("run") or collect(*args))
-    run_script("data prepare --input=a.jsonl --tokenizer=run --out=out")
-    Tokenizer.load("out")
-
-
 CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser's"
 TURNS = json.loads("""[
     {"role": "user", "content": "has 1", "tool_calls": []}, {"role": "tool", "content": null},
@@ -808,7 +794,6 @@ def parts_of(row, **flags):
     ({"a": {"b.c": "1"}}, {"field": "a.b.c"}, "[|1$]"),
     ({"a": 7.0, "q": True}, {"prompt": "q"}, "|true[\n7$]"),
     ({"a": [65, 66, 67]}, {}, "[ABC]"),
-    ({"a": [65]}, {}, "[A]"),
 ])
 def test_prepare_reads_fields_and_chats(row, flags, text):
     """Messages are joined, role tags are removed; what is no answer, or marked, has no loss."""
@@ -1013,18 +998,16 @@ def test_row_length_fits_the_questions(corpus):
         assert "100 of 100 records so far are long. A row has 90" in said and "100 tokens" in said
 
 
-def test_prepare_says_what_it_found(corpus, speaker):
-    """What begins and ends a document, by which file; a control token's name is plain text."""
+def test_a_data_set_has_its_tokenizer(corpus, speaker):
+    """Its file is copied before a run may delete it, and named with what begins and ends a text."""
     documents(30)
-    shutil.copy(corpus / "task" / "tokenizer.json", ".")
-    said = run_script("data", *prepare(corpus, "a.jsonl", "json"), "--tokenizer=.")
-    assert "tokenizer.json: each document begins with BOS None and ends with EOS </s>" in said
-    error_line("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.", "--field=missing")
-    shutil.copy(speaker / "tokenizer.model", ".")
-    os.remove("tokenizer.json")
-    said = run_script("data", *prepare(corpus, "a.jsonl", "model"), "--tokenizer=.")
+    shutil.copytree(corpus / "task", "run/step_000001")
+    Path("run/step_000001/config.json").touch()
+    error_line("data", *prepare(corpus, "a.jsonl", "out"), "--tokenizer=run", "--field=missing")
+    assert Tokenizer.load("out").bos_id is None
+    said = run_script("data", *prepare(corpus, "a.jsonl", "out"), f"--tokenizer={speaker}")
     assert "tokenizer.model: each document begins with BOS <s> and ends with EOS </s>" in said
-    assert os.path.exists("model/tokenizer.model") and not os.path.exists("model/tokenizer.json")
+    assert os.path.exists("out/tokenizer.model") and not os.path.exists("out/tokenizer.json")
 
 
 def test_unknown_words_are_named(capsys):
