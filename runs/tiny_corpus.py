@@ -173,12 +173,11 @@ def write_set(folder, ids, arguments, train_rows, val_rows):
     write_json(folder / "tokenizer.json", make_tokenizer(ids))
     train = write_rows(folder, "train", ids, train_rows)
     val = write_rows(folder, "val", ids, val_rows)
-    _, val_tokens, _ = val
     write_json(folder / "meta.json", {
         "tokenizer": Tokenizer.load(folder).fingerprint,
         "vocab_size": len(ids),
         "eos_id": ids["</s>"],
-        "row_length": val_tokens // VAL_ROWS,
+        "row_length": val[1] // VAL_ROWS,  # tokens of its rows
         "shards": {"train": [train], "val": [val]},
         "arguments": arguments,
     })
@@ -246,8 +245,7 @@ def main():
     parser = Parser(__doc__)
     flag = parser.add_argument
     flag("--out", type=paths, required=True, help="folder of the corpus")
-    flag("--task", choices=TASKS, default="cups",
-         help="the shell game (cups), or a running count")
+    flag("--task", choices=TASKS, default="cups", help="the shell game (cups), or a running count")
     flag("--seed", type=natural, default=0, help="decides all stories, training and test (0)")
     flag("--rows", type=positive, default=50_000, help="training rows in each data set (50,000)")
     args = parser.parse_args()
