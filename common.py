@@ -77,8 +77,7 @@ def cli(main, on_every_rank=False):
         if not re.search(FULL_MEMORY, repr(e)):
             raise
         end = ("error: out of memory. Lower --batch_size, --tokens or --steps, if the script has "
-               "them; in training, --micro_batch or --context, or try --activation_budget=0.5, "
-               "then --recompute")
+               "them; in training, --micro_batch or --context, or try --activation_budget=0.5")
     except ModuleNotFoundError as e:
         if e.name not in PACKAGES:
             raise

@@ -227,14 +227,6 @@ class Block(nn.Module):
         return self.norm_4(x + self.mlp(self.norm_3(x)))
 
 
-def recomputed(function):
-    """Wrap a function so that the backward pass recomputes its activations; none are stored."""
-    def call(*args):
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-
-    return call
-
-
 def run_blocks(blocks, x, rope, caches=None):
     """Run x (B, T, C) through a list of blocks. caches: one for each block, or None."""
     for block, cache in zip(blocks, caches or [None] * len(blocks)):
@@ -263,7 +255,7 @@ class RecurrentLM(nn.Module):
         if c.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, idx, targets=None, steps=None, state=None, recompute=False):
+    def forward(self, idx, targets=None, steps=None, state=None):
         """
         idx (B, T) int64: token ids.
         targets (B, T) int64: the next tokens, -100 where there is no loss.
@@ -272,7 +264,6 @@ class RecurrentLM(nn.Module):
             gradient, then k with gradient; the output depends only on n + k. An ordinary model
             ignores steps.
         state (B, T, C): s_0; random by default.
-        recompute: save memory at the cost of time; see recur().
 
         Returns (logits (B, T, V) float32, None), or, given targets, (None, cross-entropy losses
         (B, T) float32), which are 0 where the target is -100.
@@ -282,7 +273,7 @@ class RecurrentLM(nn.Module):
         e, s = self.run_prelude(idx, state, rope)
         with torch.no_grad():
             s = self.recur(s, e, rope, n)
-        s = self.recur(s, e, rope, k, recompute=recompute)
+        s = self.recur(s, e, rope, k)
         x = self.run_coda(s, rope)
         return (self.logits(x), None) if targets is None else (None, self.losses(x, targets))
 
@@ -311,17 +302,15 @@ class RecurrentLM(nn.Module):
             x = s + e
         return run_blocks(self.core, x, rope, caches)
 
-    def recur(self, s, e, rope, count, caches=None, recompute=False):
+    def recur(self, s, e, rope, count, caches=None):
         """
         Apply `count` recurrences to state s (B, T, C). An ordinary model returns s unchanged.
-        caches: for each recurrence, a list of the core blocks' caches; or None. recompute: store no
-        activations of a recurrence; the backward pass recomputes them.
+        caches: for each recurrence, a list of the core blocks' caches; or None.
         """
         if not self.core:
             return s
-        run_core = recomputed(self.run_core) if recompute else self.run_core
         for i in range(count):
-            s = run_core(s, e, rope, caches[i] if caches else None)
+            s = self.run_core(s, e, rope, caches[i] if caches else None)
         return s
 
     def run_coda(self, s, rope, caches=None):
@@ -356,10 +345,10 @@ class RecurrentLM(nn.Module):
         order = labelled.argsort(descending=True, stable=True)[:count * size]
         flat, order = to_device(flat[order], x.device), to_device(order, x.device)
         chunks = zip(x.index_select(0, order).split(size), flat.split(size))
-        losses = torch.cat([self.chunk_losses(*chunk) for chunk in chunks])
+        losses = torch.cat([checkpoint(self.chunk_losses, *chunk, use_reentrant=False,
+                                       preserve_rng_state=False) for chunk in chunks])
         return losses.new_zeros(len(x)).index_copy(0, order, losses).view(targets.shape)
 
-    @recomputed
     def chunk_losses(self, x, targets):
         """losses() of a chunk of the head's input (N, C), and of its targets (N,)."""
         return F.cross_entropy(self.logits(x), targets, reduction="none")
@@ -520,7 +509,7 @@ class RecurrentLM(nn.Module):
                 counted[name.split(".")[0]] += p.numel()
         return counted
 
-    def flops_per_token(self, steps, T=1, training=False, recompute=False, labelled=1.0):
+    def flops_per_token(self, steps, T=1, training=False, labelled=1.0):
         """
         Count the FLOPs per token of the matrix products and attention in a forward pass over rows
         of T tokens; with training=True, also those of the backward pass. labelled: the fraction of
@@ -544,8 +533,6 @@ class RecurrentLM(nn.Module):
             product = len(getattr(self, part)) * c.n_head * c.head_dim * T
             forward = 2 * size[part] + 2 * product
             backward = 2 * size[part] + 2 * trained[part] + 5 * product
-            if recompute and part == "core":
-                backward += forward
             flops += uses * forward
             needs_gradient = needs_gradient or reached[part] > 0
             if training and needs_gradient:

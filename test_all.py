@@ -1357,11 +1357,11 @@ def test_schedules_are_the_papers():
                      mean_recurrence=x["max_mean_rec"], curriculum=x["warmup_type"])
         means = expand(x["mean_recurrence_runs"])
         assert [train.scheduled_mean(s, u) for u in range(x["total"])] == means
-        s.curriculum = "none"
+        s.curriculum_warmup = 0
         assert train.scheduled_mean(s, 0) == s.mean_recurrence
 
     for x in oracle["backprop_schedules"]:
-        s = Settings(updates=x["total"], backprop_warmup=x["warmup"], curriculum="none")
+        s = Settings(updates=x["total"], backprop_warmup=x["warmup"], curriculum_warmup=0)
         found = [train.scheduled_k(s, u) for u in range(x["total"] - 1)]
         *wanted, _ = expand(x["backprop_depth_runs"])  # its last update has k = 1
         assert found == wanted
@@ -1373,7 +1373,7 @@ def test_schedules_are_the_papers():
 
     for x, draws, seed in itertools.product(oracle["sampler"]["cases"], (1, 4), (0, 1)):
         s = Settings(mean_recurrence=x["mean_recurrence"], backprop_depth=x["backprop_depth"],
-                     curriculum="none", draws=draws, seed=seed)
+                     curriculum_warmup=0, draws=draws, seed=seed)
         pairs = [train.draws_of(s, update) for update in range(64 // draws)]
         found = [list(pair) for pair in itertools.chain(*pairs)]
         assert (found == x["exact_data_step_1_to_64"]) == (seed == 0)
@@ -1396,10 +1396,10 @@ def test_executed_flops_are_torchs():
     for shape, steps, flags in (
         ({}, (3, 2), ""),
         ({"tie_embeddings": True, "adapter": "add"}, (3, 2), ""),
-        ({}, (0, 4), "--recompute"),
+        ({}, (0, 4), ""),
         ({}, (3, 2), "--train=core|adapter"),
         ({}, (3, 2), "--train=coda|head"),
-        ({}, (3, 2), "--train=prelude --recompute"),
+        ({}, (3, 2), "--train=prelude"),
         ({}, (3, 2), "--train=norm_1"),
         ({}, (3, 2), "--train=norm_f"),
         ({"n_core": 0, "n_coda": 0}, (0, 0), ""),
@@ -1413,13 +1413,12 @@ def test_executed_flops_are_torchs():
         for training in (False, True):
             with (FlopCounterMode(display=False, custom_mapping=CAUSAL) as counter,
                   torch.set_grad_enabled(training)):
-                _, losses = model(idx, idx, steps, recompute=s.recompute)
+                _, losses = model(idx, idx, steps)
                 if training:
                     losses.sum().backward()
             wanted = counter.get_total_flops() / idx.numel()
-            found = model.flops_per_token(steps, 200, training, s.recompute)
-            # The gradient of the first trained matrix's input is not needed, and neither is the
-            # last product of a recurrence that is computed again.
+            found = model.flops_per_token(steps, 200, training)
+            # The gradient of the first trained matrix's input is not needed.
             assert found == pytest.approx(wanted, rel=0.02 if flags else 1e-9), (flags, training)
 
         optimizer = train.make_optimizer(s, model, 0, 1)
@@ -1519,20 +1518,6 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
     run_script("train --out_dir=resumed", *base)
     torch.set_num_threads(1)
     assert same_end("resumed", "unbroken")
-
-
-def test_recompute(base, unbroken):
-    """--recompute gives bit-identical gradients and saves less for the backward pass."""
-    run_script("train --recompute --out_dir=run", *base)
-    assert same_end("run", unbroken)
-
-    model, idx = small(), torch.ones(1, 20, dtype=torch.int64)
-    saved = {False: [], True: []}  # how many numbers the backward pass needs of the forward pass
-    for recompute, sizes in saved.items():
-        hooks = lambda t: sizes.append(t.numel()), lambda nothing: nothing
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            model(idx, idx, steps=(0, 8), recompute=recompute)
-    assert sum(saved[True]) < sum(saved[False]) / 3
 
 
 def test_a_run_is_locked_before_it_is_read(base, unbroken, monkeypatch):
@@ -1907,10 +1892,11 @@ def test_updates_are_torchs(clip, base):
 RECIPES = """
     --init_from={m}; --reinit --init_from={m}; --embed_scale=2; --seed=1; --n_embd=16; --n_head=4;
     --n_kv_head=1; --n_ffn=24; --n_prelude=2; --n_core=2; --n_coda=2; --updates=4; --batch_size=4;
-    --draws=2; --mean_recurrence=4; --recurrence_sampler=fixed; --curriculum=none;
-    --curriculum_warmup=1; --backprop_depth=1; --train=core; --optimizer=adamw; --lr=0.02;
-    --backprop_warmup=1 --backprop_depth=3 --curriculum=none; --adam_lr=0.004; --weight_decay=0.5;
-    --clip=0.01; --warmup=1; --cooldown=0; --dtype=bfloat16"""
+    --draws=2; --mean_recurrence=4; --recurrence_sampler=fixed;
+    --curriculum=1-sqrt --curriculum_warmup=1 --mean_recurrence=16; --curriculum_warmup=1;
+    --backprop_depth=1; --backprop_warmup=1 --backprop_depth=3 --curriculum_warmup=0; --train=core;
+    --optimizer=adamw; --lr=0.02; --adam_lr=0.004; --weight_decay=0.5; --clip=0.01; --warmup=1;
+    --cooldown=0; --dtype=bfloat16"""
 
 
 def test_the_recipe_decides_the_result(base, unbroken):
@@ -1966,7 +1952,8 @@ def test_full_memory_is_met_in_the_warm_up_and_ends_in_one_line(base, monkeypatc
     forward = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(RecurrentLM, "forward", forward)
     for k in (2, 9):  # the curriculum begins with a mean of 1, and ends at 3
-        assert "--recompute" in error_line("train", *base, f"--backprop_depth={k}", "--out_dir=run")
+        line = error_line("train", *base, f"--backprop_depth={k}", "--out_dir=run")
+        assert "--activation_budget" in line
     assert [steps for (_, _, steps, *_), _ in forward.call_args_list] == [(1, 2), (1, 3)]
 
     for full in (MemoryError(), RuntimeError("std::bad_alloc"),  # on a CPU
@@ -2343,7 +2330,6 @@ MISTAKES = [
      "--n_core: no effect with --init_from"),
     ("train --config=tiny.toml --init_from=x --embed_scale=50", "no effect without random weights"),
     ("train --config=tiny.toml --adam_lr=0.3 --optimizer=adamw", "--adam_lr: no effect"),
-    ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "--curriculum=none"),
     ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
     ("train --config=tiny.toml --reinit", "--reinit: no effect without --init_from"),
     ("data prepare --input test.jsonl ./test.jsonl --tokenizer m --out out", "test.jsonl 2 times"),
@@ -2612,8 +2598,7 @@ def test_gpu_updates_like_the_cpu():
 
 
 @needs_gpu
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gpu_makes_a_compiled_update(recompute):
+def test_gpu_makes_a_compiled_update():
     """Compiled, a GPU's bfloat16 loss and gradients are about as exact as a CPU's."""
 
     def gradient(device, dtype, compiled=False):
@@ -2621,7 +2606,7 @@ def test_gpu_makes_a_compiled_update(recompute):
         if compiled:
             torch.compiler.reset()
             model.compile_parts()
-        _, losses = model(idx, targets, (4, 4), state, recompute=compiled and recompute)
+        _, losses = model(idx, targets, (4, 4), state)
         loss = losses.mean()
         loss.backward()
         grads = [p.grad.flatten().cpu().float() for p in model.parameters()]

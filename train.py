@@ -55,11 +55,7 @@ MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
 
 # How the sampler's mean rises from 1 to R over the curriculum's warm-up. Each function maps the
 # completed fraction of the warm-up to a fraction of R.
-CURRICULA = {
-    "linear": lambda done: done,
-    "1-sqrt": lambda done: 1 - math.sqrt(1 - done),
-    "none": lambda done: 1.0,
-}
+CURRICULA = {"linear": lambda done: done, "1-sqrt": lambda done: 1 - math.sqrt(1 - done)}
 
 
 # ------------------------------------------------------------------------------------- the settings
@@ -100,7 +96,7 @@ class Recipe:
     recurrence_sampler: str = setting("poisson-lognormal", "how r is drawn; fixed: always the mean",
                                       choices=["poisson-lognormal", "fixed"])
     curriculum: str = setting("linear", "how the mean rises from 1 to R", choices=CURRICULA)
-    curriculum_warmup: fraction = setting(0.25, "fraction of the updates over which it rises")
+    curriculum_warmup: fraction = setting(0.25, "fraction of the updates over which it rises, or 0")
     backprop_depth: positive = setting(8, "k: gradients flow through the last k recurrences")
     backprop_warmup: fraction = setting(0.0, "fraction of the updates over which k rises from 2")
     # optimizer
@@ -126,7 +122,6 @@ class Settings(Recipe):
     compile: yes_or_no = setting(True, "use torch.compile")
     activation_budget: between(0.3, 1, float) = setting(
         1.0, "fraction of activations that a compiled model keeps; less saves memory, costs time")
-    recompute: yes_or_no = setting(False, "recompute recurrences in the backward pass; least memory")
     eval_every: positive = setting(1000, "updates between validations, besides the first and last")
     eval_rows: positive = setting(1024, "validation rows of each data set, at most")
     eval_recurrences: recurrences = setting("1,2,4,8,16,32", "recurrences to validate at")
@@ -174,7 +169,6 @@ def read_settings(argv, world=1):
         (s.init_from and not s.reinit, ["embed_scale"], "no effect without random weights"),
         (not s.init_from, ["reinit"], "no effect without --init_from"),
         (s.optimizer != "muon", ["adam_lr"], "no effect without --optimizer=muon"),
-        (s.curriculum == "none", ["curriculum_warmup"], "no effect with --curriculum=none"),
         (not s.compile, ["activation_budget"], "no effect with --compile=false")))
     if s.init_from:
         vars(s).update(dict.fromkeys(SHAPE))
@@ -185,9 +179,8 @@ def read_settings(argv, world=1):
     most = math.ceil(s.batch_size / (world * s.draws))  # rows of a rank for each draw
     s.micro_batch = min(s.micro_batch, most)
     if s.batch_size % (s.micro_batch * world * s.draws):
-        raise UserError(f"--batch_size={s.batch_size}: must be a multiple of the number of "
-                        f"processes ({world}) times --micro_batch={s.micro_batch} times "
-                        f"--draws={s.draws}")
+        raise UserError(f"--batch_size={s.batch_size}: must be a multiple of {world} processes "
+                        f"times --micro_batch={s.micro_batch} times --draws={s.draws}")
     return s
 
 
@@ -320,8 +313,7 @@ class Run:
         self.optimizer = make_optimizer(settings, model, RANK, WORLD, self.exact)
         if resumed:
             if not (resumed / "optimizer.safetensors").exists():
-                raise UserError(f"{resumed}: holds weights alone, since a newer checkpoint "
-                                "followed. To go on from them, use "
+                raise UserError(f"{resumed}: holds weights alone. To go on from them, use "
                                 f"--init_from={resumed} --out_dir=NEW")
             with reading(resumed / "optimizer.safetensors") as path:
                 moments = load_file(path)  # memory-mapped
@@ -386,7 +378,7 @@ class Run:
                                              progress.first_row)
                 idx, targets, state = to_inputs(model, batch, settings.seed)
                 steps = draws[i * len(draws) // count]
-                _, token_losses = model(idx, targets, steps, state, settings.recompute)
+                _, token_losses = model(idx, targets, steps, state)
                 loss = token_losses.sum()
                 loss.backward()
                 self.optimizer.accumulate()
@@ -446,7 +438,7 @@ class Run:
         batch = self.train_set.batch(settings.seed, 0, 0, 1, settings.micro_batch)
         idx, targets, state = to_inputs(model, batch, settings.seed)
         steps = 1, scheduled_k(settings, settings.updates)
-        _, losses = model(idx, targets, steps, state, settings.recompute)
+        _, losses = model(idx, targets, steps, state)
         losses.sum().backward()
         model.zero_grad()
         say(f"warm-up: {time.monotonic() - began:.0f} s")
@@ -495,8 +487,8 @@ class Run:
         if RANK > 0:
             return
         progress = self.progress
-        spent = {"update": progress.update, "tokens": progress.tokens, "flops": progress.flops}
-        entry = json.loads(json.dumps(entry | spent), parse_constant=lambda name: None)
+        entry |= {"update": progress.update, "tokens": progress.tokens, "flops": progress.flops}
+        entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)
         with open(f"{self.settings.out_dir}/log.jsonl", "a") as f:
             f.write(json.dumps(entry) + "\n")
             progress.log_bytes = f.tell()
@@ -557,8 +549,7 @@ def to_inputs(model, batch, seed):
 
 def update_flops(settings, model, optimizer, draws, labelled=1.0):
     """Return an update's FLOPs, with Newton-Schulz, over all ranks. See flops_per_token()."""
-    per_token = [model.flops_per_token(steps, settings.context, True, settings.recompute, labelled)
-                 for steps in draws]
+    per_token = [model.flops_per_token(steps, settings.context, True, labelled) for steps in draws]
     tokens = settings.batch_size * settings.context
     return round(tokens * sum(per_token) / len(draws)) + optimizer.flops()
 

@@ -278,7 +278,7 @@ def run_training(gpu, corpus):
         train.dist.broadcast_object_list = lambda objects: None
         flags = ("--updates=2 --batch_size=8 --context=39 --n_embd=96 --n_head=2 --n_ffn=240 "
                  "--n_prelude=1 --n_core=1 --n_coda=1 --mean_recurrence=2 --backprop_depth=1 "
-                 "--recurrence_sampler=fixed --curriculum=none --compile=false --eval_rows=8 "
+                 "--recurrence_sampler=fixed --curriculum_warmup=0 --compile=false --eval_rows=8 "
                  "--eval_recurrences=1")
         run_script("train", f"--data={corpus}/task", f"--out_dir={rank}of{world}",
                    f"--optimizer={optimizer}", *flags.split())

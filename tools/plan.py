@@ -185,8 +185,7 @@ def memory(settings, model, gpus):
     layer = 14 * c.n_embd + 6 * (c.n_ffn + heads * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
-    loops = 1 if settings.recompute else scheduled_k(settings, settings.updates)
-    layers = c.n_prelude + c.n_core * loops + c.n_coda
+    layers = c.n_prelude + c.n_core * scheduled_k(settings, settings.updates) + c.n_coda
     activations = settings.micro_batch * settings.context * layer * layers
     if settings.compile:
         activations *= settings.activation_budget
