@@ -410,8 +410,7 @@ class Run:
                 entry = {"loss": losses / labels if labels else math.nan, "norm": norm,
                          "n": mean(n for n, _ in draws), "k": mean(k for _, k in draws),
                          "lr": settings.lr * lr_factor,
-                         "tokens_per_s": round(tokens / (now - began)),
-                         "minutes_left": minutes_left}
+                         "tokens_per_s": round(tokens / (now - began))}
                 say(f"update {progress.update:5d}/{settings.updates}  loss {entry['loss']:.4f}  "
                     f"n {entry['n']:g} k {entry['k']:g}  norm {norm:.2f}  "
                     f"{entry['tokens_per_s']:,} tokens/s  {minutes_left:.1f} min left at this pace")
