@@ -183,8 +183,8 @@ DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it nativel
 
 def choose_dtype(dtype, device):
     """
-    Resolve --dtype: auto is bfloat16 where that is native, else float32. It is on NVIDIA's GPUs from
-    compute capability 8.0 on, AMD's from CDNA 1 and RDNA 3 on, and on CPUs by Intel with AMX, by
+    Resolve --dtype: auto is bfloat16 where that is native, else float32. It is on NVIDIA GPUs from
+    compute capability 8.0 on, on AMD from CDNA 1 and RDNA 3 on, and on CPUs by Intel with AMX, by
     AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). An Intel with AVX-512 bfloat16
     alone is slower in it than in float32: see runs/NOTES.md.
     """
