@@ -25,6 +25,21 @@ done
 [[ $seed =~ ^[0-9]*$ ]] || { echo "tiny.sh: error: --seed $seed is not a number" >&2; exit 2; }
 out=out/tiny${quick:+-quick}${seed:+-seed$seed}
 
+# On a fresh machine it makes an environment of its own, in .venv. It changes nobody else's.
+own=${VIRTUAL_ENV-}${CONDA_PREFIX-}
+[[ $own || ! -e .venv/complete ]] || . .venv/bin/activate
+if [[ ! $own && ! -e .venv/complete ]] && ! python -c "import torch" 2> /dev/null; then
+    echo "torch is missing: installing requirements.txt into .venv (a minute; 1 GB without a GPU)"
+    python3 -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer, please')"
+    python3 -m venv .venv
+    . .venv/bin/activate
+    cpu=https://download.pytorch.org/whl/cpu
+    command -v nvidia-smi rocminfo > /dev/null || pip install -q --retries 1 torch --index-url $cpu ||
+        echo "$cpu cannot be reached, so this takes PyPI's torch"
+    pip install -q -r requirements.txt
+    touch .venv/complete
+fi
+
 # An edit must take effect, and most stages find what they made before.
 code=$(cksum *.py tools/*.py runs/tiny.sh runs/tiny_corpus.py config/tiny*.toml)
 if [[ -e $out && $(cat $out/code 2>/dev/null) != "$code" ]]; then
