@@ -32,11 +32,11 @@ from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 
-import requests
 from common import (DTYPE_HELP, DTYPES, RANK, WORLD, Parser, UserError, changed_code, choose_dtype,
                     cli, code_of, digest, join_ranks, paths, positive, random_seed, read_json,
                     reading, recurrences, say, write_atomically, write_json)
 
+import requests
 import torch
 import torch.distributed as dist
 

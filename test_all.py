@@ -1892,7 +1892,7 @@ def test_updates_are_torchs(clip, base):
 RECIPES = """
     --init_from={m}; --reinit --init_from={m}; --embed_scale=2; --seed=1; --n_embd=16; --n_head=4;
     --n_kv_head=1; --n_ffn=24; --n_prelude=2; --n_core=2; --n_coda=2; --updates=4; --batch_size=4;
-    --draws=2; --mean_recurrence=4; --recurrence_sampler=fixed;
+    --draws=2; --mean_recurrence=4; --recurrence_sampler=fixed; --curriculum=none;
     --curriculum=1-sqrt --curriculum_warmup=1 --mean_recurrence=16; --curriculum_warmup=1;
     --backprop_depth=1; --backprop_warmup=1 --backprop_depth=3 --curriculum_warmup=0; --train=core;
     --optimizer=adamw; --lr=0.02; --adam_lr=0.004; --weight_decay=0.5; --clip=0.01; --warmup=1;
@@ -2330,6 +2330,7 @@ MISTAKES = [
      "--n_core: no effect with --init_from"),
     ("train --config=tiny.toml --init_from=x --embed_scale=50", "no effect without random weights"),
     ("train --config=tiny.toml --adam_lr=0.3 --optimizer=adamw", "--adam_lr: no effect"),
+    ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "--curriculum=none"),
     ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
     ("train --config=tiny.toml --reinit", "--reinit: no effect without --init_from"),
     ("data prepare --input test.jsonl ./test.jsonl --tokenizer m --out out", "test.jsonl 2 times"),

@@ -55,7 +55,11 @@ MAX_SKIPS = 10  # tolerate this many updates in a row without a finite gradient
 
 # How the sampler's mean rises from 1 to R over the curriculum's warm-up. Each function maps the
 # completed fraction of the warm-up to a fraction of R.
-CURRICULA = {"linear": lambda done: done, "1-sqrt": lambda done: 1 - math.sqrt(1 - done)}
+CURRICULA = {
+    "linear": lambda done: done,
+    "1-sqrt": lambda done: 1 - math.sqrt(1 - done),
+    "none": lambda done: 1.0,
+}
 
 
 # ------------------------------------------------------------------------------------- the settings
@@ -96,7 +100,7 @@ class Recipe:
     recurrence_sampler: str = setting("poisson-lognormal", "how r is drawn; fixed: always the mean",
                                       choices=["poisson-lognormal", "fixed"])
     curriculum: str = setting("linear", "how the mean rises from 1 to R", choices=CURRICULA)
-    curriculum_warmup: fraction = setting(0.25, "fraction of the updates over which it rises, or 0")
+    curriculum_warmup: fraction = setting(0.25, "fraction of the updates over which it rises")
     backprop_depth: positive = setting(8, "k: gradients flow through the last k recurrences")
     backprop_warmup: fraction = setting(0.0, "fraction of the updates over which k rises from 2")
     # optimizer
@@ -169,6 +173,7 @@ def read_settings(argv, world=1):
         (s.init_from and not s.reinit, ["embed_scale"], "no effect without random weights"),
         (not s.init_from, ["reinit"], "no effect without --init_from"),
         (s.optimizer != "muon", ["adam_lr"], "no effect without --optimizer=muon"),
+        (s.curriculum == "none", ["curriculum_warmup"], "no effect with --curriculum=none"),
         (not s.compile, ["activation_budget"], "no effect with --compile=false")))
     if s.init_from:
         vars(s).update(dict.fromkeys(SHAPE))
