@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
@@ -1085,18 +1084,16 @@ STORY = {"events": [" so.", " 2."], "answers": [" 2", " 2"]}
 
 
 @pytest.mark.parametrize("rows, tested, words", [
-    ([{"messages": [SYSTEM, *CHAT]}], "gets 3", "line 1 has a system message"),
+    ([{"messages": [SYSTEM, *CHAT]}], "gets 3", "cannot give a system message"),
     ([{"messages": CHAT}, {"messages": [{"role": "user"}]}], "gets 3", "line 2 is not a chat"),
-    ([{"messages": [*CHAT, CHAT[1] | {"content": "1\n#### 3"}]}], "gets 3", "end like '#### 18'"),
-    ([{"question": "gets 3", "answer": "1 #### 3"}], "gets 3", "end like '#### 18'"),
     ([*asked("so 2"), {"question": "so", "answer": " "}], "so 2", "line 2 is not"),
-    ([asked("so 2")], "so 2", "line 1 is not a JSON object. Write each"),
+    ([asked("so 2")], "so 2", "line 1 is not a JSON object"),
     ([STORY, STORY | {"answers": [1, 2]}], " so.", "line 2 is not a story"),
     ([STORY, STORY | {"answers": [" 2"]}], " so.", "line 2 is not a story"),
-    (asked("has 1"), "so 2\n", r"'so 2\n' begins or ends"),
-    ([STORY] * 2, "so. 2.", "begins or ends"),
-    ([STORY | {"events": ["so.", " 2."]}] * 2, "so. 2. Where?", "begins or ends"),
-    ([STORY | {"events": ["so.", "2."]}] * 2, "so. 2.", "meet as in '.2'"),
+    (asked("has 1"), "so 2\n", r"'so 2\n' begins, ends"),
+    ([STORY] * 2, "so. 2.", "begins, ends"),
+    ([STORY | {"events": ["so.", " 2."]}] * 2, "so. 2. Where?", "begins, ends"),
+    ([STORY | {"events": ["so.", "2."]}] * 2, "so. 2.", "goes on as none"),
 ])
 def test_questions_of_a_task_are_checked_first(rows, tested, words):
     """Mismatched and unreadable questions are reported before anything is made of them."""
@@ -1108,9 +1105,8 @@ def test_questions_of_a_task_are_checked_first(rows, tested, words):
 @pytest.mark.parametrize("flags, words", [
     ("mine -- --lr=0.1 --seed=5", "--seed=5, after --"), ("mine -- lr=1", "lr=1, after --"),
     ("mine -- --rate=1", "--rate=1"), ("mine --out mine", "mine: contains other files"),
-    ("mine --arms lop", "'lop' is not one of loop, random, parent"),
-    ("mine --arms random,parent", "name that, too"), ("mine --loop x", "needs its --parent"),
-    ("no", "no/train.jsonl does not exist"),
+    ("mine --arms lop", "'lop'"), ("mine --arms random,parent", "parent needs loop"),
+    ("mine --loop x", "--parent with --loop"), ("no", "no/test.jsonl"),
 ])
 def test_flags_of_a_task(flags, words):
     """A flag that would be ignored, or is misspelled, ends in one line."""
@@ -1124,46 +1120,32 @@ def test_forms_of_a_task(capfd):
         (asked("has 1", "so 2"), ["has 1", "so 2", "so 3"], "--prompt question --field answer", 2),
         ([{"messages": CHAT}], ["gets 3"], "--field messages --loss assistant", 1),
         ([{"messages": json.dumps(CHAT)}], ["gets 3"], "--field messages --loss assistant", 1),
-        ([STORY] * 2, [" so.", " so. 2."], "", 2),  # an answer follows each event
-    ):
+        ([STORY] * 2, [" so.", " so. 2."], "--stories mine/train.jsonl", 2),
+    ):  # an answer follows each event of a story
         write_task(rows, asked(*tested))
-        flags, *_ = task.check_questions(Path("mine/train.jsonl"), Path("mine/test.jsonl"))
-        assert " ".join(flags) == wanted
+        command, *_ = task.check_questions(Path("mine/train.jsonl"), Path("mine/test.jsonl"))
+        assert " ".join(map(str, command)).endswith(wanted)
         assert f"{both} of the {len(tested)} questions of mine/test.j" in capfd.readouterr().err
-
-
-def test_a_tested_answer_after_a_story_is_one_token(corpus):
-    """Answers of several tokens, as they would continue their questions, are refused."""
-    check = functools.partial(task.check_one_token, Tokenizer.load(corpus / "task"),
-                              [(["has 3"], [" 3"])], test="test.jsonl")
-    check([{"question": "has 3", "answer": "3"}])
-    with pytest.raises(common.UserError, match="'3 so' has 2 tokens after 'has 3'"):
-        check([{"question": "has 3", "answer": "3 so"}])
 
 
 def test_memory_is_estimated_first(checkpoint, monkeypatch):
     """Too little free memory, a container's, too, refuses a training; fewer questions fit less."""
-    write_files({"proc/meminfo": "MemAvailable:   9000 kB\n", "proc/self/status": "VmSize: 5 kB\n"})
+    write_files({"proc/meminfo": "MemAvailable:   9000 kB\n", "proc/self/status": "VmSize: 1 kB\n"})
     monkeypatch.setattr(task, "PROC", Path("proc"))
     monkeypatch.setattr(task, "GROUPS", Path("groups"))
-    for line, group, limit, used, stat in (
-            ("0::/", "groups", "memory.max", "memory.current", "inactive_file 1"),
-            ("0::/job/step", "groups/job", "memory.max", "memory.current", "inactive_file 1"),
-            ("4:memory:/gone", "groups/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-             "inactive_file 7\ntotal_inactive_file 1")):
+    for line, limit in (("0::/", "memory.max"), ("0::/job/step", "job/memory.max"),
+                        ("4:memory:/gone", "memory/memory.limit_in_bytes")):
         shutil.rmtree("groups", ignore_errors=True)
-        write_files({"proc/self/cgroup": f"3:cpu:/\n{line}\n", f"{group}/{limit}": "5000\n",
-                     f"{group}/{used}": "3000\n", f"{group}/memory.stat": f"{stat}\n"})
-        assert task.free_memory("cpu") == 2001
-        Path(group, limit).write_text("max\n")
-        assert task.free_memory("cpu") == 9000 * 1024
+        for allowed, free in ("5000", 5000 - 1024), ("max", 9000 * 1024):
+            write_files({"proc/self/cgroup": f"3:cpu:/\n{line}\n", f"groups/{limit}": allowed})
+            assert task.free_memory("cpu") == free
 
     settings = train.read_settings([f"--init_from={checkpoint}", "--data=x", "--out_dir=loop-0",
                                     "--updates=9", "--batch_size=1", "--context=64"])
-    for free, fit in (1e9, 32), (5e7, 8), (1e5, None):
+    for free, fit in (1e9, 32), (5e7, 13), (1e5, None):
         monkeypatch.setattr(task, "free_memory", lambda device: free)
         with contextlib.nullcontext() if fit else pytest.raises(
-                common.UserError, match="loop-0: training takes .* GB in float32, and 0.0 GB"):
+                common.UserError, match="loop-0: training takes about .* GB, and 0.0 GB are free"):
             assert task.check_memory(settings, length=2000) == fit
 
 
@@ -1204,7 +1186,7 @@ def test_a_try_from_questions_to_a_table(llama, monkeypatch):
     here = os.path.abspath("mine")
     said = road(f"{here} {small} --arms 'random loop' --seeds '2 1' {fast}")
     assert cells_of(said)[-12] == ["", "4"]
-    assert f"sample.py --model {here}/try/loop-2 " in said
+    assert f"sample.py --model {here}/try/loop-1 " in said
     after = contents("mine/try")
     assert "random-2/eval_test.json" in after
     for name in before:
@@ -1212,14 +1194,17 @@ def test_a_try_from_questions_to_a_table(llama, monkeypatch):
 
     story = {"events": ["has 1 so", " gets 2 so"], "answers": [" 1", " 2"]}
     write_lines("mine/train.jsonl", [story] * 9)
-    write_lines("mine/test.jsonl", asked("has 7 so gets 2 so"))
+    write_lines("mine/test.jsonl", [{"question": "has 1 so gets 3 so", "answer": "2 so"}])
     stories = "mine --out tried --loop mine/try/cut --arms random --row_length 40"
+    assert "' 2 so' has several tokens" in road(stories, error_line)
+    write_lines("mine/test.jsonl", asked("has 7 so gets 2 so"))
     assert "sample.py --model" in road(f"{stories} {fast}")
     assert read_json("tried/random-0/eval_test.json")["settings"]["max_new_tokens"] == 1
     before = contents("tried")
     for command, words in ((f"mine {small} {fast}", "with digest of train.jsonl ="),
                            (f"mine --out tried {small} {fast}", "with parent ="),
-                           (f"{stories} {fast} --lr=0.1", "with lr = 0.005"),
+                           (f"{stories} {fast} --lr=0.1", "with --lr = None"),
+                           (stories, "with --updates = 2"),
                            (f"{stories}1 {fast}", "with row_length = 40")):
         assert f"created {words}" in road(command, error_line)
     with common.locked("tried"):
@@ -1231,7 +1216,7 @@ def test_the_entry_of_the_road():
     """task.sh runs from any folder, and under sh, where a module's namesake does not hide it."""
     write_files({"./data.py": "1 / 0", "mine/train.jsonl": ""})
     end = subprocess.run(["sh", ROOT / "runs/task.sh", "mine"], capture_output=True, text=True)
-    assert re.fullmatch("error: .*/mine/test.jsonl does not exist.*\n", end.stderr)
+    assert re.fullmatch("error: .*/mine/test.jsonl.\n", end.stderr)
 
 
 # --------------------------------------- tiny.sh, task.sh and gpu.sh, beside the tests above
@@ -1304,7 +1289,6 @@ def test_an_edit_takes_effect(tmp_path):
 def run_saving(folder):
     """Run a command by task.run() that takes a while to save when it is told to stop."""
     os.chdir(folder)
-    signal.signal(signal.SIGTERM, task.pass_on)
     task.run("bash", "-c", "trap 'sleep 0.3; touch saved; exit 143' TERM; touch ready; "
                            "while :; do sleep 0.01; done")
 
