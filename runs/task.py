@@ -85,12 +85,12 @@ def check_questions(train, test):
         command += ["--field", form[1], "--loss", "assistant"]
         try:
             for number, line in enumerate(text.split("\n"), 1):
-                for role, text, _ in read_chat(json.loads(line)[form[1]]) if line.strip() else ():
+                for role, said, _ in read_chat(json.loads(line)[form[1]]) if line.strip() else ():
                     if role not in ("user", "assistant"):
                         raise ValueError(f"the test has no {role} message. Put it into the user's, "
                                          "and into the questions")
-                    known.append(text)
-                    answers += [text] * (role == "assistant")
+                    known.append(said)
+                    answers += [said] * (role == "assistant")
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"{train}: line {number} is not a chat for this ({e!r})")
     else:
@@ -98,11 +98,9 @@ def check_questions(train, test):
         trained = read_questions(train)
         known, answers = ([row[key] for row in trained] for key in ("question", "answer"))
 
-    def ends(text):
-        return text[:1].isspace(), text[-1:] if stories else text[-1:].isspace()
-
-    usual = {*map(ends, known)}
-    odd = [text for text in asked if ends(text) not in usual]
+    end = str if stories else str.isspace
+    usual = {(text[:1].isspace(), end(text[-1:])) for text in known}
+    odd = [text for text in asked if (text[:1].isspace(), end(text[-1:])) not in usual]
     joints = {a[-1:] + b[:1] for events, _ in stories for a, b in itertools.pairwise(events)}
     if joints and not any(joint in text for text in asked for joint in joints):
         odd = asked
@@ -265,18 +263,20 @@ def prepare(args, own, out, command, answer, tested, test):
     if "parent" in args.arms and not (out / "parent/config.json").exists():
         python("surgery", find_parent(args.parent), out / "parent", "--feed_forward")
     os.chdir(out)  # all names below are relative to it, so that it may be moved
-    tokenizer = load_tokenizer("cut", load_config("cut"))
+    config = load_config("cut")
+    tokenizer = load_tokenizer("cut", config)
     if "--stories" in command:
         longest = 1
         space = answer[:-len(answer.lstrip())]
         for row in tested:
-            question, answer = row["question"], space + reference_text(row["answer"])
-            if len(tokenizer.encode(question + answer)) > len(tokenizer.encode(question)) + 1:
-                raise UserError(f"{test}: the answer {answer!r} has several tokens after "
+            question, reply = row["question"], space + reference_text(row["answer"])
+            if len(tokenizer.encode(question + reply)) > len(tokenizer.encode(question)) + 1:
+                raise UserError(f"{test}: the answer {reply!r} has several tokens after "
                                 f"{question!r:.100}, but stories are answered with one")
     else:
         texts = [answer, *(row["answer"] for row in tested)]
         longest = 8 + max(len(tokenizer.encode(f"\n{text}")) for text in texts)
+        longest = min(longest, config.context // 2)
     length = longest + max(len(tokenizer.encode(row["question"], bos=True)) for row in tested)
     if args.row_length:
         command = [*command, "--row_length", args.row_length]

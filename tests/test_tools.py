@@ -1084,7 +1084,7 @@ STORY = {"events": [" so.", " 2."], "answers": [" 2", " 2"]}
 
 
 @pytest.mark.parametrize("rows, tested, words", [
-    ([{"messages": [SYSTEM, *CHAT]}], "gets 3", "cannot give a system message"),
+    ([{"messages": [SYSTEM, *CHAT]}], "gets 3", "the test has no system message"),
     ([{"messages": CHAT}, {"messages": [{"role": "user"}]}], "gets 3", "line 2 is not a chat"),
     ([*asked("so 2"), {"question": "so", "answer": " "}], "so 2", "line 2 is not"),
     ([asked("so 2")], "so 2", "line 1 is not a JSON object"),
@@ -1130,13 +1130,13 @@ def test_forms_of_a_task(capfd):
 
 def test_memory_is_estimated_first(checkpoint, monkeypatch):
     """Too little free memory, a container's, too, refuses a training; fewer questions fit less."""
-    write_files({"proc/meminfo": "MemAvailable:   9000 kB\n", "proc/self/status": "VmSize: 1 kB\n"})
+    write_files({"proc/meminfo": "MemAvailable:   9000 kB\n", "proc/self/statm": "1 1"})
     monkeypatch.setattr(task, "PROC", Path("proc"))
     monkeypatch.setattr(task, "GROUPS", Path("groups"))
     for line, limit in (("0::/", "memory.max"), ("0::/job/step", "job/memory.max"),
                         ("4:memory:/gone", "memory/memory.limit_in_bytes")):
         shutil.rmtree("groups", ignore_errors=True)
-        for allowed, free in ("5000", 5000 - 1024), ("max", 9000 * 1024):
+        for allowed, free in ("5000", 5000), ("max", 9000 * 1024):
             write_files({"proc/self/cgroup": f"3:cpu:/\n{line}\n", f"groups/{limit}": allowed})
             assert task.free_memory("cpu") == free
 
