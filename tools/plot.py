@@ -56,24 +56,24 @@ def main():
     if not out.endswith(PICTURES):
         raise UserError(f"--out {out}: must end in {', '.join(PICTURES)}")
     axis = args.x or ("update" if Path(files[0]).is_dir() else "steps")
-    curves_of = {}  # {(title, y): {(label, curve): {run: [(x, y, error), ...]}}}
+    found = []  # (label, *point): see losses()
     for label, path in zip(labels, files):
         read = losses if Path(path).is_dir() else scores
-        for title, y, curve, run, point in read(label, path, axis):
-            if point[1] is not None:  # null: a loss that was not finite, or had no labels
-                runs = curves_of.setdefault((title, y), {}).setdefault((label, curve), {})
-                runs.setdefault(run, []).append(point)
-    if not curves_of:
+        # null: a loss that was not finite, or had no labels
+        found += [(label, *point) for point in read(label, path, axis) if point[-1][1] is not None]
+    if not found:
         raise UserError(f"{files[0]} holds nothing to draw")
-    panels = []
-    for (title, y), curves in curves_of.items():
-        panels.append({
-            "title": title,
-            "x": AXES[axis],
-            "y": y,
-            "x_log": LOG_BASE.get(axis),
-            "curves": {label: average(points) for label, points in join(curves, axis).items()},
-        })
+    runs_of = {}  # {label: its runs}
+    for label, *_, run, _ in found:
+        runs_of.setdefault(label, set()).add(run)
+    curves_of = {}  # {(title, y): {curve: [(x, y, error), ...]}}
+    for label, title, y, curve, run, point in found:
+        if axis == "flops" and len(runs_of[label]) > 1:  # each has its own x, so no line joins them
+            curve = curve.replace(label, f"{label} ({run})", 1)
+        curves_of.setdefault((title, y), {}).setdefault(curve, []).append(point)
+    panels = [{"title": title, "x": AXES[axis], "y": y, "x_log": LOG_BASE.get(axis),
+               "curves": {curve: average(points) for curve, points in curves.items()}}
+              for (title, y), curves in curves_of.items()]
     draw(panels, out)
     for panel in panels:
         print_table(panel)
@@ -168,21 +168,6 @@ def run_of(checkpoint):
     return re.sub(r"/step_\d+$", "", checkpoint)
 
 
-def join(curves, axis):
-    """
-    Return {curve: points} of {(label, curve): {run: points}}. Runs with the same label share a
-    curve, except for those of a training with different x, through which no line can go.
-    """
-    joined = {}
-    for (label, curve), runs in curves.items():
-        xs = {frozenset(x for x, *_ in points) for points in runs.values()}
-        for run, points in runs.items():
-            apart = len(xs) > 1 and axis in ("update", "flops")
-            name = curve.replace(label, f"{label} ({run})", 1) if apart else curve
-            joined.setdefault(name, []).extend(points)
-    return joined
-
-
 def average(points):
     """
     Sort the (x, y, error) of a curve by x. Several with the same x, such as those of other seeds,
@@ -246,14 +231,9 @@ def as_text(y, value, error):
 
 def draw(panels, out):
     """
-    Draw panels side by side. A panel is a dict:
-
-        title, x, y     texts: the title, and the labels of the axes
-        curves          {label: [(x, y, error), ...]}; error may be None, and a curve whose points
-                        have None for x is a horizontal line
-        x_log           optional: base of a logarithmic x axis
-
-    out: the path of the picture, a .png or .svg.
+    Draw panels side by side to the file `out`. A panel is a dict: "title", "x" and "y" are texts,
+    "x_log" is the base of a logarithmic x axis, or None, and "curves" {label: [(x, y, error), ...]}
+    in which error may be None. A curve whose points have None for x is a horizontal line.
     """
     try:
         from matplotlib import pyplot
@@ -280,11 +260,8 @@ def draw_panel(axes, panel):
     colors = {}  # {run: color}; a run's validation loss has the same color
     for i, (label, points) in enumerate(panel["curves"].items()):
         run, validation, _ = label.partition(", validation")
-        style = {
-            "label": label,
-            "color": colors.setdefault(run, f"C{len(colors)}"),
-            "linestyle": "--" if validation else "-",
-        }
+        style = {"label": label, "color": colors.setdefault(run, f"C{len(colors)}"),
+                 "linestyle": "--" if validation else "-"}
         points = [point for point in points if point[0] is not None] or points
         xs, ys, errors = zip(*points)
         if xs[0] is None:
@@ -292,21 +269,13 @@ def draw_panel(axes, panel):
             continue
         errors = np.array([error or 0 for error in errors])
         every = math.ceil(len(points) / MARKERS)
-        axes.errorbar(
-            xs,
-            ys,
-            errors,
-            # Hollow markers of different shapes tell overlapping curves apart.
-            marker="os^Dv*PX"[i % 8],
-            markerfacecolor="none",
-            markevery=every,
-            errorevery=every,
-            **style,
-        )
+        # Hollow markers of different shapes tell overlapping curves apart.
+        axes.errorbar(xs, ys, errors, marker="os^Dv*PX"[i % 8], markerfacecolor="none",
+                      markevery=every, errorevery=every, **style)
         band = ys - errors, ys + errors
         axes.fill_between(xs, *band, color=style["color"], alpha=0.15, linewidth=0)
     axes.set(xlabel=panel["x"], ylabel=panel["y"], title=panel["title"])
-    if panel.get("x_log"):
+    if panel["x_log"]:
         axes.set_xscale("log", base=panel["x_log"])
         axes.xaxis.set_major_formatter("{x:g}")
     if panel["y"] == "loss":
