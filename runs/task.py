@@ -252,9 +252,9 @@ def parse_args():
 
 def prepare(args, own, out, command, answer, tested, test):
     """
-    Make what is not there yet of what all runs share in OUT, the folders cut, data and parent, and
-    enter it. command, answer, tested: see check_questions(). Returns how many tokens an answer may
-    have, and how many questions to ask at once.
+    Make what is not there yet of the folders cut, parent and data in OUT, and enter it. command,
+    answer, tested: see check_questions(). Returns how many tokens an answer may have, and how many
+    questions to ask at once.
     """
     if not (out / "cut/config.json").exists():
         # --loop is copied, since OUT is all that is needed to resume. It has its shape.
@@ -338,11 +338,10 @@ def main():
     name = f"{args.arms[0]}-{args.seeds[0]}"
     model, export, tries = map(shlex.quote, (f"{out}/{name}", f"{out}/export", f"{out.parent}"))
     say(f"""
-In {ROOT}:
-
 Ask it:         python sample.py --model {model} --steps 1,8,32
 Export it:      python -m tools.export {model} {export} --mean_recurrence 32
-Compare tries:  python -m tools.plot {tries}/*/{name}/eval_test.json --x {x}""")
+Compare tries:  python -m tools.plot {tries}/*/{name}/eval_test.json --x {x}
+(in {ROOT})""")
 
 
 if __name__ == "__main__":
