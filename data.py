@@ -46,9 +46,9 @@ from model import IGNORE, checkpoints
 
 
 # --------------------------------------------------------------------------------------- the loader
-# It has no state. A batch is a pure function of (seed, index, rank, world, B), where index counts
-# micro-batches. So a run can resume from its step number alone, and 2 ranks see the same samples as
-# 1 rank with twice the batch size.
+# It has no state. A batch is a pure function of the arguments of batch(), where index counts
+# micro-batches. So a run can resume from its update alone, and 2 ranks see the same samples as 1
+# rank with twice the batch size.
 
 class Dataset:
     """
@@ -407,7 +407,7 @@ def collect(args, tokenizer, meta):
                 size += result.shape[1]
                 meta["tokens"] += result.shape[1]
             elif outcome != "dropped":
-                meta["left_out"] = result
+                meta["left_out"][outcome] = result
             if size >= args.shard_tokens:
                 yield documents
                 documents, size = [], 0
@@ -416,7 +416,7 @@ def collect(args, tokenizer, meta):
                               ("long", f"A row has {args.row_length}. Use --row_length")):
             if counts[fault] > MAX_BAD * total:
                 raise UserError(f"{args.out}: {counts[fault]} of {total} records so far are "
-                                f"{fault}. {advice}. One of them: {meta['left_out']}")
+                                f"{fault}. {advice}. One of them: {meta['left_out'][fault]}")
     if documents:
         yield documents
 
@@ -521,7 +521,7 @@ def prepare(args):
     meta = {
         "arguments": arguments,
         "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
-        "left_out": None,  # one that was bad or too long
+        "left_out": {},  # one that was bad, one that was too long
         "tokens": 0,  # in all documents
         "shards": {"train": [], "val": []},
         "row_length": T,
@@ -547,7 +547,7 @@ def prepare(args):
         size = sum(tokens for shards in meta["shards"].values() for _, tokens, _ in shards)
         report += f". Rows of {T:,} tokens are {meta['tokens'] / size:.0%} full"
     if meta["left_out"]:
-        report += f". Left out, for example: {meta['left_out']}"
+        report += f". Left out, for example: {'; '.join(meta['left_out'].values())}"
     say(f"{args.out}: complete. {report}")
 
 

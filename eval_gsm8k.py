@@ -12,7 +12,7 @@ harness itself on an export (runs/README.md has the commands).
 
 Each line of --data is {"question": ..., "answer": "... #### 18"}, with a "difficulty" if accuracy
 should be broken down by it. With --template plain, the prompt is the question alone, answers may be
-as long as the longest reference, and there is one score, "accuracy": see same_answer().
+8 tokens longer than the longest reference, and there is one score, "accuracy": see same_answer().
 
 Outputs are kept in a file beside the summary, and scored anew by each command. So the same command
 resumes an evaluation that was killed, and more --steps or a larger --limit ask only what is new.

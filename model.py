@@ -6,7 +6,7 @@ The whole model: a Llama, OLMo-2 or Qwen, some of whose layers run in a loop.
     s   = core(adapter([s, e]))                   r times: the "thinking", same weights each time
     logits = head(norm_f(coda(s)))                a few ordinary layers, once
 
-With n_core = 0 it is an ordinary Llama without a loop, such as a parent. If you know nanoGPT, three
+With n_core = 0 it is an ordinary model without a loop, such as a parent. If you know nanoGPT, three
 things are unusual. The depth r is an argument of forward(). Gradients flow through the last k
 recurrences only. A KV cache has one slot for every (recurrence, layer) pair.
 
@@ -472,7 +472,7 @@ class RecurrentLM(nn.Module):
             tensors = load_file(path)
         expected = {name: p.shape for name, p in model.named_parameters()}
         found = {name: t.shape for name, t in tensors.items()}
-        if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
+        if wrong := sorted(dict(expected.items() ^ found.items())):
             raise UserError(f"{path}: missing, unknown or in another shape: {wrong[:3]}. {FOREIGN}")
         model.fill(tensors)
         model.folder = folder
@@ -481,7 +481,7 @@ class RecurrentLM(nn.Module):
     def fill(self, tensors):
         """Use a checkpoint's {name: tensor} as the weights, without copying them."""
         if self.config.tie_embeddings:
-            tensors = tensors | {"head.weight": tensors.get("embed.weight")}
+            tensors = tensors | {"head.weight": tensors["embed.weight"]}
         self.load_state_dict(tensors, assign=True)
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
@@ -643,10 +643,10 @@ def make_config(path, raw, keys, **known):
         item, value = described[name], raw[key]
         kinds = get_args(item.type) or (item.type,)  # types, or the values of a Literal
         least = 0 if item.default in (0, None) or name == "n_prelude" else 1
-        fits = type(value) in kinds or value in kinds or item.type is float and type(value) is int
+        fits = type(value) in kinds or value in kinds or (item.type, type(value)) == (float, int)
         if isinstance(value, list):  # of ids
             fits = fits and {*map(type, value)} <= {int}
-        if not fits or int in kinds and type(value) is int and value < least:
+        if not fits or (int in kinds and type(value) is int and value < least):
             names = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
             raise UserError(f"{path}: {key} = {value!r:.80} must be {names}"
                             + f", at least {least}" * (int in kinds))

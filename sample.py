@@ -67,7 +67,7 @@ class Decoder:
         self.recording = compile and self.on_gpu
         self.chunk = 256 if self.on_gpu else 64  # a pass reads the cache in multiples of this
         self.cache = None
-        self.steps = {}   # for this cache, {what make_step() takes: the step}
+        self.passes = {}   # for this cache, {what make_pass() takes: the pass}
         self.graphs = {}  # the recorded ones, {...: a function that replays it}
         self.pool = None  # their memory
         self.rng = None   # of the current generate()
@@ -167,7 +167,7 @@ class Decoder:
         cache = self.cache
         if not cache or rows > cache.rows or visible >= cache.capacity or r > cache.r:
             self.cache = cache = self.pool = None
-            self.steps, self.graphs = {}, {}  # frees the memory of all first
+            self.passes, self.graphs = {}, {}  # frees the memory of all first
             # One position more than any pass reads: the whole cache would be contiguous, which a
             # part of it is not, and torch.compile would compile again for that.
             self.cache = cache = KVCache(self.model, rows, visible + 1, r)
@@ -202,13 +202,13 @@ class Decoder:
         after which they can be read.
         """
         kind = self.size(rows), self.visible(end), r, temperature, top_k
-        if kind not in self.steps:  # not recorded yet, since its first run compiles and tunes
-            self.steps[kind] = self.make_step(*kind)
+        if kind not in self.passes:  # not recorded yet, since its first run compiles and tunes
+            self.passes[kind] = self.make_pass(*kind)
         elif self.recording and kind not in self.graphs:
-            self.graphs[kind] = self.record(self.steps[kind])
+            self.graphs[kind] = self.record(self.passes[kind])
         if temperature:
             self.cache.draws[:self.size(rows)].exponential_(generator=self.rng)
-        new = self.graphs.get(kind, self.steps[kind])()
+        new = self.graphs.get(kind, self.passes[kind])()
         new = new.to("cpu", non_blocking=True, copy=True)  # from a GPU, to pinned memory
         event = None
         if self.on_gpu:
@@ -216,7 +216,7 @@ class Decoder:
             event.record()
         return new, event
 
-    def make_step(self, rows, visible, r, temperature, top_k):
+    def make_pass(self, rows, visible, r, temperature, top_k):
         """
         Return a function that continues each of `rows` rows by a token, reading `visible` positions
         of the cache. It returns the tokens (rows, 1), or NO_TOKEN: see choose(). All that it uses

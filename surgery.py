@@ -169,7 +169,8 @@ def new_folder(text):
     """The type of OUT: a folder to be created, or one that a kill has left without config.json."""
     out = Path(text).expanduser()
     names = {name.partition(".loopgraft-")[0] for name in os.listdir(out)} if out.is_dir() else {""}
-    if out.exists() and not {SINGLE} <= (names or {SINGLE}) <= OURS:
+    unfinished = not names or (SINGLE in names and names <= OURS)
+    if out.exists() and not unfinished:
         raise UserError(f"{out} exists already. Choose another folder")
     return out
 
@@ -179,6 +180,7 @@ def creating(out):
     """Create the folder OUT, of a new_folder(); delete it if the body fails."""
     shutil.rmtree(new_folder(out), ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
+    (out / SINGLE).touch()  # tells new_folder() whose folder this is
     try:
         yield out
     except BaseException:

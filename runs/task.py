@@ -98,12 +98,14 @@ def check_questions(train, test):
         trained = read_questions(train)
         known, answers = ([row[key] for row in trained] for key in ("question", "answer"))
 
-    end = str if stories else str.isspace
-    usual = {(text[:1].isspace(), end(text[-1:])) for text in known}
-    odd = [text for text in asked if (text[:1].isspace(), end(text[-1:])) not in usual]
+    def ends(text):  # those of a story count as they are, of others only whether they are blank
+        return text[:1].isspace(), text[-1:] if stories else text[-1:].isspace()
+
+    usual = {*map(ends, known)}
+    odd = [text for text in asked if ends(text) not in usual]
     joints = {a[-1:] + b[:1] for events, _ in stories for a, b in itertools.pairwise(events)}
     if joints and not any(joint in text for text in asked for joint in joints):
-        odd = asked
+        odd = asked  # as if a space were missing between the events
     if odd:
         raise UserError(f"{test}: the question {odd[0]!r:.100} begins, ends or goes on as none of "
                         f"{train} does. Spaces and newlines count")
@@ -316,19 +318,20 @@ def main():
     if is_new and names - {".lock"}:
         raise UserError(f"{out}: contains other files. Choose another --out")
     with locked(out):
-        if not is_new:
-            earlier = read_json(out / "settings.json")
-            changed = changed_code(earlier.pop("code"), CODE)
+        earlier = {} if is_new else read_json(out / "settings.json")
+        code = earlier.pop("code", CODE)
+        if earlier:
+            if args.loop and not earlier["parent"]:  # the arm that needs it may be new
+                earlier["parent"] = args.parent
             check_settings(out, earlier, dict.fromkeys(earlier) | made, "Choose another --out")
-            if changed:
-                say(f"{out}: the code has changed since this try began ({changed}). It goes on; "
-                    "another --out starts over")
+        if changed := changed_code(code, CODE):
+            say(f"{out}: the code has changed since this try began ({changed}). It goes on; "
+                "another --out starts over")
         try:
-            if is_new:
-                write_json(out / "settings.json", made | {"code": CODE})
+            write_json(out / "settings.json", made | {"code": code})
             how = prepare(args, own, out, command, answer, tested, test)
         except BaseException:
-            if is_new:  # a refused command leaves nothing behind
+            if is_new and not received():  # a refused command leaves nothing; a stopped one resumes
                 shutil.rmtree(out)
             raise
         results = train_and_score(args, own, test, *how)
