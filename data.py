@@ -644,7 +644,7 @@ class Tokenizer:
             special = {token["content"]: token["id"] for token in added if token["special"]}
             encode, decode = read_tokenizer_json(path, spec)
             bos_id = template_bos(path, spec)
-            model = spec["model"]  # of which Unigram names its unknown token by number
+            model = spec["model"]  # Unigram gives the id of its unknown token, others its name
             unknown = model.get("unk_id", tokens.get(model.get("unk_token")))
         else:
             if config.get("add_prefix_space") is False:  # the file itself says otherwise
@@ -689,7 +689,7 @@ class Tokenizer:
 
     @functools.cached_property
     def control(self):
-        """The pattern of the names of control tokens, of which others may end texts in a file."""
+        """A pattern for the names of control tokens and the usual end-of-text marks."""
         return re.compile("|".join(map(re.escape, [*self.special, *EOS_NAMES])))
 
     def decode(self, ids):

@@ -726,7 +726,7 @@ def prepare(corpus, source, out, *flags):
 
 @pytest.mark.parametrize("source", ["a.jsonl", "a.parquet"])
 def test_a_killed_prepare_begins_again(source, corpus):
-    """What a kill left is begun again, with the same bytes; what is complete stays as it is."""
+    """An unfinished data set is rebuilt with the same bytes; a complete one is left alone."""
     documents(4000)
     asked = []
     if source == "a.parquet":
@@ -1742,7 +1742,7 @@ def test_train_some_parameters(base, unbroken):
 
 
 def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
-    """A run deletes an old checkpoint once the next is saved, but nothing of others."""
+    """A run deletes its old checkpoints after the next save, and never anybody else's files."""
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt",
                  "step_000001/of_another_trainer"):
         common.write_json(f"run/{path}", {})
@@ -2484,7 +2484,7 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
 
 
 def test_trace_is_what_the_model_says(speaker, corpus):
-    """--trace shows the choices of model(idx, steps=r) at each r, or those that end a piece."""
+    """--trace shows what model(idx, steps=r) predicts at each r, after every token or piece."""
     loud = small(seed=2, context=40, state_std=1.0)  # another choice at each r
     for p in loud.core.parameters():
         p.data *= 3

@@ -18,8 +18,8 @@ OUT gets two data sets, with several stories in each row, and two files of quest
                     out after each. The rows in between hold stories of 2 or 3 sentences, whose
                     answers are not part of the text but are the targets.
     task            Each row holds three stories, of 3, 4 and 5 sentences in random order, again
-                    with the answers as targets only. A validation row holds a story of 8 sentences,
-                    of which only the last 3 answers count, and two short ones.
+                    with the answers as targets only. A validation row holds two short stories and
+                    one of 8 sentences, in which only the last 3 answers count.
     test.jsonl      100 questions of each length from 1 to 12 sentences
     test18.jsonl    300 questions of 18 sentences
 

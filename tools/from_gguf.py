@@ -18,7 +18,7 @@ import torch
 from model import save_tensors
 from surgery import creating, new_folder
 
-ARCHITECTURES = "llama", "mistral", "qwen2", "qwen3"  # of those that surgery.py reads
+ARCHITECTURES = "llama", "mistral", "qwen2", "qwen3"  # the ones surgery.py can read
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
 # for "smollm", convert() sees to it. With Llama 3's, BOS comes first unless a file says otherwise.
