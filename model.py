@@ -549,23 +549,25 @@ class RecurrentLM(nn.Module):
         """
         Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
         of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
-        head. how: arguments of torch.compile. Returns False, with a warning, if compiling fails.
+        head. how: arguments of torch.compile. Where that does not work, all goes on uncompiled.
         """
-        try:  # something small first, to see whether compiling works at all
+        try:  # something small first
             torch.compile(torch.sin)(self.norm_f.weight.data)
+            say("compiling takes half a minute on a CPU, a minute on an H100", sys.stderr)
         except Exception as e:  # of many kinds: no compiler, an odd path or locale, no disk space
-            warn_of_compiler(e)
-            return False
-        say("compiling takes half a minute on a CPU, a minute on an H100", sys.stderr)
+            reason = f"{type(e).__name__}: {e}"
+            reason = re.sub("(?s)Command:.*?Output:|Set TORCHDYNAMO.*", "", reason)
+            say(f"warning: {' '.join(reason.split()):.300}. Continuing without torch.compile",
+                sys.stderr)
+            torch.compiler.set_stance("force_eager")
         # Decoding needs more graphs than the default limit allows: for one row, for a few rows, for
         # many, and for each view of the cache.
         torch._dynamo.config.recompile_limit = 32
-        layer = or_eager(torch.compile(Block.forward, **how))
+        layer = torch.compile(Block.forward, **how)
         for block in [*self.prelude, *self.coda]:
             block.forward = functools.partial(layer, block)
         for part in ("run_core", "logits", "chunk_losses"):
-            setattr(self, part, or_eager(torch.compile(getattr(self, part), **how)))
-        return True
+            setattr(self, part, torch.compile(getattr(self, part), **how))
 
 
 # -------------------------------------------------------------------------------- the noise
@@ -689,22 +691,3 @@ def to_device(tensor, device):
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def or_eager(run):
-    """Wrap a function that uses torch.compile. If the compiler fails, go on without it."""
-    def call(*args):
-        try:
-            return run(*args)
-        except torch._dynamo.exc.BackendCompilerFailed as e:
-            warn_of_compiler(e)
-            torch.compiler.set_stance("force_eager")
-            return run(*args)
-
-    return call
-
-
-def warn_of_compiler(e):
-    """Print why torch.compile failed, without its long command."""
-    reason = re.sub(r"(?s)Command:.*?Output:|Set TORCHDYNAMO.*", "", f"{type(e).__name__}: {e}")
-    say(f"warning: {' '.join(reason.split()):.300}. Continuing without torch.compile", sys.stderr)

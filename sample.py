@@ -32,7 +32,7 @@ from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, Parser, UserError, choose_dt
 import torch
 
 from data import load_tokenizer
-from model import Linear, RecurrentLM, attend, or_eager
+from model import Linear, RecurrentLM, attend
 
 DEVICE = f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu"
 FEW_ROWS = 4    # up to this many rows, multiply-and-sum beats a BLAS call on a CPU
@@ -88,9 +88,9 @@ class Decoder:
             self.model.compile_parts(dynamic=True)
             return
         say("tuning kernels takes minutes the first time; torch.compile keeps them", sys.stderr)
-        if self.model.compile_parts(dynamic=True, options=GPU_OPTIONS):
-            self.look_up = or_eager(torch.compile(look_up, dynamic=True))
-            self.choose_likeliest = or_eager(torch.compile(choose, dynamic=True))
+        self.model.compile_parts(dynamic=True, options=GPU_OPTIONS)
+        self.look_up = torch.compile(look_up, dynamic=True)
+        self.choose_likeliest = torch.compile(choose, dynamic=True)
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, steps=None, is_last=None, *,

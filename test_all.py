@@ -2445,27 +2445,17 @@ def test_a_python_that_is_too_old(script, monkeypatch):
         runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.parametrize("compiler, reason", [
-    ("/bin/false", "C++ compiler"),
-    pytest.param("g++", "g++: killed twice", marks=needs_compiler),
-])
-def test_no_compiler(compiler, reason, base, checkpoint, monkeypatch, capfd):
-    """Without a compiler, or if larger kernels fail, scripts go on uncompiled and say why."""
-    compile_parts = RecurrentLM.compile_parts
-    fails = mock.Mock(side_effect=RuntimeError("g++: killed\ntwice"))
-    monkeypatch.setattr(RecurrentLM, "compile_parts",
-                        lambda model, **how: compile_parts(model, backend=fails))
-    if compiler == "/bin/false":  # though the cache may hold what it should compile
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())
+def test_no_compiler(base, checkpoint, monkeypatch, capfd):
+    """Without a compiler, scripts go on uncompiled and say why."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())  # the usual one may have the kernels
     for command in (("train --compile=true --updates=1 --out_dir=run", *base),
                     (f"sample --model={checkpoint} --compile --prompt=has --tokens=2",),
                     (f"bench train --model={checkpoint} --context=8 --repeat=1",)):
         torch.compiler.reset()  # forgets what other tests compiled
-        with torch._inductor.config.patch("cpp.cxx", (compiler,)):
+        with torch._inductor.config.patch("cpp.cxx", ("/bin/false",)):
             run_script(*command)
         torch.compiler.set_stance("default")
-        said = capfd.readouterr().err
-        assert re.search(rf"warning: .*{re.escape(reason)}.*without torch.compile", said), said
+        assert re.search("warning: .*C\\+\\+ compiler.*without torch.compile", capfd.readouterr().err)
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):

@@ -47,7 +47,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data import Dataset, check_same_tokenizer, load_tokenizer, read_tokenizer_files, row_length
 from model import (IGNORE, Config, RecurrentLM, checkpoints, find_checkpoint, load_config,
-                   or_eager, to_device)
+                   to_device)
 from muon import MOMENTS, Optimizer
 
 CODE = code_of("common.py", "model.py", "muon.py", "data.py", "train.py")  # of this process
@@ -335,30 +335,24 @@ class Run:
         """Train the model. Returns the exit code: 0, or 128 + SIGTERM if a signal stopped it."""
         settings, model, progress = self.settings, self.model, self.progress
         start = progress.update
+
+        def due(every):
+            """Whether this update is a multiple of `every`, or the last."""
+            return progress.update == settings.updates or progress.update % every == 0
+
         epochs = settings.updates * settings.batch_size / self.train_set.num_rows
         say(f"data: {settings.data}, {epochs:.2g} epochs of {self.train_set.num_rows:,} rows; "
             f"{settings.dtype} on {self.device}; from {model.folder or 'random weights'}")
         if progress.first_row:
             say(f"rows begin after the {progress.first_row:,} of earlier runs on this data")
         describe_run(settings, model)
-
-        def due(every):
-            """Whether this update is a multiple of `every`, or the last."""
-            return progress.update == settings.updates or progress.update % every == 0
-
         if settings.wandb and RANK == 0 and progress.validated < settings.updates:
-            import wandb
-            try:  # a resumed run goes on in the wandb run that it began
-                wandb.init(project="loopgraft", name=settings.out_dir, config=vars(settings),
-                           id=progress.wandb_id, resume="allow")
-            except wandb.Error as e:
-                raise UserError(f"--wandb: {e!r}. WANDB_MODE=offline needs no login")
-            progress.wandb_id = wandb.run.id
+            self.begin_wandb()
         if start < settings.updates:
             if settings.compile:
                 functorch_config.activation_memory_budget = settings.activation_budget
                 model.compile_parts()
-            or_eager(self.warm_up)()  # with its backward pass
+            self.try_update()
         self.signals = catch_signals()
         if RANK == 0 and settings.updates:  # drop the log of updates to be redone
             with open(f"{settings.out_dir}/log.jsonl", "ab") as f:
@@ -367,33 +361,12 @@ class Run:
             self.validate()
         skips = 0  # updates in a row without a finite gradient
         tokens = settings.batch_size * settings.context  # per update, over all ranks
-        B = settings.micro_batch
-        count = settings.batch_size // (B * WORLD)  # micro-batches of an update on each rank
         run_began = time.monotonic()
         for update in range(start, settings.updates):
             began = time.monotonic()
             draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
-            sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-            losses, labels, stops = sums  # views of it
-            for i in range(count):
-                if self.signals:
-                    stops += 1
-                    break
-                batch = self.train_set.batch(settings.seed, update * count + i, RANK, WORLD, B,
-                                             progress.first_row)
-                idx, targets, state = to_inputs(model, batch, settings.seed)
-                steps = draws[i * len(draws) // count]
-                _, token_losses = model(idx, targets, steps, state)
-                loss = token_losses.sum()
-                loss.backward()
-                self.optimizer.accumulate()
-                losses += loss.detach()
-                labels += (targets != IGNORE).sum().item()  # targets are on the CPU
-            if WORLD > 1:
-                dist.all_reduce(sums)
-            # The update's only wait for the device.
-            losses, labels, stops, norm = torch.stack((*sums, self.optimizer.reduce())).tolist()
-            if stops:  # at least one rank left this update early, so discard it
+            losses, labels, norm = self.sum_gradients(update, draws)
+            if norm is None:  # a signal has ended this update early, so discard it
                 if update > start and not due(settings.save_every):  # if not saved yet
                     self.save()
                 break
@@ -431,7 +404,46 @@ class Run:
         say(f"done: {settings.out_dir}")
         return 0
 
-    def warm_up(self):
+    def sum_gradients(self, update, draws):
+        """
+        Run the forward and backward passes of an update. Its gradients are then summed in the
+        optimizer. Returns the sum of the losses, the number of labels, and the norm of the sum of
+        the gradients, over all ranks; the norm is None if a rank has received a signal.
+        """
+        settings, model, B = self.settings, self.model, self.settings.micro_batch
+        count = settings.batch_size // (B * WORLD)  # micro-batches on each rank
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        losses, labels, stops = sums  # views of it
+        for i in range(count):
+            if self.signals:
+                stops += 1
+                break
+            batch = self.train_set.batch(settings.seed, update * count + i, RANK, WORLD, B,
+                                         self.progress.first_row)
+            idx, targets, state = to_inputs(model, batch, settings.seed)
+            _, token_losses = model(idx, targets, draws[i * len(draws) // count], state)
+            loss = token_losses.sum()
+            loss.backward()
+            self.optimizer.accumulate()
+            losses += loss.detach()
+            labels += (targets != IGNORE).sum().item()  # targets are on the CPU
+        if WORLD > 1:
+            dist.all_reduce(sums)
+        # The update's only wait for the device.
+        losses, labels, stops, norm = torch.stack((*sums, self.optimizer.reduce())).tolist()
+        return losses, labels, None if stops else norm
+
+    def begin_wandb(self):
+        """Begin a run of Weights & Biases, or go on in the one that a resumed run began."""
+        import wandb
+        try:
+            wandb.init(project="loopgraft", name=self.settings.out_dir, config=vars(self.settings),
+                       id=self.progress.wandb_id, resume="allow")
+        except wandb.Error as e:
+            raise UserError(f"--wandb: {e!r}. WANDB_MODE=offline needs no login")
+        self.progress.wandb_id = wandb.run.id
+
+    def try_update(self):
         """
         Run one forward and backward pass at the run's largest k, and discard the gradients, so that
         compiling, or running out of memory, happens now and not hours later when the curriculum has

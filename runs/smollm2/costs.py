@@ -55,8 +55,6 @@ def main():
     about = f"{dtype} on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     found = {"machine": f"{about}, {platform.processor() or platform.machine()}"}
     print(found["machine"])
-    decoders = {model: [Decoder(model, compile) for compile in (False, True)]
-                for model in (cut, parent)}
     write = llama()
 
     def measure(arm, n, r, prompt, new, flops, runs):
@@ -68,14 +66,18 @@ def main():
     for n in EVENTS:
         events, answers = tell(np.random.default_rng(n), n, share=0.4)
         prompt = tokenizer.encode("".join(events), bos=True)
-        written = {form: len(encode_written(tokenizer, events, answers, form)[0]) - len(prompt)
-                   for form in WRITTEN}
-        for arm, model, r, new in (*(("loop", cut, r, 1) for r in STEPS), ("parent", parent, 0, 1),
-                                   *((form, parent, 0, new) for form, new in written.items())):
+        written = [(form, parent, [0],
+                    len(encode_written(tokenizer, events, answers, form)[0]) - len(prompt))
+                   for form in WRITTEN]
+        for arm, model, depths, new in (("loop", cut, STEPS, 1), ("parent", parent, [0], 1),
+                                        *written):
+            torch.compiler.reset()  # it gives up after 32 kinds of steps
+            decoders = [Decoder(model, compile) for compile in (False, True)]
             T = len(prompt) + new - 1  # tokens that the model reads
-            flops = round(T * model.flops_per_token(r, T, labelled=new / T))
-            runs = [lambda d=d: list(d.generate([prompt], new, r)) for d in decoders[model]]
-            measure(arm, n, r, prompt, new, flops, runs)
+            for r in depths:
+                flops = round(T * model.flops_per_token(r, T, labelled=new / T))
+                runs = [lambda d=d: list(d.generate([prompt], new, r)) for d in decoders]
+                measure(arm, n, r, prompt, new, flops, runs)
             if write and arm in WRITTEN:
                 measure(f"llama.cpp, {arm}", n, r, prompt, new, flops, [lambda: write(prompt, new)])
     publish("seconds", found)
