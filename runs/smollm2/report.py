@@ -166,7 +166,7 @@ def print_seconds(found):
     print(f"| events | {' | '.join(found['loop'])} |\n{'| --- ' * (1 + len(found['loop']))}|")
     for arm, by_events in found.items():
         for r in by_events["12"] if arm != "machine" else ():
-            cells = (f"{seconds:.3f} s, {flops:.1e}" for seconds, flops in
+            cells = (f"{seconds:.2g} s, {flops:.1e}" for seconds, flops in
                      (of_r[r] for of_r in by_events.values()))
             print(f"| {arm}{f', r = {r}' if arm == 'loop' else ''} | {' | '.join(cells)} |")
 
