@@ -10,10 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections import Counter
 from dataclasses import replace
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -42,7 +40,7 @@ from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
 from model import RecurrentLM, find_checkpoint, load_config
 from runs import task
-from runs.smollm2 import cups, report, score, songs
+from runs.smollm2 import cups, report
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
 from tools import plan, plot
@@ -283,22 +281,21 @@ def test_exported_tokenizer_gives_our_ids(speaker, checkpoint):
         assert theirs("has").input_ids == ours.encode("has", bos=True)
 
 
-@pytest.mark.parametrize("words", ["gpt2", "qwen"])
-@pytest.mark.parametrize("changes", [
-    {},
-    {"norm": "post"},
-    {"qkv_bias": True},
-    {"head_norm": True},
-    {"qkv_bias": True, "n_core": 1},
+@pytest.mark.parametrize("words, changes", [
+    ("qwen", {"qkv_bias": True}),
+    ("qwen", {"head_norm": True}),
+    ("qwen", {"norm": "post"}),
+    ("gpt2", {}),
+    ("gpt2", {"qkv_bias": True}),
 ])
-def test_what_transformers_assumes_of_an_architecture(changes, words):
-    """An export of any architecture has our tokens and gradients in transformers, or is refused."""
+def test_what_transformers_assumes_of_an_architecture(words, changes):
+    """An export of any architecture has our ids and gradients in transformers, or is refused."""
     tf = need("transformers")
-    model = small(**{"vocab_size": 703, "n_core": 0, "n_coda": 0} | changes)
+    model = small(vocab_size=703, n_core=0, n_coda=0, **changes)
     model.save(words)
     write_bpe(words)
     common.write_json(f"{words}/tokenizer_config.json", {"extra_special_tokens": ["</s>"]})
-    if changes == {"qkv_bias": True} and words == "gpt2":
+    if changes and words == "gpt2":
         assert "Qwen's own" in error_line("tools/export", words, "out")
         return
     theirs = export(words)
@@ -308,32 +305,27 @@ def test_what_transformers_assumes_of_an_architecture(changes, words):
     said = read_json("out/tokenizer_config.json")
     assert "extra_special_tokens" not in said
     assert said["additional_special_tokens"] == ["</s>"]
-    if not model.core:
-        ids = torch.tensor([[1, 5, 1, 0, 2]])
-        theirs(ids, labels=ids).loss.backward()
-        _, losses = model(ids[:, :-1], ids[:, 1:])
-        losses.mean().backward()
-        grad = theirs.get_input_embeddings().weight.grad
-        assert relative_error(grad, model.embed.weight.grad) < 1e-4
+    ids = torch.tensor([[1, 5, 1, 0, 2]])
+    theirs(ids, labels=ids).loss.backward()
+    _, losses = model(ids[:, :-1], ids[:, 1:])
+    losses.mean().backward()
+    grad = theirs.get_input_embeddings().weight.grad
+    assert relative_error(grad, model.embed.weight.grad) < 1e-4
 
 
-def test_an_export_says_its_depth(checkpoint, llama):
-    """Its r is the flag's or the model's own; its card says so, and its code runs."""
+def test_an_export_says_its_depth(checkpoint):
+    """Its r is the flag's or the model's own; its card says so, and the card's code runs."""
     need("transformers")
     run_script("tools/export", checkpoint, "own")
     card = Path("own/README.md").read_text()
     assert "`num_steps` times, 4 by default" in card
-    assert "(1,2,1) layers" in card
     (code,) = re.findall("```python\n(.*?)```", card, re.S)
     exec(code.replace("ORGANIZATION/own", "own"), {})
 
     said = run_script("tools/export", checkpoint, "out", "--mean_recurrence=9")
     assert "runs at r = 9 by default" in said and "of 20 layers" in said  # 1 + 9 * 2 + 1
-    assert "of 20\nlayers" in Path("out/README.md").read_text()
     model, ids = load_export(), torch.tensor([[5, 6, 7]])
     assert model(ids).logits.equal(model(ids, num_steps=9).logits)
-    said = error_line("tools/export", llama, "x", "--mean_recurrence=9")
-    assert "has no recurrent block" in said
 
 
 def test_a_fork_that_adds_a_weight_to_the_loop(llama, corpus, monkeypatch):
@@ -365,21 +357,6 @@ def test_a_fork_that_adds_a_weight_to_the_loop(llama, corpus, monkeypatch):
     assert "['gate']. It was made by another model.py" in error_line("sample --model run")
     monkeypatch.setattr(RecurrentLM, "run_core", gated)
     assert "has changed (other logits)" in error_line(f"tools/export {llama} out")
-
-
-def test_two_threads_of_a_server(looped):
-    """Threads that ask an export for different r at once each get the text of their own r."""
-    model = export(looped)
-
-    def answer(r):
-        ids = torch.tensor([[1, 5, 9]])
-        return model.generate(ids, max_new_tokens=12, num_steps=r, eos_token_id=None).tolist()
-
-    alone = [answer(2), answer(8)]
-    assert alone[0] != alone[1]
-    with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(answer, [2, 8] * 4)] == alone * 4
-    assert model.config.mean_recurrence == 3, "as before"
 
 
 def test_the_harness_scores_an_export(looped):
@@ -457,7 +434,7 @@ def write_gguf(path, folder, stored="F32", pre="gpt-2", lost="nothing", add=None
 
 
 @pytest.mark.parametrize("kind, stored, tolerance", [
-    ("llama", "F32", 1e-5), ("llama", "BF16", 1e-5), ("qwen2", "F32", 1e-5), ("qwen2", "Q8_0", 0.1),
+    ("llama", "F32", 1e-5), ("llama", "BF16", 1e-5), ("qwen2", "Q8_0", 0.1),
 ])
 def test_gguf_is_the_model_it_was_made_from(kind, stored, tolerance):
     """A converted .gguf has transformers' logits and ids, and its own EOS, precision and dtype."""
@@ -505,35 +482,24 @@ def test_gguf_is_read_as_llama_cpp_reads_it():
         ("several parts", lambda file: file.add_uint16("split.count", 2)),
         ("'bert' is not supported", lambda file: file.add_string("general.architecture", "bert")),
         ("scales RoPE", lambda file: file.add_tensor("rope_freqs.weight", twos)),
-        ("scales RoPE", lambda file: file.add_string("llama.rope.scaling.type", "linear")),
-        ("scales RoPE", lambda file: file.add_float32("llama.rope.scale_linear", 4.0)),
         ("only 12 of its 13 tensors", lambda file: file.add_tensor("blk.0.attn_v.bias", twos)),
         ("tokenizer.ggml.pre is x", None, "x"),
-        ("missing keys: model.norm.weight", None, "gpt-2", "output_norm.weight"),
-        ("no blank before a text", lambda file: (file.add_tokenizer_model("llama"),
-                                                 file.add_add_space_prefix(False)), "default"),
     ):
         write_gguf("m.gguf", Path("hf"), "F32", *options, add=add)
         assert words in error_line("tools/from_gguf m.gguf out"), words
-    Path("m.gguf").write_bytes(b"GGUF")
-    assert "m.gguf: damaged" in error_line("tools/from_gguf m.gguf out")
 
+    for pre, bos in ("smollm", None), ("llama-bpe", 257):
+        write_gguf("m.gguf", Path("hf"), pre=pre)
+        run_script(f"tools/from_gguf m.gguf {pre}")
+        assert Tokenizer.load(pre).bos_id == bos
+        run_script(f"surgery {pre} ours-{pre} --feed_forward")  # no more ids than the model
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE(
+        read_json("smollm/tokenizer.json")["model"]["vocab"], [("a", "b")]))
     words = tokenizers.pre_tokenizers
-    for pre, add, bos in (
-        ("smollm", None, None),
-        ("llama-bpe", None, 257),
-        ("llama-bpe", lambda file: file.add_add_bos_token(False), None),
-    ):
-        write_gguf("m.gguf", Path("hf"), pre=pre, add=add)
-        run_script(f"tools/from_gguf m.gguf {pre}{bos}")
-        assert Tokenizer.load(f"{pre}{bos}").bos_id == bos
-        run_script(f"surgery {pre}{bos} m{pre}{bos} --feed_forward")  # no more ids than the model
-    vocab = read_json("smollmNone/tokenizer.json")["model"]["vocab"]
-    coder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
     coder.pre_tokenizer = words.Sequence([words.Digits(individual_digits=True),
                                           words.ByteLevel(add_prefix_space=False)])
     text = "ab  1\n\n23 ab"
-    assert Tokenizer.load("smollmNone").encode(text) == coder.encode(text).ids
+    assert Tokenizer.load("smollm").encode(text) == coder.encode(text).ids
 
 
 def test_gguf_has_the_blanks_of_its_sentencepiece_model(speaker):
@@ -628,16 +594,9 @@ def test_plan_of_a_retrofit(corpus):
 
     evening = f"--config={ROOT}/config/evening.toml", "--preset=tinyllama-4-8-4"
     said = run_script("tools/plan", *evening, "--memory=80")
-    budget, rows, wanted = re.search(r"(--act\S+) --micro_batch=(\d+): (\S+) GB", said).groups()
-
-    def needed(rows):
-        said = run_script("tools/plan", *evening, budget, f"--micro_batch={rows}")
-        return float(re.search(r"memory: about (\S+) GB", said)[1])
-
-    assert needed(int(rows)) == float(wanted) <= 78 < needed(2 * int(rows))
-
-    flags = *RUN, f"--data={corpus}/task", "--context=39", "--out_dir=run", "--updates=70"
-    assert "0.14 epochs" in run_script("tools/plan", *flags), "8,000 rows in batches of 16"
+    flags, wanted = re.search(r"(--act\S+ --micro_batch=\d+): (\S+) GB", said).groups()
+    said = run_script("tools/plan", *evening, *flags.split())
+    assert f"memory: about {wanted} GB" in said and float(wanted) <= 78
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -660,8 +619,7 @@ def test_plan_counts_all_that_a_rank_holds(dtype):
 
 def planned_updates(run, *flags):
     """How many updates spend what a run has spent since its parent, by `plan --flops_of`."""
-    budget = "--out_dir=x", f"--flops_of={run}", "--quiet"
-    return int(run_script("tools/plan", *flags, *budget))
+    return int(run_script("tools/plan", *flags, "--out_dir=x", f"--flops_of={run}", "--quiet"))
 
 
 @pytest.mark.parametrize("flags, share", [
@@ -680,21 +638,13 @@ def test_as_many_flops_as_another_run(flags, share, base, unbroken):
 
 
 def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
-    """What a chain of runs spends is counted from its parent on, random weights or not."""
+    """What a chain of runs spends is counted from its parent on."""
     start = *base, f"--init_from={unbroken}"
-    for out, first, *flags in (
-        ("first", unbroken, "--updates=7", "--seed=4"),
-        ("second", "first", "--updates=5"),
-        ("new", unbroken, "--updates=2", "--reinit"),
-        ("after", "new", "--updates=1"),
-    ):
-        run_script("train", *base, f"--init_from={first}", *flags, f"--out_dir={out}")
-    for out, updates in (("second", 7 + 5), ("after", 2 + 1)):
-        assert read_json(f"{find_checkpoint(out)}/train.json")["tokens"] == updates * 16 * 50
-    assert planned_updates("first", *start, "--seed=4") == 7
-    assert planned_updates("second", *base, "--init_from=first") == 5
-    spent = error_line("tools/plan", *base, "--init_from=second", "--flops_of=first", "--out_dir=x")
-    assert "second has spent that already" in spent
+    run_script("train", *start, "--updates=4", "--seed=4", "--out_dir=first")
+    run_script("train", *base, "--init_from=first", "--updates=2", "--out_dir=second")
+    assert read_json(f"{find_checkpoint('second')}/train.json")["tokens"] == (4 + 2) * 16 * 50
+    assert planned_updates("first", *start, "--seed=4") == 4
+    assert planned_updates("second", *base, "--init_from=first") == 2
     gone = *start, "--data=gone", "--out_dir=x"  # how many tokens are targets?
     assert "gone" in error_line("tools/plan", *gone, "--flops_of=first", "--quiet")
 
@@ -718,22 +668,17 @@ def cells_of(text):
     return [[cell.strip() for cell in row.split("|")] for row in rows]
 
 
-def write_result(name, values, n_core=2, more=(), **row):
-    """Write an evaluation's summary. values: {r: value}, each with an error of a quarter of it."""
-    rows = [{"metric": "flexible", "steps": r, "value": value, "standard_error": value / 4} | row
-            for r, value in values.items()]
-    config = vars(small(n_core=n_core, n_coda=n_core).config)
-    common.write_json(f"{name}.json", {"config": config, "results": rows} | dict(more))
-
-
 def test_plot_results_from_left_to_right(monkeypatch):
     """plot.py prints and draws its points in the order of x; a parent has one value at every r."""
     need("matplotlib")
     drawn = mock.Mock(side_effect=plot.draw)
     monkeypatch.setattr(plot, "draw", drawn)
-    write_result("loop", {32: 0.5, 1: 0.5})
-    write_result("more", {4: 0.25, 2: 0.25})
-    write_result("parent", {0: 1}, n_core=0)
+    for name, n_core, values in (("loop", 2, {32: 0.5, 1: 0.5}), ("more", 2, {4: 0.25, 2: 0.25}),
+                                 ("parent", 0, {0: 1})):
+        rows = [{"metric": "flexible", "steps": r, "value": value, "standard_error": value / 4}
+                for r, value in values.items()]
+        config = vars(small(n_core=n_core, n_coda=n_core).config)
+        common.write_json(f"{name}.json", {"config": config, "results": rows})
     command = "tools/plot loop.json more.json parent.json --out=a.svg --labels=a,a,b"
     header, _, *rows = cells_of(run_script(command))
     assert header == ["", "1", "2", "4", "32"]
@@ -743,42 +688,21 @@ def test_plot_results_from_left_to_right(monkeypatch):
     assert [r for r, *_ in panel["curves"]["a"]] == [1, 2, 4, 32]
     assert "recurrences r at test time" in Path("a.svg").read_text()
 
-    for name, value in (("one", 0.5), ("two", 0.7)):
-        levels = {level: [value, 0, 1] for level in ("hard", "10", "9", "easy")}
-        write_result(name, {0: value}, n_core=0, by_difficulty=levels)
-    said = run_script("tools/plot two.json one.json --x=difficulty --labels=a,a")
-    header, _, row = cells_of(said)
-    assert header == ["", "9", "10", "easy", "hard"]
-    assert row == ["a", *["60.0 ± 10.0"] * 4]
-    assert "wrote two.png" in said
-    assert "--out b: must end in .png" in error_line("tools/plot one.json --out=b")
-
 
 def test_plot_losses():
     """plot.py draws losses, except null ones; seeds have a mean over updates, not over FLOPs."""
     need("matplotlib")
     for run, more in (("run", 0), ("again", 1)):
-        lines = [{"loss": loss, "val": {"4": None}, "update": i, "flops": (10 + more) * i}
-                 for i, loss in enumerate((2 + more, None, 1.5))]
         os.mkdir(run)
-        write_lines(f"{run}/log.jsonl", lines)
-        with open(f"{run}/log.jsonl", "a") as file:
-            print(end='\n{"loss": 1.2', file=file)
-
-    def rows(command):
-        header, _, *rows = cells_of(run_script(f"tools/plot {command}"))
-        return rows
-
-    assert rows("run --out=a.svg") == [["run", "2.0000", "1.5000"]]
-    *_, row = rows("run again --labels=a,a")
-    assert row == ["a", "2.5000 ± 0.5000", "1.5000 ± 0.0000"]
-    assert rows("run again --labels=a,a --x=flops") == [
-        ["a (run)", "2.0000", "1.5000", ""], ["a (again)", "3.0000", "", "1.5000"]]
-    for name, model, flops in (("a1", "a/step_1", 1), ("a2", "a/step_2", 2), ("b", "b/step_2", 3)):
-        write_result(name, {1: 0.5}, more={"model": model, "training": {"flops": flops}},
-                     standard_error=None)
-    assert rows("a1.json a2.json b.json --labels=c,c,c --x=flops") == [
-        ["c (a), r = 1", "50.0", "50.0", ""], ["c (b), r = 1", "", "", "50.0"]]
+        write_lines(f"{run}/log.jsonl", [
+            {"loss": loss, "val": {"4": None}, "update": i, "flops": (10 + more) * i}
+            for i, loss in enumerate((2 + more, None, 1.5))])
+    for axis, wanted in (
+        ("", [["a", "2.5000 ± 0.5000", "1.5000 ± 0.0000"]]),
+        ("--x=flops", [["a (run)", "2.0000", "1.5000", ""], ["a (again)", "3.0000", "", "1.5000"]]),
+    ):
+        said = run_script(f"tools/plot run again --labels=a,a --out=a.svg {axis}")
+        assert cells_of(said)[2:] == wanted
 
 
 def test_layer_choice(llama, corpus):
@@ -787,7 +711,6 @@ def test_layer_choice(llama, corpus):
     for i in (1, 3):
         model.prelude[i].attn.proj.weight.data.zero_()
         model.prelude[i].mlp.proj.weight.data.zero_()
-    torch.nn.init.normal_(model.norm_f.weight)  # must not matter: influence is measured before it
     save(model, "idle", corpus)
     noted = []
     for block in model.prelude:
@@ -795,9 +718,8 @@ def test_layer_choice(llama, corpus):
     found = block_influence(model, torch.randint(17, (1, 30)))
     cosines = [F.cosine_similarity(x.double(), y.double(), -1).mean().item() for x, y in noted]
     assert found == pytest.approx([1 - cosine for cosine in cosines], abs=1e-6)
-
-    text = f"{corpus}/test.jsonl"
-    said = run_script(f"tools/block_influence idle out --shape 1,2,1 --text {text}")
+    text = f"--text {corpus}/test.jsonl"
+    said = run_script(f"tools/block_influence idle out --shape 1,2,1 {text}")
     assert "core and coda: [0] [2, 4] [5]" in said
 
 
@@ -997,42 +919,6 @@ def test_questions_of_the_games(flag):
     assert not asked["train"] & (asked["dev"] | asked["test"])
 
 
-def test_written_steps_are_scored():
-    """score.py asks after the first events of each story, and the last letter must be right."""
-    tokenizer = Tokenizer.load(ROOT / "assets/tiny")
-    rng = np.random.default_rng(0)
-    stories = [dict(zip(("events", "answers"), cups.tell(rng, 24))) for _ in range(3)]
-
-    def generate(prompts, most, *_, **__):
-        for row, ids in enumerate(prompts):
-            said = solve_cups(tokenizer.decode(ids).split())
-            if row == 2:
-                said[-1] = "E" if said[-1] != "E" else "A"
-            steps = tokenizer.encode(" ".join(["", *said])) + [tokenizer.eos_id]
-            assert len(steps) <= most
-            yield from ((row, token) for token in steps)
-
-    model = SimpleNamespace(config=SimpleNamespace(ends={tokenizer.eos_id}))
-    decoder = SimpleNamespace(model=model, generate=generate)
-    found = score.right_when_written(decoder, tokenizer, stories, "places")
-    assert found == dict.fromkeys((3, 5, 8, 12, 16, 24), 2 / 3)
-
-
-def test_songs_are_told_by_their_intervals(monkeypatch):
-    """songs.py reads ABC: a tied note is one, octaves count, and headers and rests do not."""
-    monkeypatch.setattr("subprocess.run", lambda *_: SimpleNamespace(returncode=1))  # pip
-    assert "pip could not download it" in error_line("runs/smollm2/songs --out=out")
-    with zipfile.ZipFile(songs.PACKAGE, "w") as package:
-        package.writestr("music21/corpus/essenFolksong/a.abc",
-                         "\nX:1\nT: A Fable\nK: G\nG2 | _B2-\n_B2cz | CB,B,4\n\nX:2\nK: C\nc'b")
-    first, second = songs.read_songs()
-    events, answers = songs.tell(first)
-    assert "".join(events) == ("The song begins on G. Up a third. Up a second. Down an octave. "
-                               "Down a second. The same note.")
-    assert "".join(answers) == " G B C C B B"
-    assert songs.tell(second) == (["The song begins on C.", " Down a second."], [" C", " B"])
-
-
 def test_figures_in_tables_come_from_results(monkeypatch):
     """Scripts print every figure of the tables, from results of runs."""
     monkeypatch.setattr(report, "draw", lambda *_: None)
@@ -1044,25 +930,6 @@ def test_figures_in_tables_come_from_results(monkeypatch):
         tables = re.findall(r"(?:^\|.*\n)+", ours, re.M)
         figures = {*re.findall(figure, "".join(table for table in tables if "looped" in table))}
         assert figures and figures <= printed, (name, figures - printed)
-
-
-def test_plot_results_of_the_harness():
-    """plot.py reads the harness's files: one metric a task, and groups without their parts."""
-    common.write_json("run/train.json", {"update": 5, "flops": 1e9})
-    common.write_json("run/lm_eval.json", {
-        "lm_eval_version": "0.4.13",
-        "results": {
-            "hellaswag": {"acc,none": 0.3, "acc_norm,none": 0.5, "acc_norm_stderr,none": 0.01},
-            "mmlu": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
-            "mmlu_anatomy": {"acc,none": 0.1, "acc_stderr,none": 0.2},
-        },
-        "group_subtasks": {"mmlu": ["mmlu_anatomy"]},
-        "config": {"model_args": {"pretrained": "run/hf", "mean_recurrence": 8}},
-    })
-    for axis, x, label in (("steps", "8", "a"), ("update", "5", "a, r = 8")):
-        said = run_script(f"tools/plot run/lm_eval.json --labels=a --out=a.svg --x={axis}")
-        header, _, hellaswag, _, _, mmlu = cells_of(said)
-        assert (header, hellaswag, mmlu) == (["", x], [label, "50.0 ± 1.0"], [label, "25.0"])
 
 
 def write_task(train, test):
@@ -1258,7 +1125,7 @@ def parts_run(request, tmp_path_factory):
 exec {sys.executable} "$@"
 """
     line = f"echo {shlex.quote(fails)} > python; chmod +x python; "
-    line += "! bash runs/gpu.sh --cpu --train --decode --hunt"
+    line += "! bash runs/gpu.sh --cpu --train --decode"
     yield from beside(request, tmp_path_factory, "parts_run", line)
 
 
@@ -1275,8 +1142,7 @@ def test_an_edit_takes_effect(tmp_path):
         return re.findall("made by other code .(.*)., so this starts over", said)
 
     assert again() == []
-    for name in ("train.py", "model.py", "eval_gsm8k.py", "runs/tiny.sh", "config/tiny_task.toml",
-                 "tools/plan.py"):
+    for name in "model.py", "runs/tiny.sh", "config/tiny_task.toml", "tools/plan.py":
         Path("out/tiny/heal").touch()
         assert again() == [] and Path("out/tiny/heal").exists()
         with open(name, "a") as file:
@@ -1325,6 +1191,6 @@ def test_parts_run_though_some_fail(parts_run):
     for part, (name, words) in zip(parts, (
         ("train-4-0.5", "n 4  k 4  tokens_per_s "), ("train-2-1", "failed (3): boom"),
         ("decode-1", "r 16  tokens_per_s "), ("decode-8", "failed (3)"),
-        ("decode-64", "failed (3)"), ("hunt", "2 of 2 runs did not crash"),
+        ("decode-64", "failed (3)"),
     ), strict=True):
         assert part.startswith(f"{name}\n") and words in part
