@@ -189,8 +189,7 @@ def test_losses_in_chunks(compiled, monkeypatch):
     chunks = model.chunk_losses = mock.Mock(wraps=model.chunk_losses)
     state = model.initial_state(4, 11, 0)
     cases = (  # the most rows in a chunk, the targets among 44, and the chunks: quarters, or all
-        (5, 36, [5] * 8), (5, 0, [5]), (5, 44, [5] * 8 + [4]), (99, 11, [11]), (99, 12, [11] * 2),
-        (99, 43, [11] * 4), (99, 44, [44]),
+        (5, 36, [5] * 8), (5, 0, [5]), (5, 44, [5] * 8 + [4]), (99, 12, [11] * 2), (99, 44, [44]),
     )
     for most, asked, sizes in cases[:1] if compiled else cases:  # each new size takes seconds
         monkeypatch.setattr("model.LOGITS_AT_ONCE", 17 * most)
@@ -241,42 +240,22 @@ def test_what_we_cannot_compute_is_refused(wrong):
         surgery.read_config(".", [])
 
 
-@pytest.mark.parametrize("name", ["hf_llama", "raven_llama", "ours"])
-def test_values_of_the_config(name):
+@pytest.mark.parametrize("name, heads", [
+    ("hf_llama", "num_attention_heads"), ("raven_llama", "n_heads"), ("ours", "n_head"),
+])
+def test_values_of_the_config(name, heads):
     """In each layout, the message names the key of config.json that is missing or has no sense."""
     small().save("ours")
-    raw = {"norm": "pre"} | read_json((ORACLE if name != "ours" else Path()) / name / "config.json")
-    heads = next(key for key in raw if key in ("num_attention_heads", "n_heads", "n_head"))
-    eps = next(key for key in raw if key in ("rms_norm_eps", "norm_eps"))
-    for changed, words in (
-        ({heads: ...}, f"lacks {heads}"),
-        ({heads: 0}, f"{heads} = 0 must be int"),
-        ({heads: True}, f"{heads} = True must be int"),
-        ({heads: 3}, "n_head = 3 must be a multiple"),
-        ({eps: "1e-5"}, f"{eps} = '1e-5' must be float"),
-        ({"eos_token_id": ["</s>"]}, "eos_token_id = ['</s>'] must be int or list"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "needs numbers"),
+    raw = read_json(f"{name}/config.json" if name == "ours" else ORACLE / name / "config.json")
+    for value, words in (
+        (None, f"lacks {heads}"), (0, f"{heads} = 0 must be int"),
+        ("4", f"{heads} = '4' must be int"), (3, "n_head = 3 must be a multiple"),
     ):
-        wrong = {key: value for key, value in (raw | changed).items() if value is not ...}
-        common.write_json("m/config.json", wrong)
+        common.write_json("m/config.json", raw | {heads: value})
+        if value is None:
+            common.write_json("m/config.json", {key: raw[key] for key in raw if key != heads})
         with pytest.raises(UserError, match="m/config.json: .*" + re.escape(words)):
             surgery.read_config("m", [])
-
-
-def test_a_checkpoint_of_another_model_py():
-    """A checkpoint whose tensors or keys are not those of model.py: the message names them."""
-    small().save("m")
-    config, tensors = read_json("m/config.json"), weights("m")
-    for changed, words in (
-        ({"core.0.gate": torch.ones(32)}, "['core.0.gate']. It was made by another model.py"),
-        ({"norm_f.weight": torch.ones(31)}, "['norm_f.weight']. It was"),
-        ({"norm_f.weight": None}, "['norm_f.weight']. It was"),
-    ):
-        changed = {name: t for name, t in (tensors | changed).items() if t is not None}
-        save_file(changed, "m/model.safetensors")
-        assert words in error_line("sample --prompt=has --model=m")
-    common.write_json("m/config.json", config | {"damping": 0.5})
-    assert "unknown ['damping']. It was" in error_line("sample --prompt=has --model=m")
 
 
 def test_surgery_keeps_the_layers_in_a_row():
@@ -295,7 +274,7 @@ def test_surgery_keeps_the_layers_in_a_row():
 
 
 def test_weights_are_never_rounded():
-    """Weights have the dtype asked for, or the smallest that is exact; others may read the file."""
+    """Weights have the dtype asked for, or the smallest that is exact."""
     shutil.copytree(ORACLE / "hf_llama", "hf")
     run_script("surgery hf coarse --shape 1,2,1")
     fine = torch.randn(32)
@@ -311,8 +290,6 @@ def test_weights_are_never_rounded():
     ):
         assert {t.dtype for t in weights(folder).values()} == {stored}
         assert {p.dtype for p in RecurrentLM.load(folder, dtype=asked).parameters()} == {wanted}
-    Path("half/notes").touch()
-    assert len({path.stat().st_mode for path in Path("half").iterdir()}) == 1
 
 
 def test_weights_are_those_that_the_folder_declares():
@@ -338,30 +315,13 @@ def test_weights_are_those_that_the_folder_declares():
 @pytest.mark.parametrize("change, words", [
     ("rm $M; touch a.safetensors b.bin", "has no model.safetensors, nor model.safetensors.index"),
     ("touch adapter_$M", "an adapter, whose weights are not in model.safetensors"),
-    ("rm $M config.json; touch adapter_config.json", "adapter_config.json: an adapter"),
     ("rm $M; touch model.gguf", "from_gguf hf/model.gguf"),
-    ("ln -sf purged $M", "No such file or directory: hf/"),
 ])
 def test_files_that_are_missing_or_not_the_models(change, words, llama):
     """If weights are missing, the message says which; an adapter is never silently ignored."""
     shutil.copytree(llama, "hf")
     subprocess.run(f"M=model.safetensors; {change}", cwd="hf", shell=True, check=True)
     assert words in error_line("surgery hf out --feed_forward")
-
-
-def test_a_model_is_what_its_own_folder_has(llama, checkpoint, corpus, base):
-    """step_* folders count in a run's folder alone: not in a model's, nor in a tokenizer's."""
-    shutil.copytree(llama, "hf")
-    shutil.copytree(corpus / "task", "task")
-    for folder in ("hf", "task"):
-        shutil.copytree(checkpoint, f"{folder}/step_500")
-        os.remove(f"{folder}/step_500/tokenizer.json")
-        names = f"--tokenizer={folder} --out=text/{folder}"
-        run_script(f"data prepare --input={corpus}/test.jsonl --field=question {names}")
-    for i, source in enumerate(("hf", llama)):
-        run_script(f"surgery {source} m{i} --feed_forward")
-    assert contents("m0") == contents("m1")
-    assert "holds a model" in error_line("train --out_dir=hf", *base)
 
 
 def test_a_tied_head_has_either_name():
@@ -388,14 +348,8 @@ def test_weights_that_are_not_those_of_the_config(llama):
     shutil.copytree(llama, "hf")
     for changed, words in (
         ({name: q.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "quantized"),
-        ({name: q.to(torch.int8)}, "quantized"),
-        ({f"{name}_scale": torch.ones(1)}, f"missing [], unknown ['{name}_scale']"),
         ({name: q[:-8], name.replace("q_", "k_"): q[:24]}, f"{name}' has the shape (24, 32)"),
         ({name: q + math.nan}, f"{name}' contains NaN or infinity"),
-        ({name: q / 0}, f"{name}' contains NaN or infinity"),
-        ({name: None}, f"missing ['{name}'], unknown []"),
-        ({"lm_head.weight": None, "score.weight": q},
-         "missing ['lm_head.weight'], unknown ['score.weight']"),
         ({name: None, wrapped: q, f"{wrapped}.lora_A": q[:4]},
          f"missing ['{name}'], unknown ['{wrapped}', '{wrapped}.lora_A']"),
     ):
@@ -520,16 +474,15 @@ def test_llama_3s_ids(monkeypatch):
 
 WORDS = {  # changes to the counts' tokenizer
     "tiny": {},
-    "whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
     "lowercase": {"normalizer": {"type": "Lowercase"}},
     "step": {"added_tokens": [{"content": "<step>", "special": False, "id": 17, "lstrip": False,
                                "rstrip": False, "single_word": False, "normalized": False}]},
 }
-ALONE = ["qwen", "olmo2", "typeless", "tiny"]  # read without the tokenizers library
-OTHERS = ["smollm2", "gpt2", "words", "unordered", "few_bytes", "strips", "unreachable"]
+ALONE = ["qwen", "olmo2", "tiny"]  # read without the tokenizers library
+OTHERS = ["smollm2", "gpt2", "unordered", "few_bytes", "strips", "lowercase", "step"]
 
 
-@pytest.mark.parametrize("kind", [*ALONE, *OTHERS, "whitespace", "lowercase", "step"])
+@pytest.mark.parametrize("kind", [*ALONE, *OTHERS])
 def test_ids_of_transformers(kind, corpus, monkeypatch):
     """A tokenizer.json gives transformers' ids and text, with control tokens read as text."""
     tf = need("transformers")
@@ -609,13 +562,9 @@ def test_texts_of_a_sentencepiece_model_begin_as_in_transformers(speaker):
         assert ours.decode(ids[-3:]) == theirs.decode(ids[-3:])
         prints.add(ours.fingerprint)
     assert len(prints) == 3, "the fingerprint depends on BOS"
-    common.write_json("tokenizer_config.json", config | {"add_prefix_space": False})
-    with pytest.raises(UserError, match="add_prefix_space = false is not supported"):
-        Tokenizer.load(".")
 
 
-@pytest.mark.parametrize("change", [
-    "none", "no blank", "lowercase", "digits", "ids", "added token", "no bytes"])
+@pytest.mark.parametrize("change", ["none", "lowercase", "ids", "added token"])
 def test_tokenizer_json_decides(change, speaker, monkeypatch):
     """The ids are those of tokenizer.json, also where a tokenizer.model beside it is faster."""
     tf, tokenizers = need("transformers"), need("tokenizers")
@@ -627,24 +576,15 @@ def test_tokenizer_json_decides(change, speaker, monkeypatch):
               {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     spec["normalizer"] = {"type": "Sequence", "normalizers": blanks}
     spec["pre_tokenizer"] = None
-    model = spec["model"]
-    vocab = model["vocab"]
+    vocab = spec["model"]["vocab"]
     match change:
-        case "no blank":
-            spec["normalizer"] = None
-            spec["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁",
-                                     "prepend_scheme": "never", "split": False}
         case "lowercase":
             blanks.insert(0, {"type": "Lowercase"})
-        case "digits":
-            spec["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
         case "ids":
             vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
         case "added token":
             spec["added_tokens"].append(spec["added_tokens"][0] | {
                 "id": vocab["e"], "content": "e", "special": False})
-        case "no bytes":
-            model["byte_fallback"] = False
     common.write_json("tokenizer.json", spec)
     common.write_json("tokenizer_config.json", {"add_bos_token": True, "bos_token": "<s>"})
     theirs = tokenizers.Tokenizer.from_file("tokenizer.json")
@@ -682,40 +622,6 @@ def test_configured_end_of_text(corpus):
     common.write_json("tokenizer_config.json", {"eos_token": "<|none|>"})
     with pytest.raises(UserError, match="lacks the token <.none.>"):
         Tokenizer.load(".")
-
-
-def test_tokens_that_other_files_name(speaker):
-    """A token that tokenizer.model lacks is refused, unless transformers has merged the files."""
-    tf = need("transformers")
-    need("google.protobuf")
-    shutil.copy(speaker / "tokenizer.model", ".")
-    assert Tokenizer.load(".").vocab_size == 512
-    for name, content in (
-        ("tokenizer_config.json", {"added_tokens_decoder": {"512": {"content": "<step>"}}}),
-        ("added_tokens.json", {"<step>": 512}),
-    ):
-        common.write_json(name, content)
-        with pytest.raises(UserError, match="tokenizer.model: lacks the token <step>.*" + name):
-            Tokenizer.load(".")
-        os.rename(name, "last.json")
-
-    os.rename("last.json", "added_tokens.json")
-    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    common.write_json("tokenizer_config.json", config)
-    theirs = tf.AutoTokenizer.from_pretrained(".")
-    theirs.save_pretrained("merged")  # writes a tokenizer.json
-    shutil.copy(speaker / "tokenizer.model", "merged")
-    text = "has 1 <step> 漢"
-    assert Tokenizer.load("merged").encode(text, bos=True) == theirs(text).input_ids
-    assert 512 in theirs(text).input_ids
-    with pytest.raises(UserError, match="513 ids, .* 512. .* remove .* <step>"):
-        data.load_tokenizer("merged", small(vocab_size=512).config)
-
-    write_bpe("bpe")
-    common.write_json("bpe/special_tokens_map.json", {"eos_token": "<s>"})
-    common.write_json("bpe/tokenizer_config.json", {"eos_token": "</s>"})
-    theirs = tf.AutoTokenizer.from_pretrained("bpe")
-    assert Tokenizer.load("bpe").eos_id == theirs.eos_token_id == 0
 
 
 # ------------------------------------------------------------------------------------------ prepare
@@ -842,16 +748,13 @@ def test_documents_are_counted_and_bad_ones_skipped(corpus):
     bad = [
         '{"text": ', "[]", '{"q": "a"}', '{"text": null}', '{"text": NaN}',
         '{"text": "\xff"}', '{"text": "\\ud83d"}',  # not UTF-8, and a lone surrogate
-        '{"text": [17]}', '{"text": [-1]}',  # ids that the tokenizer does not have
-        '{"text": [true, false]}', '{"text": [1, 1.5]}', '{"text": ["has 1"]}',
-        '{"text": [{"role": "assistant", "content": "1", "reasoning_content": "has 1"}]}',
+        '{"text": [17]}', '{"text": [true]}', '{"text": ["has 1"]}',  # no ids of the tokenizer
     ]
-    Path("b.jsonl").write_text(good * 48 + "\n".join(bad), encoding="latin-1")
-    said = error_line("data", *prepare(corpus, "b.jsonl", "out"))
-    assert "13 of 61 records" in said and "b.jsonl: " in said
-    Path("b.jsonl").write_text(good * 1500 + "\n".join(bad), encoding="latin-1")
-    run_script("data", *prepare(corpus, "b.jsonl", "out"))
-    assert read_json("out/meta.json")["counts"]["bad"] == 13
+    for share, count in ("10 of 58", 48), ("", 1500):
+        Path("b.jsonl").write_text(good * count + "\n".join(bad), encoding="latin-1")
+        run = error_line if share else run_script
+        assert share in run("data", *prepare(corpus, "b.jsonl", "out"))
+    assert read_json("out/meta.json")["counts"]["bad"] == 10
 
     texts = "has", "so", "so drop", " "
     Path("c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -865,67 +768,46 @@ def test_documents_are_counted_and_bad_ones_skipped(corpus):
 
 
 def test_texts_in_other_encodings(corpus):
-    """Parquet's binary columns are text, others are not read; what is not UTF-8 is refused."""
+    """A byte order mark and parquet's binary columns are read; what is not UTF-8 is refused."""
     parquet, pa = need("pyarrow.parquet"), need("pyarrow")
     texts = [f"has {i % 10}" for i in range(60)]
-    for name, rows in (("text", texts), ("binary", [text.encode() for text in texts])):
-        later = pa.array([253_402_300_800] * 60, pa.timestamp("s"))  # the year 10000
-        parquet.write_table(pa.table({"text": rows, "time": later}), f"{name}.parquet")
-        run_script("data", *prepare(corpus, f"{name}.parquet", name))
-    assert np.load("text/train_000000.npy").tolist() == np.load("binary/train_000000.npy").tolist()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    Path("marked.jsonl").write_text(lines, "utf-8-sig")
+    parquet.write_table(pa.table({"text": [text.encode() for text in texts]}), "binary.parquet")
+    for path in "marked.jsonl", "binary.parquet":
+        run_script("data", *prepare(corpus, path, f"of-{path}"))
+        assert read_json(f"of-{path}/meta.json")["counts"]["kept"] == 60
+        ids = np.load(f"of-{path}/train_000000.npy").tolist()
+        assert ids[0] == Tokenizer.load(corpus / "task").encode("has")[0]
 
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts * 3)
-    Path("bom.jsonl").write_text(lines, "utf-8-sig")
-    run_script("data", *prepare(corpus, "bom.jsonl", "bom"))
-    assert read_json("bom/meta.json")["counts"]["bad"] == 0
-    parquet.write_table(pa.table({"text": [text.encode("utf-16") for text in texts]}), "x.parquet")
-    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
-        Path("x.txt").write_text("has 1 " * 50, encoding)
-        Path("x.jsonl").write_text(lines, encoding)
-        for path in ("x.txt", "x.jsonl", "x.parquet"):
-            assert f"{path}: " in error_line("data", *prepare(corpus, path, "out"))
     Path("x.txt").write_text("caf\xe9 " * 50, "latin-1")
-    Path("x.parquet").write_bytes(b"PAR1")
-    for path in ("x.txt", "x.parquet"):
-        assert f"{path}: damaged" in error_line("data", *prepare(corpus, path, "out"))
+    Path("x.jsonl").write_text(lines, "utf-16")
+    parquet.write_table(pa.table({"text": [text.encode("utf-16") for text in texts]}), "x.parquet")
     for path in ("x.txt", "x.jsonl", "x.parquet"):
-        Path(path).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
-        assert f"{path}: only a pointer" in error_line("data", *prepare(corpus, path, "out"))
-    assert parts_of({"text": "caf\xe9".encode()}, drop=["text=CAF\xc9"]) == []
+        assert f"{path}: " in error_line("data", *prepare(corpus, path, "out"))
 
 
-def test_floats_of_parquet(corpus):
-    """A number in 16 or 32 bits is the shortest one in its precision; a column may have a dot."""
+def test_floats_of_parquet():
+    """A float32 is the shortest number in its precision; the name of a column may have a dot."""
     parquet, pa = need("pyarrow.parquet"), need("pyarrow")
-    tenths = [None, *(i / 10 for i in range(1, 99))]
-    for kind in pa.float16(), pa.float32(), pa.float64():
-        column = pa.array(tenths, kind)
-        struct = pa.StructArray.from_arrays([column], ["b"])
-        parquet.write_table(pa.table({"n": column, "a": struct, "x.y": column}), "a.parquet")
-        for field in "n", "a.b", "x.y":
-            args = SimpleNamespace(field=field, prompt=None, drop=[])
-            rows = [*data.read_records("a.parquet", args)]
-            assert [data.column_value(row, field) for row in rows] == tenths
+    tenths = [i / 10 for i in range(99)]
+    parquet.write_table(pa.table({"a.b": pa.array(tenths, pa.float32())}), "a.parquet")
+    rows = data.read_records("a.parquet", SimpleNamespace(field="a.b", prompt=None, drop=[]))
+    assert [data.column_value(row, "a.b") for row in rows] == tenths
 
 
-def test_what_lies_beside_is_named_once(speaker, capsys):
+def test_what_lies_beside_is_named_once(corpus, capsys):
     """Columns and marks that would change a text, but are not read, are named, each once."""
-    rows = {
-        "ids": {"a": [5, 6], "labels": [5, -100], "attention_mask": [1, 0]},
-        "chat": {"a": [ANSWER], "system": "so", "tools": []},
-        "json": {"a": json.dumps([ANSWER])},
-        "marks": {"a": "so\n<|endoftext|>\nso"},
-        "controls": {"a": "<s> [INST] has [/INST] 1 </s>"},
-    }
     data.note.cache_clear()
-    for name, row in rows.items():
-        Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 30)
-        run_script("data", *prepare(speaker, f"{name}.jsonl", name, "--field=a"),
-                   f"--tokenizer={speaker}")
-    said = capsys.readouterr().err
-    assert re.findall("note: (records have )?(\\S+)", said) == [
-        ("records have ", "labels"), ("records have ", "attention_mask"),
-        ("records have ", "system"), ("", "a"), ("", "<|endoftext|>"), ("", "<s>")]
+    for i, row in enumerate((
+        {"a": [5, 6], "labels": [5, -100]},
+        {"a": [ANSWER], "system": "has", "tools": []},
+        {"a": "so\n<|endoftext|>\nso"},
+    )):
+        Path(f"{i}.jsonl").write_text(f"{json.dumps(row)}\n" * 30)
+        run_script("data", *prepare(corpus, f"{i}.jsonl", i, "--field=a"))
+    named = re.findall("note: (?:records have )?(\\S+)", capsys.readouterr().err)
+    assert named == ["labels", "system", "<|endoftext|>"]
 
 
 def test_validation_has_whole_documents(corpus):
@@ -959,7 +841,7 @@ def test_rows_hold_whole_questions(corpus):
     lengths = np.random.default_rng(0).integers(3, 100, 900).tolist()
     write_questions(lengths)
     command = prepare(corpus, "q.jsonl", "out", "--prompt=q", "--field=a", "--shard_tokens=20000")
-    assert "Rows of 256 tokens are 9" in run_script("data", *command)
+    run_script("data", *command)
     meta, tokenizer = read_json("out/meta.json"), Tokenizer.load("out")
     found = []
     for split, shards in meta["shards"].items():
@@ -975,37 +857,12 @@ def test_rows_hold_whole_questions(corpus):
 
 
 def test_row_length_fits_the_questions(corpus):
-    """Rows hold two of the usual questions if the context allows; too long ones are reported."""
-    command = f"data prepare --input=q.jsonl --tokenizer={corpus}/task --prompt=q --field=a"
-    for lengths, flags, T, long in [
-        ([130] * 100, "--out=a", 512, 0),
-        ([100] * 199 + [700], "--out=b", 256, 1),
-        ([100] * 100, "--out=c", 256, 0),
-        ([100] * 100, "--out=d --row_length=120", 120, 0),
-    ]:
+    """Rows hold two of the usual questions; longer ones are left out and counted."""
+    for out, lengths, T, long in ("a", [130] * 100, 512, 0), ("b", [100] * 199 + [700], 256, 1):
         write_questions(lengths)
-        said = run_script(f"{command} {flags}")
-        assert ("700 tokens that begin with 'has has" in said) == long
-        meta = read_json(f"{flags[6]}/meta.json")
+        run_script("data", *prepare(corpus, "q.jsonl", out, "--prompt=q", "--field=a"))
+        meta = read_json(f"{out}/meta.json")
         assert (meta["row_length"], meta["counts"]["long"]) == (T, long)
-    shutil.copytree(corpus / "task", "model")
-    common.write_json("model/config.json", {"max_position_embeddings": 90})
-    for flag in ("--row_length=90", "--tokenizer=model"):
-        said = error_line(f"{command} --out=new {flag}")
-        assert "100 of 100 records so far are long. A row has 90" in said and "100 tokens" in said
-
-
-def test_a_data_set_has_its_tokenizer(corpus, speaker):
-    """Its file is copied before a run may delete it, and named with what begins and ends a text."""
-    documents(30)
-    shutil.copytree(corpus / "task", "run/step_000001")
-    Path("run/step_000001/config.json").touch()
-    said = error_line("data", *prepare(corpus, "a.jsonl", "out"), "--tokenizer=run", "--field=none")
-    assert "KeyError('none')" in said
-    assert Tokenizer.load("out").bos_id is None
-    said = run_script("data", *prepare(corpus, "a.jsonl", "out"), f"--tokenizer={speaker}")
-    assert "tokenizer.model: each document begins with BOS <s> and ends with EOS </s>" in said
-    assert os.path.exists("out/tokenizer.model") and not os.path.exists("out/tokenizer.json")
 
 
 def test_unknown_words_are_named(capsys):
@@ -1061,11 +918,9 @@ def test_every_token_of_a_row_has_a_target(corpus):
 
     shutil.copytree(corpus / "task", "task")
     path = Path("task", read_json("task/meta.json")["shards"]["val"][0][0])
-    np.save(path, np.load(path)[..., :-40])
-    for words in "meta.json lists", "damaged":
-        with pytest.raises(UserError, match=f"{path}: .*{words}"):
-            Dataset("task", "val", 39)
-        os.truncate(path, path.stat().st_size - 40)
+    os.truncate(path, path.stat().st_size - 40)
+    with pytest.raises(UserError, match=f"{path}: damaged"):
+        Dataset("task", "val", 39)
 
 
 def test_mixture_follows_its_weights(corpus):
@@ -1179,7 +1034,7 @@ def test_adamw_star_is_the_papers():
 
 @pytest.mark.parametrize("preset", ["tinyllama-4-8-4", "llama-3.1-8b-8-12-8"])
 def test_ranks_keep_even_shares(preset):
-    """Ranks share one copy of the optimizer, and Muon's work, evenly within 15%, in few pieces."""
+    """Ranks share one copy of the optimizer, and Muon's work, evenly within 15%."""
     parent, sizes = plan.presets()[preset]
     model = RecurrentLM.empty(retrofit_config(parent, sizes))
     alone = train.make_optimizer(Settings(), model, 0, 1).masters_and_moments().values()
@@ -1191,12 +1046,6 @@ def test_ranks_keep_even_shares(preset):
             shares = [sum(t.numel() for t in share) for share in tensors]
             assert max(shares) < 1.15 * sum(shares) / world, (world, shares)
         assert sum(t.numel() for share in kept for t in share) == sum(t.numel() for t in alone)
-
-        for rule, tables in ("muon", 2), ("adamw", 2), ("adamw*", 0):
-            opt = train.make_optimizer(Settings(optimizer=rule), model, 0, world)
-            # Each piece is a message that broadcasts an update. Only two tables are split, and none
-            # for AdamW*, whose steps depend on a whole tensor.
-            assert len(opt.pieces) == len(opt.params) + tables * (world - 1)
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -1225,8 +1074,7 @@ def test_numbers_that_are_none(checkpoint, corpus):
     model.head.weight.data[3] = math.nan
     save(model, "bad", corpus)
     Path("q.jsonl").write_text('{"question": "has", "answer": "2"}')
-    for command in ("sample --prompt=has --steps=2", "sample --prompt=has --temperature=1",
-                    "sample --prompt=has --trace", "eval_gsm8k --data=q.jsonl --template=plain"):
+    for command in "sample --prompt=has --steps=2", "eval_gsm8k --data=q.jsonl --template=plain":
         assert "logits are not finite" in error_line(command, "--model=bad"), command
 
     model = decode_model()
@@ -1275,7 +1123,6 @@ def test_sampling_follows_its_settings(corpus):
         (1.0, 9, [0.15, 0.5, 0.05, 0.3]),
         (0.5, 0, [0.0616, 0.6849, 0.0068, 0.2466]),
         (1e-38, 0, [0.0, 1.0, 0.0, 0.0]),  # a division by it would overflow
-        (1e-50, 0, [0.0, 1.0, 0.0, 0.0]),  # 0 in float32
     ):
         draws = torch.empty(logits.shape).exponential_(generator=torch.Generator().manual_seed(0))
         tokens, checked = choose(logits, draws, temperature, top_k)
@@ -1291,31 +1138,26 @@ def test_sampling_follows_its_settings(corpus):
     ask = "sample --model=m --prompt='has 1' --tokens=20"
     texts = [run_script(f"{ask} --temperature=2 --seed={seed}") for seed in (0, 0, 1, 2)]
     assert texts[0] == texts[1] and len({*texts}) == 3
-    for flags in ("--temperature=2 --top_k=1", "--temperature=1e-38"):
-        assert run_script(f"{ask} {flags}") == run_script(ask)
+    assert run_script(f"{ask} --temperature=2 --top_k=1") == run_script(ask)
 
 
-@pytest.mark.parametrize("cpuinfo, auto", [
-    ("vendor_id : GenuineIntel flags : fma avx512_bf16 amx_bf16 amx_tile", "bfloat16"),
-    ("vendor_id : GenuineIntel flags : fma avx512f avx512_bf16", "float32"),  # which is faster
-    ("vendor_id : AuthenticAMD flags : fma avx512f avx512_bf16", "bfloat16"),
-    ("vendor_id : AuthenticAMD flags : fma avx2", "float32"),
-    ("Features : fp asimd i8mm bf16 dgh", "bfloat16"),                        # ARM
-    ("Features : fp asimd", "float32"),
-    (None, "float32"),                                                        # such as macOS
-])
-def test_auto_dtype(cpuinfo, auto, monkeypatch):
+def test_auto_dtype(monkeypatch):
     """--dtype auto is bfloat16 on GPUs and CPUs where that is native; elsewhere it is slow."""
     monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo"))
-    if cpuinfo:
+    assert common.choose_dtype("auto", "cpu") == "float32", "no cpuinfo, as on macOS"
+    for cpuinfo, wanted in (
+        ("vendor_id : GenuineIntel flags : fma avx512_bf16 amx_bf16 amx_tile", "bfloat16"),
+        ("vendor_id : GenuineIntel flags : fma avx512f avx512_bf16", "float32"),  # which is faster
+        ("vendor_id : AuthenticAMD flags : fma avx512f avx512_bf16", "bfloat16"),
+        ("vendor_id : AuthenticAMD flags : fma avx2", "float32"),
+        ("Features : fp asimd i8mm bf16 dgh", "bfloat16"),  # ARM
+    ):
         Path("cpuinfo").write_text(cpuinfo)
-    assert common.choose_dtype("auto", "cpu") == auto
+        assert common.choose_dtype("auto", "cpu") == wanted
     for gpu, wanted in (
         ({"major": 8}, "bfloat16"), ({"major": 7}, "float32"),  # such as an A100 and a T4
         ({"major": 9, "gcnArchName": "gfx906:sramecc+:xnack-"}, "float32"),
-        ({"major": 10, "gcnArchName": "gfx1030"}, "float32"),
         ({"major": 9, "gcnArchName": "gfx942:sramecc+:xnack-"}, "bfloat16"),
-        ({"major": 11, "gcnArchName": "gfx1100"}, "bfloat16"),
     ):
         monkeypatch.setattr("torch.version.hip", "gcnArchName" in gpu or None)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(**gpu))
@@ -1324,23 +1166,18 @@ def test_auto_dtype(cpuinfo, auto, monkeypatch):
 
 def test_auto_on_resume_is_what_it_became(base, looped, monkeypatch):
     """Training and evaluation that began with --dtype auto resume in the dtype that it became."""
-    run = "train --dtype=auto --out_dir=run", *base
+    Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
+    run = "train --dtype=auto --updates=1 --out_dir=run", *base
     flags = "--data=asked.jsonl --out=x.json --max_new_tokens=2 --steps=3"
     ask = f"eval_gsm8k --model={looped} {flags}"
-    Path("asked.jsonl").write_text(json.dumps(ASKED[0]))
     monkeypatch.setattr(common, "CPUINFO", Path("cpuinfo"))
     Path("cpuinfo").write_text("amx_bf16")
     run_script(*run)
     run_script(ask)
     os.remove("cpuinfo")
     assert "bfloat16 on cpu" in run_script(*run)
-    assert "dtype = bfloat16" in error_line(*run, "--dtype=float32")
-    asked = read_json("answers_x.json")
-    assert asked["asked"]["dtype"] == "bfloat16"
     run_script(ask)
-    assert read_json("answers_x.json") == asked
-    run_script(ask, "--dtype=float32")
-    assert read_json("answers_x.json")["asked"]["dtype"] == "float32"
+    assert read_json("answers_x.json")["asked"]["dtype"] == "bfloat16"
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1399,10 +1236,7 @@ def test_executed_flops_are_torchs():
         ({}, (0, 4), ""),
         ({}, (3, 2), "--train=core|adapter"),
         ({}, (3, 2), "--train=coda|head"),
-        ({}, (3, 2), "--train=prelude"),
-        ({}, (3, 2), "--train=norm_1"),
         ({}, (3, 2), "--train=norm_f"),
-        ({"n_core": 0, "n_coda": 0}, (0, 0), ""),
         ({"n_core": 0, "n_coda": 0, "qkv_bias": True}, (0, 0), "--train=head"),
     ):
         model = small(vocab_size=300, n_embd=64, n_ffn=160, **shape)
@@ -1448,23 +1282,9 @@ def test_flags_override_the_configs(base, monkeypatch):
     assert (s.data, s.init_from, s.out_dir) == ("a=b:1,/h/c", "/h/m", "run")
     assert (s.lr, s.eval_recurrences, s.updates, s.draws, s.seed) == (2.0, [1, 8], 9, 2, 5)
     assert s.compile is False
-    Path("my.toml").write_text('config = "more.toml"')
-    assert "--config=more.toml --config=my.toml" in error_line("train --config=my.toml")
-
-    run = [*base, "--out_dir=run"]
-    s = train.read_settings([*run, "--init_from=x", "--reinit", "--embed_scale=2"])
-    assert (s.n_embd, s.n_core, s.embed_scale) == (None, None, 2), "the shape of x"
-    assert train.read_settings([*run, "--n_head=4"]).n_kv_head == 4
-    train.read_settings([*base, "--optimizer=adamw", "--out_dir", "./adam_lr"])  # no flag
-
-
-def test_training_learns(base, corpus):
-    """After 80 updates, a few seconds, the validation loss is less than half that of guessing."""
-    flags = "--lr=0.02 --updates=80 --cooldown=0.3 --save_every=80 --eval_every=80"
-    run_script(f"train {flags} --out_dir=run", *base)
-    losses = read_log("run", "val")
-    chance = math.log(read_json(corpus / "pretrain/meta.json")["vocab_size"])
-    assert losses[80]["4"] < chance / 2 < chance < losses[0]["4"]
+    s = train.read_settings([*base, "--out_dir=run", "--init_from=x", "--reinit"])
+    assert (s.n_embd, s.n_core) == (None, None), "the shape of x"
+    assert train.read_settings([*base, "--out_dir=run", "--n_head=4"]).n_kv_head == 4
 
 
 def test_killed_ranks_end_alike(base, unbroken):
@@ -1520,18 +1340,6 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
     assert same_end("resumed", "unbroken")
 
 
-def test_a_run_is_locked_before_it_is_read(base, unbroken, monkeypatch):
-    """A run that another process ended just before the lock is not trained again."""
-    locked = train.locked
-
-    def lock_late(folder):
-        shutil.copytree(unbroken, folder)
-        return locked(folder)
-
-    monkeypatch.setattr(train, "locked", lock_late)
-    assert "warm-up" not in run_script("train --out_dir=run", *base)
-
-
 def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     """A signal, unless ignored, ends a run, which is saved; the same command ends as without it."""
     to_inputs = train.to_inputs
@@ -1568,22 +1376,6 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
     assert "validation" not in run_script("train", *flags)
 
 
-def test_a_second_ctrl_c_ends_at_once(capfd):
-    """The first says so; signals of any other kind, however many, end nothing."""
-    child = os.fork()
-    if not child:
-        received = train.catch_signals()
-        for name in "TERM", "TERM", "HUP", "INT", "TERM":
-            os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
-        os.write(1, str(len(received)).encode())
-        os.kill(os.getpid(), signal.SIGINT)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    said, warned = capfd.readouterr()
-    assert (said, os.waitstatus_to_exitcode(status)) == ("5", -signal.SIGINT)
-    assert "Ctrl-C again ends it at once" in warned
-
-
 def test_ranks_start_alike_and_stop_together(base, corpus):
     """A rank whose settings differ, but for data paths, says which; a signal to one stops all."""
     two = launch("train --out_dir=new", *base, world=2, last=["--lr=0.02"])
@@ -1600,27 +1392,28 @@ def test_ranks_start_alike_and_stop_together(base, corpus):
     assert len(checkpoints("new")) == 1, "all stop after the same update"
 
 
-@pytest.mark.parametrize("way", ["terminal", "tee"])
-def test_a_run_whose_reader_is_gone_is_saved(way, base):
-    """A closed terminal, or Ctrl-C of a whole pipeline, saves the last complete update."""
+def test_ctrl_c_of_a_pipeline_saves(base):
+    """Ctrl-C saves the last complete update, though `tee` ends first and every print then fails."""
     flags = " ".join([*base, "--updates=900", "--save_every=900", "--out_dir=run"])
-    line = f"exec {sys.executable} {ROOT}/train.py {flags}"
-    if way == "tee":  # which Ctrl-C ends first, so that every later message fails
-        line = f"{line} 2>&1 | tee log"
+    line = f"exec {sys.executable} {ROOT}/train.py {flags} 2>&1 | tee log"
     ours, theirs = os.openpty()
-    command = "setsid", "--ctty", "bash", "-c", line
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(["setsid", "--ctty", "bash", "-c", line],
+                               stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
     while b"update     3/" not in seen:
         seen += os.read(ours, 4096)
-    if way == "tee":
-        os.write(ours, b"\x03")
-        process.wait()
+    os.write(ours, b"\x03")
+    assert process.wait() == 128 + signal.SIGINT
     os.close(ours)
-    assert process.wait() == 128 + (signal.SIGINT if way == "tee" else signal.SIGTERM)
     (name,) = checkpoints("run")
     assert name in [f"step_{update:06d}" for update in read_log("run", "loss")]
+
+
+def test_a_run_is_trained_by_one_process(base):
+    """A second process on the same --out_dir ends in one line."""
+    with common.locked("run"):
+        assert "another process" in error_line("train --out_dir=run", *base)
 
 
 def test_changed_settings_or_data(base, unbroken):
@@ -1706,11 +1499,6 @@ def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
     run_script("train", *again)
     assert same_end("again", "three")
 
-    # An older version counted the rows of each source.
-    path = f"{find_checkpoint('three')}/train.json"
-    common.write_json(path, read_json(path) | {"used": {"a": [48, 3]}, "rows": {"a": 48}})
-    assert "train.json: not of this version" in error_line("train", *flags("x", "three", "a"))
-
 
 def test_context_follows_the_data_and_extends_the_parents(base, corpus):
     """--context is the data's, and no other is accepted; beyond the parent's, it extends that."""
@@ -1727,33 +1515,26 @@ def test_context_follows_the_data_and_extends_the_parents(base, corpus):
 
 
 def test_train_some_parameters(base, unbroken):
-    """Parameters that --train leaves out stay bit-identical and have no moments, in each stage."""
-    old = unbroken / "step_000012"
-    for words in ("core|adapter", "head"):
-        flags = f"--init_from={old} --train={words} --out_dir={words}"
-        run_script(f"train --dtype=bfloat16 --updates=1 {flags}", *base)
-        new = Path(words, "step_000001")
-        trained = tuple(words.split("|"))
-        before, after = (load_file(folder / "model.safetensors") for folder in (old, new))
-        for name, t in before.items():
-            assert name.startswith(trained) != t.equal(after[name]), name
-        assert all(name.startswith(trained) for name in load_file(new / "optimizer.safetensors"))
-        old = new
+    """Parameters that --train leaves out stay bit-identical and have no moments."""
+    flags = f"--init_from={unbroken} --train=core|adapter --out_dir=run"
+    run_script(f"train --dtype=bfloat16 --updates=1 {flags}", *base)
+    before, after = weights(unbroken / "step_000012", "model"), weights("run/step_000001", "model")
+    trained = "core", "adapter"
+    for name, t in before.items():
+        assert name.startswith(trained) != t.equal(after[name]), name
+    assert all(name.startswith(trained) for name in weights("run/step_000001", "optimizer"))
 
 
-def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
-    """A run deletes its old checkpoints after the next save, and never anybody else's files."""
+def test_a_run_deletes_only_its_own(base, unbroken):
+    """It deletes old checkpoints after the next save, even on a full disk, and no other files."""
     for path in ("step_000002_keep/config.json", "step_best/config.json", "step_notes.txt",
                  "step_000001/of_another_trainer"):
         common.write_json(f"run/{path}", {})
     os.mkdir("run/notes.tmp-20261127")
-    names = {*os.listdir("run"), "eval.json", "log.jsonl", ".lock"}
+    names = {*os.listdir("run"), "log.jsonl", ".lock"}
     names |= {f"step_{n:06d}" for n in (3, 9, 12)}
-    monkeypatch.setattr(os, "chmod", mock.Mock(side_effect=PermissionError))
     flags = [*base, "--keep=2", "--out_dir=run"]
-    with common.write_atomically("run/eval.json") as new:  # by an evaluation, at the same time
-        train_until(6, *flags)
-        new.write_text("{}")
+    train_until(6, *flags)
     common.write_json("run/step_000003/eval_test.json", {})  # by somebody who does not wait
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
@@ -1762,13 +1543,8 @@ def test_a_run_deletes_only_its_own(base, unbroken, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert find_checkpoint("run") == "run/step_000006"
-    os.mkdir("run/step_000006/train.json.loopgraft-unfinished-12345678")  # as a kill may leave it
     run_script("train", *flags)
     assert {*os.listdir("run")} == names and same_end("run", unbroken)
-    for path in Path("run").glob("step_*[29]"):
-        shutil.rmtree(path)
-    said = error_line("train", *flags)
-    assert "weights alone" in said and "--init_from=run/step_000003" in said
 
 
 def test_a_save_may_be_killed_at_any_file(base, unbroken, monkeypatch):
@@ -1948,7 +1724,7 @@ def test_log_and_checkpoint_agree(base, corpus):
 
 
 def test_full_memory_is_met_in_the_warm_up_and_ends_in_one_line(base, monkeypatch):
-    """The warm-up has the largest k; the line names flags that help; other bugs keep tracebacks."""
+    """The warm-up has the largest k, and the line names flags that help."""
     forward = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(RecurrentLM, "forward", forward)
     for k in (2, 9):  # the curriculum begins with a mean of 1, and ends at 3
@@ -1956,25 +1732,10 @@ def test_full_memory_is_met_in_the_warm_up_and_ends_in_one_line(base, monkeypatc
         assert "--activation_budget" in line
     assert [steps for (_, _, steps, *_), _ in forward.call_args_list] == [(1, 2), (1, 3)]
 
-    for full in (MemoryError(), RuntimeError("std::bad_alloc"),  # on a CPU
-                 RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+    on_a_cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    for full in MemoryError(), on_a_cpu:
         with pytest.raises(SystemExit, match="out of memory. Lower --batch_size"):
             common.cli(common.reading("file")(mock.Mock(side_effect=full)))
-    for bug in (RecursionError("too deep"), RuntimeError("a bug")):
-        with pytest.raises(type(bug)):
-            common.cli(mock.Mock(side_effect=bug))
-
-
-def test_rows_without_labels_are_reported(base, corpus):
-    """Updates and validations without any label log no loss."""
-    shutil.copytree(corpus / "pretrain", "data")
-    for path in Path("data").glob("*.npy"):
-        tokens = np.load(path)
-        tokens[1] = -100
-        np.save(path, tokens)
-    run_script("train --updates=2 --out_dir=run", *base, "--data=data")
-    assert read_log("run", "loss") == {1: None, 2: None}
-    assert read_log("run", "val")[2] == {"1": None, "4": None}
 
 
 def test_no_updates_only_validate(corpus, base, unbroken):
@@ -1997,11 +1758,8 @@ def test_no_updates_only_validate(corpus, base, unbroken):
         total += losses.sum()
         labels += (targets != -100).sum()
     assert abs(read_log("run", "val")[0]["4"] - total / labels) < 1e-5
-
     run_script("train --seed=1 --out_dir=seed1", *base)
     assert read_log("seed1", "val") == read_log("run", "val"), "rates are chosen by validation"
-    run_script("train --out_dir=seed1", *base)
-    assert len(open("seed1/log.jsonl").readlines()) == 2, "the first validation is still there"
 
 
 # --------------------------------------------------------------------------------------- evaluation
@@ -2169,15 +1927,10 @@ def test_questions(checkpoint, corpus, monkeypatch, capfd):
 
 @pytest.mark.parametrize("line, encoding, words", [
     ('{"question": "has 1 so", "answer": ["1"]}', "utf-8", "line 5 is not"),
-    ('{"question": NaN, "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "\\ud83d", "answer": "1"}', "utf-8", "line 5 is not"),
-    ('{"question": "", "answer": "1"}', "utf-8", "line 5 is not"),
     ('{"question": "has 1 so", "answer": " "}', "utf-8", "line 5 is not"),
-    ('{"question": "has 1 so", "answer": "1", "difficulty": NaN}', "utf-8", "line 5 is not"),
     ('{"question": "has 1 so", "answer": "so 7 #### "}', "utf-8", "line 5 is not"),
-    ('{"question": "caf\xe9", "answer": "1"}', "latin-1", "damaged"),
     ('{"question": "has 1 so", "answer": "1"}', "utf-16", "damaged"),
-    ('{"question": "has 1 so", "answer": "1"}', "utf-16-le", "line 1 is not"),
 ])
 def test_questions_that_are_none(line, encoding, words, checkpoint):
     """Questions and answers are text or numbers in UTF-8; others are refused, and nothing asked."""
@@ -2186,8 +1939,6 @@ def test_questions_that_are_none(line, encoding, words, checkpoint):
     said = error_line(f"eval_gsm8k --model {checkpoint} --data=q.jsonl --out=a.json")
     assert "q.jsonl: " in said and words in said
     assert not os.path.exists("answers_a.json")
-    Path("q.jsonl").write_text(good * 2, "utf-8-sig")
-    assert [row["difficulty"] for row in eval_gsm8k.read_questions("q.jsonl")] == [None] * 2
 
 
 def test_a_killed_evaluation_resumes(checkpoint, corpus):
@@ -2306,50 +2057,30 @@ def test_bench_measures_what_it_says(checkpoint, monkeypatch):
 MISTAKES = [
     ("surgery llama out", "--prelude"),
     ("surgery llama out --shape 4,4,4", "0-5"),
-    ("surgery llama out --prelude 0 --core 1-2 --coda 5-3", "--coda: invalid"),
     ("surgery llama out --shape 1,2,1 --prelude 0", "--prelude: --shape chooses the layers"),
     ("surgery m out --shape 1,1,1", "SRC is already recurrent"),
-    ("surgery llama out --shape 1,2,1 --adapter add --adapter_init half", "has no weights"),
     ("surgery llama out --shape 1,2,1 --untie", "--untie: only with --feed_forward"),
-    ("surgery llama out --feed_forward --adapter add --mean_recurrence 4",
-     "--adapter, --mean_recurrence: --feed_forward makes a model without a loop"),
     ("surgery pointer out --feed_forward", "only a pointer of Git LFS"),
-    ("surgery slow out --feed_forward", "vocab.json: not a supported tokenizer"),
-    ("train --data=task --context=39 --out_dir=out --config=latin.toml", "latin.toml: damaged"),
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
     ("train --data=task --context=39 --out_dir=out --uptades=3", "--uptades=3"),
-    ("train --config=tiny.toml --data=task --out_dir=out --draws=3", "--draws"),
     ("train --config=tiny.toml --data=task --context=30 --out_dir=out", "--context"),
     ("train --config=tiny.toml --data=task --out_dir=out --train=norm|heads", "named 'heads'"),
-    ("train --config=tiny.toml --data=task --out_dir=out --n_core=0", "n_coda"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_kv_head=4", "n_kv_head = 4"),
-    ("train --config=tiny.toml --data=task --out_dir=out --n_embd=30", "head_dim = 15"),
+    ("train --config=tiny.toml --data=task --out_dir=llama", "holds a model"),
     ("train --data=x --out_dir=out --n_embd=32 --n_ffn=64", "give --n_head, --n_prelude, or"),
     ("train --config=tiny.toml --init_from=x --n_core=2 --embed_scale=50",
      "--n_core: no effect with --init_from"),
-    ("train --config=tiny.toml --init_from=x --embed_scale=50", "no effect without random weights"),
     ("train --config=tiny.toml --adam_lr=0.3 --optimizer=adamw", "--adam_lr: no effect"),
-    ("train --config=tiny.toml --curriculum=none --curriculum_warmup 1", "--curriculum=none"),
-    ("train --config=tiny.toml --compile=false --activation_budget=1", "with --compile=false"),
-    ("train --config=tiny.toml --reinit", "--reinit: no effect without --init_from"),
-    ("data prepare --input test.jsonl ./test.jsonl --tokenizer m --out out", "test.jsonl 2 times"),
-    ("data prepare --input test.jsonl --tokenizer m --out out --val 0", "from 0.001 to 0.9"),
-    ("data prepare --input test.jsonl --tokenizer m --out out --field question --row_length 90",
-     "--row_length: only for --prompt"),
     ("train --config=tiny.toml --data=test.jsonl --out_dir=out", "not a finished data set"),
     ("train --config=tiny.toml --data=task:0.5 --out_dir=out", "whole numbers above 0"),
-    ("train --config=tiny.toml --data=task:3,./task:2 --out_dir=out", "task twice"),
     ("sample --prompt 3 --model llama", "surgery.py llama OUT"),
     ("sample --prompt 3 --model damaged", "model.safetensors: damaged"),
     ("sample --prompt 3 --model m --top_k=5", "--top_k: needs a --temperature"),
     ("sample --trace --model m --temperature 1 --tokens=9", "--tokens, --temperature: no effect"),
-    ("sample --prompt 3 --model m --temperature inf --top_k=5", "finite number"),
     ("eval_gsm8k --model m --data test.jsonl --out test.jsonl", "over the questions"),
-    ("eval_gsm8k --model m --data test.jsonl --out .", "is a folder"),
     ("surgery x.gguf out --feed_forward", "python -m tools.from_gguf x.gguf"),
     ("tools/plot m/config.json", "nothing to draw"),
-    ("tools/block_influence llama out --text test.jsonl --shape 4,4,4", "at least 12 layers"),
     ("tools/block_influence m out --text test.jsonl --shape 1,1,1", "not an ordinary model"),
 ]
 
@@ -2400,33 +2131,18 @@ def test_a_bug_keeps_its_traceback(function, command, mistake, error, llama, che
 
 
 # ------------------------------------------------------------------------------------- the terminal
-def test_ranks_that_nobody_started_or_needs(checkpoint, monkeypatch):
-    """Incomplete variables of torchrun are ignored; sample.py runs on one rank."""
-    run_on_ranks(f"sample --model={checkpoint} --prompt=has --tokens=1", world=2)
-    said = Path("log").read_text()
-    assert said.count("only rank 0 of 2") == said.count("--- 1 tokens") == 1
-
-    torchruns = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    for missing in torchruns:
-        left = {name: value for name, value in torchruns.items() if name != missing}
-        monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "1"} | left)
-        common_then = runpy.run_path(str(ROOT / "common.py"))
-        assert [common_then[name] for name in ("RANK", "LOCAL_RANK", "WORLD")] == [0, 0, 1]
 
 
 def test_closed_pipes(checkpoint, corpus):
-    """Scripts end quietly if a pipe is closed or cannot encode "±", under `python -OO`, too."""
+    """If a pipe is closed or cannot encode "±", results are complete, under `python -OO`, too."""
     env = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
     read, write = os.pipe()
     os.close(read)
-    for command, code in (
-        (f"eval_gsm8k.py --data={corpus}/test.jsonl --limit=1 --max_new_tokens=2 --out=a.json", 0),
-        ("sample.py --prompt=has --tokens=4", 128 + signal.SIGPIPE),
-    ):
-        command = [sys.executable, *f"-OO {ROOT}/{command} --model={checkpoint} --steps=1".split()]
-        done = subprocess.run(command, env=env, stdout=write, stderr=subprocess.PIPE, text=True)
-        assert done.returncode == code and "rror" not in done.stderr, done.stderr
+    flags = f"--data={corpus}/test.jsonl --steps=1 --limit=1 --max_new_tokens=2 --out=a.json"
+    command = [sys.executable, "-OO", ROOT / "eval_gsm8k.py", "--model", checkpoint, *flags.split()]
+    done = subprocess.run(command, env=env, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
+    assert done.returncode == 0 and "rror" not in done.stderr, done.stderr
     assert read_json("a.json")["results"]
 
 
@@ -2446,16 +2162,16 @@ def test_a_python_that_is_too_old(script, monkeypatch):
 
 
 def test_no_compiler(base, checkpoint, monkeypatch, capfd):
-    """Without a compiler, scripts go on uncompiled and say why."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())  # the usual one may have the kernels
+    """Without a working compiler, scripts go on uncompiled and say why."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())  # which holds nothing
     for command in (("train --compile=true --updates=1 --out_dir=run", *base),
-                    (f"sample --model={checkpoint} --compile --prompt=has --tokens=2",),
-                    (f"bench train --model={checkpoint} --context=8 --repeat=1",)):
+                    (f"sample --model={checkpoint} --compile --prompt=has --tokens=2",)):
         torch.compiler.reset()  # forgets what other tests compiled
         with torch._inductor.config.patch("cpp.cxx", ("/bin/false",)):
             run_script(*command)
         torch.compiler.set_stance("default")
-        assert re.search("warning: .*C\\+\\+ compiler.*without torch.compile", capfd.readouterr().err)
+        said = capfd.readouterr().err
+        assert re.search("warning: .*C[+][+] compiler.*without torch.compile", said), said
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
@@ -2474,7 +2190,7 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
 
 
 def test_trace_is_what_the_model_says(speaker, corpus):
-    """--trace shows what model(idx, steps=r) predicts at each r, after every token or piece."""
+    """--trace shows what model(idx, steps=r) predicts at each r, after every token."""
     loud = small(seed=2, context=40, state_std=1.0)  # another choice at each r
     for p in loud.core.parameters():
         p.data *= 3
@@ -2504,17 +2220,9 @@ def test_trace_is_what_the_model_says(speaker, corpus):
         assert last.split() == f"same as r = {steps[-1]} {' '.join(same)}".split()
     assert stars > 5
 
-    ask = "sample --trace{} --steps=1,4 --model=loud --prompt='has 7 loses 4 times 3'"
-    _, *lines, _ = run_script(ask.format("")).splitlines()
-    _, *pieces, _ = run_script(ask.format("=s")).splitlines()
-    for name, piece, line in zip(("has", "7 loses", "4 times"), pieces, lines[::2], strict=True):
-        assert piece.startswith(f"{name}  ")
-        assert piece.split()[len(name.split()):] == line.split()[1:]
-    assert "no tokens that end" in error_line(ask.format("=x"))
-
 
 def test_characters_are_shown_whole(speaker, monkeypatch):
-    """sample.py streams only whole characters; --trace quotes what is not printable text."""
+    """sample.py streams only whole characters."""
     text = "naïve 漢字 👍🏽 na e\u0301"
     model, tokenizer = sample.load_model(speaker)
     decoder = scripted(model, [*tokenizer.encode(text), tokenizer.eos_id])
@@ -2525,12 +2233,6 @@ def test_characters_are_shown_whole(speaker, monkeypatch):
     assert "".join(shown) == f" {text}"
     assert len(shown) > 9
     assert not any("\ufffd" in part for part in shown)
-
-    ids = tokenizer.encode("the\u00efve\n", bos=True)  # with the two bytes of a character
-    bos, *shown, end = [sample.token_text(tokenizer, i) for i in ids]
-    assert (bos, end) == ("<s>", "'\\n'")
-    assert shown.count("'\ufffd'") == 2
-    assert "".join(shown).replace("'\ufffd'", "") == "theve"
 
 
 # ------------------------------------------------------------------------------------------ the GPU
@@ -2586,27 +2288,6 @@ def test_gpu_updates_like_the_cpu():
     for dtype in (torch.bfloat16, torch.float32):
         model, *_ = gpu_model(DEVICE, dtype)
         assert not slow_attention(model), dtype
-
-
-@needs_gpu
-def test_gpu_makes_a_compiled_update():
-    """Compiled, a GPU's bfloat16 loss and gradients are about as exact as a CPU's."""
-
-    def gradient(device, dtype, compiled=False):
-        model, idx, targets, state = gpu_model(device, dtype, width=512, T=512)
-        if compiled:
-            torch.compiler.reset()
-            model.compile_parts()
-        _, losses = model(idx, targets, (4, 4), state)
-        loss = losses.mean()
-        loss.backward()
-        grads = [p.grad.flatten().cpu().float() for p in model.parameters()]
-        return loss.detach().cpu(), torch.cat(grads)
-
-    exact, on_cpu = gradient("cpu", torch.float32), gradient("cpu", torch.bfloat16)
-    found = gradient(DEVICE, torch.bfloat16, compiled=True)
-    for ours, theirs, wanted in zip(found, on_cpu, exact):
-        assert relative_error(ours, wanted) < 1.5 * relative_error(theirs, wanted) + 0.005
 
 
 @needs_gpu

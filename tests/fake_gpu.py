@@ -146,23 +146,19 @@ class MockGPU(TorchDispatchMode):
 
 class Graph(TorchDispatchMode):
     """
-    A CUDA graph of real tensors on a CPU. As on a GPU, recording changes no value; replay() repeats
-    the operations on the same memory, whatever Python would do by now; and graphs share the memory
-    that they allocate, so each spoils that of the others.
+    A CUDA graph of real tensors on a CPU. As on a GPU, replay() repeats the operations on the same
+    memory, whatever Python would do by now, and graphs share the memory that they allocate, so each
+    spoils that of the others. Unlike there, recording computes; so the first replay() does not.
     """
     graphs = []
 
     def __init__(self):
         super().__init__()
-        self.calls = []   # each operation, and which of its outputs are new memory
-        self.before = {}  # {address: (memory, a copy of it before the recording wrote to it)}
+        self.calls = []  # each operation, and which of its outputs are new memory
+        self.computed = True
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for argument, value in zip(op._schema.arguments, args):
-            if argument.alias_info and argument.alias_info.is_write:
-                memory = value.untyped_storage()
-                self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
         out = op(*args, **kwargs)
         old = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs)).values()}
         new = {i: t for i, t in tensors(out).items() if t.untyped_storage().data_ptr() not in old}
@@ -173,6 +169,9 @@ class Graph(TorchDispatchMode):
         return "shared"
 
     def replay(self):
+        if self.computed:
+            self.computed = False
+            return
         for graph in self.graphs:
             for *_, new in graph.calls:
                 for t in new.values():
@@ -195,8 +194,6 @@ def record_on_a_cpu(monkeypatch):
         assert not gc.isenabled(), "what the garbage collector frees would invalidate the graph"
         with graph:
             yield
-        for memory, copy in graph.before.values():
-            memory.copy_(copy)
         Graph.graphs.append(graph)
 
     monkeypatch.setattr(Graph, "graphs", [])
@@ -258,7 +255,7 @@ def fake_tensors(gpu):
 
 
 def run_training(gpu, corpus):
-    """Run train.py as the only rank, and as ranks 0 and 7 of 8, which must make the same calls."""
+    """Run train.py as rank 0 of 8, whose messages go nowhere, and as the only rank."""
     original_log = train.Run.log
     waits = []  # of each update
 
@@ -268,9 +265,8 @@ def run_training(gpu, corpus):
         original_log(run, entry)
         gpu.waits.clear()
 
-    def train_as(rank, world, optimizer):
-        """Returns the collectives that a rank called, and how many messages it sent or received."""
-        train.RANK = rank
+    train.Run.log = log
+    for world, optimizer in (8, "muon"), (1, "adamw*"):  # run_scripts() goes on as the only rank
         train.WORLD = world
         common.dist = train.dist = muon.dist = mock.MagicMock()
         train.dist.rendezvous = lambda _: iter([[dist.HashStore()]])
@@ -280,28 +276,9 @@ def run_training(gpu, corpus):
                  "--n_prelude=1 --n_core=1 --n_coda=1 --mean_recurrence=2 --backprop_depth=1 "
                  "--recurrence_sampler=fixed --curriculum_warmup=0 --compile=false --eval_rows=8 "
                  "--eval_recurrences=1")
-        run_script("train", f"--data={corpus}/task", f"--out_dir={rank}of{world}",
+        run_script("train", f"--data={corpus}/task", f"--out_dir=of{world}",
                    f"--optimizer={optimizer}", *flags.split())
-        collectives = []
-        messages = 0  # between ranks 0 and 7
-        for made in train.dist.mock_calls:
-            name, args, _ = made
-            if name in ("send", "recv"):
-                _, peer = args
-                messages += peer in (0, 7)
-            elif "init" not in name and name != "PrefixStore":
-                collectives.append(str(made))
-        return collectives, messages
-
-    train.Run.log = log
-    first, received = train_as(0, 8, "muon")
-    last, sent = train_as(7, 8, "muon")
-    assert first == last
-    assert "broadcast" in str(first)
-    assert "reduce" in str(first)
-    assert received == sent > 0
-    train_as(0, 1, "adamw*")  # last, since run_scripts() goes on as the only rank
-    assert waits == 6 * [{"train.train": 1}], waits
+    assert waits == 4 * [{"train.train": 1}], waits
 
 
 def run_decoding(gpu):
@@ -343,17 +320,6 @@ def check_attention():
         assert not slow_attention(small(head_dim=64, context=128).to("cuda", dtype)), dtype
 
 
-def check_head():
-    """A chunk of the head's input has whole tiles of 128. The mock counts one label: one chunk."""
-    model.LOGITS_AT_ONCE = 300 * 17
-    llm = small().to("cuda")
-    idx = torch.ones(8, 128, dtype=torch.int64, device="cuda")
-    with mock.patch.object(llm, "chunk_losses", wraps=llm.chunk_losses) as chunk_losses:
-        llm(idx, idx.cpu(), (0, 1))
-    (x, _), _ = chunk_losses.call_args
-    assert len(x) == 256
-
-
 def run_scripts(corpus, folder):
     """Run every other script that uses a GPU, from its command line."""
     assert run_script("runs/gpu", "shape", "smollm2-135m-2-2-2", "shape") == "80\n"
@@ -368,7 +334,7 @@ def run_scripts(corpus, folder):
             f"sample --model={folder} --tokens=3 --steps=2 --prompt=has --compile",
             f"eval_gsm8k --model={folder} --data={corpus}/test.jsonl --limit=2 --steps=2 "
             "--template=plain --max_new_tokens=3 --out=gsm8k.json",
-            f"train --updates=0 --init_from=0of1 --data={corpus}/task --context=39 --eval_rows=8 "
+            f"train --updates=0 --init_from=of1 --data={corpus}/task --context=39 --eval_rows=8 "
             "--batch_size=8 --out_dir=losses --compile=false"):
         run_script(*command.split())
 
@@ -382,5 +348,4 @@ def simulate(corpus, folder):
         run_decoding(gpu)
         check_the_mock()
         check_attention()
-        check_head()
         run_scripts(corpus, folder)

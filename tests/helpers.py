@@ -445,7 +445,6 @@ def write_bpe(kind):
     bpe.pre_tokenizer = {
         "smollm2": words.Sequence([words.Digits(individual_digits=True), with_regex]),
         "gpt2": with_regex,
-        "words": words.Sequence([words.Split(tokenizers.Regex(r"\w+"), "isolated"), to_bytes]),
     }.get(kind, words.Sequence([qwen, to_bytes]))
     bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = [] if kind == "few_bytes" else to_bytes.alphabet()
@@ -458,9 +457,4 @@ def write_bpe(kind):
     spec = json.loads(bpe.to_str())
     if kind == "unordered":
         spec["model"]["merges"].reverse()
-    if kind == "typeless":  # as GPT-2's own file
-        del spec["model"]["type"]
-    if kind == "unreachable":
-        added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-        spec["model"]["vocab"] |= added | {"pretraining": 800, "Ġdepth-": 801}
     common.write_json(f"{kind}/tokenizer.json", spec)

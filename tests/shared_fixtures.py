@@ -107,13 +107,10 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     (folder / "test.jsonl").symlink_to(corpus / "test.jsonl")
     shutil.copytree(checkpoint, folder / "damaged")
     os.truncate(folder / "damaged" / "model.safetensors", 10_000)
-    shutil.copytree(llama, folder / "slow")
-    os.rename(folder / "slow" / "tokenizer.json", folder / "slow" / "vocab.json")
     os.mkdir(folder / "pointer")
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 499723\n"
         Path(folder, "pointer", name).write_text(text)
-    Path(folder, "latin.toml").write_text("# caf\xe9", "latin-1")
     settings = (ROOT / "config/tiny.toml").read_text()
     (folder / "tiny.toml").write_text(settings.replace("context = 54", "context = 39"))
     return folder

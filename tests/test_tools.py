@@ -1,7 +1,6 @@
 """The tests of tools/, runs/ and the pages, one promise per test: `python -m pytest -q tests`."""
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -84,7 +83,7 @@ def test_export_is_the_inverse_of_import(name):
 
 
 def test_text_files_follow_the_model(llama, corpus):
-    """Exports have EOS ids, no secrets, and the chat template and sampling of an untrained one."""
+    """Exports have EOS ids, no secrets, and the parent's chat template if they are not trained."""
     shutil.copytree(llama, "parent")
     common.write_json("parent/generation_config.json", {"eos_token_id": [1, 3], "top_k": 20})
     common.write_json("parent/tokenizer_config.json", {
@@ -95,13 +94,11 @@ def test_text_files_follow_the_model(llama, corpus):
     run_script("surgery parent m --shape 1,2,1")
     flags = f"--data={corpus}/task", "--context=39", "--updates=1", "--init_from=m"
     run_script("train", *RUN, *flags, "--out_dir=run")
-    run_script("surgery run again --mean_recurrence=2")
-    for folder in ("m", "run", "again"):
+    for folder in ("m", "run"):
         run_script(f"tools/export {folder} {folder}-hf")
     # train.py never uses the template, so an export of a trained model omits it.
-    with_template = "m", "m-hf", find_checkpoint("run"), "again"
-    for folder in (*with_template, "run-hf", "again-hf"):
-        files, is_asked_so = contents(folder), folder in with_template
+    for folder in ("m", "m-hf", find_checkpoint("run"), "run-hf"):
+        files, is_asked_so = contents(folder), folder != "run-hf"
         assert not [name for name in files if name.endswith("token")]
         said = read_json(f"{folder}/generation_config.json")
         assert said["eos_token_id"] == read_json(f"{folder}/config.json")["eos_token_id"] == [1, 3]
@@ -584,19 +581,13 @@ def test_flops_are_the_papers():
         assert abs(off - row.get("rel_err_with_floor_edges", 0)) < 1e-8, row
 
 
-def test_plan_of_a_retrofit(corpus):
+def test_plan_of_a_retrofit():
     """`tools/plan.py` estimates the cost of a run whose model and data do not exist yet."""
     config = f"--config={ROOT}/config/fig7.toml"
     said = run_script("tools/plan", config, "--preset=tinyllama-4-8-4", "--gpus=8")
     for words in ("counts 2.554e+20", "memory: about 32.7 GB on each of 8 GPUs",
                   "about 23.9 hours on 8 H100 (80 GB)"):
         assert words in said, said
-
-    evening = f"--config={ROOT}/config/evening.toml", "--preset=tinyllama-4-8-4"
-    said = run_script("tools/plan", *evening, "--memory=80")
-    flags, wanted = re.search(r"(--act\S+ --micro_batch=\d+): (\S+) GB", said).groups()
-    said = run_script("tools/plan", *evening, *flags.split())
-    assert f"memory: about {wanted} GB" in said and float(wanted) <= 78
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -697,6 +688,8 @@ def test_plot_losses():
         write_lines(f"{run}/log.jsonl", [
             {"loss": loss, "val": {"4": None}, "update": i, "flops": (10 + more) * i}
             for i, loss in enumerate((2 + more, None, 1.5))])
+        with open(f"{run}/log.jsonl", "a") as file:
+            print(end='\n{"loss": 1.2', file=file)
     for axis, wanted in (
         ("", [["a", "2.5000 ± 0.5000", "1.5000 ± 0.0000"]]),
         ("--x=flops", [["a (run)", "2.0000", "1.5000", ""], ["a (again)", "3.0000", "", "1.5000"]]),
@@ -894,29 +887,6 @@ def test_stories_have_the_tokens_of_a_question(speaker):
         for events in ["A ", "B"], ["A", "", "B"]:
             with pytest.raises(common.UserError, match="of its own"):
                 cups.encode_story(tokenizer, events, [" B"] * len(events))
-
-
-@pytest.mark.parametrize("flag", ["--game=cups", "--game=counts", "--steps"])
-def test_questions_of_the_games(flag):
-    """questions.py answers its own questions, in steps if asked; training has none of the test."""
-    run_script("runs/smollm2/questions", "--out=asked", flag)
-    asked = {}
-    for part in "train", "dev", "test":
-        asked[part] = set()
-        for line in map(json.loads, open(f"asked/{part}.jsonl")):
-            if "events" in line:
-                asked[part].update(itertools.accumulate(line["events"]))
-                continue
-            events = re.split(r"[.,] ?", line["question"])[:-1]
-            if flag != "--game=counts":
-                *_, answer = solve_cups(line["question"].split())
-            else:
-                signs = {"has": 1, "gets": 1, "loses": -1}
-                changes = (event.split()[-2:] for event in events)
-                answer = sum(signs[verb] * int(number) for verb, number in changes)
-            assert (line["answer"], line["difficulty"]) == (str(answer), str(len(events)))
-            asked[part].add(line["question"])
-    assert not asked["train"] & (asked["dev"] | asked["test"])
 
 
 def test_figures_in_tables_come_from_results(monkeypatch):
