@@ -146,19 +146,23 @@ class MockGPU(TorchDispatchMode):
 
 class Graph(TorchDispatchMode):
     """
-    A CUDA graph of real tensors on a CPU. As on a GPU, replay() repeats the operations on the same
-    memory, whatever Python would do by now, and graphs share the memory that they allocate, so each
-    spoils that of the others. Unlike there, recording computes; so the first replay() does not.
+    A CUDA graph of real tensors on a CPU. As on a GPU, recording changes no value; replay() repeats
+    the operations on the same memory, whatever Python would do by now; and graphs share the memory
+    that they allocate, so each spoils that of the others.
     """
     graphs = []
 
     def __init__(self):
         super().__init__()
-        self.calls = []  # each operation, and which of its outputs are new memory
-        self.computed = True
+        self.calls = []   # each operation, and which of its outputs are new memory
+        self.before = {}  # {address: (memory, a copy of it before the recording wrote to it)}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        for argument, value in zip(op._schema.arguments, args):
+            if argument.alias_info and argument.alias_info.is_write:
+                memory = value.untyped_storage()
+                self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
         out = op(*args, **kwargs)
         old = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs)).values()}
         new = {i: t for i, t in tensors(out).items() if t.untyped_storage().data_ptr() not in old}
@@ -169,9 +173,6 @@ class Graph(TorchDispatchMode):
         return "shared"
 
     def replay(self):
-        if self.computed:
-            self.computed = False
-            return
         for graph in self.graphs:
             for *_, new in graph.calls:
                 for t in new.values():
@@ -194,6 +195,8 @@ def record_on_a_cpu(monkeypatch):
         assert not gc.isenabled(), "what the garbage collector frees would invalidate the graph"
         with graph:
             yield
+        for memory, copy in graph.before.values():
+            memory.copy_(copy)
         Graph.graphs.append(graph)
 
     monkeypatch.setattr(Graph, "graphs", [])
