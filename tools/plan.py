@@ -9,16 +9,20 @@ the flags of train.py. With --preset, neither weights nor data need to be there.
                                         spend as many FLOPs as out/tiny/task did
 """
 import bisect
+import math
+import re
+import resource
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from common import Parser, UserError, cli, paths, positive, read_json, read_toml
+from common import Parser, UserError, choose_dtype, cli, paths, positive, read_json, read_toml
 
 import torch
 
 from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
+from sample import DEPTHS, DEVICE
 from surgery import retrofit_config
 from train import (choose_trained, describe_run, draws_of, make_optimizer, read_settings,
                    run_config, scheduled_k, spent_before, update_flops)
@@ -30,6 +34,7 @@ GPUS = {
     "A100 (80 GB)": 1.9e14,
     "H100 (80 GB)": 4.2e14,
 }
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def main():
@@ -42,6 +47,9 @@ def main():
     flag("--flops_of", type=paths, metavar="RUN",
          help="make as many updates as it takes to spend the FLOPs that RUN, and the runs before "
               "it, have spent since the parent")
+    flag("--answer", type=positive, metavar="T",
+         help="print only how many questions of T tokens, with their answers, the model can answer "
+              "at once on this machine. Fails if it has too little memory for one, or to train")
     flag("--quiet", action="store_true", help="print the number of updates alone")
     args, flags = parser.parse_known_args()
     if args.preset:
@@ -57,9 +65,13 @@ def main():
         (data_folder, _), *_ = read_mixture(settings.data)
         config = run_config(settings, None, data_folder)
     if settings.dtype == "auto":
-        settings.dtype = "bfloat16"  # as on a GPU, wherever the plan is made
+        # As on a GPU, wherever the plan is made; --answer is about this machine.
+        settings.dtype = choose_dtype("auto", DEVICE) if args.answer else "bfloat16"
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
     choose_trained(settings, model)
+    if args.answer:
+        print(count_rows(settings, model, args.answer))
+        return
     try:
         train_set = Dataset(settings.data, "train", settings.context)
         _, targets, _ = train_set.batch(settings.seed, 0, 0, 1, 1024)
@@ -195,6 +207,53 @@ def memory(settings, model, gpus):
         "optimizer": sum(t.nbytes for t in states) / 1e9,
         "activations": activations / 1e9,
     }
+
+
+def free_memory():
+    """
+    Return the bytes that are free on this machine's GPU; without one, those that this process may
+    still take, which a container, a job of Slurm or `ulimit -v` can limit.
+    """
+    if DEVICE != "cpu":
+        return torch.cuda.mem_get_info()[0]
+    if not PROC.exists():
+        return math.inf  # not known
+    free = [1024 * int(re.search(r"MemAvailable: +(\d+)", (PROC / "meminfo").read_text())[1])]
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        pages, *_ = (PROC / "self/statm").read_text().split()
+        free.append(most - resource.getpagesize() * int(pages))
+    for line in (PROC / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        folder = GROUPS / controllers / path.lstrip("/")
+        for group in folder, *folder.parents:
+            for file in group / "memory.max", group / "memory.limit_in_bytes":
+                if file.exists():
+                    free += map(int, re.findall(r"\d+", file.read_text()))  # not "max"
+    return min(free)
+
+
+def count_rows(settings, model, length):
+    """
+    Return how many questions of `length` tokens, with their answers, a run's model can answer at
+    once, at most 32, by estimates. Raises UserError if there is too little memory for one of them,
+    or for training.
+    """
+    c, r = model.config, max(DEPTHS)
+    training = memory(settings, model, 1)
+    # The cache has all recurrences, and a pass over the prompts has a layer's activations.
+    layers = c.n_prelude + r * c.n_core + c.n_coda
+    token = 2 * layers * c.n_kv_head * c.head_dim + 8 * c.n_embd + 3 * c.n_ffn
+    token *= model.embed.weight.element_size()
+    question = 1.1 * (min(length, c.context) + 256) * token / 1e9
+    free = free_memory() / 1e9
+    for what, needed in (("training", sum(training.values())),
+                         (f"answering a question at r = {r}", training["weights"] + question)):
+        if needed > free:
+            raise UserError(f"{settings.out_dir}: {what} takes about {needed:.1f} GB, and "
+                            f"{free:.1f} GB are free. Use shorter rows or questions, a smaller "
+                            "model, or --micro_batch=1 and --activation_budget=0.5")
+    return int(min(32, (free - training["weights"]) / question))
 
 
 def say_what_fits(settings, model, gpus, gigabytes):

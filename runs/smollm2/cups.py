@@ -20,8 +20,10 @@ A line of --stories is a story:
     {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}
 
 An answer has to be a single token after its event, here with the space before it. A twentieth of
-the stories, drawn at random, is for validation.
+the stories, drawn at random, is for validation. --test checks that the questions of a test are such
+stories, too, with one answer at the end.
 """
+import itertools
 import json
 import math
 from pathlib import Path
@@ -32,6 +34,7 @@ from common import (Parser, UserError, check_settings, cli, digest, paths, posit
 import numpy as np
 
 from data import Tokenizer, begin_folder, copy_tokenizer, write_shard
+from eval_gsm8k import read_questions, reference_text
 from model import IGNORE
 
 CUPS = "ABCDE"
@@ -105,20 +108,18 @@ def pack(stories, eos_id, length):
     Return the tokens (2, N) of rows of as many whole stories as fit, padded with EOS. stories: ids
     and targets of each.
     """
-    rows = []
+    rows, room = [], 0
     for ids, targets in stories:
-        if len(ids) >= length:
-            raise UserError(f"a story has {len(ids)} tokens and an EOS. Give a larger --row_length")
-        if not rows or len(rows[-1][0]) + len(ids) + 1 > length:
-            rows.append(([], []))
-        row, row_targets = rows[-1]
-        row += [*ids, eos_id]
-        row_targets += [*targets, IGNORE]
-    for row, row_targets in rows:
-        padding = length - len(row)
-        row += [eos_id] * padding
-        row_targets += [IGNORE] * padding
-    return np.concatenate(rows, axis=1, dtype=np.int32)
+        size = len(ids) + 1
+        if size > length:
+            raise UserError(f"a story has {size} tokens with its EOS. Give a larger --row_length")
+        if size > room:
+            rows.append(np.full((2, length), [[eos_id], [IGNORE]], np.int32))
+            room = length
+        start = length - room
+        rows[-1][:, start:start + size] = [*ids, eos_id], [*targets, IGNORE]
+        room -= size
+    return np.concatenate(rows, axis=1)
 
 
 def read_stories(path):
@@ -143,6 +144,26 @@ def read_stories(path):
     return stories
 
 
+def check_test(path, stories, tokenizer):
+    """
+    Raise UserError if a question of a test does not begin, go on and end as stories do, or if its
+    answer is not a single token. Questions have their answers without the space before them.
+    """
+    tested = read_questions(path)
+    ends = {(events[0][:1] == " ", event[-1:]) for events, _ in stories for event in events}
+    joints = {a[-1:] + b[:1] for events, _ in stories for a, b in itertools.pairwise(events)}
+    text = "\n".join(row["question"] for row in tested)
+    is_joined = not joints or any(joint in text for joint in joints)
+    _, (answer, *_) = stories[0]
+    space = " " * answer.startswith(" ")
+    for row in tested:
+        question = row["question"]
+        if not is_joined or (question[:1] == " ", question[-1:]) not in ends:
+            raise UserError(f"{path}: the question {question!r:.100} begins, goes on or ends as no "
+                            "story does. Spaces and newlines count")
+        encode_story(tokenizer, [question], [space + reference_text(row["answer"])])
+
+
 def write_lines(path, lines):
     """Write a .jsonl file."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -158,11 +179,11 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--tokenizer", type=paths, required=True, metavar="FOLDER")
     parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--stories", type=paths, metavar="FILE",
-                       help="your own; default: the shell game")
-    which.add_argument("--lengths", type=lengths, default="3-5", metavar="A-B",
-                       help="events in the shell game's training stories (3-5)")
+    parser.add_argument("--stories", type=paths, metavar="FILE",
+                        help="your own; default: the shell game")
+    parser.add_argument("--test", type=paths, metavar="FILE", help="questions to check with them")
+    parser.add_argument("--lengths", type=lengths, default="3-5", metavar="A-B",
+                        help="events in the shell game's training stories (3-5)")
     parser.add_argument("--written", choices=WRITTEN,
                         help="let the model write its steps after each story")
     parser.add_argument("--row_length", type=positive, default=66,
@@ -175,33 +196,34 @@ def main():
         "written": args.written,
         "row_length": args.row_length,
     }
+    tokenizer = Tokenizer.load(args.tokenizer)
+    own = read_stories(args.stories) if args.stories else []
+    if own and args.test:
+        check_test(args.test, own, tokenizer)
     folder = Path(args.out)
     if (folder / "meta.json").exists():
         earlier = read_json(folder / "meta.json")
         check_settings(folder, earlier, made_from, "Choose another folder")
         return
-    tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a story with. "
                         "Name it as eos_token in tokenizer_config.json")
     rng = np.random.default_rng(0)
-    if args.stories:
-        told = read_stories(args.stories)
-        drawn, held_out = rng.permutation(len(told)), math.ceil(len(told) / 20)
-        train, val = ([told[i] for i in sorted(part)]
+    if own:
+        drawn, held_out = rng.permutation(len(own)), math.ceil(len(own) / 20)
+        train, val = ([own[i] for i in sorted(part)]
                       for part in (drawn[held_out:], drawn[:held_out]))
     else:
         times = 480_000 // sum(args.lengths)  # stories of each length
         train = (tell(rng, n) for _ in range(times) for n in rng.permutation(args.lengths))
         val = (tell(rng, 12) for _ in range(256))
-    tokens = {}
+    begin_folder(folder)
+    shards = {}
     for split, stories in ("train", train), ("val", val):
         encoded = (encode_written(tokenizer, *story, args.written) if args.written else
                    encode_story(tokenizer, *story) for story in stories)
-        tokens[split] = pack(encoded, tokenizer.eos_id, args.row_length)
-    begin_folder(folder)
-    shards = {split: [write_shard(folder, f"{split}_000000.npy", tokens[split])]
-              for split in tokens}
+        tokens = pack(encoded, tokenizer.eos_id, args.row_length)
+        shards[split] = [write_shard(folder, f"{split}_000000.npy", tokens)]
     copy_tokenizer(args.tokenizer, folder)
     for name, count, length, share in () if args.stories else TESTS:
         told = (tell(rng, length, share) for _ in range(count))
