@@ -510,7 +510,7 @@ def test_ids_of_transformers(kind, corpus, speaker, monkeypatch):
     texts += "10  20 a  3\n4 ²½ 1²  ½ pretraining depth-first", "has 7,so 4", "HAS 7", "has<step>7"
     texts.append("has\x1c7\u2028so")
     if kind in BY_TIKTOKEN:
-        texts += [readme * 40, " " * 10**6]  # more than it gets at a time
+        texts += [(readme * 99)[:410_000], " " * 10**6]  # more than it gets at a time
     if kind in ALONE:
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     ours = Tokenizer.load(folder)
@@ -537,13 +537,12 @@ def test_texts_begin_as_in_transformers():
     no_tokens = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
     both = {"type": "Sequence", "processors": [no_tokens, bos]}
     first_tokens = set()
-    for processor, adds, name, kind in itertools.product(
-        (None, bos, eos, no_tokens, both, at_the_end),
+    for processor, adds, name in itertools.product(
+        (None, bos, eos, both, at_the_end),
         ({}, {"add_bos_token": True}, {"add_bos_token": False}),
         ({}, {"bos_token": "</s>"}),
-        ("PreTrainedTokenizerFast", "LlamaTokenizer"),
     ):
-        config = {"tokenizer_class": kind, "eos_token": "</s>"} | adds | name
+        config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"} | adds | name
         common.write_json("tokenizer_config.json", config)
         common.write_json("tokenizer.json", spec | {"post_processor": processor})
         ours, *_ = Tokenizer.load(".").encode("a d", bos=True)
@@ -646,8 +645,6 @@ TURNS = json.loads("""[
     {"role": "user", "content": "has 1", "tool_calls": []}, {"role": "tool", "content": null},
     {"role": "Assistant", "content": 0, "name": "a", "id": 7}, {"role": "user", "content": "so"},
     {"role": "assistant", "content": "3", "weight": 1, "masked": false}]""")
-STYLED = [{"role": "user", "content": "<|im_start|>user\nhas"},
-          {"role": "system", "content": "<|System|> 2"}]
 MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
 PARTS = [{"type": "text", "text": "has "}, {"type": "text", "text": "2", "image_url": None}]
 
@@ -662,7 +659,6 @@ def parts_of(row, **flags):
     ({"b": " has 1 \nhas 2\n"}, {"field": "b"}, "[|has 1 \nhas 2$]"),
     ({"a": MARKED}, {}, "[|so\nit\nthe user: is$]"),
     ({"a": CHAT}, {}, "[|has\nUser's$]"),
-    ({"a": STYLED}, {}, "[|has\n2$]"),
     ({"a": TURNS}, {}, "[|has 1\n\n0\nso\n3$]"),
     ({"a": TURNS}, {"loss": "assistant"}, "|has 1[\n0$]\nso[\n3$]"),
     ({"a": json.dumps(TURNS).encode()}, {"loss": "assistant"}, "|has 1[\n0$]\nso[\n3$]"),
@@ -672,7 +668,6 @@ def parts_of(row, **flags):
     ({"a": [{"role": "user", "content": PARTS}]}, {}, "[|has 2$]"),
     ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has [\n1$]"),
     ({"a.b": "1", "a": {"b": "2"}}, {"field": "a.b"}, "[|1$]"),
-    ({"a": {"b.c": "1"}}, {"field": "a.b.c"}, "[|1$]"),
     ({"a": 7.0, "q": True}, {"prompt": "q"}, "|true[\n7$]"),
     ({"a": [65, 66, 67]}, {}, "[ABC]"),
 ])
@@ -707,7 +702,6 @@ ANSWER = {"role": "assistant", "content": "1"}
     ({"a": [ANSWER | {"content": [{"type": "image", "url": "x"}]}]}, {}, "part .* 'image'"),
     ({"a": [ANSWER | {"content": PARTS[:1] + ["b"]}]}, {}, "part .*: 'b'"),
     ({"a": json.dumps(ANSWER)}, {"loss": "assistant"}, "'role' is not a message"),
-    ({"a": "1", "q": [65, 66]}, {"prompt": "q"}, "65 is not a message"),
     ({"a": [65, 66], "q": "1"}, {"prompt": "q"}, "65 is not a message"),
     ({"a": [65, 128]}, {}, "ids that the tokenizer"),
     ({"a": " ", "q": "1"}, {"prompt": "q"}, "no token carries loss"),
@@ -1132,8 +1126,7 @@ def test_auto_dtype(monkeypatch):
         assert common.choose_dtype("auto", "cpu") == wanted
     for gpu, wanted in (
         ({"major": 8}, "bfloat16"), ({"major": 7}, "float32"),  # such as an A100 and a T4
-        ({"major": 9, "gcnArchName": "gfx906:sramecc+:xnack-"}, "float32"),
-        ({"major": 9, "gcnArchName": "gfx942:sramecc+:xnack-"}, "bfloat16"),
+        ({"major": 9, "gcnArchName": "gfx906:sramecc+:xnack-"}, "float32"),  # an MI50
     ):
         monkeypatch.setattr("torch.version.hip", "gcnArchName" in gpu or None)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(**gpu))
@@ -1428,16 +1421,6 @@ def test_a_run_says_which_code_has_changed_since_it_began(base, monkeypatch):
     assert progress.pop("code") == began
     common.write_json(path, progress)  # as an older version's
     assert "since this run began (an older version)" in run_script("train", *flags)
-
-
-def test_refused_commands_leave_nothing(base, unbroken):
-    """Neither a new folder nor, in that of a run, a change."""
-    for flag in "--data=none", "--init_from=none", "--train=no_such_weight":
-        error_line("train --out_dir=new", *base, flag)
-        assert os.listdir() == []
-    before = contents(unbroken)
-    error_line("train --lr=0.3", *base, f"--out_dir={unbroken}")
-    assert contents(unbroken) == before
 
 
 def test_a_run_that_starts_from_a_run_goes_on_after_its_rows(base, monkeypatch):
