@@ -251,6 +251,32 @@ def locked(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # NFS keeps an open file's name
 
 
+UNFINISHED = ".unfinished"
+
+
+def new_folder(text):
+    """The type of OUT: a folder that is new or empty, or that a killed creating() has left."""
+    out = Path(text).expanduser()
+    if out.exists() and any(out.iterdir()) and not (out / UNFINISHED).exists():
+        raise UserError(f"{out} exists already. Choose another folder")
+    return out
+
+
+@contextlib.contextmanager
+def creating(out):
+    """Create the folder OUT, of a new_folder(); delete it if the body fails."""
+    folder = Path(os.path.realpath(new_folder(out)))  # a link may lead to a folder that is gone
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / UNFINISHED).touch()
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    (folder / UNFINISHED).unlink()
+
+
 # What libraries raise for a file that is damaged, or of another kind: the errors of JSON, TOML,
 # UTF-8, npy and parquet are ValueErrors, those of SentencePiece RuntimeErrors, of gguf IndexErrors.
 DAMAGE = ValueError, RuntimeError, IndexError, EOFError, OSError, SafetensorError

@@ -17,7 +17,6 @@ released Recurrent-* model, or Huginn-0125. Weights may be stacked in OUT, but a
 
 To support another architecture, start with DEFAULTS; runs/README.md lists what else to change.
 """
-import contextlib
 import functools
 import os
 import re
@@ -25,8 +24,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from common import (Parser, UserError, cli, natural, positive, read_json, reading, refuse_idle,
-                    say)
+from common import (Parser, UserError, cli, creating, natural, new_folder, positive, read_json,
+                    reading, refuse_idle, say)
 
 import torch
 from safetensors.torch import load_file
@@ -158,38 +157,10 @@ def verify(source, layers, folder):
     say(f"verify: all logits of {T} tokens are equal to the last bit, in float32")
 
 
-# ------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------ reading
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What OUT may have before its config.json, which is written last.
-OURS = {SINGLE, "train.json", "README.md", "modeling_loopgraft.py", *TOKENIZER_FILES}
 
-
-def new_folder(text):
-    """The type of OUT: a folder to be created, or one that a kill has left without config.json."""
-    out = Path(text).expanduser()
-    names = {name.partition(".loopgraft-")[0] for name in os.listdir(out)} if out.is_dir() else {""}
-    unfinished = not names or (SINGLE in names and names <= OURS)
-    if out.exists() and not unfinished:
-        raise UserError(f"{out} exists already. Choose another folder")
-    return out
-
-
-@contextlib.contextmanager
-def creating(out):
-    """Create the folder OUT, of a new_folder(); delete it if the body fails."""
-    shutil.rmtree(new_folder(out), ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / SINGLE).touch()  # tells new_folder() whose folder this is
-    try:
-        yield out
-    except BaseException:
-        Path(out, "config.json").unlink(missing_ok=True)
-        shutil.rmtree(out)
-        raise
-
-
-# ------------------------------------------------------------------------------------------ reading
 
 def open_source(src):
     """

@@ -32,12 +32,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from common import (Parser, UserError, check_settings, cli, natural, paths, positive, read_json,
+from common import (Parser, check_settings, cli, creating, natural, paths, positive, read_json,
                     write_atomically, write_json)
 
 import numpy as np
 
-from data import Tokenizer, begin_folder, write_shard
+from data import Tokenizer, write_shard
 from model import IGNORE
 
 SENTENCES = 12  # in a worked row, and in the longest questions of test.jsonl
@@ -169,7 +169,6 @@ def write_rows(folder, split, ids, rows):
 
 def write_set(folder, ids, arguments, train_rows, val_rows):
     """Write a data set, as `data.py prepare` would: its tokenizer, shards and meta.json."""
-    begin_folder(folder)
     write_json(folder / "tokenizer.json", make_tokenizer(ids))
     train = write_rows(folder, "train", ids, train_rows)
     val = write_rows(folder, "val", ids, val_rows)
@@ -206,8 +205,6 @@ def tiny(out, task="cups", seed=0, rows=50_000):
         check_settings(out, earlier, arguments, "choose another --out")
         print(f"{out} is already complete")
         return
-    if (out / "test.jsonl").exists() and not (out / "pretrain").exists():
-        raise UserError(f"{out}: contains other files. Choose another --out")
     words, step, written, short = TASKS[task]
     ids = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     rng = np.random.default_rng(seed)
@@ -224,20 +221,21 @@ def tiny(out, task="cups", seed=0, rows=50_000):
         return fresh[:count]
 
     # The rows of both sets are generators: they are made as they are written, to save memory.
-    write_set(
-        out / "pretrain", ids, arguments,
-        train_rows=pretrain_rows(train_rows, step, rng, short),
-        val_rows=pretrain_rows(val_rows, step, rng, short),
-    )
-    write_set(
-        out / "task", ids, arguments,
-        train_rows=(direct_row(step, rng, rng.permutation(LENGTHS)) for _ in range(rows)),
-        # The two short stories, without targets, pad a row to the length of a training row.
-        val_rows=(direct_row(step, rng, (8, 3, 1), first=6) for _ in range(VAL_ROWS)),
-    )
-    test = [questions(100, length) for length in range(1, SENTENCES + 1)]
-    write_questions(out / "test.jsonl", [*itertools.chain(*test)], seed)
-    write_questions(last, questions(300, 18), seed)
+    with creating(out):
+        write_set(
+            out / "pretrain", ids, arguments,
+            train_rows=pretrain_rows(train_rows, step, rng, short),
+            val_rows=pretrain_rows(val_rows, step, rng, short),
+        )
+        write_set(
+            out / "task", ids, arguments,
+            train_rows=(direct_row(step, rng, rng.permutation(LENGTHS)) for _ in range(rows)),
+            # The two short stories, without targets, pad a row to the length of a training row.
+            val_rows=(direct_row(step, rng, (8, 3, 1), first=6) for _ in range(VAL_ROWS)),
+        )
+        test = [questions(100, length) for length in range(1, SENTENCES + 1)]
+        write_questions(out / "test.jsonl", [*itertools.chain(*test)], seed)
+        write_questions(last, questions(300, 18), seed)
     print(f"{out}: complete; train on pretrain and task, test on test.jsonl and test18.jsonl")
 
 

@@ -9,7 +9,7 @@ Figure 12. Further flags go to surgery.py.
 import sys
 from pathlib import Path
 
-from common import Parser, UserError, cli, paths, reading
+from common import Parser, UserError, cli, new_folder, paths, reading
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ def main():
     parser = Parser(__doc__)
     flag = parser.add_argument
     flag("src", metavar="SRC", help="an ordinary model: a folder, a run, or a hub id")
-    flag("out", metavar="OUT", type=surgery.new_folder, help="a new folder")
+    flag("out", metavar="OUT", type=new_folder, help="a new folder")
     flag("--shape", type=surgery.shape, required=True,
          help="sizes of prelude, core and coda, such as 4,8,4; or 8,0,0 with --feed_forward")
     flag("--text", type=paths, required=True, metavar="FILE",

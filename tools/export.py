@@ -15,14 +15,13 @@ from dataclasses import fields
 from pathlib import Path
 from string import Template
 
-from common import Parser, UserError, cli, positive, say, write_json
+from common import Parser, UserError, cli, creating, new_folder, positive, say, write_json
 
 import torch
 
 from data import PATTERNS, Tokenizer, copy_tokenizer, read_optional, tokenizer_file
 from model import Config, RecurrentLM, save_tensors
-from surgery import (RAVEN_KEYS, creating, new_folder, open_source, rotary_order, tensor_names,
-                     verify)
+from surgery import RAVEN_KEYS, open_source, rotary_order, tensor_names, verify
 
 HERE = Path(__file__).parent
 

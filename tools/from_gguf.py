@@ -11,12 +11,11 @@ The weights are float32; or bfloat16, if the file has bfloat16 and that holds ev
 import tempfile
 from pathlib import Path
 
-from common import Parser, UserError, cli, read_json, reading, write_json
+from common import Parser, UserError, cli, creating, new_folder, read_json, reading, write_json
 
 import torch
 
 from model import save_tensors
-from surgery import creating, new_folder
 
 ARCHITECTURES = "llama", "mistral", "qwen2", "qwen3"  # the ones surgery.py can read
 

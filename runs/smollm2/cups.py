@@ -28,12 +28,12 @@ import json
 import math
 from pathlib import Path
 
-from common import (Parser, UserError, check_settings, cli, digest, paths, positive, read_json,
-                    reading, write_json)
+from common import (Parser, UserError, check_settings, cli, creating, digest, paths, positive,
+                    read_json, reading, write_json)
 
 import numpy as np
 
-from data import Tokenizer, begin_folder, copy_tokenizer, write_shard
+from data import Tokenizer, copy_tokenizer, write_shard
 from eval_gsm8k import read_questions, reference_text
 from model import IGNORE
 
@@ -217,24 +217,24 @@ def main():
         times = 480_000 // sum(args.lengths)  # stories of each length
         train = (tell(rng, n) for _ in range(times) for n in rng.permutation(args.lengths))
         val = (tell(rng, 12) for _ in range(256))
-    begin_folder(folder)
-    shards = {}
-    for split, stories in ("train", train), ("val", val):
-        encoded = (encode_written(tokenizer, *story, args.written) if args.written else
-                   encode_story(tokenizer, *story) for story in stories)
-        tokens = pack(encoded, tokenizer.eos_id, args.row_length)
-        shards[split] = [write_shard(folder, f"{split}_000000.npy", tokens)]
-    copy_tokenizer(args.tokenizer, folder)
-    for name, count, length, share in () if args.stories else TESTS:
-        told = (tell(rng, length, share) for _ in range(count))
-        write_lines(folder / f"{name}.jsonl",
-                    ({"events": events, "answers": answers} for events, answers in told))
-    write_json(folder / "meta.json", {
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "tokenizer": tokenizer.fingerprint,
-        "shards": shards,
-    } | made_from)
+    with creating(folder):
+        shards = {}
+        for split, stories in ("train", train), ("val", val):
+            encoded = (encode_written(tokenizer, *story, args.written) if args.written else
+                       encode_story(tokenizer, *story) for story in stories)
+            tokens = pack(encoded, tokenizer.eos_id, args.row_length)
+            shards[split] = [write_shard(folder, f"{split}_000000.npy", tokens)]
+        copy_tokenizer(args.tokenizer, folder)
+        for name, count, length, share in () if args.stories else TESTS:
+            told = (tell(rng, length, share) for _ in range(count))
+            write_lines(folder / f"{name}.jsonl",
+                        ({"events": events, "answers": answers} for events, answers in told))
+        write_json(folder / "meta.json", {
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+            "tokenizer": tokenizer.fingerprint,
+            "shards": shards,
+        } | made_from)
 
 
 if __name__ == "__main__":
