@@ -15,8 +15,6 @@ an int32 array (2, N) instead: token ids, and targets, which are already shifted
 loss. It consists of rows of T tokens that hold whole documents and some padding, so that no answer
 loses its question. `meta.json` lists the shards. It is written last, so a folder that has one is
 complete. Its "row_length" is that T, or null if any T is allowed.
-
-Four parts follow: the loader, documents, prepare and tokenizers.
 """
 import bisect
 import functools
@@ -26,23 +24,20 @@ import json
 import math
 import os
 import re
-import resource
-import shutil
 import sys
 import unicodedata
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import (Parser, UserError, between, check_settings, cli, digest, paths, positive,
-                    read_json, reading, say, write_atomically, write_json)
+from common import (Parser, UserError, between, check_settings, cli, creating, digest, paths,
+                    positive, read_json, reading, say, write_atomically, write_json)
 
 import numpy as np
 import torch
 
-from model import IGNORE, checkpoints
+from model import IGNORE
 
 
 # --------------------------------------------------------------------------------------- the loader
@@ -60,10 +55,6 @@ class Dataset:
     """
 
     def __init__(self, data, split, T):
-        # All shards stay open, perhaps more than the usual limit of 1,024 files, or macOS's of 256.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        soft = max(soft, min(hard, 10240))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self.folders, weights = zip(*read_mixture(data))
         self.sources = [Shards(folder, split, T) for folder in self.folders]
         self.weights = [weight // math.gcd(*weights) for weight in weights]
@@ -77,8 +68,7 @@ class Dataset:
 
     def fingerprint(self):
         """A digest of the contents and the weights of all sources, not of their paths."""
-        shards = [shards.meta["shards"] for shards in self.sources]
-        content = list(zip(shards, self.weights))
+        content = [(shards.meta["shards"], k) for shards, k in zip(self.sources, self.weights)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def batch(self, seed, index, rank, world, B, first=0):
@@ -112,12 +102,9 @@ class Shards:
         fixed = self.meta["row_length"]
         if fixed not in (None, T):
             raise UserError(f"{folder}: its rows have {fixed} tokens. Use --context={fixed}")
-        for name, count, *_ in self.meta["shards"][split]:
+        for name, *_ in self.meta["shards"][split]:
             with reading(f"{folder}/{name}") as path:
                 tokens = np.load(path, mmap_mode="r")
-            if tokens.shape[-1] != count:
-                raise UserError(f"{path}: has {tokens.shape[-1]:,} tokens, but meta.json lists "
-                                f"{count:,}")
             ids, targets = tokens if tokens.ndim == 2 else (tokens, tokens[1:])
             self.shards.append((ids, targets))
             self.starts.append(self.num_rows)
@@ -155,12 +142,9 @@ def read_mixture(data):
         folder, _, weight = source.partition(":")
         if not os.path.exists(f"{folder}/meta.json"):
             raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
-                            "`python data.py prepare`, or the one of runs/tiny.sh with "
-                            "`python -m runs.tiny_corpus --out out/tiny/data`")
+                            "`python data.py prepare`")
         if not re.fullmatch("[1-9][0-9]*|", weight):
             raise UserError(f"--data={data}: weights must be whole numbers above 0")
-        if any(os.path.samefile(folder, other) for other, _ in mixture):
-            raise UserError(f"--data={data}: names {folder} twice. Add up its weights")
         mixture.append((folder, int(weight or 1)))
     return mixture
 
@@ -175,42 +159,29 @@ BESIDE = "labels", "attention_mask", "system", "tools"  # columns that would cha
 
 def read_records(path, args):
     """Yield the records of a file: dicts, or lines as bytes. args: the flags of prepare."""
-    with reading(path), open(path, "rb") as file:
-        if file.read(20) == b"version https://git-":  # text, but not the user's
-            raise ValueError
     suffix = Path(path).suffix
     if suffix in (".txt", ".md", ".rst"):
         with reading(path):
             text = Path(path).read_text("utf-8-sig")
-            if "\0" in text:
-                raise ValueError("not UTF-8 text")
         yield {"text": text}
     elif suffix == ".jsonl":
-        with reading(path), open(path, "rb") as file:
+        with open(path, "rb") as file:
             yield from filter(bytes.strip, file)
     elif suffix == ".parquet":
+        from pyarrow import parquet
         dropped_by = [rule.partition("=")[0] for rule in args.drop]
         columns = [args.field, args.prompt or args.field, *dropped_by, *BESIDE]
-        for batch in read_batches(path, columns):
-            yield from (shortest(row, batch.schema) for row in batch.to_pylist())
+        with reading(path):
+            file = parquet.ParquetFile(path)
+        for batch in file.iter_batches(256, columns=columns):
+            # In Python a float32 of 0.7 is 0.699999988079071, unless it is read from its text.
+            narrow = {column.name: column.type.to_pandas_dtype() for column in batch.schema
+                      if str(column.type) in ("float", "halffloat")}
+            for row in batch.to_pylist():
+                yield row | {name: float(str(kind(row[name]))) for name, kind in narrow.items()
+                             if row[name] is not None}
     else:
         raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
-
-
-def read_batches(path, columns):
-    """Yield those of these columns that a .parquet file has, some rows at a time."""
-    from pyarrow import parquet
-    with reading(path):
-        yield from parquet.ParquetFile(path).iter_batches(256, columns=columns)
-
-
-def shortest(value, kind):
-    """A row, or a value of an Arrow type, whose float32 is 0.7 instead of 0.699999988079071."""
-    if isinstance(value, dict):
-        return {field.name: shortest(value[field.name], field.type) for field in kind}
-    if value is not None and str(kind) in ("float", "halffloat"):
-        return float(str(kind.to_pandas_dtype()(value)))
-    return value
 
 
 def column_value(record, column):
@@ -265,10 +236,7 @@ def read_chat(value):
 
 
 def as_text(value):
-    """
-    Return a text, or that of a number, true, false, bytes in UTF-8 or a chat's messages, joined by
-    newlines. Raises ValueError, KeyError or TypeError for null, NaN and the like.
-    """
+    """The text of a value or a chat. Raises ValueError, KeyError or TypeError if it has none."""
     if isinstance(value, list):
         return "\n".join(text for _, text, _ in read_chat(value))
     if isinstance(value, bytes):  # from parquet files that do not say that a column is text
@@ -302,7 +270,6 @@ def read_parts(record, args, vocab_size):
     for rule in args.drop:
         column, _, text = rule.partition("=")
         value = column_value(record, column)
-        value = value.decode() if isinstance(value, bytes) else value
         if value is not None and text.lower() in str(value).lower():
             return []
     value = column_value(record, args.field)
@@ -317,8 +284,6 @@ def read_parts(record, args, vocab_size):
         parts.append((value, False, True))
     else:
         parts.append((as_text(value), True, True))
-        if not args.prompt and parts[0][0].startswith('[{"'):
-            note(f"{args.field} looks like a chat in JSON, which only --loss assistant reads")
     for name in BESIDE if args.loss == "assistant" or isinstance(value, list) else ():
         if record.get(name) not in ABSENT and name not in (args.field, args.prompt):
             note(f"records have {name} beside {args.field}, which is not read")
@@ -353,19 +318,13 @@ def document(tokenizer, parts, args):
 
 
 def tokenize(tokenizer, record, path, args):
-    """Return ("kept", document() of a record), ("dropped", None), or ("bad" or "long", why)."""
+    """Return ("kept", document() of a record), ("dropped", None), or ("bad", why)."""
     try:
         # This alone reads the record: errors of the other statements are bugs, as are other errors.
         parts = read_parts(record, args, tokenizer.vocab_size)
     except (ValueError, KeyError, TypeError) as e:
         return "bad", f"{path}: {record!r:.80} ({e!r:.400})"
-    if not parts:
-        return "dropped", None
-    tokens = document(tokenizer, parts, args)
-    if tokens.shape[1] > (args.row_length or math.inf):
-        start = tokenizer.decode(tokens[0, :20].tolist())
-        return "long", f"{tokens.shape[1]:,} tokens that begin with {start!r}"
-    return "kept", tokens
+    return ("kept", document(tokenizer, parts, args)) if parts else ("dropped", None)
 
 
 # ------------------------------------------------------------------------------------------ prepare
@@ -374,51 +333,40 @@ MAX_BAD = 0.01  # a larger fraction of bad records means that something else is 
 BUFFER = 4096  # documents that fill_rows() distributes at once
 
 
-def tokenize_all(args, tokenizer):
-    """Yield the outcomes of tokenize() for all records, in groups of up to 1,000."""
+def collect(args, tokenizer, counts):
+    """Yield the documents of one shard after another. counts: {outcome of tokenize(): records}."""
+    documents, size = [], 0  # those of the next shard, and their tokens
     records = ((record, path) for path in args.input for record in read_records(path, args))
     with ThreadPoolExecutor() as pool:  # the tokenizer libraries release the GIL
         while group := list(itertools.islice(records, 1000)):
-            yield pool.map(lambda item: tokenize(tokenizer, *item, args), group)
+            for outcome, result in pool.map(lambda item: tokenize(tokenizer, *item, args), group):
+                counts[outcome] += 1
+                if outcome == "kept":
+                    documents.append(result)
+                    size += result.shape[1]
+                elif outcome == "bad":
+                    bad = result
+                if size >= args.shard_tokens:
+                    yield documents
+                    documents, size = [], 0
+            if counts["bad"] > MAX_BAD * sum(counts.values()):
+                raise UserError(f"{args.out}: {counts['bad']} of {sum(counts.values())} records so "
+                                f"far are bad. Check the flags that name columns. The last: {bad}")
+    if counts["bad"]:
+        say(f"warning: left out {counts['bad']} bad records. The last: {bad}", sys.stderr)
+    if documents:
+        yield documents
 
 
-def choose_row_length(args, tokenizer):
+def choose_row_length(documents, tokenizer):
     """
     Return the smallest power of two, from 256 on, that is at least twice the length of 99% of the
     documents, but at most the context of the tokenizer's model.
     """
-    sizes = [result.shape[1] for group in tokenize_all(args, tokenizer)
-             for outcome, result in group if outcome == "kept"] or [0]
-    config = read_optional(args.tokenizer, "config.json")  # in our layout, or Hugging Face's
+    config = read_optional(tokenizer.folder, "config.json")  # in our layout, or Hugging Face's
     context = config.get("context") or config.get("max_position_embeddings") or math.inf
-    usual = max(256, 2 * np.quantile(sizes, 0.99))
+    usual = max(256, 2 * np.quantile([tokens.shape[1] for tokens in documents], 0.99))
     return min(1 << math.ceil(math.log2(usual)), context)
-
-
-def collect(args, tokenizer, meta):
-    """Yield the documents of one shard after another. Counts records and tokens in meta."""
-    counts = meta["counts"]
-    documents, size = [], 0  # those of the next shard, and their tokens
-    for group in tokenize_all(args, tokenizer):
-        for outcome, result in group:
-            counts[outcome] += 1
-            if outcome == "kept":
-                documents.append(result)
-                size += result.shape[1]
-                meta["tokens"] += result.shape[1]
-            elif outcome != "dropped":
-                meta["left_out"][outcome] = result
-            if size >= args.shard_tokens:
-                yield documents
-                documents, size = [], 0
-        total = sum(counts.values())
-        for fault, advice in (("bad", "Check the flags that name columns"),
-                              ("long", f"A row has {args.row_length}. Use --row_length")):
-            if counts[fault] > MAX_BAD * total:
-                raise UserError(f"{args.out}: {counts[fault]} of {total} records so far are "
-                                f"{fault}. {advice}. One of them: {meta['left_out'][fault]}")
-    if documents:
-        yield documents
 
 
 def hold_out(documents, share, T):
@@ -472,28 +420,11 @@ def write_shard(folder, name, tokens):
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
-def begin_folder(folder):
-    """Create a data set's folder, or empty that of a killed process. Refuses other content."""
-    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
-    left = sorted(path for path in Path(folder).iterdir() if path.name not in TOKENIZER_FILES)
-    for path in left:
-        if not re.match(r"meta\.json|(train|val)_\d{6}\.npy", path.name):
-            raise UserError(f"{folder}: contains other files ({path.name}). Choose another --out")
-    for path in left:  # meta.json first; write_atomically() may have left a folder
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def prepare(args):
     """Turn the records of files into a data set. args: the command's flags."""
     in_rows = bool(args.prompt) or args.loss == "assistant"  # only a part carries loss
     if args.row_length and not in_rows:
-        raise UserError("--row_length: only for --prompt or --loss assistant. train.py cuts other "
-                        "text into rows, at any --context")
-    path, times = Counter(map(os.path.realpath, args.input)).most_common(1)[0]
-    if times > 1:
-        raise UserError(f"--input: names {path} {times} times")
-    if not tokenizer_file(args.tokenizer) and (saved := checkpoints(args.tokenizer)):
-        args.tokenizer = str(saved[-1])  # a run has its tokenizer in each of those
+        raise UserError("--row_length: only for --prompt or --loss assistant")
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
@@ -509,46 +440,44 @@ def prepare(args):
         check_settings(args.out, earlier, arguments, "Choose another --out")
         say(f"{args.out} is already complete")
         return
-    begin_folder(args.out)
-    copy_tokenizer(args.tokenizer, args.out)  # now, because a run may delete its checkpoint
-    names = {i: name for name, i in tokenizer.special.items()}
-    bos = names.get(tokenizer.bos_id, tokenizer.bos_id)
-    say(f"{tokenizer_file(args.tokenizer)}: each document begins with BOS {bos} and ends with "
-        f"EOS {names[tokenizer.eos_id]}")
-    if in_rows and not args.row_length:
-        args.row_length = choose_row_length(args, tokenizer)
+    say(f"{tokenizer_file(args.tokenizer)}: {tokenizer.fingerprint}")
     T = args.row_length
-    meta = {
-        "arguments": arguments,
-        "counts": {"kept": 0, "dropped": 0, "bad": 0, "long": 0},  # records
-        "left_out": {},  # one that was bad, one that was too long
-        "tokens": 0,  # in all documents
-        "shards": {"train": [], "val": []},
-        "row_length": T,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-    }
-    for number, documents in enumerate(collect(args, tokenizer, meta)):
-        for split, part in zip(("train", "val"), hold_out(documents, args.val, T)):
-            tokens = fill_rows(part, T, tokenizer.eos_id) if T else np.concatenate(part, axis=1)
-            if len(tokens) == 1:  # ids alone
-                tokens = tokens[0].astype(np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
-            if tokens.size:
-                shard = write_shard(args.out, f"{split}_{number:06d}.npy", tokens)
-                meta["shards"][split].append(shard)
-                say(f"{args.out}: {shard[0]}, {shard[1]:,} tokens")
-    if not meta["shards"]["train"]:
-        raise UserError(f"{args.out}: no text is left to train on. Records: {meta['counts']}. "
-                        "Check --field and --drop")
-    write_json(finished, meta)
-    report = f"Records: {meta['counts']}, with {meta['tokens']:,} tokens"
-    if T:
-        size = sum(tokens for shards in meta["shards"].values() for _, tokens, _ in shards)
-        report += f". Rows of {T:,} tokens are {meta['tokens'] / size:.0%} full"
-    if meta["left_out"]:
-        report += f". Left out, for example: {'; '.join(meta['left_out'].values())}"
-    say(f"{args.out}: complete. {report}")
+    counts = {"kept": 0, "dropped": 0, "bad": 0, "long": 0}  # records
+    shards = {"train": [], "val": []}
+    with creating(args.out):
+        copy_tokenizer(args.tokenizer, args.out)
+        for number, documents in enumerate(collect(args, tokenizer, counts)):
+            if in_rows:
+                T = T or choose_row_length(documents, tokenizer)  # by those of the first shard
+                short = [tokens for tokens in documents if tokens.shape[1] <= T]
+                counts["kept"] -= len(documents) - len(short)
+                counts["long"] += len(documents) - len(short)
+                documents = short
+                if counts["long"] > MAX_BAD * sum(counts.values()):
+                    raise UserError(f"{args.out}: {counts['long']} records are longer than the {T} "
+                                    "tokens of a row. Use --row_length")
+            for split, part in zip(shards, hold_out(documents, args.val, T)):
+                tokens = fill_rows(part, T, tokenizer.eos_id) if T else np.concatenate(part, axis=1)
+                if len(tokens) == 1:  # ids alone
+                    small = tokenizer.vocab_size <= 65536
+                    tokens = tokens[0].astype(np.uint16 if small else np.uint32)
+                if tokens.size:
+                    shard = write_shard(args.out, f"{split}_{number:06d}.npy", tokens)
+                    shards[split].append(shard)
+                    say(f"{args.out}: {shard[0]}, {shard[1]:,} tokens")
+        if not shards["train"]:
+            raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
+                            "--field and --drop")
+        write_json(finished, {
+            "arguments": arguments,
+            "counts": counts,
+            "shards": shards,
+            "row_length": T,
+            "tokenizer": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+        })
+    say(f"{args.out}: complete. Records: {counts}. Tokens in a row: {T or 'any number'}")
 
 
 def main():
@@ -556,12 +485,12 @@ def main():
                                    "--out FOLDER [flags]")
     flag = parser.add_argument
     flag("command", choices=["prepare"],
-         help="pack files into a data set. If it is killed, it begins again: at most two hours, "
-              "for 120 billion tokens. To risk less, prepare parts and mix them: --data=A:1,B:1")
+         help="pack files into a data set. If it is killed, it begins again (two hours for 120 "
+              "billion tokens). To risk less, prepare parts and mix them: --data=A:1,B:1")
     flag("--input", type=paths, nargs="+", action="extend", required=True, metavar="FILE",
          help="input files: .jsonl or .parquet with records; .txt, .md or .rst, each one record")
     flag("--tokenizer", type=paths, required=True, metavar="FOLDER",
-         help="a checkpoint, a run, or a folder with tokenizer.model or tokenizer.json")
+         help="a checkpoint, or another folder with tokenizer.model or tokenizer.json")
     flag("--field", default="text", metavar="COLUMN",
          help="the column to train on (text): a text, a chat's messages, or token ids")
     flag("--prompt", metavar="COLUMN",
@@ -574,11 +503,9 @@ def main():
     flag("--strip_roles", action="store_true",
          help="remove a chat's tags: `User:`, `### Human:`, <|im_start|>system and so on")
     flag("--val", type=between(0.001, 0.9, float), default=0.01,
-         help="fraction of each shard's documents, drawn at random, to use for validation (0.01), "
-              "but at least 32, or a tenth if that is fewer")
+         help="fraction of each shard's documents to hold out for validation (0.01)")
     flag("--row_length", type=positive, metavar="T",
-         help="with --prompt or --loss assistant: tokens in a row, which holds whole documents; "
-              "default: at least twice the usual longest one")
+         help="with --prompt or --loss assistant: tokens in a row; default: two of most documents")
     flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
     flag("--out", type=paths, required=True, metavar="FOLDER", help="folder of the new data set")
@@ -591,8 +518,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                    "generation_config.json")
 
-CONVERT = "Make a tokenizer.json with transformers' AutoTokenizer and save_pretrained()"
-
 # Usual names of the end-of-text token, tried in this order if no file names one.
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|end_text|>", "<|endoftext|>")
 
@@ -604,11 +529,8 @@ def read_tokenizer_files(folder):
 
 
 def copy_tokenizer(source, target):
-    """Copy a folder's TOKENIZER_FILES to another, in place of those there."""
-    files = read_tokenizer_files(source)
-    for name in TOKENIZER_FILES:
-        Path(target, name).unlink(missing_ok=True)
-    for name, content in files.items():
+    """Copy a folder's TOKENIZER_FILES to a folder that has none."""
+    for name, content in read_tokenizer_files(source).items():
         Path(target, name).write_bytes(content)
 
 
@@ -623,47 +545,39 @@ class Tokenizer:
     bos_id: int | None     # put before a text; None if nothing is
     eos_id: int | None     # ends a document; None if the tokenizer has no such token
     unknown: int | None    # stands for any word that the vocabulary lacks
+    control: re.Pattern    # the names of control tokens, and the usual end-of-text marks
     fingerprint: str       # equal for tokenizers with the same file, BOS and EOS
 
     @staticmethod
     def load(folder):
-        """Load a folder's Tokenizer. Raises UserError if another file names a token it lacks."""
+        """Load a folder's Tokenizer. Raises UserError if its config names a token that it lacks."""
         path = tokenizer_file(folder)
         if not path:
-            raise UserError(f"{folder}: has no tokenizer.json or tokenizer.model")
+            raise UserError(f"{folder}: has no tokenizer.json or tokenizer.model. Make one with "
+                            "transformers' AutoTokenizer and save_pretrained()")
         config = read_optional(folder, "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # as in transformers
-            config |= read_optional(folder, "special_tokens_map.json")
         if path.suffix == ".json":
             spec = read_json(path)
-            match spec:
-                case {"model": {"vocab": dict() | list()}, "added_tokens": [*added]}:
-                    tokens = all_tokens(spec)
-                case _:
-                    raise UserError(f"{path}: has no model.vocab or no added_tokens")
-            special = {token["content"]: token["id"] for token in added if token["special"]}
+            model, tokens = spec["model"], all_tokens(spec)
+            special = {token["content"]: token["id"] for token in spec["added_tokens"]
+                       if token["special"]}
             encode, decode = read_tokenizer_json(path, spec)
-            bos_id = template_bos(path, spec)
-            model = spec["model"]  # Unigram gives the id of its unknown token, others its name
+            bos_id = template_bos(spec)
+            # Unigram gives the id of its unknown token, others its name.
             unknown = model.get("unk_id", tokens.get(model.get("unk_token")))
         else:
-            if config.get("add_prefix_space") is False:  # the file itself says otherwise
-                raise UserError(f"{path}: add_prefix_space = false is not supported. {CONVERT}")
             model, tokens = read_sentencepiece(path)
-            encode, decode = model.encode, model.decode
             special = {name: i for name, i in tokens.items() if model.is_control(i)}
-            unknown = model.unk_id()
+            encode, decode = model.encode, model.decode
             # As in transformers' LlamaTokenizer, since the file itself does not say.
             bos = config.get("bos_token", "<s>" if "<s>" in special else None)
             bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
-        # Models trained with Alpaca's code have Llama's tokenizer.model, and [PAD] in another file.
-        for token in (*read_optional(folder, "added_tokens.json"),
-                      *config.get("added_tokens_decoder", {}).values()):
-            token_id(path, tokens, token)
+            unknown = model.unk_id()
         eos = next((name for name in EOS_NAMES if name in special), None)
         eos_id = token_id(path, special, config.get("eos_token") or eos)
+        control = re.compile("|".join(map(re.escape, [*special, *EOS_NAMES])))
         return Tokenizer(folder, encode, decode, max(tokens.values()) + 1, special, bos_id, eos_id,
-                         unknown, f"{digest(path)}, BOS {bos_id}, EOS {eos_id}")
+                         unknown, control, f"{digest(path)}, BOS {bos_id}, EOS {eos_id}")
 
     def encode(self, text, bos=False):
         """
@@ -678,19 +592,13 @@ class Tokenizer:
         ids = self.encode_text(text)
         found = self.control.search(text)
         if found and self.special.get(found[0]) not in ids:
-            note(f"{found[0]} in a text is read as plain text, not as a control token of "
-                 f"{self.folder}")
-        if self.unknown is not None and self.unknown in ids:
+            note(f"{found[0]} in a text is read as plain text, not as a control token")
+        if self.unknown in ids:
             unknown, self.unknown = self.unknown, None  # once is enough
             word = next((w for w in text.split() if unknown in self.encode_text(w)), text)
             say(f"warning: {self.folder}: its tokenizer lacks {word!r:.100}. The model cannot tell "
                 "one unknown word from another", sys.stderr)
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
-
-    @functools.cached_property
-    def control(self):
-        """A pattern for the names of control tokens and the usual end-of-text marks."""
-        return re.compile("|".join(map(re.escape, [*self.special, *EOS_NAMES])))
 
     def decode(self, ids):
         """Turn ids into text. Skips ids beyond the vocabulary, with which a model may be padded."""
@@ -702,8 +610,7 @@ def load_tokenizer(folder, config):
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model only "
-                        f"{config.vocab_size}. Use the model's own, or remove added tokens such as "
-                        f"{tokenizer.decode([tokenizer.vocab_size - 1])} from its files")
+                        f"{config.vocab_size}. Use the tokenizer that belongs to the model")
     if tokenizer.eos_id is not None and tokenizer.eos_id not in config.ends:
         ends = [*sorted(config.ends), tokenizer.eos_id]
         config.eos_token_id = ends if len(ends) > 1 else tokenizer.eos_id
@@ -715,18 +622,13 @@ def check_same_tokenizer(tokenizer, folder):
     theirs = read_json(f"{folder}/meta.json").get("tokenizer")  # None in an older version's
     if theirs != tokenizer.fingerprint:
         raise UserError(f"{folder}: its tokenizer ({theirs}) differs from the model's "
-                        f"({tokenizer.fingerprint}). Prepare it again with "
-                        f"--tokenizer={tokenizer.folder}")
+                        f"({tokenizer.fingerprint}). Prepare it again with the model's")
 
 
 def tokenizer_file(folder):
     """A folder's tokenizer.json, which decides, as in transformers 5, or its tokenizer.model."""
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"):
-        path = Path(folder, name)
-        if path.exists():
-            if name in TOKENIZER_FILES:
-                return path
-            raise UserError(f"{path}: not a supported tokenizer. {CONVERT}")
+    paths = Path(folder, "tokenizer.json"), Path(folder, "tokenizer.model")
+    return next(filter(Path.exists, paths), None)
 
 
 def read_optional(folder, name):
@@ -736,11 +638,10 @@ def read_optional(folder, name):
 
 
 def token_id(path, tokens, token):
-    """The id of a token that a file beside `path` names, as text or a dict; None gives None."""
+    """The id of a token that tokenizer_config.json names, as text or a dict; None gives None."""
     name = token.get("content") if isinstance(token, dict) else token
     if name and name not in tokens:
-        raise UserError(f"{path}: lacks the token {name}, or defines it differently from "
-                        f"{', '.join(TOKENIZER_FILES[2:5])}. Remove it there. Or: {CONVERT}")
+        raise UserError(f"{path}: lacks the token {name}, which tokenizer_config.json names")
     return tokens.get(name)
 
 
@@ -760,20 +661,13 @@ def all_tokens(spec):
     return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
 
 
-def template_bos(path, spec):
+def template_bos(spec):
     """The id that a tokenizer.json puts before a text, or None; one after it is left out."""
-    processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
-    before = []
+    processor = spec.get("post_processor") or {}
     for step in processor.get("processors", [processor]):
-        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
-            raise UserError(f"{path}: a post-processor {step['type']} is not supported")
-        for piece in step.get("single", []):
-            if "Sequence" in piece:  # the text
-                break
-            before += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-    if len(before) > 1:
-        raise UserError(f"{path}: puts {len(before)} tokens before a text; only one is supported")
-    return before[0] if before else None
+        first = step.get("single", [{}])[0]  # {"Sequence": ...} is the text
+        if "SpecialToken" in first:
+            return step["special_tokens"][first["SpecialToken"]["id"]]["ids"][0]
 
 
 def read_tokenizer_json(path, spec):
