@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -1062,7 +1061,7 @@ def test_the_entry_of_the_road():
     assert re.fullmatch("error: .*/mine/test.jsonl.\n", end.stderr)
 
 
-# --------------------------------------- tiny.sh, task.sh and gpu.sh, beside the tests above
+# ------------------------------------------------ tiny.sh and gpu.sh, beside the tests above
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
@@ -1074,35 +1073,25 @@ def copy_scripts(folder):
         shutil.copy(script, folder)
 
 
-def beside(request, tmp_path_factory, name, line):
-    """Run a line of bash in a copy of the repository, beside the other tests, if one needs it."""
-    if not any(name in item.name for item in request.session.items):
+@pytest.fixture(scope="session", autouse=True)
+def shells(request, tmp_path_factory):
+    """Run tiny.sh where an older version has been, then gpu.sh with a `python` that often fails."""
+    asked = "end_to_end", "some_fail"
+    if not any(item.name.endswith(asked) for item in request.session.items):
         yield None
         return
-    folder = tmp_path_factory.mktemp(name)
+    folder = tmp_path_factory.mktemp("shells")
     copy_scripts(folder)
-    with beside_the_tests(["bash", "-c", line], folder, PATH=f"{folder}:{PATH}") as output:
-        yield output, folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def tiny_run(request, tmp_path_factory):
-    """Run tiny.sh where an older version has been."""
-    line = "mkdir -p out/tiny-quick-seed5/data; touch out/tiny-quick-seed5/data/meta.json; "
-    line += "bash runs/tiny.sh --quick --seed 5"
-    yield from beside(request, tmp_path_factory, "tiny_run", line)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def parts_run(request, tmp_path_factory):
-    """Run gpu.sh with a `python` that fails except for 4 rows."""
-    fails = f"""#!/bin/bash
+    Path(folder, "fails").write_text(f"""#!/bin/bash
 [[ "$*" == *"--batch_size "[1268]* ]] && echo boom && exit 3
 exec {sys.executable} "$@"
-"""
-    line = f"echo {shlex.quote(fails)} > python; chmod +x python; "
-    line += "! bash runs/gpu.sh --cpu --train --decode"
-    yield from beside(request, tmp_path_factory, "parts_run", line)
+""")
+    lines = """mkdir -p out/tiny-quick-seed5/data && touch out/tiny-quick-seed5/data/meta.json
+bash runs/tiny.sh --quick --seed 5
+install fails python
+! bash runs/gpu.sh --cpu --train --decode"""
+    with beside_the_tests(["bash", "-ec", lines], folder, PATH=f"{folder}:{PATH}") as output:
+        yield output, folder
 
 
 def test_an_edit_takes_effect(tmp_path):
@@ -1145,12 +1134,12 @@ def test_task_ends_when_its_child_has_saved():
     assert exit_codes([process]) == [130] and Path("saved").exists()
 
 
-def test_tiny_run_end_to_end(tiny_run):
+def test_tiny_run_end_to_end(shells):
     """tiny.sh with a seed, in a folder of its own: equal FLOPs, and a table."""
-    output, folder = tiny_run
+    output, folder = shells
     said, out = output(), folder / "out/tiny-quick-seed5"
     assert "made by other code (an older version), so this starts over" in said
-    assert os.listdir(folder / "out") == [out.name]
+    assert {*os.listdir(folder / "out")} == {out.name, "gpu"}
     loop, parent = (read_json(f"{find_checkpoint(out / name)}/train.json")
                     for name in ("task", "parent"))
     assert abs(parent["flops"] / loop["flops"] - 1) < 0.6 / parent["update"]
@@ -1160,9 +1149,9 @@ def test_tiny_run_end_to_end(tiny_run):
     assert [label for label, *_ in rows] == labels
 
 
-def test_parts_run_though_some_fail(parts_run):
+def test_parts_run_though_some_fail(shells):
     """`bash runs/gpu.sh --cpu` ends with the results of all parts, though some fail."""
-    output, folder = parts_run
+    output, _ = shells
     _, *parts = output().rpartition("\n== ")[2].strip().split("\n\n")
     for part, (name, words) in zip(parts, (
         ("train-4-0.5", "n 4  k 4  tokens_per_s "), ("train-2-1", "failed (3): boom"),
