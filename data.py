@@ -141,8 +141,7 @@ def read_mixture(data):
     for source in data.split(","):
         folder, _, weight = source.partition(":")
         if not os.path.exists(f"{folder}/meta.json"):
-            raise UserError(f"{folder}: not a finished data set (no meta.json). Create it with "
-                            "`python data.py prepare`")
+            raise UserError(f"{folder}: not a finished data set. Run `python data.py prepare`")
         if not re.fullmatch("[1-9][0-9]*|", weight):
             raise UserError(f"--data={data}: weights must be whole numbers above 0")
         mixture.append((folder, int(weight or 1)))
@@ -150,8 +149,7 @@ def read_mixture(data):
 
 
 # ---------------------------------------------------------------------------------------- documents
-# A record is a line of a .jsonl file, a row of a .parquet file, or a whole text file. Each becomes
-# one document.
+# A record, which becomes a document, is a line of .jsonl, a row of .parquet, or a whole text file.
 
 ABSENT = None, "", [], {}  # what parquet files hold where there is nothing
 BESIDE = "labels", "attention_mask", "system", "tools"  # columns that would change ids or chats
@@ -253,11 +251,14 @@ ROLE = "(?:user|human|assistant|system)"
 TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
+NOTED = set()  # not functools.cache, with which several threads may say the same
 
-@functools.cache
+
 def note(text):
     """Say something about the input, once."""
-    say(f"note: {text}", sys.stderr)
+    if text not in NOTED:
+        NOTED.add(text)
+        say(f"note: {text}", sys.stderr)
 
 
 def read_parts(record, args, vocab_size):
@@ -481,8 +482,7 @@ def prepare(args):
 
 
 def main():
-    parser = Parser(__doc__, usage="data.py prepare --input FILE ... --tokenizer FOLDER "
-                                   "--out FOLDER [flags]")
+    parser = Parser(__doc__, usage="data.py prepare --input FILE ... --tokenizer FOLDER --out OUT")
     flag = parser.add_argument
     flag("command", choices=["prepare"],
          help="pack files into a data set. If it is killed, it begins again (two hours for 120 "

@@ -768,7 +768,7 @@ def test_floats_of_parquet():
 
 def test_what_lies_beside_is_named_once(corpus, capsys):
     """Columns and marks that would change a text, but are not read, are named, each once."""
-    data.note.cache_clear()
+    data.NOTED.clear()
     for i, row in enumerate((
         {"a": [5, 6], "labels": [5, -100]},
         {"a": [ANSWER], "system": "has", "tools": []},
