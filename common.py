@@ -185,8 +185,8 @@ def choose_dtype(dtype, device):
     """
     Resolve --dtype: auto is bfloat16 where that is native, else float32. It is on NVIDIA GPUs from
     compute capability 8.0 on, on AMD from CDNA 1 and RDNA 3 on, and on CPUs by Intel with AMX, by
-    AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). An Intel with AVX-512 bfloat16
-    alone is slower in it than in float32: see runs/NOTES.md.
+    AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). Intel CPUs with AVX-512 bfloat16
+    but no AMX are slower in it than in float32: see runs/NOTES.md.
     """
     if dtype != "auto":
         return dtype
@@ -336,12 +336,12 @@ def code_of(*names):
     return {name: digest(Path(__file__).parent / name) for name in names}
 
 
-def changed_code(earlier, code):
+def changed_keys(earlier, now):
     """
-    Say which files an output was made with in another version, such as "model.py, data.py"; "" if
-    none. earlier, code: what code_of() returned then and now; an older version stored nothing, {}.
+    Name the keys that have changed since an output was made, such as "model.py, data.py"; "" if
+    none. earlier, now: {key: value}, such as code_of()'s; an older version stored nothing, {}.
     """
-    changed = ", ".join(name for name in code if earlier.get(name) != code[name])
+    changed = ", ".join(key for key in now if earlier.get(key) != now[key])
     return changed if earlier or not changed else "an older version"
 
 

@@ -32,7 +32,7 @@ from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 
-from common import (DTYPE_HELP, DTYPES, RANK, WORLD, Parser, UserError, changed_code, choose_dtype,
+from common import (DTYPE_HELP, DTYPES, RANK, WORLD, Parser, UserError, changed_keys, choose_dtype,
                     cli, code_of, digest, join_ranks, paths, positive, random_seed, read_json,
                     reading, recurrences, say, write_atomically, write_json)
 
@@ -205,23 +205,23 @@ METRICS = {
 
 def read_answers(path, asked, auto):
     """
-    Read a file of answers, as {(r, index): answer}. If they belong to something else than `asked`,
-    rename it, and return {}. auto: whether to go on in the dtype in which they began. Raises
-    UserError if the file holds something else.
+    Read a file of answers, as {(r, index): answer}. If they were made with other settings than
+    `asked`, rename it, and return {}. auto: whether to go on in the dtype in which they began.
+    Raises UserError if the file holds something else.
     """
     if not path.exists():
         return {}
     kept = read_json(path)
     if kept.keys() != {"asked", "answers"}:
         raise UserError(f"{path}: holds something else. Name another file with --out")
-    changed = changed_code(kept["asked"], asked)
+    changed = changed_keys(kept["asked"], asked)
     if auto and changed == "dtype":
         asked["dtype"] = kept["asked"]["dtype"]
     elif changed:
         aside = path.with_suffix(f".{digest(path)}.json")
         path.rename(aside)
-        say(f"{path}: renamed to {aside.name}, since it has answers with another {changed}. All "
-            "questions are asked again", sys.stderr)
+        say(f"{path}: renamed to {aside.name}, because {changed} changed since. All questions "
+            "are asked again", sys.stderr)
         return {}
     return {(answer["steps"], answer["index"]): answer for answer in kept["answers"]}
 

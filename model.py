@@ -456,7 +456,7 @@ class RecurrentLM(nn.Module):
         # A run with --train saves trained parameters in float32, and the others in the dtype of the
         # checkpoint that it started from, perhaps bfloat16.
         stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
-        if stored == torch.float16:  # whose range is too small for many models' activations
+        if stored != torch.bfloat16:  # float16's range is too small for many models' activations
             stored = torch.float32
         return model.to(device, dtype or stored)
 
@@ -549,9 +549,9 @@ class RecurrentLM(nn.Module):
         """
         Compile with torch.compile: the core, which runs r times; one layer, whose graph all layers
         of prelude and coda share, so that a deep model compiles as quickly as a small one; and the
-        head. how: arguments of torch.compile. Where that does not work, all goes on uncompiled.
+        head. how: arguments of torch.compile. If compiling fails, the model runs uncompiled.
         """
-        try:  # something small first
+        try:  # compile something trivial first
             torch.compile(torch.sin)(self.norm_f.weight.data)
             say("compiling takes half a minute on a CPU, a minute on an H100", sys.stderr)
         except Exception as e:  # of many kinds: no compiler, an odd path or locale, no disk space

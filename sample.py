@@ -65,12 +65,12 @@ class Decoder:
         self.compiled = compile
         self.on_gpu = model.embed.weight.is_cuda
         self.recording = compile and self.on_gpu
-        self.chunk = 256 if self.on_gpu else 64  # a pass reads the cache in multiples of this
+        self.chunk = 256 if self.on_gpu else 64  # a step reads the cache in multiples of this
         self.cache = None
-        self.passes = {}   # for this cache, {what make_pass() takes: the pass}
-        self.graphs = {}  # the recorded ones, {...: a function that replays it}
-        self.pool = None  # their memory
-        self.rng = None   # of the current generate()
+        self.kinds = {}  # of steps for this cache, {arguments of make_step(): a function}
+        self.recorded = set()  # those of which it replays a CUDA graph
+        self.pool = None       # the memory of the graphs
+        self.rng = None        # of the current generate()
         self.look_up = look_up
         self.choose_likeliest = choose
         if compile:
@@ -154,7 +154,7 @@ class Decoder:
         return 1 << (rows - 1).bit_length() if self.recording else rows
 
     def visible(self, end):
-        """How many positions of the cache a pass reads, if those of its tokens are below `end`."""
+        """How many positions of the cache a step reads, if those of its tokens are below `end`."""
         return self.chunk * math.ceil(end / self.chunk)
 
     def begin(self, prompts, end, r, seed):
@@ -167,8 +167,8 @@ class Decoder:
         cache = self.cache
         if not cache or rows > cache.rows or visible >= cache.capacity or r > cache.r:
             self.cache = cache = self.pool = None
-            self.passes, self.graphs = {}, {}  # frees the memory of all first
-            # One position more than any pass reads: the whole cache would be contiguous, which a
+            self.kinds, self.recorded = {}, set()  # frees the memory of all first
+            # One position more than any step reads: the whole cache would be contiguous, which a
             # part of it is not, and torch.compile would compile again for that.
             self.cache = cache = KVCache(self.model, rows, visible + 1, r)
         cache.start(self.model, prompts, seed)
@@ -202,13 +202,14 @@ class Decoder:
         after which they can be read.
         """
         kind = self.size(rows), self.visible(end), r, temperature, top_k
-        if kind not in self.passes:  # not recorded yet, since its first run compiles and tunes
-            self.passes[kind] = self.make_pass(*kind)
-        elif self.recording and kind not in self.graphs:
-            self.graphs[kind] = self.record(self.passes[kind])
+        if kind not in self.kinds:  # not recorded yet, since its first run compiles and tunes
+            self.kinds[kind] = self.make_step(*kind)
+        elif self.recording and kind not in self.recorded:
+            self.kinds[kind] = self.record(self.kinds[kind])
+            self.recorded.add(kind)
         if temperature:
             self.cache.draws[:self.size(rows)].exponential_(generator=self.rng)
-        new = self.graphs.get(kind, self.passes[kind])()
+        new = self.kinds[kind]()
         new = new.to("cpu", non_blocking=True, copy=True)  # from a GPU, to pinned memory
         event = None
         if self.on_gpu:
@@ -216,7 +217,7 @@ class Decoder:
             event.record()
         return new, event
 
-    def make_pass(self, rows, visible, r, temperature, top_k):
+    def make_step(self, rows, visible, r, temperature, top_k):
         """
         Return a function that continues each of `rows` rows by a token, reading `visible` positions
         of the cache. It returns the tokens (rows, 1), or NO_TOKEN: see choose(). All that it uses
@@ -481,12 +482,12 @@ def trace(model, tokenizer, ids, steps, seed=0, end=""):
     if not probabilities.isfinite().all():
         raise UserError(NOT_FINITE)
 
-    columns = [["", *names, f"same as r = {steps[-1]}"]]
+    columns = [["", *names, f"same as r = {steps[-1]}" if steps[-1] else ""]]
     for r, best, chosen, agrees in zip(steps, probabilities, tokens, tokens == tokens[-1]):
         column = [f"  r = {r}" if r else "  next"]
         for p, token, agree in zip(best, chosen.tolist(), agrees):
             column.append(f"  {p:4.0%} {token_text(tokenizer, token)}{'' if agree else '*'}")
-        columns.append([*column, f"  {agrees.sum()} of {len(shown)}"])
+        columns.append([*column, f"  {agrees.sum()} of {len(shown)}" if r else ""])
     widths = [max(map(len, column)) for column in columns]
     for row in zip(*columns):
         print(" ".join(map(str.ljust, row, widths)).rstrip())

@@ -148,7 +148,7 @@ def verify(source, layers, folder):
         expected, steps = retrofit(source, [sum(layers, []), [], []]), 1
         written.load_state_dict(new_weights(config), strict=False)
     T = min(64, config.context)
-    ids = torch.arange(T)[None] * 7 % config.vocab_size  # T different ones
+    ids = torch.arange(T)[None] * 7 % config.vocab_size
     state = torch.zeros(1, T, config.n_embd)  # so that an additive adapter passes only e on
     wanted, _ = expected.float()(ids, steps=steps, state=state)
     found, _ = written(ids, steps=steps, state=state)

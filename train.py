@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import mean
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
-                    changed_code, check_settings, choose_dtype, cli, code_of, fraction, join_ranks,
+                    changed_keys, check_settings, choose_dtype, cli, code_of, fraction, join_ranks,
                     locked, natural, non_negative, paths, positive, random_seed, read_json,
                     read_toml, reading, recurrences, refuse_idle, say, write_atomically, write_json,
                     yes_or_no)
@@ -118,7 +118,7 @@ class Recipe:
 
 @dataclass
 class Settings(Recipe):
-    """All settings. Those below change the result by rounding at most, and may change on resume."""
+    """All settings. Those below change the result by rounding at most, so they may change later."""
     config: paths = setting(None, "a TOML file; flags and later files win", action="append")
     out_dir: paths = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: paths = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
@@ -277,9 +277,14 @@ class Run:
     def __init__(self, settings, device):
         self.settings = settings
         self.device = device
+        self.signals = []  # those received since catch_signals()
+
+        # The data.
         self.train_set = Dataset(settings.data, "train", settings.context)
         data_folders = self.train_set.folders
         self.val_sets = [Dataset(folder, "val", settings.context) for folder in data_folders]
+
+        # Begun or resumed, and with the same recipe?
         saved = checkpoints(settings.out_dir)
         resumed = saved[-1] if saved else None
         if resumed:
@@ -293,14 +298,15 @@ class Run:
             check_settings(settings.out_dir, progress.recipe, recipe, "To resume, repeat its "
                            "settings. For others, on the rows that follow, use --init_from=OLD "
                            "--out_dir=NEW")
-            if changed := changed_code(progress.code, CODE):
+            if changed := changed_keys(progress.code, CODE):
                 say(f"{settings.out_dir}: the code has changed since this run began ({changed}). "
-                    "It goes on; another --out_dir starts over")
+                    "Resuming anyway. To start over, use another --out_dir")
 
+        # The model and its tokenizer. exact: the weights before they are rounded to --dtype, on the
+        # CPU, perhaps memory-mapped.
         source = resumed or settings.init_from
         folder = find_checkpoint(source) if source else None
         config = run_config(settings, load_config(folder) if folder else None, data_folders[0])
-        # exact: the weights before they are rounded to --dtype, on the CPU, perhaps memory-mapped.
         if folder and (resumed or not settings.reinit):
             model, self.exact = RecurrentLM.load_mapped(folder, config)
         else:
@@ -315,6 +321,8 @@ class Run:
         self.tokenizer_files = read_tokenizer_files(tokenizer_folder)
         self.model = model.to(device, getattr(torch, settings.dtype))
         choose_trained(settings, model)
+
+        # The optimizer, and what the run has done so far.
         self.optimizer = make_optimizer(settings, model, RANK, WORLD, self.exact)
         if resumed:
             if not (resumed / "optimizer.safetensors").exists():

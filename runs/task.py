@@ -32,7 +32,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import (Parser, UserError, changed_code, check_settings, cli, code_of, digest, locked,
+from common import (Parser, UserError, changed_keys, check_settings, cli, code_of, digest, locked,
                     non_negative, paths, positive, random_seed, read_json, reading, say, write_json)
 
 import numpy as np
@@ -189,7 +189,7 @@ def main():
         earlier = made | {"code": CODE} if is_new else read_json(out / "settings.json")
         code = earlier.pop("code", {})
         check_settings(out, earlier, dict.fromkeys(earlier) | made, "Choose another --out")
-        if changed := changed_code(code, CODE):
+        if changed := changed_keys(code, CODE):
             say(f"{out}: the code has changed since this try began ({changed}). It goes on; "
                 "another --out starts over")
         try:

@@ -202,7 +202,7 @@ def tiny(out, task="cups", seed=0, rows=50_000):
     last = out / "test18.jsonl"
     if last.exists():
         earlier = read_json(f"{out}/task/meta.json")["arguments"]
-        check_settings(out, earlier, arguments, "choose another --out")
+        check_settings(out, earlier, arguments, "Choose another --out")
         print(f"{out} is already complete")
         return
     words, step, written, short = TASKS[task]

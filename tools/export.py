@@ -227,8 +227,8 @@ def write_text_files(model, folder, layout):
         (folder / "chat_template.jinja").unlink(missing_ok=True)
     names = {i: name for name, i in tokenizer.special.items()}
     for key, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-        if i in names:
-            config.setdefault(key, names[i])
+        if i in names and not config.get(key):
+            config[key] = names[i]
     if (folder / "tokenizer.json").exists():
         config |= {"tokenizer_class": "PreTrainedTokenizerFast",
                    "model_input_names": ["input_ids", "attention_mask"]}

@@ -20,7 +20,8 @@ from model import save_tensors
 ARCHITECTURES = "llama", "mistral", "qwen2", "qwen3"  # the ones surgery.py can read
 
 # The values of tokenizer.ggml.pre for which transformers splits text into words as llama.cpp does;
-# for "smollm", convert() sees to it. With Llama 3's, BOS comes first unless a file says otherwise.
+# for "smollm" and "qwen2", convert() sees to it. With Llama 3's, BOS comes first unless a file says
+# otherwise.
 LLAMA_3 = "llama-bpe", "llama3", "llama-v3"
 KNOWN = "gpt-2", "olmo", "smollm", *LLAMA_3, "dbrx", "qwen2"
 
@@ -52,8 +53,8 @@ def check_file(path, file):
         raise UserError(f"{path}: has no blank before a text, which transformers does not read. "
                         "Use the model's safetensors")
     if kind == "gpt2" and pre not in KNOWN:
-        raise UserError(f"{path}: text would be split otherwise than in llama.cpp, because its "
-                        f"tokenizer.ggml.pre is {pre}. Use the model's safetensors")
+        raise UserError(f"{path}: text would be tokenized differently from llama.cpp, because "
+                        f"its tokenizer.ggml.pre is {pre}. Use the model's safetensors")
     return pre
 
 
