@@ -31,7 +31,8 @@ except ModuleNotFoundError as e:
     sys.exit(f"error: {sys.executable} has no package {e.name}. Activate the environment in which "
              "you installed requirements.txt, or: pip install -r requirements.txt")
 
-CPUINFO = Path("/proc/cpuinfo")
+
+# --------------------------------------------------------------------------------------- ranks
 
 # torchrun sets all of these. If one is missing, the others are left over, and this is rank 0 of 1.
 TORCHRUNS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
@@ -39,6 +40,20 @@ LAUNCH = os.environ if TORCHRUNS <= os.environ.keys() else {}
 WORLD = int(LAUNCH.get("WORLD_SIZE", 1))
 RANK = int(LAUNCH.get("RANK", 0))
 LOCAL_RANK = int(LAUNCH.get("LOCAL_RANK", 0))  # on this machine
+
+
+def join_ranks(device):
+    """
+    Join the process group of torchrun's ranks. When it restarts those of a node after a crash, its
+    store still holds the addresses of the dead ones, so each attempt writes under its own prefix.
+    For several nodes, which may count restarts differently, see runs/README.md.
+    """
+    store, *_ = next(dist.rendezvous("env://"))
+    if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(store=store, rank=RANK, world_size=WORLD,
+                            device_id=None if device == "cpu" else torch.device(device),
+                            timeout=timedelta(hours=1))  # another rank may be compiling or saving
 
 
 # ------------------------------------------------------------------------- errors and messages
@@ -84,20 +99,6 @@ def cli(main, on_every_rank=False):
         end = f"error: this needs `pip install {e.name}`"
     say("", end="")  # flushes what print() has not written yet
     sys.exit(end)
-
-
-def join_ranks(device):
-    """
-    Join the process group of torchrun's ranks. When it restarts those of a node after a crash, its
-    store still holds the addresses of the dead ones, so each attempt writes under its own prefix.
-    For several nodes, which may count restarts differently, see runs/README.md.
-    """
-    store, *_ = next(dist.rendezvous("env://"))
-    if os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)) == str(WORLD):  # a single node
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(store=store, rank=RANK, world_size=WORLD,
-                            device_id=None if device == "cpu" else torch.device(device),
-                            timeout=timedelta(hours=1))  # another rank may be compiling or saving
 
 
 def say(text, file=None, end="\n"):
@@ -176,6 +177,7 @@ def refuse_idle(given, rules):
 
 # --------------------------------------------------------------------------------------- dtypes
 
+CPUINFO = Path("/proc/cpuinfo")
 DTYPES = "auto", "bfloat16", "float32"  # the choices of --dtype
 AMD_BFLOAT16 = "gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"  # gcnArchName
 DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it natively, else float32"
@@ -324,6 +326,8 @@ def write_json(path, value):
     with write_atomically(path) as new:
         new.write_text(json.dumps(value, indent=1) + "\n")
 
+
+# ------------------------------------------------------------------ what an output was made with
 
 def digest(path):
     """Return the first 16 hex digits of a file's SHA-256."""

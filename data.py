@@ -213,7 +213,7 @@ def read_message(message):
         if key in EXCLUDES and value in (0, 1):  # or false, true
             has_loss &= value != EXCLUDES[key]
         elif key not in ("role", "content", "name", "id") and value not in ABSENT:
-            raise ValueError(f"a message has {key}, which is not read: {value!r:.40}. Put it into "
+            raise ValueError(f"a message has {key}, which is not read: {value!r:.40}. Move it into "
                              "the text, or remove it")
     if isinstance(content, list):
         content = "".join(map(read_part, content))
@@ -505,7 +505,8 @@ def main():
     flag("--val", type=between(0.001, 0.9, float), default=0.01,
          help="fraction of each shard's documents to hold out for validation (0.01)")
     flag("--row_length", type=positive, metavar="T",
-         help="with --prompt or --loss assistant: tokens in a row; default: two of most documents")
+         help="with --prompt or --loss assistant: tokens in a row; default: enough for two typical "
+              "documents")
     flag("--shard_tokens", type=positive, default=100_000_000,
          help="approximate number of tokens in a shard (100 million)")
     flag("--out", type=paths, required=True, metavar="FOLDER", help="folder of the new data set")
@@ -562,7 +563,7 @@ class Tokenizer:
             special = {token["content"]: token["id"] for token in spec["added_tokens"]
                        if token["special"]}
             encode, decode = read_tokenizer_json(path, spec)
-            bos_id = template_bos(spec)
+            bos_id = template_bos(path, spec)
             # Unigram gives the id of its unknown token, others its name.
             unknown = model.get("unk_id", tokens.get(model.get("unk_token")))
         else:
@@ -661,10 +662,12 @@ def all_tokens(spec):
     return vocab | {token["content"]: token["id"] for token in spec["added_tokens"]}
 
 
-def template_bos(spec):
+def template_bos(path, spec):
     """The id that a tokenizer.json puts before a text, or None; one after it is left out."""
-    processor = spec.get("post_processor") or {}
+    processor = spec.get("post_processor") or {"type": "ByteLevel"}  # which only moves offsets
     for step in processor.get("processors", [processor]):
+        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
+            raise UserError(f"{path}: a post-processor {step['type']} is not supported")
         first = step.get("single", [{}])[0]  # {"Sequence": ...} is the text
         if "SpecialToken" in first:
             return step["special_tokens"][first["SpecialToken"]["id"]]["ids"][0]
