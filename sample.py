@@ -482,12 +482,12 @@ def trace(model, tokenizer, ids, steps, seed=0, end=""):
     if not probabilities.isfinite().all():
         raise UserError(NOT_FINITE)
 
-    columns = [["", *names, f"same as r = {steps[-1]}" if steps[-1] else ""]]
+    columns = [["", *names, f"same as r = {steps[-1]}"]]
     for r, best, chosen, agrees in zip(steps, probabilities, tokens, tokens == tokens[-1]):
         column = [f"  r = {r}" if r else "  next"]
         for p, token, agree in zip(best, chosen.tolist(), agrees):
             column.append(f"  {p:4.0%} {token_text(tokenizer, token)}{'' if agree else '*'}")
-        columns.append([*column, f"  {agrees.sum()} of {len(shown)}" if r else ""])
+        columns.append([*column, f"  {agrees.sum()} of {len(shown)}"])
     widths = [max(map(len, column)) for column in columns]
     for row in zip(*columns):
         print(" ".join(map(str.ljust, row, widths)).rstrip())
