@@ -628,13 +628,10 @@ def test_a_killed_prepare_begins_again(source, corpus):
     os.remove("out/meta.json")
     os.truncate("out/train_000001.npy", 99)
     Path("out/val_000099.npy").touch()
-    os.makedirs("out/train_000002.npy.loopgraft-unfinished-12345678/half")
     assert "out exists already" in error_line("data", *command), "it may be somebody else's"
     Path("out/.unfinished").touch()
     run_script("data", *command)
     assert contents("out") == whole
-    assert not [*Path("out").glob("*.loopgraft-*")]
-
     assert "out is already complete" in run_script("data", *command)
     said = error_line("data", *prepare(corpus, source, "out", *asked))
     assert "created with drop = " in said
@@ -850,13 +847,10 @@ def test_unknown_words_are_named(capsys):
 
 
 def test_a_data_set_has_its_models_tokenizer(corpus, speaker):
-    """train.py refuses a data set whose meta.json names another tokenizer, or none."""
+    """train.py refuses a data set whose meta.json names another tokenizer."""
     data.check_same_tokenizer(Tokenizer.load(corpus / "task"), corpus / "pretrain")
     with pytest.raises(UserError, match="differs from the model's"):
         data.check_same_tokenizer(Tokenizer.load(speaker), corpus / "task")
-    common.write_json("meta.json", {})
-    with pytest.raises(UserError, match="its tokenizer .None. .* Prepare it again"):
-        data.check_same_tokenizer(Tokenizer.load(speaker), ".")
 
 
 # --------------------------------------------------------------------------------------- the loader
@@ -1574,8 +1568,6 @@ def test_wandb_goes_on_in_its_run(base, monkeypatch):
     train_until(3, *flags)
     run_script("train", *flags)
     assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "new"]
-    steps = [call.kwargs["step"] for call in wandb.log.call_args_list]
-    assert steps == [0, 1, 2, 3, 4, 5, 6, 6], "updates, and validations at 0 and 6"
 
 
 @pytest.mark.parametrize("n_core", [0, 1])
@@ -2025,7 +2017,6 @@ MISTAKES = [
     ("data prepare --input web/*.parquet --tokenizer m --out out", "web/*.parquet"),
     ("data prepare --input test.jsonl --tokenizer gpt2 --out out", "tokenizer.json"),
     ("train --data=task --context=39 --out_dir=out --uptades=3", "--uptades=3"),
-    ("train --config=tiny.toml --data=task --context=30 --out_dir=out", "--context"),
     ("train --config=tiny.toml --data=task --out_dir=out --train=norm|heads", "named 'heads'"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_kv_head=4", "n_kv_head = 4"),
     ("train --config=tiny.toml --data=task --out_dir=llama", "holds a model"),
