@@ -49,7 +49,7 @@ OURS = "seed", "out_dir", "init_from", "data", "reinit", "config"
 SHARED = re.compile("--(batch_size|micro_batch|context|dtype|compile|activation_budget|eval_\\w+"
                     "|save_every|log_every|keep|wandb)\\b")
 CODE = code_of("common.py", "data.py", "eval_gsm8k.py", "model.py", "muon.py", "sample.py",
-               "surgery.py", "train.py", "config/task.toml", "runs/task.py", "runs/smollm2/cups.py")
+               "surgery.py", "train.py", "config/task.toml", "runs/task.py", "runs/stories.py")
 
 
 def several(kind):
@@ -176,13 +176,13 @@ def main():
     prepare = {
         "question": ["data", "prepare", "--prompt=question", "--field=answer", "--input", train],
         "messages": ["data", "prepare", "--loss=assistant", "--field=messages", "--input", train],
-        "events": ["runs.smollm2.cups", "--row_length=512", "--test", test, "--stories", train],
+        "events": ["runs.stories", "--test", test, "--input", train],
     }[form]
     names = "parent", "loop", "shape", "row_length", "parent_lr"
     made = {name: getattr(args, name) for name in names} | {"digest of train.jsonl": digest(train)}
     made |= dict(flag.split("=", 1) for flag in args.own)
     is_new = not (out / "settings.json").exists()
-    if is_new and any(out.glob("[!.]*")):
+    if is_new and out.exists() and {*os.listdir(out)} - {".lock"}:
         raise UserError(f"{out}: contains other files. Choose another --out")
 
     with locked(out):

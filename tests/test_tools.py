@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 import common
 import data
+import runs.stories
 import sample
 import surgery
 import train
@@ -811,7 +812,7 @@ def test_readmes_trace_is_right():
 
 
 def test_own_stories(corpus, capsys):
-    """cups.py packs whole stories, labels their events' ends, and names what it cannot read."""
+    """stories.py packs whole stories, labels their events' ends, and names what it cannot read."""
     rng = np.random.default_rng(0)
     stories = [rng.integers(10, size=n).astype(str).tolist() for n in rng.integers(1, 5, size=60)]
     stories[3] = ["7", "1", "7", "2"]  # the longest, with 13 tokens and an EOS
@@ -819,7 +820,7 @@ def test_own_stories(corpus, capsys):
              for story in stories]
     lines[5]["events"][0] = " has then so"
     write_lines("s.jsonl", lines)
-    flags = f"runs/smollm2/cups --tokenizer={corpus}/task --stories=s.jsonl --row_length"
+    flags = f"runs/stories --tokenizer={corpus}/task --input=s.jsonl --row_length"
     run_script(f"{flags}=14 --out=mine")
     assert re.fullmatch(r"warning: .*/task: .* lacks 'then'\. .*\n", capsys.readouterr().err)
 
@@ -862,14 +863,14 @@ def test_own_stories(corpus, capsys):
         assert words in error_line(f"{flags}={more}")
     assert contents("mine") == before
     Path("s.jsonl").write_text((json.dumps(story) + "\n").replace("has", "has\u2028") * 2)
-    assert len(cups.read_stories("s.jsonl")) == 2
+    assert len(runs.stories.read_stories("s.jsonl")) == 2
 
 
 def test_stories_have_the_tokens_of_a_question(speaker):
     """Whatever the tokenizer, a story's ids are its text's, and its events have their own."""
     for folder in filter(Path.exists, (TOKENIZERS / "olmo2", speaker)):
         tokenizer = Tokenizer.load(folder)
-        ids, targets = cups.encode_story(tokenizer, ["A", " B"], [" B", " A"])
+        ids, targets = runs.stories.encode_story(tokenizer, ["A", " B"], [" B", " A"])
         assert ids == tokenizer.encode("A B", bos=True)
         assert targets[:-2] == [-100] * (len(ids) - 2)
         assert [tokenizer.decode([i]).strip() for i in targets[-2:]] == ["B", "A"]
@@ -881,7 +882,7 @@ def test_stories_have_the_tokens_of_a_question(speaker):
             assert written == ids[-len(written):]
         for events in ["A ", "B"], ["A", "", "B"]:
             with pytest.raises(common.UserError, match="of its own"):
-                cups.encode_story(tokenizer, events, [" B"] * len(events))
+                runs.stories.encode_story(tokenizer, events, [" B"] * len(events))
 
 
 def test_figures_in_tables_come_from_results(monkeypatch):
@@ -950,7 +951,7 @@ def test_questions_of_stories(corpus, events, question, words):
     """A test that no story goes on like is refused, as is one whose answers are several tokens."""
     write_task([{"events": events, "answers": [" 1", " 3"]}] * 2,
                [{"question": question, "answer": "3 so"}])
-    assert words in error_line("runs/smollm2/cups --stories mine/train.jsonl --out no "
+    assert words in error_line("runs/stories --input mine/train.jsonl --out no "
                                f"--test mine/test.jsonl --tokenizer {corpus}/task")
     assert not os.path.exists("no")
 

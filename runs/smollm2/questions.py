@@ -20,7 +20,8 @@ from common import Parser, cli, paths
 
 import numpy as np
 
-from runs.smollm2.cups import tell, write_lines
+from runs.smollm2.cups import tell
+from runs.stories import write_lines
 
 LENGTHS = 3, 4, 5, 6, 7, 8, 10, 12, 16
 NAMES = "Tom Anna Ben Mary Sam Lucy Jack Emma".split()

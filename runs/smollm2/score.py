@@ -14,7 +14,8 @@ from common import Parser, cli, paths, write_json
 import torch
 
 from model import IGNORE
-from runs.smollm2.cups import WRITTEN, encode_story, encode_written
+from runs.smollm2.cups import WRITTEN, encode_written
+from runs.stories import encode_story
 from sample import Decoder, answer_batch, load_model
 
 ROWS = 50  # stories in one pass

@@ -20,7 +20,7 @@ from common import Parser, UserError, cli, paths
 
 import numpy as np
 
-from runs.smollm2.cups import write_lines
+from runs.stories import write_lines
 
 PACKAGE = "music21-10.5.1-py3-none-any.whl"
 LENGTHS = 4, 5, 6, 7, 8, 10, 12, 16
