@@ -58,8 +58,8 @@ def join_ranks(device):
 
 # ------------------------------------------------------------------------- errors and messages
 
-# Those of requirements.txt, and the optional ones of runs/README.md. Another module that is missing
-# is a typo, for which nobody should install a package.
+# Those of requirements.txt, and the optional ones of runs/README.md. Any other missing module is a
+# typo, so it keeps its traceback.
 PACKAGES = ("torch numpy tiktoken sentencepiece safetensors requests pytest pyarrow matplotlib "
             "transformers accelerate gguf tokenizers huggingface_hub wandb lm_eval").split()
 
@@ -268,9 +268,11 @@ def new_folder(text):
 def creating(out):
     """Create the folder OUT, of a new_folder(); delete it if the body fails."""
     folder = Path(os.path.realpath(new_folder(out)))  # a link may lead to a folder that is gone
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / UNFINISHED).touch()
+    for path in folder.iterdir():  # left by a killed process
+        if path.name != UNFINISHED:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     try:
         yield
     except BaseException:

@@ -166,12 +166,9 @@ def read_records(path, args):
         with open(path, "rb") as file:
             yield from filter(bytes.strip, file)
     elif suffix == ".parquet":
-        from pyarrow import parquet
         dropped_by = [rule.partition("=")[0] for rule in args.drop]
         columns = [args.field, args.prompt or args.field, *dropped_by, *BESIDE]
-        with reading(path):
-            file = parquet.ParquetFile(path)
-        for batch in file.iter_batches(256, columns=columns):
+        for batch in read_batches(path, columns):
             # In Python a float32 of 0.7 is 0.699999988079071, unless it is read from its text.
             narrow = {column.name: column.type.to_pandas_dtype() for column in batch.schema
                       if str(column.type) in ("float", "halffloat")}
@@ -180,6 +177,13 @@ def read_records(path, args):
                              if row[name] is not None}
     else:
         raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
+
+
+def read_batches(path, columns):
+    """Yield those of these columns that a .parquet file has, 256 rows at a time."""
+    from pyarrow import parquet
+    with reading(path):
+        yield from parquet.ParquetFile(path).iter_batches(256, columns=columns)
 
 
 def column_value(record, column):
@@ -200,7 +204,7 @@ human='user', gpt='assistant', function_call='assistant', observation='tool'); r
 
 
 def read_message(message):
-    """Return (role, text, has_loss) of a chat's message. Refuses what would be lost, by name."""
+    """Return (role, text, has_loss) of a chat's message. Refuses a key that would be lost."""
     if not isinstance(message, dict):
         raise TypeError(f"{message!r:.40} is not a message with a role and a content")
     if message.get("from"):
@@ -321,7 +325,7 @@ def document(tokenizer, parts, args):
 def tokenize(tokenizer, record, path, args):
     """Return ("kept", document() of a record), ("dropped", None), or ("bad", why)."""
     try:
-        # This alone reads the record: errors of the other statements are bugs, as are other errors.
+        # Only this call may fail on bad input; any other error is a bug.
         parts = read_parts(record, args, tokenizer.vocab_size)
     except (ValueError, KeyError, TypeError) as e:
         return "bad", f"{path}: {record!r:.80} ({e!r:.400})"
@@ -426,6 +430,9 @@ def prepare(args):
     in_rows = bool(args.prompt) or args.loss == "assistant"  # only a part carries loss
     if args.row_length and not in_rows:
         raise UserError("--row_length: only for --prompt or --loss assistant")
+    for rule in args.drop:
+        if "=" not in rule:
+            raise UserError(f"--drop {rule}: must be COLUMN=TEXT")
     tokenizer = Tokenizer.load(args.tokenizer)
     if tokenizer.eos_id is None:
         raise UserError(f"{args.tokenizer}: has no known end-of-text token to end a document with. "
@@ -594,8 +601,9 @@ class Tokenizer:
         found = self.control.search(text)
         if found and self.special.get(found[0]) not in ids:
             note(f"{found[0]} in a text is read as plain text, not as a control token")
-        if self.unknown in ids:
-            unknown, self.unknown = self.unknown, None  # once is enough
+        unknown = self.unknown
+        if unknown in ids:
+            self.unknown = None  # once is enough
             word = next((w for w in text.split() if unknown in self.encode_text(w)), text)
             say(f"warning: {self.folder}: its tokenizer lacks {word!r:.100}. The model cannot tell "
                 "one unknown word from another", sys.stderr)

@@ -272,9 +272,9 @@ def summarize(questions, answers, metrics):
     """
     levels = {question["difficulty"] for question in questions} - {None}
     levels = sorted(levels, key=lambda level: (len(level), level))  # so that 10 comes after 9
-    more = ", and on the right for each difficulty" if levels else ""
-    table = [f"\nhow many of n answers are right, with the standard error{more}; cut: how many "
-             "reached --max_new_tokens without ending",
+    more = ", on the right for each difficulty" if levels else ""
+    table = [f"\naccuracy ± standard error over n questions{more}; cut: outputs truncated at "
+             "--max_new_tokens",
              " ".join([f"{'r':>6}  {'metric':9}{'right':>6}{'±':>6}{'n':>7}{'cut':>6}  ",
                        *(f"{level:>4}" for level in levels)])]
     results = []

@@ -513,8 +513,8 @@ class RecurrentLM(nn.Module):
         """
         Count the FLOPs per token of the matrix products and attention in a forward pass over rows
         of T tokens; with training=True, also those of the backward pass. labelled: the fraction of
-        the tokens that have a target, for which losses() computes logits. Not counted: what fills
-        up its last chunk, and what --activation_budget recomputes.
+        the tokens that have a target, for which losses() computes logits. Excludes padding in its
+        last chunk and recomputation under --activation_budget.
         """
         c = self.config
         n, k = self.split_steps(steps)

@@ -1940,7 +1940,7 @@ def test_answers_to_something_else_are_set_aside(checkpoint, corpus, monkeypatch
         if change:
             change()
         run_script(f"{ask} {flags}")
-        assert f"answers with another {words}. " in capfd.readouterr().err
+        assert f"because {words} changed since. " in capfd.readouterr().err
         assert before in [path.read_bytes() for path in Path().glob("answers_x.*.json")]
     Path("answers_x.json").write_text('{"notes": 1}')
     assert "holds something else" in error_line(ask)

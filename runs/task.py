@@ -20,7 +20,7 @@ What follows -- are flags of train.py for the looped model; config/task.toml has
 parent takes the batch size and the like from them.
 
 OUT is one try: it holds all that is made. The same command resumes what was stopped, and --seeds
-and --arms may grow. Other flags, such as another --lr, are another try, in another OUT.
+and --arms may grow. Other flags, such as another --lr, need a different --out.
 """
 import itertools
 import os
@@ -110,8 +110,9 @@ def choose_form(train, tested):
     """
     with reading(train):
         text = train.read_text("utf-8-sig")
-    form = re.search(r'"(events|messages)"\s*:', text)
-    if not form:
+    first, *_ = text.lstrip().split("\n")
+    form = re.search(r'"(events|messages)"\s*:', first)
+    if not form or re.search(r'"question"\s*:', first):
         known = {row["question"] for row in read_questions(train)}
         if both := known & {row["question"] for row in tested}:
             say(f"warning: {train} has {len(both)} questions of the test", sys.stderr)

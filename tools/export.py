@@ -7,7 +7,7 @@ Write a model for other software: a folder in Hugging Face layout, which transfo
 An ordinary model gets its parent's layout. One with a recurrent block gets the released models'
 layout, with a model card and the code that lets transformers load it (modeling_loopgraft.py).
 Tensors may be split, but are never rounded. Other software runs an export at one r unless it is
-told otherwise: --mean_recurrence, by default the mean of r in training.
+told otherwise: --mean_recurrence, by default that of its training.
 """
 import re
 import shutil
@@ -245,7 +245,7 @@ def main():
     flag("out", metavar="OUT", type=new_folder, help="a new folder")
     flag("--verify", action="store_true", help="check that OUT has exactly the logits of RUN")
     flag("--mean_recurrence", type=positive, metavar="R",
-         help="the r at which other software runs OUT by default; default: the mean in training")
+         help="the r at which other software runs OUT by default; default: that of the training")
     args = parser.parse_args()
     model = open_source(args.run)
     if args.mean_recurrence:

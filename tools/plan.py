@@ -87,7 +87,7 @@ def main():
         settings.updates = affordable_updates(settings, model, labelled, budget)
         if not settings.updates:
             raise UserError(f"--flops_of={args.flops_of}: {settings.init_from or 'nothing'} has "
-                            "spent that already, or all but half an update")
+                            "already spent that, to within half an update")
     if args.quiet:
         print(settings.updates)
         return
