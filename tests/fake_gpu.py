@@ -281,7 +281,7 @@ def run_training(gpu, corpus):
                  "--eval_recurrences=1")
         run_script("train", f"--data={corpus}/task", f"--out_dir=of{world}",
                    f"--optimizer={optimizer}", *flags.split())
-    assert waits == 4 * [{"train.train": 1}], waits
+    assert waits == 4 * [{"train.sum_gradients": 1}], waits
 
 
 def run_decoding(gpu):
