@@ -16,6 +16,7 @@ import os
 import re
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 from common import Parser, UserError, cli, paths, read_json, reading
 
@@ -37,6 +38,17 @@ MARKERS = 30  # at most this many points of a curve get a marker
 PICTURES = ".png", ".svg", ".pdf"
 
 
+class Point(NamedTuple):
+    """A point of a picture. The title and the label of its y axis name its panel."""
+    title: str
+    y: str
+    curve: str  # its name
+    run: str    # the folder of the run
+    x: float | str | None  # None: the point is a horizontal line
+    value: float | None    # None: a loss that was not finite, or had no labels
+    error: float | None
+
+
 def main():
     parser = Parser(__doc__)
     flag = parser.add_argument
@@ -56,21 +68,20 @@ def main():
     if not out.endswith(PICTURES):
         raise UserError(f"--out {out}: must end in {', '.join(PICTURES)}")
     axis = args.x or ("update" if Path(files[0]).is_dir() else "steps")
-    found = []  # (label, *point): see losses()
+    found = {}  # {label: its Points}
     for label, path in zip(labels, files):
         read = losses if Path(path).is_dir() else scores
-        # null: a loss that was not finite, or had no labels
-        found += [(label, *point) for point in read(label, path, axis) if point[-1][1] is not None]
-    if not found:
+        found.setdefault(label, []).extend(read(label, path, axis))
+    curves_of = {}  # {(title, y): {curve: [(x, value, error), ...]}}
+    for label, points in found.items():
+        several = len({point.run for point in points}) > 1
+        for title, y, curve, run, *point in points:
+            if axis == "flops" and several:  # each run has its own x, so no line joins them
+                curve = curve.replace(label, f"{label} ({run})", 1)
+            if point[1] is not None:
+                curves_of.setdefault((title, y), {}).setdefault(curve, []).append(point)
+    if not curves_of:
         raise UserError(f"{files[0]} holds nothing to draw")
-    runs_of = {}  # {label: its runs}
-    for label, *_, run, _ in found:
-        runs_of.setdefault(label, set()).add(run)
-    curves_of = {}  # {(title, y): {curve: [(x, y, error), ...]}}
-    for label, title, y, curve, run, point in found:
-        if axis == "flops" and len(runs_of[label]) > 1:  # each has its own x, so no line joins them
-            curve = curve.replace(label, f"{label} ({run})", 1)
-        curves_of.setdefault((title, y), {}).setdefault(curve, []).append(point)
     panels = [{"title": title, "x": AXES[axis], "y": y, "x_log": LOG_BASE.get(axis),
                "curves": {curve: average(points) for curve, points in curves.items()}}
               for (title, y), curves in curves_of.items()]
@@ -82,10 +93,7 @@ def main():
 # --------------------------------------------------------------------------------- reading
 
 def losses(label, folder, axis):
-    """
-    Yield the points of a run's training loss, and of its validation loss at each r, as (title of
-    the panel, label of its y axis, label of the curve, name of the run, (x, y, error)).
-    """
+    """Yield the Points of a run's training loss, and of its validation loss at each r."""
     if axis not in ("update", "flops"):
         raise UserError(f"--x {axis}: losses of a run are drawn over update or flops")
     with reading(f"{folder}/log.jsonl") as path:
@@ -94,17 +102,17 @@ def losses(label, folder, axis):
     for entry in entries:
         x = entry[axis]
         if "loss" in entry:
-            yield "", "loss", label, folder, (x, entry["loss"], None)
+            yield Point("", "loss", label, folder, x, entry["loss"], None)
         for r, loss in entry.get("val", {}).items():
             depth = f" at r = {r}" if int(r) else ""
-            yield "", "loss", f"{label}, validation{depth}", folder, (x, loss, None)
+            yield Point("", "loss", f"{label}, validation{depth}", folder, x, loss, None)
 
 
 def scores(label, path, axis):
     """
-    Yield points as losses() does, for each row of a result file; each task and metric has a panel.
-    Over anything but r and parameters, each r has its own curve. An ordinary model is a horizontal
-    line over r, and a model that train.py never trained is one over update or flops.
+    Yield the Points of each row of a result file; each task and metric has a panel. Over anything
+    but r and parameters, each r has its own curve. An ordinary model is a horizontal line over r,
+    and a model that train.py never trained is one over update or flops.
     """
     content = read_json(path)
     if "lm_eval_version" in content:
@@ -125,7 +133,7 @@ def scores(label, path, axis):
                 words = not all(level.replace(".", "", 1).isdecimal() for level in levels)
                 for level, (score, *_) in levels.items():
                     x = level if words else float(level)
-                    yield title, y, curve, run, (x, score, None)
+                    yield Point(title, y, curve, run, x, score, None)
                 continue
             if axis == "steps":
                 x = r if config.n_core else None
@@ -134,13 +142,13 @@ def scores(label, path, axis):
                 x = size["prelude"] + r * size.get("core", 0) + size.get("coda", 0)
             else:
                 x = result.get("training", {}).get(axis)
-            yield title, y, curve, run, (x, row["value"], row.get("standard_error"))
+            yield Point(title, y, curve, run, x, row["value"], row.get("standard_error"))
 
 
 def harness_scores(label, content, axis):
     """
-    Yield points as scores() does, from a file of lm-evaluation-harness, which has one r. Over
-    update or flops, the export that it names has to be in the folder of its checkpoint.
+    Yield the Points of a file of lm-evaluation-harness, which has one r. Over update or flops, the
+    export that it names has to be in the folder of its checkpoint.
     """
     model = content["config"]["model_args"]
     r = model.get("mean_recurrence")  # a parent has none
@@ -159,7 +167,7 @@ def harness_scores(label, content, axis):
                 error = result[f"{metric}_stderr,none"]
                 error = None if error == "N/A" else error
                 run = run_of(os.path.dirname(model["pretrained"]))
-                yield task, metric, label, run, (x, result[f"{metric},none"], error)
+                yield Point(task, metric, label, run, x, result[f"{metric},none"], error)
                 break
 
 
