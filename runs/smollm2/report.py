@@ -182,6 +182,8 @@ def print_all(results):
             if name.startswith("final"):
                 print_gains(found, "test", "loop", ["parent"], columns, "32")
     if costs := results.get("costs"):
+        silent = {name: run for name, run in costs.items() if type(run["fair"].get("0", [])) is list}
+        print_table("costs, without written steps, fair stories", silent, "fair", RANGES)
         print_table("costs, fair stories", costs, "fair", ["3", "5", "8", "12", "16", "24"])
         print_table("costs, fair stories", costs, "fair48", ["48"])
         print_choice(costs)
