@@ -110,9 +110,8 @@ def choose_form(train, tested):
     """
     with reading(train):
         text = train.read_text("utf-8-sig")
-    first, *_ = text.lstrip().split("\n")
-    form = re.search(r'"(events|messages)"\s*:', first)
-    if not form or re.search(r'"question"\s*:', first):
+    form = re.match(r'(?!.*"question"\s*:).*"(events|messages)"\s*:', text.lstrip())  # line 1
+    if not form:
         known = {row["question"] for row in read_questions(train)}
         if both := known & {row["question"] for row in tested}:
             say(f"warning: {train} has {len(both)} questions of the test", sys.stderr)
