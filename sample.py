@@ -67,8 +67,8 @@ class Decoder:
         self.recording = compile and self.on_gpu
         self.chunk = 256 if self.on_gpu else 64  # a step reads the cache in multiples of this
         self.cache = None
-        self.kinds = {}  # of steps for this cache, {arguments of make_step(): a function}
-        self.recorded = set()  # those of which it replays a CUDA graph
+        self.kinds = {}        # {arguments of make_step(): the step for this cache}
+        self.recorded = set()  # the keys of steps that replay a CUDA graph
         self.pool = None       # the memory of the graphs
         self.rng = None        # of the current generate()
         self.look_up = look_up

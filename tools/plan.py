@@ -211,8 +211,8 @@ def memory(settings, model, gpus):
 
 def free_memory():
     """
-    Return the bytes that are free on this machine's GPU; without one, those that this process may
-    still take, which a container, a job of Slurm or `ulimit -v` can limit.
+    Return the free bytes of this machine's GPU, or without one, how much memory this process can
+    still allocate, which a container, a Slurm job or `ulimit -v` may limit.
     """
     if DEVICE != "cpu":
         return torch.cuda.mem_get_info()[0]

@@ -182,8 +182,10 @@ def print_all(results):
             if name.startswith("final"):
                 print_gains(found, "test", "loop", ["parent"], columns, "32")
     if costs := results.get("costs"):
-        silent = {name: run for name, run in costs.items() if type(run["fair"].get("0", [])) is list}
-        print_table("costs, without written steps, fair stories", silent, "fair", RANGES)
+        # Arms that write their steps are asked after a few events only: a dict, not a list.
+        each = {name: run for name, run in costs.items()
+                if isinstance(next(iter(run["fair"].values())), list)}
+        print_table("costs, without written steps, fair stories", each, "fair", RANGES)
         print_table("costs, fair stories", costs, "fair", ["3", "5", "8", "12", "16", "24"])
         print_table("costs, fair stories", costs, "fair48", ["48"])
         print_choice(costs)
