@@ -233,19 +233,27 @@ def write_atomically(path):
 
 
 @contextlib.contextmanager
-def locked(folder):
-    """
-    Create a folder if necessary, and lock it. If nothing was written there, because the command was
-    refused, the folder is removed again. Raises UserError if another process holds the lock.
-    """
-    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
-    with open(f"{folder}/.lock", "w") as file:
+def lock(path):
+    """Create a file, and lock it. Raises UserError if another process holds the lock."""
+    with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder}: another process is writing here. Wait, or choose another")
+            raise UserError(f"{path.parent}: another process is writing here. Wait, or choose "
+                            "another")
         except OSError as e:  # of some network file systems
-            say(f"warning: {folder} cannot be locked ({e}). Let no other process write there")
+            say(f"warning: {path} cannot be locked ({e}). Let no other process write there")
+        yield
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """
+    Create a folder if necessary, and lock it. If nothing was written there, because the command was
+    refused, the folder is removed again.
+    """
+    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
+    with lock(Path(folder, ".lock")):
         try:
             yield
         finally:
@@ -266,19 +274,19 @@ def new_folder(text):
 
 @contextlib.contextmanager
 def creating(out):
-    """Create the folder OUT, of a new_folder(); delete it if the body fails."""
+    """Create and lock the folder OUT, of a new_folder(); delete it if the body fails."""
     folder = Path(os.path.realpath(new_folder(out)))  # a link may lead to a folder that is gone
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / UNFINISHED).touch()
-    for path in folder.iterdir():  # left by a killed process
-        if path.name != UNFINISHED:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    (folder / UNFINISHED).unlink()
+    with lock(folder / UNFINISHED):
+        for path in folder.iterdir():  # left by a killed process
+            if path.name != UNFINISHED:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        (folder / UNFINISHED).unlink()
 
 
 # What libraries raise for a file that is damaged, or of another kind: the errors of JSON, TOML,

@@ -78,10 +78,11 @@ class Config:
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.n_head % self.n_kv_head or not self.head_dim or self.head_dim % 2:
+        self.head_dim = self.head_dim or self.n_embd / self.n_head
+        if self.n_head % self.n_kv_head or self.head_dim % 2:  # a fraction, too
             raise UserError(f"n_head = {self.n_head} must be a multiple of n_kv_head = "
                             f"{self.n_kv_head}, and head_dim = {self.head_dim} an even number")
+        self.head_dim = int(self.head_dim)
         if self.n_coda and not self.n_core:
             raise UserError(f"n_coda = {self.n_coda}, n_core = 0: an ordinary model has no coda, "
                             "because all of its layers are in the prelude")

@@ -367,7 +367,7 @@ def test_verify_sees_a_wrong_weight(adapter, llama, monkeypatch):
 
 
 def test_an_unfinished_out_is_begun_again(llama):
-    """What a kill has left of OUT is made again by the same command; others' files are kept."""
+    """What a kill left of OUT is made again; others' files and another process's are kept."""
     commands = [f"surgery {llama} a --shape 1,2,1", "tools/export a b --verify"]
     for command in commands:
         run_script(command)
@@ -377,6 +377,8 @@ def test_an_unfinished_out_is_begun_again(llama):
         Path(out, ".unfinished").touch()
         os.mkdir(f"{out}/model.safetensors.loopgraft-unfinished-12345678")
         Path(out, "chat_template.jinja").write_text("of another SRC")
+        with common.lock(Path(out, ".unfinished")):
+            assert "another process is writing" in error_line(command)
         run_script(command)
         assert "exists already" in error_line(command)
     assert contents(".") == wanted
@@ -2019,6 +2021,7 @@ MISTAKES = [
     ("train --data=task --context=39 --out_dir=out --uptades=3", "--uptades=3"),
     ("train --config=tiny.toml --data=task --out_dir=out --train=norm|heads", "named 'heads'"),
     ("train --config=tiny.toml --data=task --out_dir=out --n_kv_head=4", "n_kv_head = 4"),
+    ("train --config=tiny.toml --data=task --out_dir=out --n_embd=97", "head_dim = 48.5"),
     ("train --config=tiny.toml --data=task --out_dir=llama", "holds a model"),
     ("train --data=x --out_dir=out --n_embd=32 --n_ffn=64", "give --n_head, --n_prelude, or"),
     ("train --config=tiny.toml --init_from=x --n_core=2 --embed_scale=50",
