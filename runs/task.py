@@ -216,7 +216,7 @@ def main():
         for seed, arm in itertools.product(args.seeds, args.arms):
             flags = train_flags(args, arm, seed)
             if arm == "parent":
-                updates = python("tools.plan", *flags, f"--flops_of=loop-{seed}", "--quiet",
+                updates = python("tools.plan", *flags, f"--flops_of=loop-{seed}",
                                  stdout=subprocess.PIPE)
                 flags.append(f"--updates={updates.strip()}")
             python("train", *flags)

@@ -102,7 +102,7 @@ train task task --data=$out/data/task --init_from=$out/heal \
 stage "5. Teach the same task to the unmodified parent" "1 minute" \
 "A baseline of fixed depth. It trains for as many FLOPs as the looped model has since its surgery."
 updates=$(python -m tools.plan --config=config/tiny_parent.toml --data=$out/data/task \
-    --init_from=$out/pretrain --flops_of=$out/task --quiet)
+    --init_from=$out/pretrain --flops_of=$out/task)
 train parent parent --data=$out/data/task --init_from=$out/pretrain --updates=$updates
 
 stage "6. Evaluate both" "20 s" \

@@ -610,7 +610,7 @@ def test_plan_counts_all_that_a_rank_holds(dtype):
 
 def planned_updates(run, *flags):
     """How many updates spend what a run has spent since its parent, by `plan --flops_of`."""
-    return int(run_script("tools/plan", *flags, "--out_dir=x", f"--flops_of={run}", "--quiet"))
+    return int(run_script("tools/plan", *flags, "--out_dir=x", f"--flops_of={run}"))
 
 
 @pytest.mark.parametrize("flags, share", [
@@ -637,7 +637,7 @@ def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
     assert planned_updates("first", *start, "--seed=4") == 4
     assert planned_updates("second", *base, "--init_from=first") == 2
     gone = *start, "--data=gone", "--out_dir=x"  # how many tokens are targets?
-    assert "gone" in error_line("tools/plan", *gone, "--flops_of=first", "--quiet")
+    assert "gone" in error_line("tools/plan", *gone, "--flops_of=first")
 
 
 # --------------------------------------------------------------------------------- plots and layers

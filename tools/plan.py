@@ -6,7 +6,7 @@ the flags of train.py. With --preset, neither weights nor data need to be there.
     python -m tools.plan --config=config/evening.toml --preset=tinyllama-4-8-4 --memory=80
                                         the micro-batches that fit 80 GB
     python -m tools.plan --config=config/tiny_parent.toml --flops_of=out/tiny/task
-                                        spend as many FLOPs as out/tiny/task did
+                                        the updates that spend as much as out/tiny/task
 """
 import bisect
 import math
@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from common import Parser, UserError, choose_dtype, cli, paths, positive, read_json, read_toml
+from common import Parser, UserError, choose_dtype, cli, paths, positive, read_toml
 
 import torch
 
@@ -24,8 +24,8 @@ from data import Dataset, read_mixture
 from model import IGNORE, Config, RecurrentLM, find_checkpoint, load_config
 from sample import DEPTHS, DEVICE
 from surgery import retrofit_config
-from train import (choose_trained, describe_run, draws_of, make_optimizer, read_settings,
-                   run_config, scheduled_k, spent_before, update_flops)
+from train import (choose_trained, describe_run, draws_of, make_optimizer, read_progress,
+                   read_settings, run_config, scheduled_k, spent_before, update_flops)
 
 # The bfloat16 FLOP/s that we expect from each GPU: 61, 61 and 43% of its peak. Only the H100 was
 # measured; with rows enough, an H200 reached 50% (runs/NOTES.md).
@@ -45,13 +45,23 @@ def main():
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
     flag("--memory", type=positive, metavar="GB", help="print what fits GPUs with this many GB")
     flag("--flops_of", type=paths, metavar="RUN",
-         help="make as many updates as it takes to spend the FLOPs that RUN, and the runs before "
-              "it, have spent since the parent")
+         help="print only how many updates spend the FLOPs that RUN, and the runs before it, have "
+              "spent since the parent")
     flag("--answer", type=positive, metavar="T",
          help="print only how many questions of T tokens, with their answers, the model can answer "
               "at once on this machine. Fails if it has too little memory for one, or to train")
-    flag("--quiet", action="store_true", help="print the number of updates alone")
     args, flags = parser.parse_known_args()
+    settings, model = read_run(args, flags)
+    if args.flops_of:
+        print(affordable_updates(settings, model, args.flops_of))
+    elif args.answer:
+        print(count_rows(settings, model, args.answer))
+    else:
+        print_plan(settings, model, args.gpus, args.memory)
+
+
+def read_run(args, flags):
+    """Return the Settings that train.py's flags describe, and the model, without its weights."""
     if args.preset:
         flags.append(f"--init_from={args.preset}")  # only to say that it has a shape
     settings = read_settings(flags, args.gpus)
@@ -68,35 +78,28 @@ def main():
         # As on a GPU, wherever the plan is made; --answer is about this machine.
         settings.dtype = choose_dtype("auto", DEVICE) if args.answer else "bfloat16"
     model = RecurrentLM.empty(config).to(getattr(torch, settings.dtype))
+    model.folder = folder
     choose_trained(settings, model)
-    if args.answer:
-        print(count_rows(settings, model, args.answer))
-        return
-    try:
-        train_set = Dataset(settings.data, "train", settings.context)
-        _, targets, _ = train_set.batch(settings.seed, 0, 0, 1, 1024)
-        labelled = (targets != IGNORE).double().mean().item()
-    except UserError as e:
-        if args.flops_of:
-            raise  # the number of updates depends on how many tokens are targets
-        train_set, missing, labelled = None, e, 1.0
-    if args.flops_of:
-        budget = read_json(f"{find_checkpoint(args.flops_of)}/train.json")["flops"]
-        if not settings.reinit:
-            budget -= spent_before(folder, {})["flops"]
-        settings.updates = affordable_updates(settings, model, labelled, budget)
-        if not settings.updates:
-            raise UserError(f"--flops_of={args.flops_of}: {settings.init_from or 'nothing'} has "
-                            "already spent that, to within half an update")
-    if args.quiet:
-        print(settings.updates)
-        return
+    return settings, model
+
+
+def read_data(settings):
+    """Return a run's Dataset, and the share of the tokens in 1,024 rows that have a target."""
+    train_set = Dataset(settings.data, "train", settings.context)
+    _, targets, _ = train_set.batch(settings.seed, 0, 0, 1, 1024)
+    return train_set, (targets != IGNORE).double().mean().item()
+
+
+def print_plan(settings, model, gpus, gigabytes):
+    """Print what a run will cost, and what fits GPUs with this many gigabytes, if not None."""
     describe_run(settings, model)
-    if train_set:
+    labelled = 1.0
+    try:
+        train_set, labelled = read_data(settings)
         epochs = settings.updates * settings.batch_size / train_set.num_rows
         print(f"data: {epochs:.3g} epochs of {settings.data}")
-    else:
-        print(f"data: not ready: {missing}")
+    except UserError as e:
+        print(f"data: not ready: {e}")
 
     flops = run_flops(settings, model, labelled)
     by_paper = 0
@@ -105,16 +108,15 @@ def main():
         by_paper += updates * tokens * paper_flops(model, steps)
     print(f"FLOPs: {flops:.4g} in matrix products and attention. The paper's rule counts "
           f"{by_paper:.4g}: for each token, 6 per parameter of a layer, or 2 without gradient")
-    gigabytes = memory(settings, model, args.gpus)
-    needed = sum(gigabytes.values())
-    each = ", ".join(f"{what} {size:.1f}" for what, size in gigabytes.items())
-    print(f"memory: about {needed:.1f} GB on each of {args.gpus} GPUs ({each}) "
+    parts = memory(settings, model, gpus)
+    each = ", ".join(f"{what} {size:.1f}" for what, size in parts.items())
+    print(f"memory: about {sum(parts.values()):.1f} GB on each of {gpus} GPUs ({each}) "
           f"in {settings.dtype}; leave 2 GB free")
-    if args.memory:
-        say_what_fits(settings, model, args.gpus, args.memory)
+    if gigabytes:
+        say_what_fits(settings, model, gpus, gigabytes)
     for name, speed in GPUS.items():
-        hours = flops / (args.gpus * speed) / 3600
-        print(f"time: about {hours:,.1f} hours on {args.gpus} {name}")
+        hours = flops / (gpus * speed) / 3600
+        print(f"time: about {hours:,.1f} hours on {gpus} {name}")
 
 
 def presets():
@@ -168,8 +170,16 @@ def paper_flops(model, steps):
     return 2 * forward + 4 * backward
 
 
-def affordable_updates(settings, model, labelled, budget):
-    """Return the number of updates that comes closest to spending `budget` FLOPs."""
+def affordable_updates(settings, model, run):
+    """
+    Return the number of updates that comes closest to spending what the folder `run`, and the runs
+    before it, have spent since the parent. Raises UserError if that is less than half an update.
+    """
+    _, labelled = read_data(settings)
+    budget = read_progress(find_checkpoint(run)).flops
+    if not settings.reinit:
+        budget -= spent_before(model.folder, {})["flops"]
+
     def cost(updates):
         return run_flops(replace(settings, updates=updates), model, labelled)
 
@@ -177,7 +187,11 @@ def affordable_updates(settings, model, labelled, budget):
     while cost(too_many) <= budget:
         too_many *= 2
     most = bisect.bisect(range(1, too_many), budget, key=cost)  # within the budget
-    return min(most, most + 1, key=lambda updates: abs(cost(updates) - budget))
+    updates = min(most, most + 1, key=lambda updates: abs(cost(updates) - budget))
+    if not updates:
+        raise UserError(f"--flops_of={run}: {settings.init_from or 'nothing'} has already spent "
+                        "that, to within half an update")
+    return updates
 
 
 def memory(settings, model, gpus):

@@ -32,7 +32,7 @@ cups() { python -m runs.smollm2.cups --tokenizer $out/cut "$@"; }
 cups --out $out/cups
 
 as_many_flops() {  # as_many_flops RUN FLAGS: how many updates cost as much as RUN
-    python -m tools.plan --config=config/smollm2.toml --quiet --flops_of="$1" "${@:2}"
+    python -m tools.plan --config=config/smollm2.toml --flops_of="$1" "${@:2}"
 }
 
 if [[ $1 == costs ]]; then
