@@ -234,31 +234,21 @@ def write_atomically(path):
 
 @contextlib.contextmanager
 def lock(path):
-    """Create a file, and lock it. Raises UserError if another process holds the lock."""
+    """
+    Create a file, and its folder if necessary, and lock it. Raises UserError if another process
+    holds the lock.
+    """
+    # A link may lead to a folder that is gone.
+    os.makedirs(os.path.realpath(path.parent), exist_ok=True)
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{path.parent}: another process is writing here. Wait, or choose "
-                            "another")
+                            "another folder")
         except OSError as e:  # of some network file systems
             say(f"warning: {path} cannot be locked ({e}). Let no other process write there")
         yield
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """
-    Create a folder if necessary, and lock it. If nothing was written there, because the command was
-    refused, the folder is removed again.
-    """
-    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to a folder that is gone
-    with lock(Path(folder, ".lock")):
-        try:
-            yield
-        finally:
-            if [path.name for path in Path(folder).glob("*")] == [".lock"]:
-                shutil.rmtree(folder, ignore_errors=True)  # NFS keeps an open file's name
 
 
 UNFINISHED = ".unfinished"
@@ -276,8 +266,8 @@ def new_folder(text):
 def creating(out):
     """Create and lock the folder OUT, of a new_folder(); delete it if the body fails."""
     folder = Path(os.path.realpath(new_folder(out)))  # a link may lead to a folder that is gone
-    folder.mkdir(parents=True, exist_ok=True)
     with lock(folder / UNFINISHED):
+        new_folder(out)  # another process may have completed it meanwhile
         for path in folder.iterdir():  # left by a killed process
             if path.name != UNFINISHED:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -425,6 +425,17 @@ def write_shard(folder, name, tokens):
     return [name, tokens.shape[-1], hashlib.sha256(tokens).hexdigest()]
 
 
+def write_meta(folder, tokenizer, shards, row_length, **made_from):
+    """Write meta.json, which completes a data set: see the top. made_from: for people to read."""
+    write_json(f"{folder}/meta.json", made_from | {
+        "shards": shards,
+        "row_length": row_length,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+    })
+
+
 def prepare(args):
     """Turn the records of files into a data set. args: the command's flags."""
     in_rows = bool(args.prompt) or args.loss == "assistant"  # only a part carries loss
@@ -476,15 +487,7 @@ def prepare(args):
         if not shards["train"]:
             raise UserError(f"{args.out}: no text is left to train on. Records: {counts}. Check "
                             "--field and --drop")
-        write_json(finished, {
-            "arguments": arguments,
-            "counts": counts,
-            "shards": shards,
-            "row_length": T,
-            "tokenizer": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-        })
+        write_meta(args.out, tokenizer, shards, T, arguments=arguments, counts=counts)
     say(f"{args.out}: complete. Records: {counts}. Tokens in a row: {T or 'any number'}")
 
 

@@ -34,13 +34,14 @@ from pathlib import Path
 
 from common import (DTYPE_HELP, DTYPES, RANK, WORLD, Parser, UserError, changed_keys, choose_dtype,
                     cli, code_of, digest, join_ranks, paths, positive, random_seed, read_json,
-                    reading, recurrences, say, write_atomically, write_json)
+                    reading, recurrences, say, write_atomically, write_json,
+                    yes_or_no)
 
 import requests
 import torch
 import torch.distributed as dist
 
-from data import as_text, load_tokenizer
+from data import as_text, load_tokenizer, read_optional
 from model import find_checkpoint, load_config
 from sample import DEPTHS, DEVICE, Decoder, answer_batch, device_and_dtype, load_model
 
@@ -314,7 +315,8 @@ def parse_args():
     flag("--max_new_tokens", type=positive,
          help="longest answer; default: 256, with --template plain the longest reference + 8")
     flag("--batch_size", type=positive, default=32, help="questions at once (32)")
-    flag("--compile", action="store_true", help="use torch.compile, which takes a while")
+    flag("--compile", type=yes_or_no, nargs="?", const=True, default=False,
+         help="use torch.compile, which takes a while (false)")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     flag("--seed", type=random_seed, default=0, help="seed of the initial state (0)")
     flag("--out", type=paths, metavar="FILE.json",
@@ -372,8 +374,7 @@ def begin(args, out, answers_path):
     random.Random(0).shuffle(questions)
     # Record the training cost, too, so that plotting a summary does not need the model. Read now,
     # because a run that goes on may delete this checkpoint.
-    train_json = Path(folder, "train.json")
-    training = read_json(train_json) if train_json.exists() else {}
+    training = read_optional(folder, "train.json")
     summary = {
         "script": "eval_gsm8k",
         "model": folder,

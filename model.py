@@ -90,6 +90,10 @@ class Config:
         if scaling and not all(isinstance(scaling.get(key), (int, float)) for key in LLAMA3_ROPE):
             raise UserError(f"rope_scaling = {scaling} needs numbers for {', '.join(LLAMA3_ROPE)}")
 
+    def depth(self, r):
+        """How many layers a token passes through at r recurrences, each with its own cache."""
+        return self.n_prelude + r * self.n_core + self.n_coda
+
     @property
     def ends(self):
         """The set of token ids that end a text."""
@@ -429,13 +433,12 @@ class RecurrentLM(nn.Module):
     def init_weights(self, seed):
         """Takase/Huginn initialization, to train baselines from scratch (the paper's Figure 2)."""
         c = self.config
-        depth = c.n_prelude + c.n_core * c.mean_recurrence + c.n_coda  # effective depth
         generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # norms are 1 already
                 std = math.sqrt(2 / (5 * c.n_embd))
                 if name.endswith("proj.weight"):
-                    std /= math.sqrt(2 * depth)
+                    std /= math.sqrt(2 * c.depth(c.mean_recurrence))
                 p.normal_(0.0, std, generator=generator)
             elif name.endswith("bias"):
                 p.zero_()

@@ -27,7 +27,7 @@ from itertools import chain, pairwise
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, Parser, UserError, choose_dtype, cli,
                     natural, non_negative, paths, positive, random_seed, recurrences, refuse_idle,
-                    say)
+                    say, yes_or_no)
 
 import torch
 
@@ -347,9 +347,8 @@ class KVCache:
         self.noise = weight.new_empty(capacity, c.n_embd, dtype=torch.float32)
         # Zeros, not empty(): masked values are multiplied by 0, and 0 times NaN is NaN.
         zeros = weight.new_zeros(rows, capacity, c.n_kv_head, c.head_dim)
-        layers = c.n_prelude + c.n_coda + r * c.n_core
-        self.keys = [zeros.clone() for _ in range(layers)]
-        self.values = [zeros.clone() for _ in range(layers)]
+        self.keys = [zeros.clone() for _ in range(c.depth(r))]
+        self.values = [zeros.clone() for _ in range(c.depth(r))]
         self.tokens = self.index.new_zeros(rows, 1)     # the last token of each row
         self.positions = self.index.new_zeros(rows, 1)  # and its position
         self.draws = self.noise.new_empty(rows, 1, c.vocab_size)  # for sampling
@@ -455,7 +454,7 @@ def token_text(tokenizer, token):
 
 
 @torch.inference_mode()
-def trace(model, tokenizer, ids, steps, seed=0, end=""):
+def trace(model, tokenizer, ids, steps, seed, end):
     """
     Print the most likely next token at each r, with a star if it differs from that of the largest
     r: one line for each piece of a prompt, ids, that ends with a token that ends with `end`.
@@ -567,7 +566,8 @@ def parse_args():
     flag("--prompt", metavar="TEXT",
          help="default: read prompts from the terminal; with --trace, a story of the shell game")
     flag("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
-    flag("--compile", action="store_true", help="use torch.compile, which takes a while")
+    flag("--compile", type=yes_or_no, nargs="?", const=True, default=False,
+         help="use torch.compile, which takes a while (false)")
     flag("--steps", type=recurrences,
          help="recurrences r, or several such as 1,4,32; default: the model's own, or with "
               "--trace several from 1 to 32")

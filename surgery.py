@@ -30,7 +30,7 @@ from common import (Parser, UserError, cli, creating, natural, new_folder, posit
 import torch
 from safetensors.torch import load_file
 
-from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer, tokenizer_file
+from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer, read_optional, tokenizer_file
 from model import (ADAPTERS, LLAMA3_ROPE, RecurrentLM, find_checkpoint, load_config,
                    make_config)
 
@@ -95,17 +95,15 @@ def new_weights(config, how="identity"):
     """
     Return {name: tensor} of the weights that a loop has and its parent lacks: those of a linear
     adapter. how: "identity" passes the prelude's output through, so that r = 1 equals the kept
-    layers in a row; "half" adds half of the state to it; "torch" is torch's default initialization
-    of a Linear, as in the paper, with seed 0. If a fork adds a weight to the loop, its initial
+    layers in a row; "torch" is torch's default initialization of a Linear, as in the paper, with
+    seed 0. If a fork adds a weight to the loop, its initial
     value belongs here.
     """
     weights = {}
     C = config.n_embd
     if config.n_core and config.adapter == "linear":
         weight = torch.eye(C, 2 * C).roll(C, 1)  # [0 | I] on [state, prelude output]
-        if how == "half":
-            weight += 0.5 * torch.eye(C, 2 * C)
-        elif how == "torch":
+        if how == "torch":
             torch.manual_seed(0)
             weight = torch.nn.Linear(2 * C, C, bias=False).weight.data
         weights["adapter.weight"] = weight
@@ -283,12 +281,10 @@ def download(spec):
         return snapshot_download(
             repo, revision=revision or None, ignore_patterns=["*/*", "consolidated*"],
             allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES])
-    except ModuleNotFoundError:
-        raise UserError(f"{spec}: no such folder. To download it from the hub: `pip install "
-                        "huggingface_hub`")
-    except Exception as e:  # of many kinds: no hub id, no network
+    except Exception as e:  # of many kinds: no huggingface_hub, no hub id, no network
         raise UserError(f"{spec}: no such folder, nor loaded from the Hugging Face hub as org/name "
-                        f"or org/name@REVISION ({' '.join(str(e).split()):.200})")
+                        "or org/name@REVISION, which needs `pip install huggingface_hub` "
+                        f"({' '.join(str(e).split()):.200})")
 
 
 # -------------------------------------------------------------------------------------- config.json
@@ -364,10 +360,9 @@ def from_hf(path, raw):
     layout = raw["model_type"]
     raw = OPTIONAL | DEFAULTS[layout] | raw | read_rope(path, raw)
     keys = HF_KEYS
-    generation = path.with_name("generation_config.json")
-    said = read_json(generation).get("eos_token_id") if generation.exists() else None
+    said = read_optional(path.parent, "generation_config.json").get("eos_token_id")
     if said is not None:  # for chat models it lists more ids that end a text
-        keys = keys | {"eos_token_id": f"eos_token_id of {generation.name}"}
+        keys = keys | {"eos_token_id": "eos_token_id of generation_config.json"}
         raw[keys["eos_token_id"]] = said
     config = make_config(path, raw, keys, norm="post" if layout == "olmo2" else "pre",
                          head_norm=layout == "qwen3", qkv_bias=layout == "qwen2")
@@ -511,10 +506,9 @@ def parse_args():
     flag("--adapter", choices=ADAPTERS,
          help="how the loop's state s and the prelude's output e are merged: linear (default), a "
               "matrix on both; or add, s + e")
-    flag("--adapter_init", choices=["identity", "half", "torch"],
+    flag("--adapter_init", choices=["identity", "torch"],
          help="weights of a linear adapter: identity (default), with which r = 1 equals the kept "
-              "layers in a row; half, which adds half of the state, so that training uses it from "
-              "the start; torch, the default of torch's Linear, as in the paper")
+              "layers in a row; torch, the default of torch's Linear, as in the paper")
     flag("--mean_recurrence", type=positive,
          help="default r of OUT; set it for released models, whose config.json always says 32")
     flag("--verify", action="store_true",

@@ -19,6 +19,7 @@ import os
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -47,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import common
@@ -394,7 +395,6 @@ def test_flags_of_surgery(llama):
     linear = torch.nn.Linear(64, 32, bias=False)
     for how, wanted in (
         ("identity", torch.cat((0 * eye, eye), 1)),  # of the state, and of the prelude's output
-        ("half", torch.cat((0.5 * eye, eye), 1)),
         ("torch", linear.weight),
     ):
         model = convert(llama, how, "--shape", "1,2,1", "--adapter_init", how)
@@ -460,16 +460,8 @@ def test_llama_3s_ids(monkeypatch):
     assert ours.eos_id == 128001
 
 
-WORDS = {  # changes to the counts' tokenizer
-    "tiny": {},
-    "lowercase": {"normalizer": {"type": "Lowercase"}},
-    "step": {"added_tokens": [{"content": "<step>", "special": False, "id": 17, "lstrip": False,
-                               "rstrip": False, "single_word": False, "normalized": False}]},
-}
-BY_TIKTOKEN = ["qwen", "olmo2"]
-ALONE = [*BY_TIKTOKEN, "tiny", "llama2"]  # read without the tokenizers library
-OTHERS = ["smollm2", "gpt2", "unordered", "few_bytes", "strips", "lowercase", "step",
-          "llama2_other_ids", "llama2_one_more"]
+ALONE = ["qwen", "olmo2", "tiny", "llama2"]  # read without the tokenizers library
+OTHERS = ["smollm2", "gpt2", "few_bytes", "strips", "llama2_one_more"]
 
 
 def write_llama2(kind, speaker):
@@ -484,8 +476,6 @@ def write_llama2(kind, speaker):
         {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}
     spec["pre_tokenizer"] = None
     vocab = spec["model"]["vocab"]
-    if kind == "llama2_other_ids":
-        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     if kind == "llama2_one_more":
         e = {"id": vocab["e"], "content": "e", "special": False}
         spec["added_tokens"].append(spec["added_tokens"][0] | e)
@@ -496,13 +486,11 @@ def write_llama2(kind, speaker):
 def test_ids_of_transformers(kind, corpus, speaker, monkeypatch):
     """A tokenizer.json gives transformers' ids and text, with control tokens read as text."""
     tf = need("transformers")
-    folder = TOKENIZERS / "olmo2" if kind == "olmo2" else Path(kind)
-    if kind in WORDS:
-        spec = read_json(corpus / "task/tokenizer.json")
-        common.write_json(folder / "tokenizer.json", spec | WORDS[kind])
-    elif kind.startswith("llama2"):
+    known = {"olmo2": TOKENIZERS / "olmo2", "tiny": corpus / "task"}
+    folder = known.get(kind, Path(kind))
+    if kind.startswith("llama2"):
         write_llama2(kind, speaker)
-    elif kind != "olmo2":
+    elif kind not in known:
         write_bpe(kind)
     if not (folder / "tokenizer.json").exists():
         pytest.skip(f"hf download allenai/OLMo-2-0425-1B tokenizer.json --local-dir {folder}")
@@ -510,9 +498,9 @@ def test_ids_of_transformers(kind, corpus, speaker, monkeypatch):
     theirs = tf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     readme = (ROOT / "README.md").read_text()
     texts = [*HARD, *readme.splitlines(), "<think>\u0338 <think> a</think> <think>. 1>."]
-    texts += "10  20 a  3\n4 ²½ 1²  ½ pretraining depth-first", "has 7,so 4", "HAS 7", "has<step>7"
+    texts += "10  20 a  3\n4 ²½ 1²  ½ pretraining depth-first", "has 7,so 4", "HAS 7"
     texts.append("has\x1c7\u2028so")
-    if kind in BY_TIKTOKEN:
+    if kind == "qwen":
         texts += [(readme * 99)[:410_000], " " * 10**6]  # more than it gets at a time
     if kind in ALONE:
         monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -945,32 +933,22 @@ def test_muon_beside_adamw_is_torchs(products):
         assert max_difference(ours[name], p) <= (0 if exact else 1e-6), name
 
 
-def test_muon_alone_trains_in_another_project(monkeypatch):
-    """The five lines of muon.py's docstring train a model, with nothing else of ours."""
+def test_muon_alone_updates_in_another_project(monkeypatch):
+    """The five lines of muon.py's docstring update a model, with nothing else of ours."""
     monkeypatch.delitem(sys.modules, "muon")
     for ours in ("common", "model", "data", "train"):
         monkeypatch.setitem(sys.modules, ours, None)
     lines = re.findall(r"^    (.+)", muon.__doc__, re.M)
     assert len(lines) == 5
-    setup, update = "\n".join(lines[:2]), "\n".join(lines[2:])
-    torch.manual_seed(0)
     model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(9, 16),
-                                 "blocks": torch.nn.Linear(16, 16, bias=False),
-                                 "lm_head": torch.nn.Linear(16, 9)})
-    losses = []
-
-    def loss(model, batch):
-        logits = model.lm_head(model.blocks(model.wte(batch)).tanh())
-        losses.append(F.cross_entropy(logits, batch.roll(1), reduction="sum"))
-        return losses[-1]
-
-    names = {"model": model, "loss": loss, "batch": torch.arange(9), "labels": 9}
-    exec(f"from muon import Optimizer\n{setup}", names)
-    for _ in range(99):
-        exec(update, names)
+                                 "blocks": torch.nn.Linear(16, 16)})
+    before = [p.clone() for p in model.parameters()]
+    names = {"model": model, "batch": torch.arange(9), "labels": 9,
+             "loss": lambda model, batch: model.blocks(model.wte(batch)).square().sum()}
+    exec("\n".join(["from muon import Optimizer", *lines]), names)
     by_muon = [piece.name for piece in names["opt"].pieces if piece.rule == "muon"]
     assert by_muon == ["blocks.weight"]
-    assert losses[-1] < losses[0] / 4, losses
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_adamw_star_is_the_papers():
@@ -1231,13 +1209,6 @@ def test_executed_flops_are_torchs():
         assert optimizer.flops() == counter.get_total_flops(), flags
 
 
-def test_activation_budgets_take_few_kv_heads():
-    """torch counts attention with fewer kv heads than heads, else such a model is not compiled."""
-    q, k = (torch.empty(2, heads, 16, 64, device="meta") for heads in (8, 2))
-    count = flop_registry[ATEN._scaled_dot_product_flash_attention]
-    assert count(q, k, k, out_val=q) == 4 * q.numel() * 16
-
-
 def test_flags_override_the_configs(base, monkeypatch):
     """Flags override TOML files, later ones earlier ones; ~ is expanded; a parent has its shape."""
     text = 'data = ["a=b:1", "~/c"]\nout_dir = "run"\nlr = 1\ncompile = false\nseed = 5\n'
@@ -1284,11 +1255,6 @@ def test_killed_ranks_end_alike(base, unbroken):
     assert same_end("two", "restarted")
 
 
-def test_more_ranks_than_matrices(base):
-    """A rank whose share of the optimizer is empty, because too little is trained, takes part."""
-    run_on_ranks("train --out_dir=run --train=adapter --updates=1", *base, world=2)
-
-
 @needs_compiler
 def test_compiled_run_resumes_alike(base, monkeypatch):
     """A compiled run on two threads, resumed from its first checkpoint, ends bit-identical."""
@@ -1296,6 +1262,7 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
         run.progress.validated = run.progress.update
 
     monkeypatch.setattr(train.Run, "validate", skip)
+    monkeypatch.setattr(torch, "compile", mock.Mock(wraps=torch.compile))
     base = [*base, "--compile=true", "--n_prelude=0", "--n_coda=0", "--updates=6"]
     torch.set_num_threads(2)
     torch.compiler.reset()
@@ -1304,6 +1271,7 @@ def test_compiled_run_resumes_alike(base, monkeypatch):
     torch.compiler.reset()
     run_script("train --out_dir=resumed", *base)
     torch.set_num_threads(1)
+    torch.compile.assert_called()
     assert same_end("resumed", "unbroken")
 
 
@@ -1344,14 +1312,17 @@ def test_stopped_run_ends_alike(base, unbroken, monkeypatch):
 
 
 def test_ranks_start_alike_and_stop_together(base, corpus):
-    """A rank whose settings differ, but for data paths, says which; a signal to one stops all."""
+    """
+    A rank whose settings differ, but for data paths, says which. A signal to one stops all, also if
+    another has no share of the optimizer, because too little is trained.
+    """
     two = launch("train --out_dir=new", *base, world=2, last=["--lr=0.02"])
     _, last_code = exit_codes(two)
     assert "rank 1 has lr = 0.02, but rank 0 has 0.01" in Path("log").read_text()
     assert last_code == 1 and not checkpoints("new")
 
     Path("moved").symlink_to(corpus / "pretrain")
-    long = "train --updates=900 --save_every=900 --out_dir=new"
+    long = "train --train=adapter --updates=900 --save_every=900 --out_dir=new"
     two = launch(long, *base, world=2, last=["--data=moved"])
     wait_until(lambda: read_log("new", "loss"), two)
     os.kill(two[1].pid, signal.SIGTERM)
@@ -1379,7 +1350,7 @@ def test_ctrl_c_of_a_pipeline_saves(base):
 
 def test_a_run_is_trained_by_one_process(base):
     """A second process on the same --out_dir ends in one line."""
-    with common.locked("run"):
+    with common.lock(Path("run/.lock")):
         assert "another process" in error_line("train --out_dir=run", *base)
 
 
@@ -1515,6 +1486,7 @@ def test_a_save_may_be_killed_at_any_file(base, unbroken, monkeypatch):
     def rename_or_die(path, target):
         if "step_000009" in str(target) and target.name not in died:
             died.add(target.name)
+            target.with_name(f"{target.name}.loopgraft-unfinished-1").mkdir()  # SIGKILL leaves it
             raise KeyboardInterrupt
         return rename(path, target)
 
@@ -1589,7 +1561,7 @@ def test_muon_updates_the_papers_matrices(n_core):
 def test_updates_are_torchs(clip, base):
     """Updates with two draws, each over two micro-batches, follow torch's AdamW step by step."""
     flags = "--optimizer=adamw --updates=6 --draws=2 --warmup=0.4 --seed=3 --cooldown=0.5"
-    flags = [*base, *flags.split(), f"--clip={clip}"]
+    flags = [*base, *flags.split(), f"--clip={clip}", "--weight_decay=0.5"]
     run_script("train --out_dir=run", *flags)
     s = train.read_settings([*flags, "--out_dir=new"])
     dataset = Dataset(s.data, "train", s.context)
@@ -1621,9 +1593,8 @@ def test_updates_are_torchs(clip, base):
 
 # A value of each setting that is not that of RUN. Some need other flags to matter.
 RECIPES = """
-    --init_from={m}; --reinit --init_from={m}; --embed_scale=2; --seed=1; --n_embd=16; --n_head=4;
-    --n_kv_head=1; --n_ffn=24; --n_prelude=2; --n_core=2; --n_coda=2; --updates=4; --batch_size=4;
-    --draws=2; --mean_recurrence=4; --recurrence_sampler=fixed; --curriculum=none;
+    --init_from={m}; --reinit --init_from={m}; --embed_scale=2; --seed=1; --updates=4;
+    --batch_size=4; --draws=2; --mean_recurrence=4; --recurrence_sampler=fixed; --curriculum=none;
     --curriculum=1-sqrt --curriculum_warmup=1 --mean_recurrence=16; --curriculum_warmup=1;
     --backprop_depth=1; --backprop_warmup=1 --backprop_depth=3 --curriculum_warmup=0; --train=core;
     --optimizer=adamw; --lr=0.02; --adam_lr=0.004; --weight_decay=0.5; --clip=0.01; --warmup=1;
@@ -1646,7 +1617,8 @@ def test_the_recipe_decides_the_result(base, unbroken):
         assert not identical(end(change, *others), end(*others)), flags
         name, _, _ = change.partition("=")
         found.add(name.strip("-"))
-    assert found == {item.name for item in fields(train.Recipe)} - {"context"}  # it is the data's
+    # Without the shape, and the context, which is the data's.
+    assert found == {item.name for item in fields(train.Recipe)} - {"context", *train.SHAPE}
 
 
 def test_log_and_checkpoint_agree(base, corpus):
@@ -2050,11 +2022,9 @@ def test_mistakes_end_in_one_line(command, words, mistaken_inputs):
 
 
 MUTANTS = [  # a forker's mistakes, each with its error
-    (lambda *args, **options: contxt, NameError),  # noqa: F821
     (lambda *args, **options: {}["hiden_size"], KeyError),
     (lambda *args, **options: torch.ones(2) @ torch.ones(3), RuntimeError),
     (lambda *args, **options: __import__("modle"), ModuleNotFoundError),
-    (lambda *args, **options: __import__("fork"), ModuleNotFoundError),  # which imports modle
 ]
 
 
@@ -2075,14 +2045,11 @@ MUTANTS = [  # a forker's mistakes, each with its error
 def test_a_bug_keeps_its_traceback(function, command, mistake, error, llama, checkpoint, corpus,
                                    base, monkeypatch):
     """A mistake in our code, or a fork's, ends in a traceback whose last line is the mistake."""
-    Path("fork.py").write_text("import modle")
-    monkeypatch.syspath_prepend(".")
     monkeypatch.setattr(inspect.unwrap(function), "__code__", mistake.__code__)
     inputs = {"llama": llama, "model": checkpoint, "base": " ".join(base)}
     with pytest.raises(error) as caught:
         outcome(command.format(asked=f"{corpus}/test.jsonl", **inputs))
-    last = caught.traceback[-1].frame.code
-    assert last.raw is mistake.__code__ or last.path == Path("fork.py").resolve()
+    assert caught.traceback[-1].frame.code.raw is mistake.__code__
 
 
 # ------------------------------------------------------------------------------------- the terminal
@@ -2116,17 +2083,15 @@ def test_a_python_that_is_too_old(script, monkeypatch):
         runpy.run_path(str(script), run_name="__main__")
 
 
-def test_no_compiler(base, checkpoint, monkeypatch, capfd):
+def test_no_compiler(checkpoint, monkeypatch, capfd):
     """Without a working compiler, scripts go on uncompiled and say why."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.getcwd())  # which holds nothing
-    for command in (("train --compile=true --updates=1 --out_dir=run", *base),
-                    (f"sample --model={checkpoint} --compile --prompt=has --tokens=2",)):
-        torch.compiler.reset()  # forgets what other tests compiled
-        with torch._inductor.config.patch("cpp.cxx", ("/bin/false",)):
-            run_script(*command)
-        torch.compiler.set_stance("default")
-        said = capfd.readouterr().err
-        assert re.search("warning: .*C[+][+] compiler.*without torch.compile", said), said
+    torch.compiler.reset()  # forgets what other tests compiled
+    with torch._inductor.config.patch("cpp.cxx", ("/bin/false",)):
+        run_script(f"sample --model={checkpoint} --compile --prompt=has --tokens=2")
+    torch.compiler.set_stance("default")
+    said = capfd.readouterr().err
+    assert re.search("warning: .*C[+][+] compiler.*without torch.compile", said), said
 
 
 def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
@@ -2197,13 +2162,13 @@ DEVICE = "cpu" if GPU == "cpu" else "cuda"
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: LOOPGRAFT_GPU=1 python -m pytest")
 
 
-def gpu_model(device, dtype, width=128, T=128):
+def gpu_model(device, dtype):
     """A random model with heads of 64 on a device, and idx, targets and a state for it."""
-    model = small(vocab_size=512, n_embd=width, n_head=width // 32, n_kv_head=2, head_dim=64,
-                  n_ffn=352, context=512)
+    model = small(vocab_size=512, n_embd=128, n_head=4, n_kv_head=2, head_dim=64, n_ffn=352,
+                  context=512)
     generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(512, (4, T + 1), generator=generator)
-    state = torch.randn(4, T, width, generator=generator)
+    idx = torch.randint(512, (4, 129), generator=generator)
+    state = torch.randn(4, 128, 128, generator=generator)
     model.to(device, dtype)
     idx = idx.to(device)
     return model, idx[:, :-1], idx[:, 1:], state.to(device)
@@ -2294,8 +2259,9 @@ def simulation(request, tmp_path_factory):
     small(vocab_size=512, context=512).save(folder / "model")
     data.copy_tokenizer(request.getfixturevalue("speaker"), folder / "model")
     corpus = request.getfixturevalue("corpus")
-    command = [sys.executable, "-c", f"import fake_gpu; fake_gpu.simulate('{corpus}', 'model')"]
-    with beside_the_tests(command, folder, LD_PRELOAD=fake_gpu.build_driver(folder)) as output:
+    simulate = f"import fake_gpu; fake_gpu.simulate('{corpus}', 'model')"
+    lines = f"{fake_gpu.write_driver(folder)}\nLD_PRELOAD=$PWD/driver.so exec {sys.executable} -c "
+    with beside_the_tests(lines + shlex.quote(simulate), folder) as output:
         yield output
 
 

@@ -35,7 +35,7 @@ from statistics import mean
 
 from common import (DTYPE_HELP, DTYPES, LOCAL_RANK, RANK, WORLD, Parser, UserError, between,
                     changed_keys, check_settings, choose_dtype, cli, code_of, fraction, join_ranks,
-                    locked, natural, non_negative, paths, positive, random_seed, read_json,
+                    lock, natural, non_negative, paths, positive, random_seed, read_json,
                     read_toml, reading, recurrences, refuse_idle, say, write_atomically, write_json,
                     yes_or_no)
 
@@ -571,7 +571,7 @@ def to_inputs(model, batch, seed):
     return to_device(idx, model.embed.weight.device), targets, state
 
 
-def update_flops(settings, model, optimizer, draws, labelled=1.0):
+def update_flops(settings, model, optimizer, draws, labelled):
     """Return an update's FLOPs, with Newton-Schulz, over all ranks. See flops_per_token()."""
     per_token = [model.flops_per_token(steps, settings.context, True, labelled) for steps in draws]
     tokens = settings.batch_size * settings.context
@@ -719,8 +719,8 @@ def main():
     if WORLD > 1:
         join_ranks(device)
     # Rank 0 locks before the run is read, so that no other process continues it meanwhile.
-    lock = contextlib.nullcontext() if RANK else locked(settings.out_dir)
-    with lock, attention_kernels(device, settings.context):
+    locked = contextlib.nullcontext() if RANK else lock(Path(settings.out_dir, ".lock"))
+    with locked, attention_kernels(device, settings.context):
         code = Run(settings, device).train()
     if WORLD > 1:
         # torchrun kills the other ranks when one fails, and rank 0 may still be saving.

@@ -18,11 +18,11 @@ import math
 from pathlib import Path
 
 from common import (Parser, UserError, check_settings, cli, creating, digest, paths, positive,
-                    read_json, reading, write_json)
+                    read_json, reading)
 
 import numpy as np
 
-from data import Tokenizer, copy_tokenizer, write_shard
+from data import Tokenizer, copy_tokenizer, write_meta, write_shard
 from eval_gsm8k import read_questions, reference_text
 from model import IGNORE
 
@@ -38,7 +38,8 @@ def read_stories(path):
         try:
             story = json.loads(line)
             events, answers = story["events"], story["answers"]
-            if {*map(type, events + answers)} != {str} or len(events) != len(answers):
+            are_texts = type(events) is list and {*map(type, events + answers)} == {str}
+            if not are_texts or len(events) != len(answers):
                 raise ValueError("as many answers as events, all of them texts")
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{path}: line {number} is not a story with "events" and "answers" '
@@ -135,12 +136,7 @@ def write_data(folder, tokenizer, encoded, made_from, tests=()):
         for name, told in tests:
             write_lines(folder / f"{name}.jsonl",
                         ({"events": events, "answers": answers} for events, answers in told))
-        write_json(folder / "meta.json", made_from | {
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "tokenizer": tokenizer.fingerprint,
-            "shards": shards,
-        })
+        write_meta(folder, tokenizer, shards, **made_from)
 
 
 def main():

@@ -32,7 +32,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import (Parser, UserError, changed_keys, check_settings, cli, code_of, digest, locked,
+from common import (Parser, UserError, changed_keys, check_settings, cli, code_of, digest, lock,
                     non_negative, paths, positive, random_seed, read_json, reading, say, write_json)
 
 import numpy as np
@@ -185,7 +185,7 @@ def main():
     if is_new and out.exists() and {*os.listdir(out)} - {".lock"}:
         raise UserError(f"{out}: contains other files. Choose another --out")
 
-    with locked(out):
+    with lock(out / ".lock"):
         earlier = made | {"code": CODE} if is_new else read_json(out / "settings.json")
         code = earlier.pop("code", {})
         check_settings(out, earlier, dict.fromkeys(earlier) | made, "Choose another --out")
@@ -209,7 +209,8 @@ def main():
                                   stdout=subprocess.PIPE)) for arm in args.arms)
         except (UserError, SystemExit):
             if is_new:
-                shutil.rmtree(out)  # a refused command leaves nothing; a stopped one resumes
+                # A refused command leaves nothing; a stopped one resumes.
+                shutil.rmtree(out, ignore_errors=True)  # NFS keeps an open file's name
             raise
 
         results = {}  # {file: label}

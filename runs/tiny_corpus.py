@@ -37,7 +37,7 @@ from common import (Parser, check_settings, cli, creating, natural, paths, posit
 
 import numpy as np
 
-from data import Tokenizer, write_shard
+from data import Tokenizer, write_meta, write_shard
 from model import IGNORE
 
 SENTENCES = 12  # in a worked row, and in the longest questions of test.jsonl
@@ -172,14 +172,8 @@ def write_set(folder, ids, arguments, train_rows, val_rows):
     write_json(folder / "tokenizer.json", make_tokenizer(ids))
     train = write_rows(folder, "train", ids, train_rows)
     val = write_rows(folder, "val", ids, val_rows)
-    write_json(folder / "meta.json", {
-        "tokenizer": Tokenizer.load(folder).fingerprint,
-        "vocab_size": len(ids),
-        "eos_id": ids["</s>"],
-        "row_length": val[1] // VAL_ROWS,  # tokens of its rows
-        "shards": {"train": [train], "val": [val]},
-        "arguments": arguments,
-    })
+    write_meta(folder, Tokenizer.load(folder), {"train": [train], "val": [val]},
+               val[1] // VAL_ROWS, arguments=arguments)
 
 
 def write_questions(path, stories, seed):

@@ -68,11 +68,6 @@ def shared_keys(c):
     }
 
 
-def cache_slots(c):
-    """Return how many layers of keys and values a recurrent model stores at its default r."""
-    return c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda
-
-
 def to_raven(c):
     """Convert a recurrent model's Config to a config.json dict in the released models' layout."""
     config = shared_keys(c) | {
@@ -82,7 +77,7 @@ def to_raven(c):
         "n_layers_in_prelude": c.n_prelude,
         "n_layers_in_recurrent_block": c.n_core,
         "n_layers_in_coda": c.n_coda,
-        "num_hidden_layers": cache_slots(c),
+        "num_hidden_layers": c.depth(c.mean_recurrence),  # in its cache
         "norm": c.norm,
         "head_norm": c.head_norm,
         "qkv_bias": c.qkv_bias,
@@ -171,7 +166,7 @@ def export(model, folder):
         shutil.copyfile(HERE / "modeling_loopgraft.py", folder / "modeling_loopgraft.py")
         card = Template((HERE / "model_card.md").read_text()).substitute(
             name=folder.name, layers=f"({c.n_prelude},{c.n_core},{c.n_coda})",
-            mean_recurrence=c.mean_recurrence, slots=cache_slots(c),
+            mean_recurrence=c.mean_recurrence, slots=c.depth(c.mean_recurrence),
             trained=TRAINED if was_trained(model) else "")
         (folder / "README.md").write_text(card)
     save_tensors(folder / "model.safetensors", out)
@@ -259,8 +254,8 @@ def main():
     say(f"wrote {args.out}")
     if (c := model.config).n_core:
         say(f"It runs at r = {c.mean_recurrence} by default and then caches keys and values of "
-            f"{cache_slots(c)} layers. For another r, give num_steps= in transformers, or serve it "
-            f"with vllm's --hf-overrides '{{\"mean_recurrence\": 8}}'")
+            f"{c.depth(c.mean_recurrence)} layers. For another r, give num_steps= in transformers, "
+            f"or serve it with vllm's --hf-overrides '{{\"mean_recurrence\": 8}}'")
 
 
 if __name__ == "__main__":

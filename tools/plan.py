@@ -148,10 +148,8 @@ def drawn_steps(settings, model):
 def run_flops(settings, model, labelled):
     """Return the FLOPs that a whole run executes, with its own draws of r, without validation."""
     optimizer = make_optimizer(settings, model, rank=0, world=1)
-    total = 0
-    for steps, updates in drawn_steps(settings, model).items():
-        total += updates * update_flops(settings, model, optimizer, [steps], labelled)
-    return total
+    return sum(updates * update_flops(settings, model, optimizer, [steps], labelled)
+               for steps, updates in drawn_steps(settings, model).items())
 
 
 def paper_flops(model, steps):
@@ -211,7 +209,7 @@ def memory(settings, model, gpus):
     layer = 14 * c.n_embd + 6 * (c.n_ffn + heads * c.head_dim)
     if settings.dtype == "float32":
         layer *= 2
-    layers = c.n_prelude + c.n_core * scheduled_k(settings, settings.updates) + c.n_coda
+    layers = c.depth(scheduled_k(settings, settings.updates))
     activations = settings.micro_batch * settings.context * layer * layers
     if settings.compile:
         activations *= settings.activation_budget
@@ -225,8 +223,8 @@ def memory(settings, model, gpus):
 
 def free_memory():
     """
-    Return the free bytes of this machine's GPU, or without one, how much memory this process can
-    still allocate, which a container, a Slurm job or `ulimit -v` may limit.
+    Return the free bytes of this machine's GPU, or without one, of its memory, but at most the
+    limit of a container or a Slurm job, and what `ulimit -v` leaves.
     """
     if DEVICE != "cpu":
         return torch.cuda.mem_get_info()[0]
@@ -256,8 +254,7 @@ def count_rows(settings, model, length):
     c, r = model.config, max(DEPTHS)
     training = memory(settings, model, 1)
     # The cache has all recurrences, and a pass over the prompts has a layer's activations.
-    layers = c.n_prelude + r * c.n_core + c.n_coda
-    token = 2 * layers * c.n_kv_head * c.head_dim + 8 * c.n_embd + 3 * c.n_ffn
+    token = 2 * c.depth(r) * c.n_kv_head * c.head_dim + 8 * c.n_embd + 3 * c.n_ffn
     token *= model.embed.weight.element_size()
     question = 1.1 * (min(length, c.context) + 256) * token / 1e9
     free = free_memory() / 1e9

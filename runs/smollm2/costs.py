@@ -57,7 +57,7 @@ def main():
     print(found["machine"])
     write = llama()
 
-    def measure(arm, n, r, prompt, new, flops, runs):
+    def measure(arm, n, r, flops, runs):
         """Time runs, functions that answer; the fastest counts."""
         seconds = min(median(time_runs(run, REPEAT)[1]) for run in runs)
         found.setdefault(arm, {}).setdefault(n, {})[r] = [float(f"{seconds:.3g}"), flops]
@@ -77,9 +77,9 @@ def main():
             for r in depths:
                 flops = round(T * model.flops_per_token(r, T, labelled=new / T))
                 runs = [lambda d=d: list(d.generate([prompt], new, r)) for d in decoders]
-                measure(arm, n, r, prompt, new, flops, runs)
+                measure(arm, n, r, flops, runs)
             if write and arm in WRITTEN:
-                measure(f"llama.cpp, {arm}", n, r, prompt, new, flops, [lambda: write(prompt, new)])
+                measure(f"llama.cpp, {arm}", n, r, flops, [lambda: write(prompt, new)])
     publish("seconds", found)
 
 

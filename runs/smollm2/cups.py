@@ -14,6 +14,7 @@ any two cups, so that they do not betray where the ball is, and fair48.jsonl 400
 --written, targets are the steps that the model writes after a story: ` B D D` (places), or
 ` The ball is under B: B. B and D swap: D. A and C swap: D.` (events).
 """
+import functools
 from pathlib import Path
 
 from common import Parser, UserError, cli, paths, positive
@@ -88,17 +89,14 @@ def main():
     args = parser.parse_args()
     tokenizer = Tokenizer.load(args.tokenizer)
 
-    def encode(events, answers):
-        if args.written:
-            return encode_written(tokenizer, events, answers, args.written)
-        return encode_story(tokenizer, events, answers)
-
+    encode = functools.partial(encode_written, form=args.written) if args.written else encode_story
     rng = np.random.default_rng(0)
     times = 480_000 // sum(args.lengths)  # stories of each length
     # Drawn when they are written, one after another.
     told = {"train": (tell(rng, n) for _ in range(times) for n in rng.permutation(args.lengths)),
             "val": (tell(rng, 12) for _ in range(256))}
-    encoded = {split: (encode(*story) for story in stories) for split, stories in told.items()}
+    encoded = {split: (encode(tokenizer, *story) for story in stories)
+               for split, stories in told.items()}
     tests = ((name, [tell(rng, length, share) for _ in range(count)])
              for name, count, length, share in TESTS)
     made_from = {"lengths": [*args.lengths], "written": args.written,

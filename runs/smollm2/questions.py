@@ -14,9 +14,8 @@ others of each of the LENGTHS. With --steps, the lines of train.jsonl are storie
 none of those: {"events": ["The ball is under B.", " B and D swap."], "answers": [" B", " D"]}.
 """
 import itertools
-from pathlib import Path
 
-from common import Parser, cli, paths
+from common import Parser, cli, creating, new_folder
 
 import numpy as np
 
@@ -42,7 +41,7 @@ def count(rng, length):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=new_folder, required=True, metavar="FOLDER")
     parser.add_argument("--game", choices=["cups", "counts"], default="cups")
     parser.add_argument("--steps", action="store_true", help="an answer after each event")
     args = parser.parse_args()
@@ -64,10 +63,9 @@ def main():
                                  {"question": question, "answer": answers[-1].strip(),
                                   "difficulty": str(length)})
         asked |= {line["question"] for line in questions if name != "train"}
-    folder = Path(args.out)
-    folder.mkdir(parents=True)
-    for name, questions in files.items():
-        write_lines(folder / f"{name}.jsonl", questions)
+    with creating(args.out):
+        for name, questions in files.items():
+            write_lines(args.out / f"{name}.jsonl", questions)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from common import Parser, UserError, cli, paths
+from common import Parser, UserError, cli, creating, new_folder
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def tell(melody):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=paths, required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=new_folder, required=True, metavar="FOLDER")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     songs = read_songs()
@@ -85,10 +85,9 @@ def main():
                 known.add("".join(events))
                 lines.append({"question": "".join(events), "answer": answers[-1].strip(),
                               "difficulty": str(length)})
-    folder = Path(args.out)
-    folder.mkdir(parents=True)
-    for name, lines in files.items():
-        write_lines(folder / f"{name}.jsonl", lines)
+    with creating(args.out):
+        for name, lines in files.items():
+            write_lines(args.out / f"{name}.jsonl", lines)
 
 
 if __name__ == "__main__":
