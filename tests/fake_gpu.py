@@ -9,7 +9,6 @@ waits for it.
 import contextlib
 import gc
 import os
-import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -55,14 +54,12 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<kCUDA>)
 """
 
 
-def build_driver(folder):
-    """Compile DRIVER to a shared library, which LD_PRELOAD loads before torch. Returns its path."""
+def write_driver(folder):
+    """Write driver.cpp. Returns the command that makes driver.so, to be loaded before torch."""
     (folder / "driver.cpp").write_text(DRIVER)
     root = os.path.dirname(torch.__file__)
-    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", "driver.cpp",
-                    "-o", "driver.so", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-lc10",
-                    "-ltorch_cpu"], check=True, cwd=folder)
-    return str(folder / "driver.so")
+    return (f"g++ -std=c++20 -shared -fPIC -I{root}/include driver.cpp -o driver.so -L{root}/lib "
+            f"-Wl,-rpath,{root}/lib -lc10 -ltorch_cpu")
 
 
 class MockGPU(TorchDispatchMode):

@@ -188,10 +188,10 @@ def run_on_ranks(*command, **options):
 
 
 @contextlib.contextmanager
-def beside_the_tests(command, folder, **env):
-    """Run a command beside the tests, which go first. Yields a function that awaits its output."""
+def beside_the_tests(lines, folder):
+    """Run lines of bash beside the tests, which go first. Yields a function that awaits the end."""
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(["nice", "-n", "5", *command], cwd=folder, env=os.environ | env,
+        process = subprocess.Popen(["nice", "-n", "5", "bash", "-ec", lines], cwd=folder,
                                    stdout=log, stderr=log)
 
     def output():
@@ -202,6 +202,14 @@ def beside_the_tests(command, folder, **env):
     yield output
     process.kill()
     process.wait()
+
+
+def copy_scripts(folder):
+    """Copy the scripts of the repository to a folder."""
+    for part in ("runs", "config", "tools", "assets"):
+        shutil.copytree(ROOT / part, folder / part)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
 
 
 def contents(folder):
@@ -455,6 +463,4 @@ def write_bpe(kind):
         bpe.add_tokens([tokenizers.AddedToken(name, normalized=False, lstrip=kind == "strips")])
     bpe.enable_truncation(9)
     spec = json.loads(bpe.to_str())
-    if kind == "unordered":
-        spec["model"]["merges"].reverse()
     common.write_json(f"{kind}/tokenizer.json", spec)

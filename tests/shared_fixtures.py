@@ -2,10 +2,11 @@
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 # First, because this hides any GPU:
-from helpers import ROOT, RUN, run_script, save, small
+from helpers import ROOT, RUN, beside_the_tests, copy_scripts, run_script, save, small
 
 import pytest
 import sentencepiece
@@ -19,6 +20,7 @@ from runs.tiny_corpus import tiny
 def own_folder(tmp_path, monkeypatch):
     """Run each test in its own empty folder, with the usual signal handlers (not nohup's)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # no test cuts the power
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,9 +28,9 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """The running counts of tiny_corpus.py, with 8,000 training rows instead of 50,000."""
+    """The running counts of tiny_corpus.py, with 1,000 training rows instead of 50,000."""
     folder = tmp_path_factory.mktemp("corpus") / "tiny"
-    tiny(str(folder), "counts", rows=8000)
+    tiny(str(folder), "counts", rows=1000)
     return folder
 
 
@@ -114,3 +116,26 @@ def mistaken_inputs(corpus, llama, checkpoint, tmp_path_factory):
     settings = (ROOT / "config/tiny.toml").read_text()
     (folder / "tiny.toml").write_text(settings.replace("context = 54", "context = 39"))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shells(request, tmp_path_factory):
+    """Run tiny.sh where an older version has been, then gpu.sh with a `python` that often fails."""
+    asked = "end_to_end", "some_fail"
+    if not any(item.name.endswith(asked) for item in request.session.items):
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("shells")
+    copy_scripts(folder)
+    Path(folder, "fails").write_text(f"""#!/bin/bash
+[[ "$*" == *"--batch_size "[1268]* ]] && echo boom && exit 3
+exec {sys.executable} "$@"
+""")
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    lines = f"""PATH='{path}'
+mkdir -p out/tiny-quick-seed5/data && touch out/tiny-quick-seed5/data/meta.json
+bash runs/tiny.sh --quick --seed 5
+install fails python
+! bash runs/gpu.sh --cpu --train --decode"""
+    with beside_the_tests(lines, folder) as output:
+        yield output, folder
