@@ -281,6 +281,7 @@ def draw_costs(results):
             panel.axhline(20, ls=":", c="gray")
             kind = "3 to 5" if trained == "short" else "3 to 24"
             panel.set(xscale="log", ylim=(0, 108), title=f"{n} events, trained on {kind}")
+            panel.xaxis.set_major_formatter("{x:g}")
     lines = {line.get_label(): line for panel in panels.flat for line in panel.lines
              if not line.get_label().startswith("_")}
     figure.legend(lines.values(), lines, loc="outside upper center", ncols=3, fontsize=8)
