@@ -280,7 +280,7 @@ def draw_costs(results):
                     panel.annotate(r, point, (3, 4), textcoords="offset points", fontsize=7)
             panel.axhline(20, ls=":", c="gray")
             kind = "3 to 5" if trained == "short" else "3 to 24"
-            panel.set(xscale="log", ylim=(0, 108), title=f"{n} events, trained on {kind}")
+            panel.set(xscale="log", xlim=(0.06, 6), ylim=(0, 108), title=f"{n} events, trained on {kind}")
             panel.xaxis.set_major_formatter("{x:g}")
     lines = {line.get_label(): line for panel in panels.flat for line in panel.lines
              if not line.get_label().startswith("_")}
