@@ -235,7 +235,8 @@ def write_atomically(path):
 @contextlib.contextmanager
 def lock(path):
     """
-    Create a file, and its folder if necessary, and lock it. Raises UserError if another process
+    Create a file, and its folder if necessary, and lock it. If the folder holds nothing else in the
+    end, because the command was refused, it is removed again. Raises UserError if another process
     holds the lock.
     """
     # A link may lead to a folder that is gone.
@@ -248,7 +249,11 @@ def lock(path):
                             "another folder")
         except OSError as e:  # of some network file systems
             say(f"warning: {path} cannot be locked ({e}). Let no other process write there")
-        yield
+        try:
+            yield
+        finally:
+            if [*path.parent.glob("*")] == [path]:
+                shutil.rmtree(path.parent, ignore_errors=True)  # NFS keeps an open file's name
 
 
 UNFINISHED = ".unfinished"
