@@ -426,7 +426,10 @@ def write_shard(folder, name, tokens):
 
 
 def write_meta(folder, tokenizer, shards, row_length, **made_from):
-    """Write meta.json, which completes a data set: see the top. made_from: for people to read."""
+    """
+    Write meta.json, which completes a data set: see the top. made_from: what check_settings() will
+    compare with those of a later command, and counts.
+    """
     write_json(f"{folder}/meta.json", made_from | {
         "shards": shards,
         "row_length": row_length,

@@ -34,8 +34,7 @@ from pathlib import Path
 
 from common import (DTYPE_HELP, DTYPES, RANK, WORLD, Parser, UserError, changed_keys, choose_dtype,
                     cli, code_of, digest, join_ranks, paths, positive, random_seed, read_json,
-                    reading, recurrences, say, write_atomically, write_json,
-                    yes_or_no)
+                    reading, recurrences, say, write_atomically, write_json, yes_or_no)
 
 import requests
 import torch
