@@ -17,6 +17,7 @@ from common import Parser, cli, read_json, write_atomically
 import numpy as np
 
 from model import find_checkpoint
+from runs.smollm2.score import ASKED
 
 HERE = Path(__file__).resolve().parent
 ASSETS = HERE.parents[1] / "assets"
@@ -186,7 +187,8 @@ def print_all(results):
         each = {name: run for name, run in costs.items()
                 if isinstance(next(iter(run["fair"].values())), list)}
         print_table("costs, without written steps, fair stories", each, "fair", RANGES)
-        print_table("costs, fair stories", costs, "fair", ["3", "5", "8", "12", "16", "24"])
+        columns = [str(n) for n in ASKED[24]]
+        print_table("fair stories", costs | results.get("cups", {}), "fair", columns)
         print_table("costs, fair stories", costs, "fair48", ["48"])
         print_choice(costs)
     if "seconds" in results:
@@ -280,7 +282,8 @@ def draw_costs(results):
                     panel.annotate(r, point, (3, 4), textcoords="offset points", fontsize=7)
             panel.axhline(20, ls=":", c="gray")
             kind = "3 to 5" if trained == "short" else "3 to 24"
-            panel.set(xscale="log", xlim=(0.06, 6), ylim=(0, 108), title=f"{n} events, trained on {kind}")
+            panel.set(xscale="log", xlim=(0.06, 6), ylim=(0, 108),
+                      title=f"{n} events, trained on {kind}")
             panel.xaxis.set_major_formatter("{x:g}")
     lines = {line.get_label(): line for panel in panels.flat for line in panel.lines
              if not line.get_label().startswith("_")}
