@@ -30,10 +30,10 @@ ARMS = {
     "no-loop": "the same 6 layers without a loop",
 }
 TIMED = {  # arms of the picture of costs: what it calls them, and their color
-    "loop": ("looped, at each r", "C0"),
-    "parent": ("parent", "black"),
-    "events": ("parent, writes events", "C1"),
-    "places": ("parent, writes places", "C2"),
+    "loop": ("looped; numbers are r", "C0"),
+    "parent": ("parent, answers at once", "black"),
+    "events": ("parent, writes each event and place first", "C1"),
+    "places": ("parent, writes each place first", "C2"),
 }
 TUNING = "10"  # the seed of the trials that chose rates, whose runs no table counts
 
@@ -276,14 +276,14 @@ def draw_costs(results):
                 title, color = TIMED[arm]
                 points = [(cost, statistics.fmean(accuracy(run["fair"][r], n) for run in runs[arm]))
                           for r, (cost, _) in by_events[n].items()]
-                panel.plot(*zip(*points), "o-", c=color, label=timed.replace(arm, title),
-                           mfc=color if timed == arm else "white")
+                ours = timed == arm
+                panel.plot(*zip(*points), "o-", c=color, mfc=color if ours else "white",
+                           label=title if ours else "_")
                 for r, point in zip(by_events[n], points) if arm == "loop" else ():
                     panel.annotate(r, point, (3, 4), textcoords="offset points", fontsize=7)
-            panel.axhline(20, ls=":", c="gray")
+            panel.axhline(20, ls=":", c="gray", label="guessing")
             kind = "3 to 5" if trained == "short" else "3 to 24"
-            panel.set(xscale="log", xlim=(0.06, 6), ylim=(0, 108),
-                      title=f"{n} events, trained on {kind}")
+            panel.set(xscale="log", ylim=(0, 108), title=f"{n} events, trained on {kind}")
             panel.xaxis.set_major_formatter("{x:g}")
     lines = {line.get_label(): line for panel in panels.flat for line in panel.lines
              if not line.get_label().startswith("_")}
