@@ -8,7 +8,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from common import UserError, cli, write_json
+from common import Parser, UserError, cli, write_json
 
 import torch
 
@@ -57,8 +57,12 @@ def compare():
 
 
 def main():
-    command, *args = sys.argv[1:]
-    {"shape": shape, "compare": compare}[command](*args)
+    parser = Parser(__doc__)
+    commands = {"shape": shape, "compare": compare}
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("args", nargs="*")
+    args = parser.parse_args()
+    commands[args.command](*args.args)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,11 @@ CODE = code_of("common.py", "data.py", "eval_gsm8k.py", "model.py", "muon.py", "
                "surgery.py", "train.py", "config/task.toml", "runs/task.py", "runs/stories.py")
 
 
-def several(kind):
+def several(kind, name):
     """Return the type of a flag that takes several of a kind: "1 0" or "1,0" becomes [0, 1]."""
     def words(text):
         return sorted({kind(word) for word in re.split("[, ]+", text.strip())})
+    words.__name__ = name  # argparse says: invalid NAME value
     return words
 
 
@@ -71,9 +72,9 @@ def parse_args():
     flag("--shape", metavar="P,R,C", help="layers in prelude, recurrent block and coda (2,2,2)")
     flag("--loop", type=paths, metavar="RUN",
          help="start from this model, which was cut from SRC before, and perhaps healed")
-    flag("--arms", type=several(ARMS.index), default="loop,parent",
+    flag("--arms", type=several(ARMS.index, "arm"), default="loop,parent",
          help="what to train: loop, parent, random: the loop from random weights (%(default)s)")
-    flag("--seeds", type=several(random_seed), default="0",
+    flag("--seeds", type=several(random_seed, "seed"), default="0",
          help='train all arms with each, as in "0 1" (0)')
     flag("--parent_lr", type=non_negative, default=3e-4, metavar="LR",
          help="the parent's learning rate, with AdamW (%(default)s)")

@@ -101,11 +101,7 @@ def print_plan(settings, model, gpus, gigabytes):
     except UserError as e:
         print(f"data: not ready: {e}")
 
-    flops = run_flops(settings, model, labelled)
-    by_paper = 0
-    tokens = settings.batch_size * settings.context
-    for steps, updates in drawn_steps(settings, model).items():
-        by_paper += updates * tokens * paper_flops(model, steps)
+    flops, by_paper = run_flops(settings, model, labelled)
     print(f"FLOPs: {flops:.4g} in matrix products and attention. The paper's rule counts "
           f"{by_paper:.4g}: for each token, 6 per parameter of a layer, or 2 without gradient")
     parts = memory(settings, model, gpus)
@@ -146,10 +142,17 @@ def drawn_steps(settings, model):
 
 
 def run_flops(settings, model, labelled):
-    """Return the FLOPs that a whole run executes, with its own draws of r, without validation."""
+    """
+    Return the FLOPs that a whole run executes, with its own draws of r, without validation, and
+    those that the paper's rule counts.
+    """
     optimizer = make_optimizer(settings, model, rank=0, world=1)
-    return sum(updates * update_flops(settings, model, optimizer, [steps], labelled)
-               for steps, updates in drawn_steps(settings, model).items())
+    tokens = settings.batch_size * settings.context
+    executed = by_paper = 0
+    for steps, updates in drawn_steps(settings, model).items():
+        executed += updates * update_flops(settings, model, optimizer, [steps], labelled)
+        by_paper += updates * tokens * paper_flops(model, steps)
+    return executed, by_paper
 
 
 def paper_flops(model, steps):
@@ -179,7 +182,8 @@ def affordable_updates(settings, model, run):
         budget -= spent_before(model.folder, {})["flops"]
 
     def cost(updates):
-        return run_flops(replace(settings, updates=updates), model, labelled)
+        executed, _ = run_flops(replace(settings, updates=updates), model, labelled)
+        return executed
 
     too_many = 1
     while cost(too_many) <= budget:
@@ -235,7 +239,8 @@ def free_memory():
     if most != resource.RLIM_INFINITY:
         pages, *_ = (PROC / "self/statm").read_text().split()
         free.append(most - resource.getpagesize() * int(pages))
-    for line in (PROC / "self/cgroup").read_text().splitlines():
+    groups = PROC / "self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)  # version 2 names no controllers
         folder = GROUPS / controllers / path.lstrip("/")
         for group in folder, *folder.parents:
