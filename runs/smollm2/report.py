@@ -4,6 +4,7 @@ Print the tables of runs/smollm2/README.md, and draw its pictures if matplotlib 
     python -m runs.smollm2.report                   of the published results.json
     python -m runs.smollm2.report out/smollm2       the tables of your own runs, made by run.sh
     python -m runs.smollm2.report out/smollm2 --publish     add those of `run.sh costs` to it
+    python -m runs.smollm2.report out/songs/try --publish   or those of folk songs
 """
 import importlib.util
 import json
@@ -39,13 +40,22 @@ TUNING = "10"  # the seed of the trials that chose rates, whose runs no table co
 
 
 def collect(out):
-    """Read the runs of run.sh under `out`: {"cups": {"retrofit 0": its scores and settings}}."""
+    """
+    Read the runs of run.sh under `out`, or those of the try of folk songs: {"cups": {"retrofit 0":
+    its scores and settings}}.
+    """
     found = {}
-    for score in sorted(Path(out).glob("c*/score.json")):
-        experiment, arm, seed = re.fullmatch(r"(\w+)-(.+)-(\d+)", score.parent.name).groups()
+    for score in sorted([*Path(out).glob("c*/score.json"), *Path(out).glob("*/eval_test.json")]):
+        name, scores = score.parent.name, read_json(score)
+        if "results" in scores:  # of eval_gsm8k.py, which runs/task.sh asks
+            name = f"songs-{name}"
+            scores = {"test": {str(row["steps"]): {n: share for n, (share, *_) in
+                                                   row["by_difficulty"].items()}
+                               for row in scores["results"]}}
+        experiment, arm, seed = re.fullmatch(r"(\w+)-(.+)-(\d+)", name).groups()
         made = read_json(Path(find_checkpoint(score.parent), "train.json"))
         settings = {key: made["config"][key] for key in ("lr", "batch_size", "dtype")}
-        found.setdefault(experiment, {})[f"{arm} {seed}"] = read_json(score) | settings | {
+        found.setdefault(experiment, {})[f"{arm} {seed}"] = scores | settings | {
             "updates": made["update"], "flops": made["flops"]}
     return found
 
@@ -297,12 +307,13 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="?", metavar="FOLDER", help="print the tables of these runs")
     parser.add_argument("--publish", action="store_true",
-                        help="add the runs of `run.sh costs` to results.json")
+                        help="add the runs of costs and of songs to results.json")
     args = parser.parse_args()
     results = collect(args.runs) if args.runs else read_json(RESULTS)
     print_all(results)
     if args.publish:
-        publish("costs", results["costs"])
+        for name in results.keys() & {"costs", "songs"}:
+            publish(name, results[name])
     elif not args.runs and importlib.util.find_spec("matplotlib"):
         import matplotlib
         matplotlib.use("Agg")
