@@ -28,15 +28,13 @@ import torch._functorch.config as functorch_config
 
 from model import Config, RecurrentLM, find_checkpoint, load_config
 from muon import MOMENTS
-from sample import Decoder, device_and_dtype
+from sample import DEVICE, Decoder, device_and_dtype
 from train import Settings, attention_kernels, make_optimizer
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def clock():
     """Return the time in seconds, after the device has finished all work that was launched."""
-    if DEVICE == "cuda":
+    if DEVICE != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -46,7 +44,7 @@ def time_runs(run, repeat):
     Call run() once as a warm-up, then `repeat` times. Returns the seconds of the warm-up, and a
     list of those of the others.
     """
-    if DEVICE == "cuda":
+    if DEVICE != "cpu":
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(repeat + 1):
@@ -99,7 +97,7 @@ def bench_train(model, args):
 
 def matmul_speed(dtype, repeat):
     """Return the FLOP/s of a large square matrix product."""
-    n = 8192 if DEVICE == "cuda" else 2048
+    n = 2048 if DEVICE == "cpu" else 8192
     a, b = torch.randn(2, n, n, device=DEVICE, dtype=dtype)
     _, seconds = time_runs(lambda: a @ b, repeat)
     return 2 * n**3 / median(seconds)
@@ -190,7 +188,7 @@ def main():
     print(f"{dtype} on {device}")
     rows = []
     for row in args.bench(model, args):
-        if DEVICE == "cuda":
+        if DEVICE != "cpu":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20  # in these runs
         print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
         rows.append(row)

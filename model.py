@@ -386,7 +386,7 @@ class RecurrentLM(nn.Module):
             idx = torch.cat((idx, logits[:, -1:].argmax(-1)), 1)
         return idx[0, len(ids):].tolist()
 
-    def split_steps(self, steps=None):
+    def split_steps(self, steps):
         """Turn the `steps` of forward(), which may be r, (n, k) or None, into (n, k)."""
         if steps is None:
             steps = self.config.mean_recurrence
@@ -456,7 +456,7 @@ class RecurrentLM(nn.Module):
         this; by default float32, or bfloat16 if that represents every stored weight exactly.
         """
         folder = find_checkpoint(folder)
-        model, _ = cls.load_mapped(folder, load_config(folder))
+        model = cls.load_mapped(folder, load_config(folder))
         # A run with --train saves trained parameters in float32, and the others in the dtype of the
         # checkpoint that it started from, perhaps bfloat16.
         stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
@@ -467,8 +467,8 @@ class RecurrentLM(nn.Module):
     @classmethod
     def load_mapped(cls, folder, config):
         """
-        Memory-map a checkpoint folder, so that each tensor is read from disk only when it is used.
-        Returns the model, on the CPU and in the stored dtypes, and its tensors as {name: tensor}.
+        Return the model of a checkpoint folder, on the CPU and in the stored dtypes. It is
+        memory-mapped, so that each tensor is read from disk only when it is used.
         """
         model = cls.empty(config)
         path = Path(folder, "model.safetensors")
@@ -480,7 +480,7 @@ class RecurrentLM(nn.Module):
             raise UserError(f"{path}: missing, unknown or in another shape: {wrong[:3]}. {FOREIGN}")
         model.fill(tensors)
         model.folder = folder
-        return model, tensors
+        return model
 
     def fill(self, tensors):
         """Use a checkpoint's {name: tensor} as the weights, without copying them."""

@@ -519,12 +519,10 @@ def respond(decoder, tokenizer, args, prompt):
             say(f"--- r = {r}", sys.stderr)
         ids = [*prompt]
         shown = len(tokenizer.decode(ids))
-        count = 0
         began = time.perf_counter()
-        for _, token in decoder.generate(
-                [prompt], limit, r, lambda _, token: token in c.ends,
-                temperature=args.temperature, top_k=args.top_k, seed=args.seed):
-            count += 1
+        new = decoder.generate([prompt], limit, r, lambda _, token: token in c.ends,
+                               temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+        for count, (_, token) in enumerate(new, 1):
             if token not in c.ends:
                 ids.append(token)
             # Decode all: a single token may lack its leading space or be part of a character.

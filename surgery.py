@@ -96,8 +96,7 @@ def new_weights(config, how="identity"):
     Return {name: tensor} of the weights that a loop has and its parent lacks: those of a linear
     adapter. how: "identity" passes the prelude's output through, so that r = 1 equals the kept
     layers in a row; "torch" is torch's default initialization of a Linear, as in the paper, with
-    seed 0. If a fork adds a weight to the loop, its initial
-    value belongs here.
+    seed 0. If a fork adds a weight to the loop, its initial value belongs here.
     """
     weights = {}
     C = config.n_embd

@@ -233,21 +233,13 @@ def test_defaults_are_those_of_transformers(kind):
     {"model_type": "mistral", "sliding_window": 8},
     {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
     {"model_type": "huginn_raven", "injection_type": "gate"},
+    {"num_attention_heads": 0}, {"rms_norm_eps": "1e-5"}, {"eos_token_id": ["</s>"]},
 ])
 def test_what_we_cannot_compute_is_refused(wrong):
-    """A config.json that asks for something we do not support is refused."""
+    """A config.json that asks for what we do not support, or has a senseless value, is refused."""
     common.write_json("config.json", read_json(ORACLE / "hf_llama/config.json") | wrong)
-    with pytest.raises(UserError, match="is not supported"):
-        surgery.read_config(".", [])
-
-
-@pytest.mark.parametrize("key, value", [
-    ("num_attention_heads", 0), ("rms_norm_eps", "1e-5"), ("eos_token_id", ["</s>"]),
-])
-def test_values_of_the_config(key, value):
-    """If a value of config.json has no sense, the message names its key."""
-    common.write_json("config.json", read_json(ORACLE / "hf_llama/config.json") | {key: value})
-    with pytest.raises(UserError, match=f"config.json: {key} = .* must be"):
+    key, *_ = wrong
+    with pytest.raises(UserError, match=f"is not supported|config.json: {key} = .* must be"):
         surgery.read_config(".", [])
 
 

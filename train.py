@@ -308,11 +308,11 @@ class Run:
         folder = find_checkpoint(source) if source else None
         config = run_config(settings, load_config(folder) if folder else None, data_folders[0])
         if folder and (resumed or not settings.reinit):
-            model, self.exact = RecurrentLM.load_mapped(folder, config)
+            model = RecurrentLM.load_mapped(folder, config)
         else:
             model = RecurrentLM(config)
             model.init_weights(settings.seed)
-            self.exact = {name: p.data for name, p in model.named_parameters()}
+        self.exact = {name: p.data for name, p in model.named_parameters()}
         tokenizer_folder = model.folder or data_folders[0]
         tokenizer = load_tokenizer(tokenizer_folder, config)
         for data_folder in data_folders:

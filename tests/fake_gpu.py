@@ -83,7 +83,7 @@ class MockGPU(TorchDispatchMode):
         if generator := kwargs.get("generator"):
             kwargs["generator"] = None  # fake tensors take none
         name = op.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "multinomial"):
+        if name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
             return self.read(args[0])
         if name == "_pin_memory":
             out = args[0].clone()
@@ -240,7 +240,7 @@ def fake_tensors(gpu):
     torch.cuda.is_available = returns(True)
     torch.cuda.get_device_name = returns("H100")
     torch.cuda.get_device_properties = returns(
-        SimpleNamespace(major=9, minor=0, total_memory=80_000_000_000))
+        SimpleNamespace(major=9, total_memory=80_000_000_000))
     torch.cuda.synchronize = returns(None)
     torch.cuda.reset_peak_memory_stats = returns(None)
     torch.cuda.set_device = torch.accelerator.set_device_index
@@ -249,8 +249,7 @@ def fake_tensors(gpu):
     torch.cuda.Event = lambda: mock.Mock(synchronize=gpu.synchronize)
     torch._fused_sdp_choice = gpu.kernel
     F.scaled_dot_product_attention = gpu_layout(F.scaled_dot_product_attention)
-    bench.DEVICE = "cuda"
-    sample.DEVICE = eval_gsm8k.DEVICE = "cuda:0"
+    bench.DEVICE = sample.DEVICE = eval_gsm8k.DEVICE = "cuda:0"
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
