@@ -121,9 +121,10 @@ def print_table(title, found, part, columns):
     """Print accuracy by number of events of each arm at each r, and how many runs it is of."""
     print(f"\n{title}\n\n| (runs) | {' | '.join(columns)} |\n{'| --- ' * (1 + len(columns))}|")
     for arm in dict.fromkeys(name.rpartition(" ")[0] for name in found):
-        runs = [run for run in runs_of(found, arm) if part in run]
-        for r in runs[0][part] if runs else ():
-            cells = (mean_and_error([accuracy(run[part][r], n) for run in runs]) for n in columns)
+        scored = [run[part] for run in runs_of(found, arm) if part in run]
+        for r in scored[0] if scored else ():
+            runs = [shares[r] for shares in scored if r in shares]
+            cells = (mean_and_error([accuracy(shares, n) for shares in runs]) for n in columns)
             depth = f", r = {r}" if r != "0" else ""
             print(f"| {arm}{depth} ({len(runs)}) | {' | '.join(cells)} |")
 
