@@ -2048,12 +2048,12 @@ def test_a_bug_keeps_its_traceback(function, command, mistake, error, llama, che
 
 
 def test_closed_pipes(checkpoint, corpus):
-    """If a pipe is closed or cannot encode "±", results are complete."""
+    """If a pipe is closed or cannot encode "±", results are complete, under `python -OO`, too."""
     env = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
     read, write = os.pipe()
     os.close(read)
     flags = f"--data={corpus}/test.jsonl --steps=1 --limit=1 --max_new_tokens=2 --out=a.json"
-    command = [sys.executable, ROOT / "eval_gsm8k.py", "--model", checkpoint, *flags.split()]
+    command = [sys.executable, "-OO", ROOT / "eval_gsm8k.py", "--model", checkpoint, *flags.split()]
     done = subprocess.run(command, env=env, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.returncode == 0 and "rror" not in done.stderr, done.stderr

@@ -5,7 +5,6 @@ What gpu.sh needs Python for.
     python -m runs.gpu compare                      compare a small model with the CPU's
 """
 import json
-import sys
 from dataclasses import asdict
 
 from common import Parser, UserError, cli, write_json

@@ -143,8 +143,8 @@ def drawn_steps(settings, model):
 
 def run_flops(settings, model, labelled):
     """
-    Return the FLOPs that a whole run executes, with its own draws of r, without validation, and
-    those that the paper's rule counts.
+    Return a run's FLOPs, with its own draws of r and without validation: what it executes, and what
+    the paper's rule counts.
     """
     optimizer = make_optimizer(settings, model, rank=0, world=1)
     tokens = settings.batch_size * settings.context
