@@ -37,7 +37,7 @@ from common import (Parser, UserError, between, check_settings, cli, creating, d
 import numpy as np
 import torch
 
-from model import IGNORE
+from model import IGNORE, checkpoints
 
 
 # --------------------------------------------------------------------------------------- the loader
@@ -462,12 +462,12 @@ def prepare(args):
         check_settings(args.out, earlier, arguments, "Choose another --out")
         say(f"{args.out} is already complete")
         return
-    say(f"{tokenizer_file(args.tokenizer)}: {tokenizer.fingerprint}")
+    say(f"{tokenizer_file(tokenizer.folder)}: {tokenizer.fingerprint}")
     T = args.row_length
     counts = {"kept": 0, "dropped": 0, "bad": 0, "long": 0}  # records
     shards = {"train": [], "val": []}
     with creating(args.out):
-        copy_tokenizer(args.tokenizer, args.out)
+        copy_tokenizer(tokenizer.folder, args.out)
         for number, documents in enumerate(collect(args, tokenizer, counts)):
             if in_rows:
                 T = T or choose_row_length(documents, tokenizer)  # by those of the first shard
@@ -564,7 +564,11 @@ class Tokenizer:
 
     @staticmethod
     def load(folder):
-        """Load a folder's Tokenizer. Raises UserError if its config names a token that it lacks."""
+        """
+        Load the Tokenizer of a folder, or of a run's newest checkpoint. Raises UserError if its
+        config names a token that it lacks.
+        """
+        folder = str([folder, *checkpoints(folder)][-1])
         path = tokenizer_file(folder)
         if not path:
             raise UserError(f"{folder}: has no tokenizer.json or tokenizer.model. Make one with "
@@ -588,7 +592,7 @@ class Tokenizer:
             bos_id = token_id(path, special, bos) if config.get("add_bos_token", True) else None
             unknown = model.unk_id()
         eos = next((name for name in EOS_NAMES if name in special), None)
-        eos_id = token_id(path, special, config.get("eos_token") or eos)
+        eos_id = token_id(path, tokens, config.get("eos_token") or eos)
         control = re.compile("|".join(map(re.escape, [*special, *EOS_NAMES])))
         return Tokenizer(folder, encode, decode, max(tokens.values()) + 1, special, bos_id, eos_id,
                          unknown, control, f"{digest(path)}, BOS {bos_id}, EOS {eos_id}")

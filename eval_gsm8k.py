@@ -251,6 +251,9 @@ def answer_rest(decoder, tokenizer, questions, steps, answers, path, asked, batc
                 answers[r, question["index"]] = {"index": question["index"], "steps": r,
                                                  "output": text, "cut": is_cut}
         if RANK == 0:
+            if path.exists() and (kept := read_json(path))["asked"] == asked:
+                for answer in kept["answers"]:  # perhaps of another command, at other r
+                    answers.setdefault((answer["steps"], answer["index"]), answer)
             with write_atomically(path) as new:
                 new.write_text(json.dumps({"asked": asked, "answers": [*answers.values()]}))
         say(f"r = {r}: {first + len(now)} of {len(batches)} batches", sys.stderr)

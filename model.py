@@ -525,8 +525,9 @@ class RecurrentLM(nn.Module):
         size = self.num_params(matrices=True)
         trained = self.num_params(matrices=True, trained=True)
         reached = self.num_params(trained=True)  # norms and biases, too
-        for numbers in (size, trained, reached):
-            numbers["core"] += numbers["adapter"]
+        outside = {"embed", "prelude", "core", "coda", "norm_f", "head"}
+        for numbers in (size, trained, reached):  # the adapter, and new weights of a fork
+            numbers["core"] += sum(n for part, n in numbers.items() if part not in outside)
         flops = 0
         # Gradient flows back as far as the first trained part.
         needs_gradient = reached["embed"] > 0

@@ -133,7 +133,7 @@ class Optimizer:
     """
     Muon and AdamW with float32 master weights, sharded over ranks: see the top of this file.
 
-    named: (name, parameter) pairs, each parameter once.
+    named: (name, parameter) pairs, each parameter once. Frozen ones stay as they are.
     matrices: names of the parameters that Muon updates: two-dimensional, and neither embeddings nor
         the head.
     rule: "muon" updates the matrices with Muon at lr, and everything else with AdamW at adam_lr;
@@ -152,7 +152,8 @@ class Optimizer:
     def __init__(self, named, matrices, *, lr, adam_lr, weight_decay, clip=math.inf, rule="muon",
                  weights=None, stacked=None, product_dtype=torch.bfloat16, rank=0, world=1):
         # Largest first, so that make_pieces() can give all ranks similar shares.
-        self.params = dict(sorted(named, key=lambda item: -item[1].numel()))
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        self.params = dict(sorted(trained, key=lambda item: -item[1].numel()))
         self.lr = lr
         self.adam_lr = adam_lr if rule == "muon" else lr
         self.eps = 1e-10 if rule == "muon" else 1e-8  # as in the paper's runs
@@ -186,7 +187,7 @@ class Optimizer:
         Split the parameters into Pieces, sorted by owner (see the top), and count the numbers that
         each rank owns. A parameter that is not split goes to the rank that owns the fewest so far.
         """
-        for name in matrices:
+        for name in self.params.keys() & set(matrices):
             assert self.params[name].dim() == 2, f"{name}: not a matrix"
         pieces = []
         owned = [0] * self.world  # by each rank

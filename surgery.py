@@ -9,7 +9,7 @@ prelude's output into the loop. The layers in between are dropped.
     python surgery.py SRC OUT --feed_forward --shape 4,8,4      those layers in a row, no recurrence
 
 A model that has lost layers needs a lot of training to recover. If the sizes of --shape add up to
-the number of layers, all are kept, and OUT at r = 1 is its parent, bit by bit.
+the number of layers, all are kept, and OUT at r = 1 is its parent, bit by bit in float32.
 
 SRC is a folder or a hub id, org/name or org/name@REVISION (pip install huggingface_hub): a Llama,
 Mistral, SmolLM2, Qwen2, Qwen3 or OLMo-2 in Hugging Face layout, one of our checkpoints or runs, a

@@ -562,7 +562,8 @@ def test_configured_end_of_text(corpus):
     names = {"</s>": 1, "<|end_text|>": 31, "<|eot_id|>": 32}  # after a gap
     spec["model"]["vocab"] |= names
     token, *_ = spec["added_tokens"]
-    spec["added_tokens"] = [token | {"content": name, "id": i} for name, i in names.items()]
+    spec["added_tokens"] = [token | {"content": name, "id": i, "special": i < 32}
+                            for name, i in names.items()]
     common.write_json("tokenizer.json", spec)
     for config, eos in (
         ({}, 1),
@@ -829,8 +830,10 @@ def test_unknown_words_are_named(capsys):
 
 
 def test_a_data_set_has_its_models_tokenizer(corpus, speaker):
-    """train.py refuses a data set whose meta.json names another tokenizer."""
-    data.check_same_tokenizer(Tokenizer.load(corpus / "task"), corpus / "pretrain")
+    """train.py refuses a data set of another tokenizer than the model's, which a run also has."""
+    shutil.copytree(corpus / "task", "run/step_000001")
+    Path("run/step_000001/config.json").touch()
+    data.check_same_tokenizer(Tokenizer.load("run"), corpus / "pretrain")
     with pytest.raises(UserError, match="differs from the model's"):
         data.check_same_tokenizer(Tokenizer.load(speaker), corpus / "task")
 
@@ -926,21 +929,23 @@ def test_muon_beside_adamw_is_torchs(products):
 
 
 def test_muon_alone_updates_in_another_project(monkeypatch):
-    """The five lines of muon.py's docstring update a model, with nothing else of ours."""
+    """The five lines of its docstring update what is not frozen, with nothing else of ours."""
     monkeypatch.delitem(sys.modules, "muon")
     for ours in ("common", "model", "data", "train"):
         monkeypatch.setitem(sys.modules, ours, None)
     lines = re.findall(r"^    (.+)", muon.__doc__, re.M)
     assert len(lines) == 5
     model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(9, 16),
-                                 "blocks": torch.nn.Linear(16, 16)})
+                                 "blocks": torch.nn.Linear(16, 16),
+                                 "first_blocks": torch.nn.Linear(16, 16, bias=False)})
+    model.first_blocks.requires_grad_(False)
     before = [p.clone() for p in model.parameters()]
     names = {"model": model, "batch": torch.arange(9), "labels": 9,
              "loss": lambda model, batch: model.blocks(model.wte(batch)).square().sum()}
     exec("\n".join(["from muon import Optimizer", *lines]), names)
     by_muon = [piece.name for piece in names["opt"].pieces if piece.rule == "muon"]
     assert by_muon == ["blocks.weight"]
-    assert not any(map(torch.equal, before, model.parameters()))
+    assert [*map(torch.equal, before, model.parameters())] == [False, False, False, True]
 
 
 def test_adamw_star_is_the_papers():
@@ -1199,6 +1204,15 @@ def test_executed_flops_are_torchs():
         with FlopCounterMode(display=False) as counter:
             optimizer.step(1.0)
         assert optimizer.flops() == counter.get_total_flops(), flags
+
+
+def test_a_forks_matrix_costs_flops():
+    """Those of a forward pass in each of 3 + 2 recurrences, and of a backward pass in two."""
+    model = small(n_core=1)
+    C = model.config.n_embd
+    before = model.flops_per_token((3, 2), 8, True)
+    model.gate = torch.nn.Linear(C, C, bias=False)
+    assert model.flops_per_token((3, 2), 8, True) - before == (5 * 2 + 2 * 4) * C**2
 
 
 def test_flags_override_the_configs(base, monkeypatch):
@@ -1911,6 +1925,22 @@ def test_answers_to_something_else_are_set_aside(checkpoint, corpus, monkeypatch
     Path("answers_x.json").write_text('{"notes": 1}')
     assert "holds something else" in error_line(ask)
     assert Path("answers_x.json").read_text() == '{"notes": 1}'
+
+
+def test_two_evaluations_at_once_keep_all_answers(checkpoint, monkeypatch):
+    """Those that another command gives at another r meanwhile stay."""
+    Path("q.jsonl").write_text('{"question": "has 1", "answer": 1}')
+    ask = f"eval_gsm8k --model={checkpoint} --data=q.jsonl --template=plain --out=x.json"
+
+    def meanwhile(*asked):
+        monkeypatch.setattr(eval_gsm8k, "answer_batch", sample.answer_batch)
+        run_script(f"{ask} --steps=1")
+        return sample.answer_batch(*asked)
+
+    monkeypatch.setattr(eval_gsm8k, "answer_batch", meanwhile)
+    run_script(f"{ask} --steps=4")
+    assert [row["steps"] for row in read_json("x.json")["results"]] == [1, 4]
+    assert len(answers_of(Path("answers_x.json"))) == 2
 
 
 def test_answers_are_those_that_the_flags_ask_for(looped, monkeypatch):

@@ -631,9 +631,8 @@ def choose_trained(settings, model):
 
 
 def make_optimizer(settings, model, rank, world, weights=None):
-    """Return an Optimizer for the parameters that are not frozen."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = {name for name, p in trained
+    """Return an Optimizer for a model's parameters."""
+    matrices = {name for name, p in model.named_parameters()
                 if p.dim() == 2 and not name.startswith(("embed.", "head."))}
     stacked = {}
     if not model.config.n_core:
@@ -644,7 +643,7 @@ def make_optimizer(settings, model, rank, world, weights=None):
             stacked[f"prelude.{i}.mlp.fc.weight"] = [model.config.n_ffn] * 2
     device = "cuda" if model.embed.weight.is_cuda else "cpu"
     product_dtype = getattr(torch, choose_dtype("auto", device))
-    return Optimizer(trained, matrices, lr=settings.lr, adam_lr=settings.adam_lr,
+    return Optimizer(model.named_parameters(), matrices, lr=settings.lr, adam_lr=settings.adam_lr,
                      weight_decay=settings.weight_decay, clip=settings.clip or math.inf,
                      rule=settings.optimizer, weights=weights, stacked=stacked,
                      product_dtype=product_dtype, rank=rank, world=world)

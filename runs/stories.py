@@ -15,10 +15,11 @@ end. runs/task.py does all of this with a folder of your own.
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 
 from common import (Parser, UserError, check_settings, cli, creating, digest, paths, positive,
-                    read_json, reading)
+                    read_json, reading, say)
 
 import numpy as np
 
@@ -53,7 +54,8 @@ def read_stories(path):
 def check_test(path, stories, tokenizer):
     """
     Raise UserError if a question of a test does not begin, go on and end as stories do, or if its
-    answer is not a single token. Questions have their answers without the space before them.
+    answer is not a single token. Questions have their answers without the space before them. Warns
+    if stories begin with questions.
     """
     tested = read_questions(path)
     ends = {(events[0][:1] == " ", event[-1:]) for events, _ in stories for event in events}
@@ -68,6 +70,9 @@ def check_test(path, stories, tokenizer):
             raise UserError(f"{path}: the question {question!r:.100} begins, goes on or ends as no "
                             "story does. Spaces and newlines count")
         encode_story(tokenizer, [question], [space + reference_text(row["answer"])])
+    told = {text for events, _ in stories for text in itertools.accumulate(events)}
+    if known := sum(row["question"] in told for row in tested):
+        say(f"warning: the stories have {known} questions of {path}", sys.stderr)
 
 
 def encode_story(tokenizer, events, answers):
@@ -122,7 +127,9 @@ def write_data(folder, tokenizer, encoded, made_from, tests=()):
     to be put beside it. Raises UserError if the folder has another data set.
     """
     if (folder / "meta.json").exists():
+        made_from = made_from | {"tokenizer": tokenizer.fingerprint}
         check_settings(folder, read_json(folder / "meta.json"), made_from, "Choose another folder")
+        say(f"{folder} is already complete")
         return
     if tokenizer.eos_id is None:
         raise UserError(f"{tokenizer.folder}: has no known end-of-text token to end a story with. "

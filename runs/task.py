@@ -117,7 +117,8 @@ def choose_form(train, tested):
         if both := known & {row["question"] for row in tested}:
             say(f"warning: {train} has {len(both)} questions of the test", sys.stderr)
         return "question"
-    if form[1] == "messages" and (other := re.search(r'"role\W+(system|developer|tool)\b', text)):
+    other = re.search(r'(?i)"role\W+(system|developer|tool)\b', text)
+    if form[1] == "messages" and other:
         raise UserError(f"{train}: the test has no {other[1]} message. Put it into the user's, and "
                         "into the questions")
     return form[1]

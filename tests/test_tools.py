@@ -37,13 +37,14 @@ import train
 from common import read_json
 from data import Tokenizer
 from eval_gsm8k import STOPS, make_prompt
-from model import RecurrentLM, find_checkpoint, load_config
+from model import Block, RecurrentLM, find_checkpoint, load_config
 from runs import task
 from runs.smollm2 import cups, report
 from runs.tiny_corpus import tiny
 from surgery import PARTS, retrofit_config
 from tools import plan, plot
 from tools.block_influence import block_influence
+from tools.export import check_known
 
 pytest_plugins = "shared_fixtures"
 
@@ -350,6 +351,16 @@ def test_a_fork_that_adds_a_weight_to_the_loop(llama, corpus, monkeypatch):
     assert "['gate']. It was made by another model.py" in error_line("sample --model run")
     monkeypatch.setattr(RecurrentLM, "run_core", gated)
     assert "has changed (other logits)" in error_line(f"tools/export {llama} out")
+    monkeypatch.setattr(RecurrentLM, "run_core", run_core)
+
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda block, x, *rest:
+                        forward(block, x, *rest) * (2 if block.norm == "post" else 1))
+    assert "has changed (other logits)" in error_line(f"tools/export {llama} out")
+    model = small(n_core=1)
+    model.config.adapter = "mean"
+    with pytest.raises(common.UserError, match="adapter = mean"):
+        check_known(model)
 
 
 def test_the_harness_scores_an_export(looped):
@@ -624,13 +635,18 @@ def test_as_many_flops_as_another_run(flags, share, base, unbroken):
 
 
 def test_a_chain_of_runs_is_counted_from_its_parent(base, unbroken):
-    """What a chain of runs spends is counted from its parent on."""
+    """What a chain of runs spends is counted from its parent on, a loop's from its surgery on."""
     start = *base, f"--init_from={unbroken}"
     run_script("train", *start, "--updates=4", "--seed=4", "--out_dir=first")
     run_script("train", *base, "--init_from=first", "--updates=2", "--out_dir=second")
     assert read_json(f"{find_checkpoint('second')}/train.json")["tokens"] == (4 + 2) * 16 * 50
     assert planned_updates("first", *start, "--seed=4") == 4
     assert planned_updates("second", *base, "--init_from=first") == 2
+    ordinary = *base, "--n_prelude=3", "--n_core=0", "--n_coda=0"
+    run_script("train", *ordinary, "--updates=2", "--out_dir=pretrain")
+    run_script("train", *base, "--init_from=pretrain", "--updates=2", "--out_dir=healed")
+    updates = (planned_updates("second", *base, f"--init_from={m}") for m in ("pretrain", "healed"))
+    assert len({*updates}) == 1
     gone = *start, "--data=gone", "--out_dir=x"  # how many tokens are targets?
     assert "gone" in error_line("tools/plan", *gone, "--flops_of=first")
 
@@ -655,7 +671,7 @@ def cells_of(text):
 
 
 def test_plot_results_from_left_to_right(monkeypatch):
-    """plot.py prints and draws its points in the order of x; a parent has one value at every r."""
+    """plot.py draws points in the order of x, a parent at every r, and a run given twice once."""
     need("matplotlib")
     drawn = mock.Mock(side_effect=plot.draw)
     monkeypatch.setattr(plot, "draw", drawn)
@@ -665,7 +681,7 @@ def test_plot_results_from_left_to_right(monkeypatch):
                 for r, value in values.items()]
         config = vars(small(n_core=n_core, n_coda=n_core).config)
         common.write_json(f"{name}.json", {"config": config, "results": rows})
-    command = "tools/plot loop.json more.json parent.json --out=a.svg --labels=a,a,b"
+    command = "tools/plot loop.json loop.json more.json parent.json --out=a.svg --labels=a,a,a,b"
     header, _, *rows = cells_of(run_script(command))
     assert header == ["", "1", "2", "4", "32"]
     half, quarter = "50.0 ± 12.5", "25.0 ± 6.2"
@@ -836,10 +852,11 @@ def test_own_stories(corpus, capsys):
     assert len(found[1]) == 3 and found[1] != stories[::20], "drawn, since lengths may come in turn"
 
     before = contents("mine")
-    run_script(f"{flags}=14 --out=mine")  # which is complete
+    assert "mine is already complete" in run_script(f"{flags}=14 --out=mine")
     spec = Path(f"{corpus}/task/tokenizer.json").read_text().replace("</s>", "<x>")
     write_files({"endless/tokenizer.json": spec})
     assert "no known end-of-text" in error_line(f"{flags}=14 --out=no --tokenizer=endless")
+    assert "created with tokenizer" in error_line(f"{flags}=14 --out=mine --tokenizer=endless")
     story = {"events": [" has 7 so"], "answers": [" 7"]}
     for change, more, words in (
         ({}, "14 --out=mine", "created with stories"),
@@ -909,7 +926,7 @@ SYSTEM, *CHAT = [{"role": "system", "content": "so"}, {"role": "user", "content"
 
 @pytest.mark.parametrize("rows, tested, words", [
     ([{"messages": [SYSTEM, *CHAT]}], "gets 3", "the test has no system message"),
-    ([{"messages": json.dumps([SYSTEM, *CHAT])}], "gets 3", "the test has no system message"),
+    ([{"messages": json.dumps([SYSTEM | {"role": "System"}, *CHAT])}], "gets 3", "no System mess"),
     ([*asked("so 2"), {"question": "so", "answer": " "}], "so 2", "line 2 is not"),
     ([asked("so 2")], "so 2", "line 1 is not a JSON object"),
 ])
@@ -947,13 +964,17 @@ def test_questions_of_stories(corpus, events, question, words):
     assert not os.path.exists("no")
 
 
-def test_forms_of_a_task(capfd):
+def test_forms_of_a_task(corpus, capfd):
     """Questions, chats and stories are told apart; questions also in the test are counted."""
     for rows, form in ((asked("has 1", "so 2"), "question"), ([{"messages": CHAT}], "messages"),
                        ([{"events": ["so"], "answers": ["2"]}], "events")):
         write_task(rows, asked("has 1", "so 3"))
         assert task.choose_form(Path("mine/train.jsonl"), asked("has 1", "so 3")) == form
     assert capfd.readouterr().err == "warning: mine/train.jsonl has 1 questions of the test\n"
+    write_task([], asked("has 3"))
+    stories = [(["has 3"], [" 3"])]
+    runs.stories.check_test("mine/test.jsonl", stories, Tokenizer.load(corpus / "task"))
+    assert capfd.readouterr().err == "warning: the stories have 1 questions of mine/test.jsonl\n"
 
 
 def test_memory_that_is_free(checkpoint, monkeypatch):

@@ -108,11 +108,15 @@ def to_raven(c):
 # ------------------------------------------------------------------------------------------- files
 
 # What other software's code and modeling_loopgraft.py know: the names of weights, and the logits of
-# a small model (see check_known).
+# small models (see check_known).
 KNOWN = re.compile(
     r"(embed|adapter|norm_f|head)\.weight|(prelude|core|coda)\.\d+\.(norm_[1-4]\.weight|"
     r"mlp\.(fc|proj)\.weight|attn\.(qk_bias|qkv\.(weight|bias)|(proj|[qk]_norm)\.weight))")
-LOGITS = 4.0898, 1.3905, -1.3089, -4.0082
+LOGITS = (
+    ({}, (4.0898, 1.3905, -1.3089, -4.0082)),
+    ({"norm": "post", "adapter": "add"}, (-0.6448, -0.8711, -1.0974, -1.3236)),
+    ({"head_norm": True, "qkv_bias": True, "embed_scale": 3}, (3.1959, 1.4611, -0.2737, -2.0085)),
+)
 
 
 @torch.no_grad()
@@ -123,13 +127,16 @@ def check_known(model):
     """
     new = [name for name in model.state_dict() if not KNOWN.fullmatch(name)]
     new += [item.name for item in fields(Config) if item.name not in RAVEN_KEYS]
-    small = RecurrentLM(Config(vocab_size=4, n_embd=8, n_head=2, n_kv_head=1, n_ffn=16,
-                               n_prelude=1, n_core=1, n_coda=1))
-    for p in small.parameters():
-        p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
-    logits, _ = small(torch.arange(4)[None], steps=3, state=small.initial_state(1, 4, seed=0))
-    if not new and not logits[0, -1].allclose(torch.tensor(LOGITS), atol=1e-3):
-        new = ["other logits"]
+    if model.config.adapter not in ("linear", "add"):
+        new.append(f"adapter = {model.config.adapter}")
+    for more, known in () if new else LOGITS:
+        small = RecurrentLM(Config(vocab_size=4, n_embd=8, n_head=2, n_kv_head=1, n_ffn=16,
+                                   n_prelude=1, n_core=1, n_coda=1, **more))
+        for p in small.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+        logits, _ = small(torch.arange(4)[None], steps=3, state=small.initial_state(1, 4, seed=0))
+        if not logits[0, -1].allclose(torch.tensor(known), atol=1e-3):
+            new = ["other logits"]
     if new:
         raise UserError(f"model.py has changed ({', '.join(new[:3])}), so other software would "
                         "compute something else. Make the same change in modeling_loopgraft.py, "

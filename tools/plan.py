@@ -177,8 +177,10 @@ def affordable_updates(settings, model, run):
     before it, have spent since the parent. Raises UserError if that is less than half an update.
     """
     _, labelled = read_data(settings)
-    budget = read_progress(find_checkpoint(run)).flops
-    if not settings.reinit:
+    run = find_checkpoint(run)
+    budget = read_progress(run).flops
+    # A loop's FLOPs are counted from its surgery on, without what its parent had spent before.
+    if not settings.reinit and bool(model.config.n_core) == bool(load_config(run).n_core):
         budget -= spent_before(model.folder, {})["flops"]
 
     def cost(updates):
