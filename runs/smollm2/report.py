@@ -162,14 +162,18 @@ def print_runs(found):
         print(f"{name}: {', '.join(facts)}")
 
 
+def quality(run):
+    """Return what the protocol chooses by: the mean accuracy on dev.jsonl after events 3 to 24."""
+    shares = run["dev"].get("32") or run["dev"]["0"]
+    return statistics.fmean(shares.values() if isinstance(shares, dict) else shares[2:])
+
+
 def print_choice(found):
-    """Print by what the protocol chooses: the mean accuracy on dev.jsonl after events 3 to 24."""
+    """Print the quality() of the runs that were asked about dev.jsonl."""
     print()
     for name, run in found.items():
-        if name.endswith(f" {TUNING}"):
-            shares = run["dev"].get("32") or run["dev"]["0"]
-            asked = shares.values() if isinstance(shares, dict) else shares[2:]
-            print(f"{name}, dev.jsonl: {statistics.fmean(asked):.1%}")
+        if "dev" in run:
+            print(f"{name}, dev.jsonl: {quality(run):.1%}")
 
 
 def print_seconds(found):
@@ -260,9 +264,12 @@ def draw(found):
 
 
 def chosen(costs, arm):
-    """Return the runs of an arm with the value that has most runs: its name is arm-value."""
+    """Return the runs of an arm, named arm-value, with the best value that was tried."""
     names = {name.rpartition(" ")[0] for name in costs if name.startswith(f"{arm}-")}
-    return max((runs_of(costs, name) for name in sorted(names)), key=len, default=[])
+    tried = [runs_of(costs, name) for name in sorted(names)]
+    if len(tried) == 1:
+        return tried[0]
+    return max(tried, key=lambda runs: statistics.fmean(map(quality, runs)), default=[])
 
 
 def draw_costs(results):
