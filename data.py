@@ -546,8 +546,6 @@ def copy_tokenizer(source, target):
     """Copy a folder's TOKENIZER_FILES to a folder that has none."""
     for name, content in read_tokenizer_files(source).items():
         Path(target, name).write_bytes(content)
-    if not Path(source).exists():
-        raise UserError(f"{source}: was deleted meanwhile, by its run's --keep. Repeat the command")
 
 
 @dataclass

@@ -671,7 +671,7 @@ def cells_of(text):
 
 
 def test_plot_results_from_left_to_right(monkeypatch):
-    """plot.py draws points in the order of x, a parent at every r, and a run given twice once."""
+    """plot.py prints and draws its points in the order of x; a parent has one value at every r."""
     need("matplotlib")
     drawn = mock.Mock(side_effect=plot.draw)
     monkeypatch.setattr(plot, "draw", drawn)
@@ -681,7 +681,7 @@ def test_plot_results_from_left_to_right(monkeypatch):
                 for r, value in values.items()]
         config = vars(small(n_core=n_core, n_coda=n_core).config)
         common.write_json(f"{name}.json", {"config": config, "results": rows})
-    command = "tools/plot loop.json loop.json more.json parent.json --out=a.svg --labels=a,a,a,b"
+    command = "tools/plot loop.json more.json parent.json --out=a.svg --labels=a,a,b"
     header, _, *rows = cells_of(run_script(command))
     assert header == ["", "1", "2", "4", "32"]
     half, quarter = "50.0 ± 12.5", "25.0 ± 6.2"

@@ -72,18 +72,18 @@ def main():
     for label, path in zip(labels, files):
         read = losses if Path(path).is_dir() else scores
         found.setdefault(label, []).extend(read(label, path, axis))
-    curves_of = {}  # {(title, y): {curve: {(run, x): (x, value, error)}}}, the latest of each run
+    curves_of = {}  # {(title, y): {curve: [(x, value, error), ...]}}
     for label, points in found.items():
         several = len({point.run for point in points}) > 1
         for title, y, curve, run, *point in points:
             if axis == "flops" and several:  # each run has its own x, so no line joins them
                 curve = curve.replace(label, f"{label} ({run})", 1)
             if point[1] is not None:
-                curves_of.setdefault((title, y), {}).setdefault(curve, {})[run, point[0]] = point
+                curves_of.setdefault((title, y), {}).setdefault(curve, []).append(point)
     if not curves_of:
         raise UserError(f"{files[0]} holds nothing to draw")
     panels = [{"title": title, "x": AXES[axis], "y": y, "x_log": LOG_BASE.get(axis),
-               "curves": {curve: average(points.values()) for curve, points in curves.items()}}
+               "curves": {curve: average(points) for curve, points in curves.items()}}
               for (title, y), curves in curves_of.items()]
     draw(panels, out)
     for panel in panels:
