@@ -51,6 +51,7 @@ if [[ $1 == costs ]]; then
         long-parent-*) updates=420 ;;
         long-places-*) updates=422 ;;
         long-events-*) updates=382 length=352 ;;
+        short-loop-12-*) updates=442 length=66 ;;
         short-places-*) updates=432 length=88 ;;
         short-events-*) updates=383 length=176 ;;
         *) echo "run.sh: error: no run is named $name (--help shows two names)" >&2; exit 2 ;;
