@@ -5,13 +5,12 @@
 #   bash runs/gpu.sh [--small | --cpu] [PART ...]
 #
 #   --tests      the GPU tests
-#   --compare    logits and gradients of a small model, beside the CPU's in float32
 #   --train      speed and memory of training TinyLlama's (4,8,4), random, in bfloat16
 #   --decode     speed of decoding with it at r = 1, 4 and 16, for 1, 8 and 64 rows
 #   --hunt       nine small runs at once, which have crashed on an H200: two minutes, only if asked
 #                for
 #
-# The first four take up to 8 minutes, beside what compiles in them (first_s, in seconds), and
+# The first three take up to 8 minutes, beside what compiles in them (first_s, in seconds), and
 # 24 GB of GPU memory. --small: SmolLM2's size, for less memory. --cpu: toy sizes, on a CPU.
 # A part that fails does not stop the others. Logs, models and runs go to out/gpu.
 [ "${BASH_VERSION-}" ] || { echo "error: this needs bash: bash $0" >&2; exit 2; }
@@ -22,12 +21,12 @@ for flag in "$@"; do
     case $flag in
     --small) preset=smollm2-135m-13-4-13 ;;
     --cpu) cpu=1 ;;
-    --tests | --compare | --train | --decode | --hunt) parts+=" $flag " ;;
+    --tests | --train | --decode | --hunt) parts+=" $flag " ;;
     --help) sed -n '2,/^set/s/^# \{0,1\}//p' runs/gpu.sh; exit ;;
     *) echo "gpu.sh: error: unknown flag $flag (see --help)" >&2; exit 2 ;;
     esac
 done
-parts=${parts:- --tests --compare --train --decode }
+parts=${parts:- --tests --train --decode }
 trap 'kill $(jobs -p) 2>/dev/null; exit 130' INT  # Ctrl-C
 out=out/gpu failed=0
 mkdir -p $out
@@ -52,7 +51,7 @@ if [[ $cpu ]]; then
     hunt=(--updates=2 --batch_size=8 --eval_rows=8) runs=2
 else
     export LOOPGRAFT_GPU=1
-    shape=$out/shape gigabytes=$(python -m runs.gpu shape $preset $out/shape)
+    shape=$out/shape gigabytes=$(python -m runs.gpu $preset $out/shape)
     train=(--context 1024 --micro_batches 8 --repeat 3)
     decode=(--repeat 3)
     hunt=(--updates=500) runs=9
@@ -61,9 +60,6 @@ fi
 if asked tests; then
     processes=$(python -c "import xdist; print('-n 4')" 2>/dev/null || true)  # pytest-xdist
     part tests python -m pytest -q test_all.py -k gpu $processes
-fi
-if asked compare; then
-    part compare python -m runs.gpu compare
 fi
 if asked train; then
     for rows in 4-0.5 2-1 16-1; do  # of a micro-batch, and the activation budget
@@ -86,7 +82,7 @@ if asked hunt; then
     small=$shape
     if [[ ! $cpu ]]; then
         small=$out/hunt/shape
-        python -m runs.gpu shape smollm2-135m-2-2-2 $small > $out/hunt/shape.txt || failed=1
+        python -m runs.gpu smollm2-135m-2-2-2 $small > $out/hunt/shape.txt || failed=1
     fi
     # After a crash, the driver writes a small core file, which names the kernel.
     export CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_COREDUMP_FILE=$PWD/$out/hunt/core.%p

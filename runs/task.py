@@ -49,7 +49,8 @@ OURS = "seed", "out_dir", "init_from", "data", "reinit", "config"
 SHARED = re.compile("--(batch_size|micro_batch|context|dtype|compile|activation_budget|eval_\\w+"
                     "|save_every|log_every|keep|wandb)\\b")
 CODE = code_of("common.py", "data.py", "eval_gsm8k.py", "model.py", "muon.py", "sample.py",
-               "surgery.py", "train.py", "config/task.toml", "runs/task.py", "runs/stories.py")
+               "surgery.py", "train.py", "tools/plan.py", "config/task.toml", "runs/task.py",
+               "runs/stories.py")
 
 
 def several(kind, name):

@@ -3,15 +3,12 @@ Say what a run of train.py will cost: tokens and epochs, FLOPs, hours and memory
 the flags of train.py. With --preset, neither weights nor data need to be there.
 
     python -m tools.plan --config=config/evening.toml --preset=tinyllama-4-8-4 --gpus=8
-    python -m tools.plan --config=config/evening.toml --preset=tinyllama-4-8-4 --memory=80
-                                        the micro-batches that fit 80 GB
     python -m tools.plan --config=config/tiny_parent.toml --flops_of=out/tiny/task
                                         the updates that spend as much as out/tiny/task
 """
 import bisect
 import math
 import re
-import resource
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +40,6 @@ def main():
     flag("--gpus", type=positive, default=1, help="number of GPUs (1)")
     flag("--preset", choices=presets(), metavar="NAME",
          help="plan for this retrofit, which need not be made yet, instead of --init_from")
-    flag("--memory", type=positive, metavar="GB", help="print what fits GPUs with this many GB")
     flag("--flops_of", type=paths, metavar="RUN",
          help="print only how many updates spend the FLOPs that RUN, and the runs before it, have "
               "spent since the parent")
@@ -57,7 +53,7 @@ def main():
     elif args.answer:
         print(count_rows(settings, model, args.answer))
     else:
-        print_plan(settings, model, args.gpus, args.memory)
+        print_plan(settings, model, args.gpus)
 
 
 def read_run(args, flags):
@@ -90,8 +86,8 @@ def read_data(settings):
     return train_set, (targets != IGNORE).double().mean().item()
 
 
-def print_plan(settings, model, gpus, gigabytes):
-    """Print what a run will cost, and what fits GPUs with this many gigabytes, if not None."""
+def print_plan(settings, model, gpus):
+    """Print what a run will cost."""
     describe_run(settings, model)
     labelled = 1.0
     try:
@@ -108,8 +104,6 @@ def print_plan(settings, model, gpus, gigabytes):
     each = ", ".join(f"{what} {size:.1f}" for what, size in parts.items())
     print(f"memory: about {sum(parts.values()):.1f} GB on each of {gpus} GPUs ({each}) "
           f"in {settings.dtype}; leave 2 GB free")
-    if gigabytes:
-        say_what_fits(settings, model, gpus, gigabytes)
     for name, speed in GPUS.items():
         hours = flops / (gpus * speed) / 3600
         print(f"time: about {hours:,.1f} hours on {gpus} {name}")
@@ -230,25 +224,19 @@ def memory(settings, model, gpus):
 def free_memory():
     """
     Return the free bytes of this machine's GPU, or without one, of its memory, but at most the
-    limit of a container or a Slurm job, and what `ulimit -v` leaves.
+    limit of a container or a Slurm job (cgroup v2).
     """
     if DEVICE != "cpu":
         return torch.cuda.mem_get_info()[0]
     if not PROC.exists():
         return math.inf  # not known
     free = [1024 * int(re.search(r"MemAvailable: +(\d+)", (PROC / "meminfo").read_text())[1])]
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        pages, *_ = (PROC / "self/statm").read_text().split()
-        free.append(most - resource.getpagesize() * int(pages))
     groups = PROC / "self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
-        folder = GROUPS / controllers / path.lstrip("/")
+        folder = GROUPS / line.split(":", 2)[2].lstrip("/")
         for group in folder, *folder.parents:
-            for file in group / "memory.max", group / "memory.limit_in_bytes":
-                if file.exists():
-                    free += map(int, re.findall(r"\d+", file.read_text()))  # not "max"
+            if (file := group / "memory.max").exists():
+                free += map(int, re.findall(r"\d+", file.read_text()))  # not "max"
     return min(free)
 
 
@@ -272,26 +260,6 @@ def count_rows(settings, model, length):
                             f"{free:.1f} GB are free. Use shorter rows or questions, a smaller "
                             "model, or --micro_batch=1 and --activation_budget=0.5")
     return int(min(32, (free - training["weights"]) / question))
-
-
-def say_what_fits(settings, model, gpus, gigabytes):
-    """
-    For each activation budget, print the largest micro-batch that leaves 2 of the `gigabytes` of
-    each GPU free.
-    """
-    rows = settings.batch_size // (gpus * settings.draws)  # of a GPU, for each draw
-    print(f"fits {gigabytes} GB, with 2 GB free; a lower budget recomputes more:")
-    for budget in 1, 0.7, 0.5, 0.3:
-        text = "nothing"
-        for size in range(1, rows + 1):
-            if rows % size:
-                continue
-            tried = replace(settings, micro_batch=size, activation_budget=budget)
-            needed = sum(memory(tried, model, gpus).values())
-            if needed > gigabytes - 2:
-                break
-            text = f"--micro_batch={size}: {needed:.1f} GB"
-        print(f"    --activation_budget={budget} {text}")
 
 
 if __name__ == "__main__":

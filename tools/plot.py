@@ -1,7 +1,7 @@
 """
-Draw results of eval_gsm8k.py or of lm-evaluation-harness, or the losses of runs, and print what is
-drawn as tables. Files with the same task share a panel; scores are in %. Runs that share a label
-become their mean ± its standard error, or over FLOPs, which differ between them, a curve each.
+Draw results of eval_gsm8k.py, or the losses of runs, and print what is drawn as tables. Files with
+the same task share a panel; scores are in %. Runs that share a label become their mean ± its
+standard error, or over FLOPs, which differ between them, a curve each.
 
     python -m tools.plot out/*/eval_gsm8k.json                 # over r
     python -m tools.plot out/tiny/eval_*.json --x difficulty  # a curve for each model and r
@@ -12,7 +12,6 @@ does.
 """
 import json
 import math
-import os
 import re
 import statistics
 from pathlib import Path
@@ -32,7 +31,6 @@ AXES = {
     "flops": "training FLOPs",
 }
 LOG_BASE = {"steps": 2, "parameters": 10}
-HARNESS = "acc_norm", "math_verify", "acc"  # metrics of the harness; the first that a task has
 COLUMNS = 13  # at most this many points of a curve are printed
 MARKERS = 30  # at most this many points of a curve get a marker
 PICTURES = ".png", ".svg", ".pdf"
@@ -115,12 +113,10 @@ def scores(label, path, axis):
     and a model that train.py never trained is one over update or flops.
     """
     content = read_json(path)
-    if "lm_eval_version" in content:
-        yield from harness_scores(label, content, axis)
-        return
     for name, result in content.get("models", {label: content}).items():
         run = run_of(result.get("model", path))
-        for row in result.get("results", []):
+        rows = result.get("results", [])
+        for row in rows if isinstance(rows, list) else ():  # lm-evaluation-harness has a dict
             r = row["steps"]
             config = Config(**result["config"])
             title = row.get("task", result.get("task", ""))
@@ -143,32 +139,6 @@ def scores(label, path, axis):
             else:
                 x = result.get("training", {}).get(axis)
             yield Point(title, y, curve, run, x, row["value"], row.get("standard_error"))
-
-
-def harness_scores(label, content, axis):
-    """
-    Yield the Points of a file of lm-evaluation-harness, which has one r. Over update or flops, the
-    export that it names has to be in the folder of its checkpoint.
-    """
-    model = content["config"]["model_args"]
-    r = model.get("mean_recurrence")  # a parent has none
-    x = r
-    if axis in ("update", "flops"):
-        x = read_json(Path(model["pretrained"]).parent / "train.json")[axis]
-        label += f", r = {r}" if r else ""
-    elif axis != "steps":
-        raise UserError(f"--x {axis}: results of the harness are drawn over steps, update or flops")
-    parts = sum(content["group_subtasks"].values(), [])  # such as mmlu_anatomy, a part of mmlu
-    for task, result in content["results"].items():
-        if task in parts:
-            continue
-        for metric in HARNESS:
-            if f"{metric},none" in result:
-                error = result[f"{metric}_stderr,none"]
-                error = None if error == "N/A" else error
-                run = run_of(os.path.dirname(model["pretrained"]))
-                yield Point(task, metric, label, run, x, result[f"{metric},none"], error)
-                break
 
 
 def run_of(checkpoint):
