@@ -22,7 +22,7 @@ import tomllib
 from datetime import timedelta
 from pathlib import Path
 
-# Scripts import this file before all packages, so that this is the first thing to miss them.
+# Scripts import this file first, so a missing package is reported here.
 try:
     import torch
     import torch.distributed as dist
@@ -185,7 +185,7 @@ DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it nativel
 
 def choose_dtype(dtype, device):
     """
-    Resolve --dtype: auto is bfloat16 where that is native, else float32. It is on NVIDIA GPUs from
+    Resolve --dtype: auto is bfloat16 where that is native, else float32: on NVIDIA GPUs from
     compute capability 8.0 on, on AMD from CDNA 1 and RDNA 3 on, and on CPUs by Intel with AMX, by
     AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). Intel CPUs with AVX-512 bfloat16
     but no AMX are slower in it than in float32: see runs/NOTES.md.
@@ -272,7 +272,6 @@ def creating(out):
     """Create and lock the folder OUT, of a new_folder(); delete it if the body fails."""
     folder = Path(os.path.realpath(new_folder(out)))  # a link may lead to a folder that is gone
     with lock(folder / UNFINISHED):
-        new_folder(out)  # another process may have completed it meanwhile
         for path in folder.iterdir():  # left by a killed process
             if path.name != UNFINISHED:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -302,7 +301,8 @@ def reading(path):
         # Rust's libraries raise bare Exceptions, and panics, which are not even Exceptions.
         from_rust = type(e) is Exception or type(e).__name__ == "PanicException"
         damage = isinstance(e, DAMAGE) and not re.search(FULL_MEMORY, repr(e))
-        if isinstance(e, OSError) and e.filename or not (from_rust or damage):
+        named = isinstance(e, OSError) and e.filename  # its message has the path
+        if named or not (from_rust or damage):
             raise
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(20) == b"version https://git-":

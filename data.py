@@ -131,7 +131,8 @@ class Shards:
 def row_length(data):
     """The T of a data set or mixture: that of its rows if it has some, otherwise 1,024."""
     metas = [Path(source.partition(":")[0], "meta.json") for source in data.split(",")]
-    lengths = [read_json(meta).get("row_length") for meta in metas if meta.exists()]  # for a plan
+    # tools.plan may name data that does not exist yet.
+    lengths = [read_json(meta)["row_length"] for meta in metas if meta.exists()]
     return next(filter(None, lengths), 1024)
 
 
@@ -166,37 +167,25 @@ def read_records(path, args):
         with open(path, "rb") as file:
             yield from filter(bytes.strip, file)
     elif suffix == ".parquet":
+        from pyarrow import parquet
         dropped_by = [rule.partition("=")[0] for rule in args.drop]
         columns = [args.field, args.prompt or args.field, *dropped_by, *BESIDE]
-        for batch in read_batches(path, columns):
-            # In Python a float32 of 0.7 is 0.699999988079071, unless it is read from its text.
-            narrow = {column.name: column.type.to_pandas_dtype() for column in batch.schema
-                      if str(column.type) in ("float", "halffloat")}
-            for row in batch.to_pylist():
-                yield row | {name: float(str(kind(row[name]))) for name, kind in narrow.items()
-                             if row[name] is not None}
+        with reading(path):
+            for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
+                yield from batch.to_pylist()
     else:
         raise UserError(f"{path}: is not a .txt, .md, .rst, .jsonl or .parquet file")
 
 
-def read_batches(path, columns):
-    """Yield those of these columns that a .parquet file has, 256 rows at a time."""
-    from pyarrow import parquet
-    with reading(path):
-        yield from parquet.ParquetFile(path).iter_batches(256, columns=columns)
-
-
 def column_value(record, column):
     """The value of a column. "a.b" is that, or column b of the dict in a; None if a is null."""
-    if record is None or column in record:
-        return record and record[column]
-    first, _, rest = column.partition(".")
-    return column_value(record[first], rest) if rest else record[first]
+    for name in [column] if column in record else column.split("."):
+        if record is not None:
+            record = record[name]
+    return record
 
 
 SPEAKERS = "system", "developer", "user", "tool", "assistant"
-# What excludes a message from the loss: OpenAI's key, ms-swift's, axolotl's and torchtune's.
-EXCLUDES = {"weight": 0, "loss": 0, "train": 0, "masked": 1}
 SHAREGPT = """\
 ShareGPT's from and value are not read. Convert each row: role = dict(system='system', \
 human='user', gpt='assistant', function_call='assistant', observation='tool'); row['messages'] = \
@@ -204,7 +193,7 @@ human='user', gpt='assistant', function_call='assistant', observation='tool'); r
 
 
 def read_message(message):
-    """Return (role, text, has_loss) of a chat's message. Refuses a key that would be lost."""
+    """Return (role, text) of a chat's message. Refuses a key that would be lost."""
     if not isinstance(message, dict):
         raise TypeError(f"{message!r:.40} is not a message with a role and a content")
     if message.get("from"):
@@ -212,24 +201,13 @@ def read_message(message):
     role, content = str(message["role"]).lower(), message["content"]
     if role not in SPEAKERS:
         raise ValueError(f"a message has the role {role}, which is none of {', '.join(SPEAKERS)}")
-    has_loss = role == "assistant"
     for key, value in message.items():
-        if key in EXCLUDES and value in (0, 1):  # or false, true
-            has_loss &= value != EXCLUDES[key]
-        elif key not in ("role", "content", "name", "id") and value not in ABSENT:
+        if key not in ("role", "content", "name", "id") and value not in ABSENT:
             raise ValueError(f"a message has {key}, which is not read: {value!r:.40}. Move it into "
                              "the text, or remove it")
     if isinstance(content, list):
-        content = "".join(map(read_part, content))
-    return role, "" if content is None else as_text(content), has_loss
-
-
-def read_part(part):
-    """Return the text of a part of a message's content; another part, such as an image, is bad."""
-    match part:
-        case {"type": "text", "text": text, **more} if all(x in ABSENT for x in more.values()):
-            return as_text(text)
-    raise ValueError(f"a message's content has a part that is more than a text: {part!r:.80}")
+        raise ValueError(f"a message's content is a list of parts, not a text: {content!r:.80}")
+    return role, "" if content is None else as_text(content)
 
 
 def read_chat(value):
@@ -240,7 +218,7 @@ def read_chat(value):
 def as_text(value):
     """The text of a value or a chat. Raises ValueError, KeyError or TypeError if it has none."""
     if isinstance(value, list):
-        return "\n".join(text for _, text, _ in read_chat(value))
+        return "\n".join(text for _, text in read_chat(value))
     if isinstance(value, bytes):  # from parquet files that do not say that a column is text
         return value.decode()
     if isinstance(value, (bool, int, float)):
@@ -255,7 +233,7 @@ ROLE = "(?:user|human|assistant|system)"
 TAGS = rf"#* *{ROLE}:|<\|{ROLE}\|>|<(?:\|im_start\||extra_id_\d)>{ROLE}\b"
 ROLES = re.compile(rf"(?im)^[ \t]*(?:{TAGS})[ \t]*\n?|<\|im_end\|>")
 
-NOTED = set()  # not functools.cache, with which several threads may say the same
+NOTED = set()  # functools.cache would let each thread say it until the first call returns
 
 
 def note(text):
@@ -267,8 +245,8 @@ def note(text):
 
 def read_parts(record, args, vocab_size):
     """
-    Return the parts of a record's document, [(text or ids, is_answer, has_loss), ...], none of them
-    empty; [] if --drop names it. Raises ValueError, KeyError or TypeError if the record is bad.
+    Return the parts of a record's document, [(text or ids, has_loss), ...], none of them empty; []
+    if --drop names it. Raises ValueError, KeyError or TypeError if the record is bad.
     """
     if isinstance(record, bytes):
         record = json.loads(record.decode("utf-8-sig"))  # not in UTF-16, as json would allow
@@ -280,24 +258,24 @@ def read_parts(record, args, vocab_size):
     value = column_value(record, args.field)
     parts = []
     if args.prompt:
-        parts.append((as_text(column_value(record, args.prompt)), False, False))
+        parts.append((as_text(column_value(record, args.prompt)), False))
     if args.loss == "assistant":
-        parts += [(text, role == "assistant", loss) for role, text, loss in read_chat(value)]
+        parts += [(text, role == "assistant") for role, text in read_chat(value)]
     elif isinstance(value, list) and all(type(item) is int for item in value) and not args.prompt:
         if value and not 0 <= min(value) <= max(value) < vocab_size:
             raise ValueError("ids that the tokenizer does not have")
-        parts.append((value, False, True))
+        parts.append((value, True))
     else:
-        parts.append((as_text(value), True, True))
+        parts.append((as_text(value), True))
     for name in BESIDE if args.loss == "assistant" or isinstance(value, list) else ():
         if record.get(name) not in ABSENT and name not in (args.field, args.prompt):
             note(f"records have {name} beside {args.field}, which is not read")
-    for i, (part, is_answer, has_loss) in enumerate(parts):
+    for i, (part, has_loss) in enumerate(parts):
         if isinstance(part, str):
             part = ROLES.sub("", part) if args.strip_roles else part
-            parts[i] = part.strip() if is_answer else part, is_answer, has_loss
+            parts[i] = part.strip() if has_loss else part, has_loss
     parts = [part for part in parts if part[0]]
-    if parts and not any(has_loss for _, _, has_loss in parts):
+    if parts and not any(has_loss for _, has_loss in parts):
         raise ValueError("no token carries loss")
     return parts
 
@@ -307,14 +285,14 @@ def document(tokenizer, parts, args):
     Turn the parts of a record into an array of token ids (1, N) int32; or, if only a part carries
     loss, (2, N), with targets, which are already shifted, with -100 for no loss.
 
-    It begins with BOS, a newline separates its parts, and EOS follows each answer, also one without
-    loss. Each part is tokenized separately: a prompt has the same ids here as at inference.
+    It begins with BOS, a newline separates its parts, and EOS follows each text that carries loss.
+    Each part is tokenized separately: a prompt has the same ids here as at inference.
     """
     ids, labels = [], []
-    for part, is_answer, has_loss in parts:
+    for part, has_loss in parts:
         if isinstance(part, str):
             part = tokenizer.encode("\n" + part if ids else part, bos=not ids)
-            part += [tokenizer.eos_id] * is_answer
+            part += [tokenizer.eos_id] * has_loss
         ids += part
         labels += part if has_loss else [IGNORE] * len(part)
     if not args.prompt and args.loss == "all":
@@ -377,7 +355,7 @@ def choose_row_length(documents, tokenizer):
 def hold_out(documents, share, T):
     """
     Split a shard's documents into those for training and those for validation: the fraction
-    `share`, but at least 32, or a tenth if that is fewer, or one; at least one stays for training.
+    `share`, but at least 32 or a tenth, whichever is fewer; a single one stays for training.
     They are drawn, since files may be sorted, or their rows come in a cycle. Of fewer than 10, such
     as a single book, it is the last tokens instead, unless rows of T tokens hold whole documents.
     """
@@ -638,7 +616,7 @@ def load_tokenizer(folder, config):
 
 def check_same_tokenizer(tokenizer, folder):
     """Raise UserError if a data set was made with another tokenizer than the model's."""
-    theirs = read_json(f"{folder}/meta.json").get("tokenizer")  # None in an older version's
+    theirs = read_json(f"{folder}/meta.json").get("tokenizer")  # None: made by an older version
     if theirs != tokenizer.fingerprint:
         raise UserError(f"{folder}: its tokenizer ({theirs}) differs from the model's "
                         f"({tokenizer.fingerprint}). Prepare it again with the model's")

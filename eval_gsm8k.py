@@ -229,8 +229,8 @@ def read_answers(path, asked, auto):
 def answer_rest(decoder, tokenizer, questions, steps, answers, path, asked, batch_size):
     """
     Ask what `answers`, {(r, index): answer}, lacks. Each rank takes every WORLD-th batch, and after
-    each round, rank 0 writes all answers to the file `path`. So if that is killed, what is left are
-    whole batches, the same that this command would have gone on with.
+    each round, rank 0 writes all answers to the file `path`. After a kill, the same command goes on
+    with the batches that were left.
     """
     batches = []
     for r in steps:

@@ -159,8 +159,9 @@ class Decoder:
 
     def begin(self, prompts, end, r, seed):
         """
-        Fill the cache with prompts, except for their last tokens, which a step will read. If it is
-        too small for `end` tokens, replace it first.
+        Fill the cache with all tokens but the longest prompt's last one: the first step reads each
+        prompt's last token, again if that is shorter. If it is too small for `end` tokens, replace
+        it first.
         """
         rows = self.size(len(prompts))
         visible = self.visible(end)
@@ -537,8 +538,6 @@ def respond(decoder, tokenizer, args, prompt):
 
 def converse(decoder, tokenizer, args):
     """Read prompts from the terminal, and answer each independently."""
-    if not sys.stdin:
-        raise UserError("there is no input to read prompts from. Give a --prompt")
     with suppress(ImportError):
         import readline  # noqa: F401, for arrow keys and lines of any length in input()
     say("Type a prompt. Ctrl-D ends.", sys.stderr)
@@ -546,8 +545,7 @@ def converse(decoder, tokenizer, args):
     while True:
         say("> ", sys.stderr, end="")
         try:
-            line = input().removeprefix("\ufeff")  # of a file from Windows
-            if line:
+            if line := input():
                 respond(decoder, tokenizer, args, line)
         except EOFError:
             return
