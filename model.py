@@ -27,9 +27,9 @@ import math
 import re
 import sys
 from collections import Counter
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from common import UserError, read_json, reading, say, write_atomically, write_json
 
@@ -53,13 +53,13 @@ class Config:
     vocab_size: int
     n_embd: int                       # C, the width
     n_head: int
-    n_kv_head: int | None             # query head i uses kv head i * n_kv_head // n_head
+    n_kv_head: int | None             # None: n_head. Head i uses kv head i * n_kv_head // n_head
     n_ffn: int
     n_prelude: int
     n_core: int = 0                   # 0: an ordinary model, without a loop
     n_coda: int = 0
     head_dim: int | None = None       # None: n_embd / n_head
-    # Llama's; OLMo-2's, with norms on q and k; Huginn's
+    # pre: Llama; post: OLMo-2, which also normalizes q and k; sandwich: Huginn
     norm: Literal["pre", "post", "sandwich"] = "pre"
     head_norm: bool = False           # Qwen3: a norm on each head of q and of k
     qkv_bias: bool = False            # Qwen2: biases on q, k and v
@@ -79,7 +79,7 @@ class Config:
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd / self.n_head
-        if self.n_head % self.n_kv_head or self.head_dim % 2:  # a fraction, too
+        if self.n_head % self.n_kv_head or self.head_dim % 2:  # true for a fraction, too
             raise UserError(f"n_head = {self.n_head} must be a multiple of n_kv_head = "
                             f"{self.n_kv_head}, and head_dim = {self.head_dim} an even number")
         self.head_dim = int(self.head_dim)
@@ -341,7 +341,7 @@ class RecurrentLM(nn.Module):
         x, flat = x.flatten(0, 1), targets.flatten().cpu()
         labelled = flat != IGNORE
         # A chunk has all positions; or a quarter of them if some have no target, so that filling up
-        # the last one wastes less than that. If that is too large for the memory, it has fewer.
+        # the last one wastes less than that, but at most LOGITS_AT_ONCE logits.
         size = len(flat) if labelled.all() else math.ceil(len(flat) / 4)
         size = min(size, LOGITS_AT_ONCE // self.config.vocab_size)
         if x.is_cuda and size < len(flat):  # whole tiles; on a CPU, this would change results
@@ -457,12 +457,10 @@ class RecurrentLM(nn.Module):
         """
         folder = find_checkpoint(folder)
         model = cls.load_mapped(folder, load_config(folder))
-        # A run with --train saves trained parameters in float32, and the others in the dtype of the
-        # checkpoint that it started from, perhaps bfloat16.
-        stored = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
-        if stored != torch.bfloat16:  # float16's range is too small for many models' activations
-            stored = torch.float32
-        return model.to(device, dtype or stored)
+        # A run with --train saves trained parameters in float32, the others perhaps in bfloat16.
+        # Never float16, whose range is too small for many models' activations.
+        coarse = all(p.dtype == torch.bfloat16 for p in model.parameters())
+        return model.to(device, dtype or (torch.bfloat16 if coarse else torch.float32))
 
     @classmethod
     def load_mapped(cls, folder, config):
@@ -524,13 +522,13 @@ class RecurrentLM(nn.Module):
         n, k = self.split_steps(steps)
         size = self.num_params(matrices=True)
         trained = self.num_params(matrices=True, trained=True)
-        reached = self.num_params(trained=True)  # norms and biases, too
+        has_trained = self.num_params(trained=True)  # of any kind: norms and biases, too
         outside = {"embed", "prelude", "core", "coda", "norm_f", "head"}
-        for numbers in (size, trained, reached):  # the adapter, and new weights of a fork
+        for numbers in (size, trained, has_trained):  # the adapter, and new weights of a fork
             numbers["core"] += sum(n for part, n in numbers.items() if part not in outside)
         flops = 0
         # Gradient flows back as far as the first trained part.
-        needs_gradient = reached["embed"] > 0
+        needs_gradient = has_trained["embed"] > 0
         for part, uses, uses_with_gradient in ("prelude", 1, 1), ("core", n + k, k), ("coda", 1, 1):
             # Each of attention's products takes 2 FLOPs per channel for every token that a token
             # sees, T / 2 on average. The forward pass has two products; the backward pass has five,
@@ -539,11 +537,11 @@ class RecurrentLM(nn.Module):
             forward = 2 * size[part] + 2 * product
             backward = 2 * size[part] + 2 * trained[part] + 5 * product
             flops += uses * forward
-            needs_gradient = needs_gradient or reached[part] > 0
+            needs_gradient = needs_gradient or has_trained[part] > 0
             if training and needs_gradient:
                 flops += uses_with_gradient * backward
         head = self.head.weight
-        needs_gradient = needs_gradient or reached["norm_f"] > 0
+        needs_gradient = needs_gradient or has_trained["norm_f"] > 0
         # Training computes the logits twice, then up to two gradients.
         times = (2 + needs_gradient + head.requires_grad) if training else 1
         return flops + times * 2 * head.numel() * labelled
@@ -637,33 +635,6 @@ def find_checkpoint(folder):
     return str(folder)
 
 
-def make_config(path, raw, keys, **known):
-    """
-    Return the Config that a config.json describes. raw: what the file `path` holds. keys: {field of
-    Config: key in raw}. known: other fields. Raises UserError if a key is missing, or if its value
-    has another type or is too small.
-    """
-    described = {item.name: item for item in fields(Config)}
-    for name, key in keys.items():
-        if key not in raw:
-            raise UserError(f"{path}: lacks {key}")
-        item, value = described[name], raw[key]
-        kinds = get_args(item.type) or (item.type,)  # types, or the values of a Literal
-        least = 0 if item.default in (0, None) or name == "n_prelude" else 1
-        fits = type(value) in kinds or value in kinds or (item.type, type(value)) == (float, int)
-        if isinstance(value, list):  # of ids
-            fits = fits and {*map(type, value)} <= {int}
-        if not fits or (int in kinds and type(value) is int and value < least):
-            names = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
-            raise UserError(f"{path}: {key} = {value!r:.80} must be {names}"
-                            + f", at least {least}" * (int in kinds))
-        known[name] = value
-    try:
-        return Config(**known)
-    except UserError as e:
-        raise UserError(f"{path}: {e}")
-
-
 def load_config(folder):
     """Read the Config of a loopgraft checkpoint. Raises UserError for any other kind of model."""
     path = Path(folder, "config.json")
@@ -672,11 +643,9 @@ def load_config(folder):
     if kind != "loopgraft":
         raise UserError(f"{path}: model_type is {kind!r}, not loopgraft. Convert the model first: "
                         f"`python surgery.py {folder} OUT`, with --shape unless it is recurrent")
-    keys = {item.name: item.name for item in fields(Config)
-            if item.name in raw or item.default is MISSING}
-    if unknown := raw.keys() - keys.keys():
+    if unknown := raw.keys() - {item.name for item in fields(Config)}:
         raise UserError(f"{path}: unknown {sorted(unknown)[:3]}. {FOREIGN}")
-    return make_config(path, raw, keys)
+    return Config(**raw)
 
 
 # ------------------------------------------------------------------------- plumbing for torch

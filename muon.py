@@ -195,7 +195,8 @@ class Optimizer:
             matrix = name in matrices
             adamw = rule == "adamw" or rule == "muon" and not matrix
             owners = [owned.index(min(owned))]
-            if adamw and p.dim() == 2 and not matrix:  # embeddings and head
+            # Embeddings and head. (AdamW*'s step needs the mean over a whole tensor.)
+            if adamw and p.dim() == 2 and not matrix:
                 owners = range(self.world)
             for i, owner in enumerate(owners):
                 rows = slice(i * len(p) // len(owners), (i + 1) * len(p) // len(owners))

@@ -21,8 +21,9 @@ import functools
 import os
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 from common import (Parser, UserError, cli, creating, natural, new_folder, positive, read_json,
                     reading, refuse_idle, say)
@@ -31,8 +32,7 @@ import torch
 from safetensors.torch import load_file
 
 from data import TOKENIZER_FILES, copy_tokenizer, load_tokenizer, read_optional, tokenizer_file
-from model import (ADAPTERS, LLAMA3_ROPE, RecurrentLM, find_checkpoint, load_config,
-                   make_config)
+from model import ADAPTERS, LLAMA3_ROPE, Config, RecurrentLM, find_checkpoint, load_config
 
 PARTS = ("prelude", "core", "coda")
 
@@ -135,7 +135,7 @@ def verify(source, layers, folder):
     """
     Read a written OUT back from its folder and compare it with the kept layers of SRC in a row: at
     r = 1, with an adapter that passes the prelude's output through, all logits must be
-    bit-identical. With layers=None, all of SRC must be there, and both run at r = 2 with their own
+    bit-identical. With layers=None, OUT has all of SRC, and both run at r = 2, each with its own
     adapter. Raises UserError if any logit differs.
     """
     written = open_source(folder).float()
@@ -358,12 +358,11 @@ def from_hf(path, raw):
     """Return the Config of an ordinary model from its config.json, `raw`, read from `path`."""
     layout = raw["model_type"]
     raw = OPTIONAL | DEFAULTS[layout] | raw | read_rope(path, raw)
-    keys = HF_KEYS
-    said = read_optional(path.parent, "generation_config.json").get("eos_token_id")
-    if said is not None:  # for chat models it lists more ids that end a text
-        keys = keys | {"eos_token_id": "eos_token_id of generation_config.json"}
-        raw[keys["eos_token_id"]] = said
-    config = make_config(path, raw, keys, norm="post" if layout == "olmo2" else "pre",
+    # generation_config.json lists all ids that end a text of a chat model, config.json perhaps one.
+    ends = read_optional(path.parent, "generation_config.json").get("eos_token_id")
+    if ends is not None:
+        raw["eos_token_id"] = ends
+    config = make_config(path, raw, HF_KEYS, norm="post" if layout == "olmo2" else "pre",
                          head_norm=layout == "qwen3", qkv_bias=layout == "qwen2")
     if raw.get("layer_types") not in (None, [], ["full_attention"] * config.n_prelude):
         raise UserError(f"{path}: layer_types = {raw['layer_types']} is not supported, only full "
@@ -397,6 +396,33 @@ def from_raven(path, raw, names):
     if isinstance(raw.get("init_values"), dict):
         raw |= raw["init_values"]
     return make_config(path, raw, keys)
+
+
+def make_config(path, raw, keys, **known):
+    """
+    Return the Config that a config.json describes. raw: what the file `path` holds. keys: {field of
+    Config: key in raw}. known: other fields. Raises UserError if a key is missing, or if its value
+    has another type or is too small.
+    """
+    described = {item.name: item for item in fields(Config)}
+    for name, key in keys.items():
+        if key not in raw:
+            raise UserError(f"{path}: lacks {key}")
+        item, value = described[name], raw[key]
+        kinds = get_args(item.type) or (item.type,)  # types, or the values of a Literal
+        least = 0 if item.default in (0, None) or name == "n_prelude" else 1
+        fits = type(value) in kinds or value in kinds or (item.type, type(value)) == (float, int)
+        if isinstance(value, list):  # of ids
+            fits = fits and {*map(type, value)} <= {int}
+        if not fits or (int in kinds and type(value) is int and value < least):
+            names = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
+            raise UserError(f"{path}: {key} = {value!r:.80} must be {names}"
+                            + f", at least {least}" * (int in kinds))
+        known[name] = value
+    try:
+        return Config(**known)
+    except UserError as e:
+        raise UserError(f"{path}: {e}")
 
 
 def read_rope(path, raw):

@@ -75,8 +75,8 @@ def setting(default, meaning, **option):
 class Recipe:
     """
     The settings that determine the result. The defaults are those of the paper's Figure 4, except
-    for draws: see config/fig4.toml. Appendix D has the learning rates, weight decay, clipping and
-    batch size, B the backprop depth; the paper's text or its result files have the others.
+    for draws: see config/fig4.toml. Learning rates, weight decay, clipping and batch size are from
+    Appendix D, the backprop depth is from Appendix B, the rest from the text or the result files.
     """
     init_from: paths = setting("", "a checkpoint or run to start from; empty: random weights")
     reinit: yes_or_no = setting(False, "random weights in the shape of --init_from")
@@ -118,7 +118,10 @@ class Recipe:
 
 @dataclass
 class Settings(Recipe):
-    """All settings. Those below change the result by rounding at most, so they may change later."""
+    """
+    All settings. Those below change the weights by rounding at most, so they may change on resume.
+    (The data may move; its digest is part of the recipe.)
+    """
     config: paths = setting(None, "a TOML file; flags and later files win", action="append")
     out_dir: paths = setting("", "folder of the run, for checkpoints (step_*) and log.jsonl")
     data: paths = setting("", "a folder made by data.py, or a mixture: A:1,B:1,C:2")
@@ -166,7 +169,7 @@ def read_settings(argv, world=1):
         parser.error("give --data and --out_dir, or --config=FILE")
     if Path(s.out_dir, "config.json").exists():
         parser.error(f"--out_dir={s.out_dir}: this folder holds a model. Choose a new one")
-    # Several runs may share a TOML file.
+    # Only typed flags count, because runs of different kinds may share a TOML file.
     typed = [flag[2:].partition("=")[0] for flag in argv if flag.startswith("--")]
     refuse_idle(typed, (
         (s.init_from, SHAPE, "no effect with --init_from, which has a shape"),
@@ -221,7 +224,8 @@ def draw_steps(settings, update, number):
     from a Poisson distribution with that rate. The mean of r is therefore the scheduled mean + 1.
     Seed 0 gives the paper's own sequence.
     """
-    r = scheduled = scheduled_mean(settings, update)
+    scheduled = scheduled_mean(settings, update)
+    r = scheduled
     if settings.recurrence_sampler != "fixed":
         seed = (514229 + number + 1_000_003 * settings.seed) % (2**31 - 1)
         generator = torch.Generator().manual_seed(seed)
@@ -373,13 +377,13 @@ class Run:
         for update in range(start, settings.updates):
             began = time.monotonic()
             draws = draws_of(settings, update) if model.config.n_core else [(0, 0)]
-            losses, labels, norm = self.sum_gradients(update, draws)
-            if norm is None:  # a signal has ended this update early, so discard it
+            losses, labels, sum_norm = self.sum_gradients(update, draws)
+            if sum_norm is None:  # a signal has ended this update early, so discard it
                 if update > start and not due(settings.save_every):  # if not saved yet
                     self.save()
                 break
             lr_factor = lr_scale(settings, update)
-            norm = self.optimizer.step(norm, max(labels, 1), lr_factor)  # of the mean gradient
+            norm = self.optimizer.step(sum_norm, max(labels, 1), lr_factor)
 
             skips = 0 if math.isfinite(norm) else skips + 1
             if skips > MAX_SKIPS:
@@ -414,8 +418,8 @@ class Run:
 
     def sum_gradients(self, update, draws):
         """
-        Run the forward and backward passes of an update. Its gradients are then summed in the
-        optimizer. Returns the sum of the losses, the number of labels, and the norm of the sum of
+        Run the forward and backward passes of an update. Leaves its gradients, summed over all
+        ranks, in the optimizer. Returns the sum of the losses, the number of labels, and the norm of the sum of
         the gradients, over all ranks; the norm is None if a rank has received a signal.
         """
         settings, model, B = self.settings, self.model, self.settings.micro_batch
