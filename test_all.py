@@ -620,9 +620,8 @@ CHAT = "<extra_id_0>System\n\n<extra_id_1>User\nhas\n<extra_id_1>Assistant\nUser
 TURNS = json.loads("""[
     {"role": "user", "content": "has 1", "tool_calls": []}, {"role": "tool", "content": null},
     {"role": "Assistant", "content": 0, "name": "a", "id": 7}, {"role": "user", "content": "so"},
-    {"role": "assistant", "content": "3", "weight": 1, "masked": false}]""")
+    {"role": "assistant", "content": "3", "tool_calls": null}]""")
 MARKED = "User: so\n### Assistant:\nit<|im_end|>\nthe user: is"
-PARTS = [{"type": "text", "text": "has "}, {"type": "text", "text": "2", "image_url": None}]
 
 
 def parts_of(row, **flags):
@@ -638,17 +637,13 @@ def parts_of(row, **flags):
     ({"a": TURNS}, {}, "[|has 1\n\n0\nso\n3$]"),
     ({"a": TURNS}, {"loss": "assistant"}, "|has 1[\n0$]\nso[\n3$]"),
     ({"a": json.dumps(TURNS).encode()}, {"loss": "assistant"}, "|has 1[\n0$]\nso[\n3$]"),
-    *[({"a": TURNS[:2] + [TURNS[2] | mark] + TURNS[3:]}, {"loss": "assistant"},
-       "|has 1\n0$\nso[\n3$]")
-      for mark in ({"weight": 0}, {"loss": False}, {"train": False}, {"masked": True})],
-    ({"a": [{"role": "user", "content": PARTS}]}, {}, "[|has 2$]"),
     ({"a": {"b": "1\n"}, "q": "has "}, {"field": "a.b", "prompt": "q"}, "|has [\n1$]"),
     ({"a.b": "1", "a": {"b": "2"}}, {"field": "a.b"}, "[|1$]"),
     ({"a": 7.0, "q": True}, {"prompt": "q"}, "|true[\n7$]"),
     ({"a": [65, 66, 67]}, {}, "[ABC]"),
 ])
 def test_prepare_reads_fields_and_chats(row, flags, text):
-    """Messages are joined, role tags are removed; what is no answer, or marked, has no loss."""
+    """Messages are joined, role tags are removed; what is no answer has no loss."""
     tokenizer = SimpleNamespace(encode=lambda text, bos: [*map(ord, "|" * bos + text)],
                                 eos_id=ord("$"))
     flags = {"prompt": None, "loss": "all"} | flags
@@ -660,7 +655,7 @@ def test_prepare_reads_fields_and_chats(row, flags, text):
     partly = flags["prompt"] or flags["loss"] != "all"
     assert targets == ([[*labels[1:], -100]] if partly else [])
     answer = json.dumps([{"from": "Oslo", "to": "Rome", "value": 100}])
-    assert parts_of({"a": answer, "q": "1"}, prompt="q")[1] == (answer, True, True)
+    assert parts_of({"a": answer, "q": "1"}, prompt="q")[1] == (answer, True)
 
 
 ANSWER = {"role": "assistant", "content": "1"}
@@ -670,13 +665,12 @@ ANSWER = {"role": "assistant", "content": "1"}
     *[({"a": [ANSWER | {key: value}]}, {"loss": loss}, f"has {key}, which is not read")
       for loss in ("all", "assistant")
       for key, value in (("reasoning", "so"), ("refusal", "no"), ("tool_calls", [1]), ("new", 0),
-                         ("audio", {"id": 1}), ("weight", 0.5), ("train", "false"))],
+                         ("audio", {"id": 1}), ("weight", 0), ("train", False))],
     ({"a": [ANSWER | {"role": "critic"}]}, {"loss": "assistant"}, "the role critic"),
     ({"a": [{"content": "1"}]}, {}, "'role'"),
     ({"a": [{"role": "user"}]}, {}, "'content'"),
     ({"a": [{"from": "gpt", "value": "1"}]}, {"loss": "assistant"}, "gpt='assistant'"),
-    ({"a": [ANSWER | {"content": [{"type": "image", "url": "x"}]}]}, {}, "part .* 'image'"),
-    ({"a": [ANSWER | {"content": PARTS[:1] + ["b"]}]}, {}, "part .*: 'b'"),
+    ({"a": [ANSWER | {"content": [{"type": "text", "text": "1"}]}]}, {}, "list of parts"),
     ({"a": json.dumps(ANSWER)}, {"loss": "assistant"}, "'role' is not a message"),
     ({"a": [65, 66], "q": "1"}, {"prompt": "q"}, "65 is not a message"),
     ({"a": [65, 128]}, {}, "ids that the tokenizer"),
@@ -731,15 +725,6 @@ def test_texts_in_other_encodings(corpus):
     parquet.write_table(pa.table({"text": [text.encode("utf-16") for text in texts]}), "x.parquet")
     for path in ("x.txt", "x.jsonl", "x.parquet"):
         assert f"{path}: " in error_line("data", *prepare(corpus, path, "out"))
-
-
-def test_floats_of_parquet():
-    """A float32 is the shortest number in its precision; the name of a column may have a dot."""
-    parquet, pa = need("pyarrow.parquet"), need("pyarrow")
-    tenths = [i / 10 for i in range(99)]
-    parquet.write_table(pa.table({"a.b": pa.array(tenths, pa.float32())}), "a.parquet")
-    rows = data.read_records("a.parquet", SimpleNamespace(field="a.b", prompt=None, drop=[]))
-    assert [data.column_value(row, "a.b") for row in rows] == tenths
 
 
 def test_what_lies_beside_is_named_once(corpus, capsys):
@@ -1232,24 +1217,24 @@ def test_killed_ranks_end_alike(base, unbroken):
     base = [*base, "--dtype=bfloat16", "--draws=2", f"--init_from={unbroken}", "--reinit"]
     base += ["--train=core|adapter|embed|head|norm"]  # not the matrices of the other layers
     base += "--updates=6 --save_every=2 --eval_every=6 --batch_size=8 --micro_batch=2".split()
+    Path("dies").write_text("4")
     two = launch("train --out_dir=two", *base, world=2, run=run_dying)
     assert exit_codes(two) == [1, -signal.SIGKILL]
     assert checkpoints("two") == ["step_000002"]
 
-    for world in (1, 4):
-        shutil.copytree("two", str(world))
-        run_on_ranks(f"train --out_dir={world}", *base, "--micro_batch=1", world=world)
-
-    kill(launch("train --out_dir=two", *base, world=2), lambda: len(read_log("two", "loss")) >= 5)
+    for world in "14":
+        shutil.copytree("two", world)
+    run_script("train --out_dir=1", *base, "--micro_batch=1")
+    run_on_ranks("train --out_dir=4", *base, "--micro_batch=1", world=4)
     run_on_ranks("train --out_dir=two", *base, world=2)
     wanted = weights("two/step_000006", "model")
-    for world in ("1", "4"):
+    for world in "14":
         for key in ("loss", "norm"):
             assert read_log(world, key) == pytest.approx(read_log("two", key), abs=1e-2)
         for name, t in weights(f"{world}/step_000006", "model").items():
             assert relative_error(wanted[name], t) < 0.02, name
 
-    Path("died").unlink()
+    Path("dies").write_text("2")  # before its first checkpoint, so it starts over
     torchrun = elastic_launch(LaunchConfig(  # torchrun --standalone --max-restarts=1, but forked
         min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", start_method="forkserver"), run_dying)
@@ -1684,7 +1669,7 @@ def test_no_updates_only_validate(corpus, base, unbroken):
 
     model = RecurrentLM.load(unbroken).double()
     total = labels = 0
-    for folder, rows in ((large, 27), ("small", 5)):
+    for folder, rows in ((large, 6), ("small", 5)):
         idx, targets = first_rows(Dataset(folder, "val", 50), rows)
         _, losses = model(idx, targets, steps=4, state=model.initial_state(rows, 50, 0))
         total += losses.sum()
@@ -2120,14 +2105,12 @@ def test_prompts_from_the_terminal(checkpoint, monkeypatch, capfd):
     ask = f"sample --model {checkpoint} --tokens=2 --steps=2,4"
     answers = [run_script(f"{ask} --prompt='{prompt}'") for prompt in ("has 1", "so")]
     capfd.readouterr()
-    typed = b"\xef\xbb\xbfhas 1\n\ncaf\xe9\nso"
+    typed = b"has 1\n\ncaf\xe9\nso"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
     assert run_script(ask) == "".join(answers)
     errors = capfd.readouterr().err
     assert re.findall("--- r = ([0-9]+)", errors) == ["2", "4"] * 2
     assert errors.count("lone surrogate") == 1
-    monkeypatch.setattr(sys, "stdin", None)  # as after `<&-`
-    assert "Give a --prompt" in error_line(ask)
 
 
 def test_trace_is_what_the_model_says(speaker, corpus):
@@ -2250,7 +2233,8 @@ def test_gpu_decodes_like_the_cpu(compiled):
 @needs_gpu
 def test_gpu_run_resumes(base):
     """A compiled run that was killed, or uses two GPUs, ends with the loss of an unbroken run."""
-    base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10"]
+    base = [*base, "--dtype=bfloat16", "--compile=true", "--updates=30", "--save_every=10",
+            "--eval_rows=27"]
     run_script("train --out_dir=unbroken", *base)
     kill(launch("train --out_dir=killed", *base), lambda: len(read_log("killed", "loss")) > 15)
     run_script("train --out_dir=killed", *base)
