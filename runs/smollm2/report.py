@@ -30,11 +30,11 @@ ARMS = {
     "parent": "its full parent, 30 layers",
     "no-loop": "the same 6 layers without a loop",
 }
-TIMED = {  # arms of the picture of costs: what it calls them, and their color
-    "loop": ("looped; numbers are r", "C0"),
-    "parent": ("parent, answers at once", "black"),
-    "events": ("parent, writes each event and place first", "C1"),
-    "places": ("parent, writes each place first", "C2"),
+TIMED = {  # arms of the picture of costs: what it calls them, in which color, how far from a point
+    "loop": ("r = {}", "C0", (15, -9)),
+    "parent": ("parent", "black", (0, 10)),
+    "events": ("writes events\nand places", "C1", (0, -17)),
+    "places": ("writes\nplaces", "C2", (0, -17)),
 }
 TUNING = "10"  # the seed of the trials that chose rates, whose runs no table counts
 
@@ -274,40 +274,34 @@ def chosen(costs, arm):
 
 def draw_costs(results):
     """
-    Draw accuracy on fair stories of 12 and 24 events over the seconds of an answer, after training
-    on short stories and on long ones: the looped model's curve has a point for each r.
+    Draw accuracy on fair stories of 12 events over the seconds of an answer, after training on
+    short stories and on long ones: the looped model's curve has a point for each r.
     """
     from matplotlib import pyplot as plt
-    seconds, costs = results["seconds"], results.get("costs", {})
-    figure, panels = plt.subplots(2, 2, figsize=(8, 6), sharex=True, sharey=True,
-                                  constrained_layout=True)
-    for row, n in zip(panels, ("12", "24")):
-        for panel, trained in zip(row, ("short", "long")):
-            runs = {arm: chosen(costs, f"{trained}-{arm}") for arm in TIMED}
-            if trained == "short":
-                runs |= {"loop": runs_of(results["cups"], "retrofit"),
-                         "parent": runs_of(results["cups"], "parent")}
-            for timed, by_events in seconds.items():
-                arm = timed.rpartition(" ")[2]  # that of "llama.cpp, events" is events
-                if not runs.get(arm):
-                    continue
-                title, color = TIMED[arm]
-                points = [(cost, statistics.fmean(accuracy(run["fair"][r], n) for run in runs[arm]))
-                          for r, (cost, _) in by_events[n].items()]
-                ours = timed == arm
-                panel.plot(*zip(*points), "o-", c=color, mfc=color if ours else "white",
-                           label=title if ours else "_")
-                for r, point in zip(by_events[n], points) if arm == "loop" else ():
-                    panel.annotate(r, point, (3, 4), textcoords="offset points", fontsize=7)
-            panel.axhline(20, ls=":", c="gray", label="guessing")
-            kind = "3 to 5" if trained == "short" else "3 to 24"
-            panel.set(xscale="log", ylim=(0, 108), title=f"{n} events, trained on {kind}")
-            panel.xaxis.set_major_formatter("{x:g}")
-    lines = {line.get_label(): line for panel in panels.flat for line in panel.lines
-             if not line.get_label().startswith("_")}
-    figure.legend(lines.values(), lines, loc="outside upper center", ncols=3, fontsize=8)
-    figure.supxlabel("seconds per answer")
-    figure.supylabel("accuracy, %")
+    costs = results.get("costs", {})
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True, constrained_layout=True)
+    for panel, trained, lengths in zip(panels, ("short", "long"), ("3 to 5", "3 to 24")):
+        runs = {arm: chosen(costs, f"{trained}-{arm}") for arm in TIMED}
+        if trained == "short":
+            runs |= {arm: runs_of(results["cups"], name)
+                     for arm, name in (("loop", "retrofit"), ("parent", "parent"))}
+        for timed, by_events in results["seconds"].items():
+            arm = timed.rpartition(" ")[2]  # that of "llama.cpp, events" is events
+            if not runs.get(arm):
+                continue
+            title, color, place = TIMED[arm]
+            points = [(cost, statistics.fmean(accuracy(run["fair"][r], "12") for run in runs[arm]))
+                      for r, (cost, _) in by_events["12"].items()]
+            panel.plot(*zip(*points), "o-", c=color, mfc=color if timed == arm else "white")
+            for r, point in zip(by_events["12"], points) if timed == arm else ():
+                if r not in ("2", "4"):
+                    panel.annotate(title.format(r), point, place, textcoords="offset points",
+                                   ha="center", va="center", fontsize=8, color=color)
+        panel.axhline(20, ls=":", c="gray")
+        panel.set(xscale="log", xlim=(0.06, 9), ylim=(-9, 106), xlabel="seconds per answer",
+                  title=f"trained on {lengths} events")
+        panel.xaxis.set_major_formatter("{x:g}")
+    panels[0].set_ylabel("accuracy at 12 events, %")
     figure.savefig(ASSETS / "smollm2_costs.png", dpi=110)
 
 
