@@ -185,9 +185,9 @@ DTYPE_HELP = "auto (default): bfloat16 on GPUs and CPUs that multiply it nativel
 
 def choose_dtype(dtype, device):
     """
-    Resolve --dtype: auto is bfloat16 where that is native, else float32: on NVIDIA GPUs from
-    compute capability 8.0 on, on AMD from CDNA 1 and RDNA 3 on, and on CPUs by Intel with AMX, by
-    AMD with AVX-512 bfloat16, and ARM with bf16 (not measured). Intel CPUs with AVX-512 bfloat16
+    Resolve --dtype: auto is bfloat16 where that is native, else float32. Native means NVIDIA GPUs
+    from compute capability 8.0 on, AMD's from CDNA 1 and RDNA 3 on, and CPUs by Intel with AMX, by
+    AMD with AVX-512 bfloat16, and by ARM with bf16 (not measured). Intel CPUs with AVX-512 bfloat16
     but no AMX are slower in it than in float32: see runs/NOTES.md.
     """
     if dtype != "auto":

@@ -419,8 +419,9 @@ class Run:
     def sum_gradients(self, update, draws):
         """
         Run the forward and backward passes of an update. Leaves its gradients, summed over all
-        ranks, in the optimizer. Returns the sum of the losses, the number of labels, and the norm of the sum of
-        the gradients, over all ranks; the norm is None if a rank has received a signal.
+        ranks, in the optimizer. Returns the sum of the losses, the number of labels, and the norm
+        of the sum of the gradients, over all ranks; the norm is None if a rank has received a
+        signal.
         """
         settings, model, B = self.settings, self.model, self.settings.micro_batch
         count = settings.batch_size // (B * WORLD)  # micro-batches on each rank
